@@ -79,7 +79,7 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None
             layers.append(LayerValues(type(layer).__name__, plain))
         origin, more = _split_origin(saved_origin(cache))
         with replacement.new_file() as file:
-            entries, _ = write_tensors(file, tensors | more)
+            entries = write_tensors(file, tensors | more)
         name = replacement.keep(file, version_of(entries), SUFFIX)
         options = dataclasses.asdict(cache.options_to_load())
         form = cache.name, cache.model_shape, options, layers

@@ -102,10 +102,8 @@ class TensorEntry:
         return made
 
 
-def write_tensors(
-    file: IO[bytes], tensors: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, TensorEntry], int]:
-    """Write ``tensors`` (on the CPU) to ``file``; returns their entries and the file's size.
+def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorEntry]:
+    """Write ``tensors`` (on the CPU) to ``file``; returns their entries.
 
     Raises:
         TypeError: a dtype that is not in ``DTYPES``.
@@ -119,9 +117,7 @@ def write_tensors(
         name: TensorEntry(_NAMES[tensors[name].dtype], tuple(tensors[name].shape), "")
         for name in order
     }
-    header = file_header(forms)
-    file.write(header)
-    size = len(header)
+    file.write(file_header(forms))
     entries = {}
     with ThreadPoolExecutor(_THREADS) as pool:
         checks = []
@@ -129,11 +125,10 @@ def write_tensors(
             content = _bytes(tensors[name].contiguous())
             checks.append([pool.submit(_checksums, run) for run in _runs(content)])
             file.write(content)
-            size += len(content)
         for (name, form), runs in zip(forms.items(), checks, strict=True):
             digits = "".join(run.result() for run in runs)
             entries[name] = TensorEntry(form.dtype, form.shape, digits)
-    return entries, size
+    return entries
 
 
 def file_header(entries: Mapping[str, TensorEntry]) -> bytes:
@@ -165,19 +160,18 @@ class TensorFile:
     file later does not matter.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, TensorEntry], check: bool = True) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry]) -> None:
         """Open ``path``, which must be just as long as ``entries`` say, and begin like it.
 
         Args:
             path: of the file.
             entries: in the order of the file.
-            check: whether checksums are compared.
 
         Raises:
             OSError: as the system says.
             ValueError: the file has another length or header.
         """
-        self._path, self._entries, self._check = path, entries, check
+        self._path, self._entries = path, entries
         self._places: dict[str, int] = {}
         header = file_header(entries)
         place = len(header)
@@ -223,10 +217,6 @@ class TensorFile:
         for one in ahead:
             yield self._finished(*one)
 
-    def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """The tensors of these names; errors as of ``groups``."""
-        return self._finished(*self._start(names))
-
     def _start(self, names: list[str]) -> tuple[dict[str, torch.Tensor], list[Future[None]]]:
         tensors, runs = {}, []
         for name in names:
@@ -264,7 +254,7 @@ class TensorFile:
             self._read(block, place + first + start)
             number = (first + start) // BLOCK_BYTES
             digits = checksums[8 * number : 8 * number + 8]
-            if self._check and f"{crc32(block):08x}" != digits:
+            if f"{crc32(block):08x}" != digits:
                 raise ValueError(
                     f"{self._path} is damaged: {name} differs from what was saved, in its bytes "
                     f"from {first + start} on; {_AGAIN}"

@@ -41,7 +41,7 @@ def write_saved(
     if tensors is not None:
         unfinished = folder / "unfinished"
         with unfinished.open("wb") as file:
-            entries, _ = write_tensors(file, tensors)
+            entries = write_tensors(file, tensors)
         name = f"{STEM}-{version_of(entries)}{SUFFIX}"
         unfinished.replace(folder / name)
         content["files"] = {"tensors": name}

@@ -80,7 +80,7 @@ FAULTS = (
     Fault(
         "another-adapter-accepted",
         "hf_kvret/integration/identity.py",
-        "if hashes[0] == hashes[1]:",
+        "if contents[0] == contents[1]:",
         "if True:",
     ),
     Fault(
