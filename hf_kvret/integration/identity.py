@@ -135,14 +135,11 @@ class Meeting:
         self._decoder = None if model is None else weakref.ref(decoder_of(model))
 
     def whole(self, module: Any) -> Any:
-        """The model that was met, if ``module`` is that, or has the same text model; else None."""
+        """The model that was met, if ``module`` is that, in PEFT's or not, or its text model."""
         if self._model is None or self._decoder is None:
             return None
-        model, decoder = self._model(), self._decoder()
-        if module in (model, decoder):
-            return model
-        # PEFT's model around the one that was met, or that in it.
-        is_same = decoder is not None and model is not decoder and decoder_of(module) is decoder
+        model = self._model()
+        is_same = module is self._decoder() or without_wrapper(module) is without_wrapper(model)
         return model if is_same else None
 
     def __reduce__(self) -> tuple[type[Meeting], tuple[()]]:
