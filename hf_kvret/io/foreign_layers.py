@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -60,13 +60,20 @@ _LINEAR = {
     "dtype": _DTYPE,
     "record_past": _FLAG,
 }
+
+
+class _Missing:
+    """Stands for a class that an older transformers lacks."""
+
+
+_Dummy: type = getattr(cache_utils, "DummyLayer", _Missing)
 _KNOWN: dict[type, dict[str, str]] = {
     DynamicSlidingWindowLayer: _SLIDING,
     DynamicIndexedLayer: _INDEXED,
     LinearAttentionLayer: _LINEAR,
     LinearAttentionAndFullAttentionLayer: _DYNAMIC | _LINEAR,
     LinearAttentionAndSlidingWindowAttentionLayer: _SLIDING | _LINEAR,
-    DummyLayer: {"keys": _TENSOR, "values": _TENSOR, "is_initialized": _FLAG},
+    _Dummy: {"keys": _TENSOR, "values": _TENSOR, "is_initialized": _FLAG},
 }
 _PLAIN = {_FLAG, _COUNT, _DTYPE, _FLAGS, _COUNTS, _MODEL}
 # Only there once tokens came.
@@ -165,7 +172,7 @@ def _check(layer: Any) -> None:
         _check_indexer(layer)
     if isinstance(layer, LinearAttentionLayer):
         _check_states(layer)
-    if isinstance(layer, DummyLayer) and not (layer.keys is None and layer.values is None):
+    if isinstance(layer, _Dummy) and not (layer.keys is None and layer.values is None):
         raise ValueError("a DummyLayer holds nothing")
 
 
