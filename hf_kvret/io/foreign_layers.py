@@ -66,7 +66,7 @@ class _Missing:
     """Stands for a class that an older transformers lacks."""
 
 
-_Dummy: type = getattr(cache_utils, "DummyLayer", _Missing)
+_Dummy: Any = getattr(cache_utils, "DummyLayer", _Missing)
 _KNOWN: dict[type, dict[str, str]] = {
     DynamicSlidingWindowLayer: _SLIDING,
     DynamicIndexedLayer: _INDEXED,
