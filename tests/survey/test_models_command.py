@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, MistralConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_kvret.cli import main
 from hf_kvret.survey import command
@@ -44,6 +45,8 @@ def test_the_list_has_a_line_for_each_type_that_fits_the_terminal(
 
 
 def test_one_type_says_all_that_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    if "bailing_hybrid" not in CONFIG_MAPPING:
+        pytest.skip("bailing_hybrid came with a newer transformers")
     assert main(["models", "--type", "bailing_hybrid"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for words in (
