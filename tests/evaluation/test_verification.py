@@ -98,3 +98,9 @@ def test_a_long_list_is_cut_and_can_not_command_the_terminal(folder: Path) -> No
         (folder / f"\x1b[2J{number:02}").touch()
     assert verify(folder)[-1].startswith(r"skipped  \x1b[2J00, \x1b[2J01, ")
     assert " and 15 more: " in verify(folder)[-1]
+
+
+def test_what_a_file_says_can_not_command_the_terminal(tmp_path: Path) -> None:
+    results = Results("eval \x1b[2Jx", {"seed": 1}, tmp_path / "a.json")
+    results.add({"cache": "a"}, {"score": 1.5})
+    assert verify(tmp_path)[0] == r"results  a.json: eval \x1b[2Jx, format 3"
