@@ -21,6 +21,7 @@ from hf_kvret.methods.h2o import H2OCache, H2OConfig
 from hf_kvret.methods.latent import LatentConfig, LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
+from hf_kvret.models.versions import warn_untested
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.stores import Store
@@ -59,4 +60,5 @@ __all__ = [
     "unregister",
 ]
 
+warn_untested()
 register()

@@ -39,6 +39,7 @@ from hf_kvret.methods.h2o import H2OCache
 from hf_kvret.methods.latent import LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
+from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
 from hf_kvret.replay import DecodeGraph
 from hf_kvret_model_patches import decode_graph, generation, latent
 
@@ -84,7 +85,7 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
         ALL_ATTENTION_FUNCTIONS.register(name, retrieval_attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, retrieval_mask)
         OUR_NAMES.add(name)
-    generation.apply(tuple(_methods), _prepare_cache, _refuse_batch, _around_generate)
+    generation.apply(tuple(_methods), _prepare_cache, _refuse_batch, _around_generate, name_cache)
     decode_graph.apply(_decode_call)
 
 
@@ -176,11 +177,11 @@ def _prepare_cache(
 ) -> bool:
     """Hook of ``generate`` before it makes a cache; True if it made the cache.
 
-    Sets ``model_kwargs["past_key_values"]`` if a retrieval cache is selected by name, and switches
+    Sets the cache in ``model_kwargs`` if a retrieval cache is selected by name, and switches
     the model's attention if a retrieval cache is used.
     """
     name = generation_config.cache_implementation
-    caller_cache = model_kwargs.get("past_key_values")
+    caller_cache = model_kwargs.get(CACHE_NAME)
     if generation_config.is_assistant:
         # `generate` passes the main model's options on to a draft model, which has its own cache.
         if name in _methods:
@@ -225,7 +226,7 @@ def _prepare_cache(
         raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
     cache = _methods[name](model.config, **options)
     _serve(call, cache, generation_config, model_kwargs)
-    model_kwargs["past_key_values"] = cache
+    model_kwargs[CACHE_NAME] = cache
     return True
 
 
@@ -239,7 +240,7 @@ def _serve(
     model = call.model
     _check_request(generation_config, model_kwargs)
     cache.check_model(model)
-    caller_cache = call.arguments.get("past_key_values") is cache
+    caller_cache = cache_argument(call.arguments) is cache
     outlives = caller_cache or generation_config.return_dict_in_generate
     drafting = drafts(generation_config) or call.arguments.get("assistant_model") is not None
     if cache.get_seq_length() and drafting:
@@ -282,7 +283,7 @@ def _decode_call(
     model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> DecodeGraph | None:
     """The function that ``generate`` calls in its loop: a ``DecodeGraph``; None for the model."""
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE_NAME)
     if not isinstance(cache, RetrievalCache):
         return None
     if generation_config.disable_compile or generation_config.compile_config is not None:

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache, ParisKVCache, RetrievalCache
+from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 OURS = ("hf_kvret", "flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o", "latent")
@@ -295,7 +296,7 @@ def test_a_draft_model_keeps_a_cache_of_its_own(llama: PreTrainedModel, by_confi
     caches = []
 
     def noting(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        caches.append(type(kwargs["past_key_values"]))
+        caches.append(type(kwargs[CACHE_NAME]))
 
     draft.register_forward_pre_hook(noting, with_kwargs=True)
     named = {"cache_implementation": "paris", "cache_config": SMALL}

@@ -25,7 +25,7 @@ KERNELS = "hf_kvret_kernels"
 # From the ground up. A module imports only what stands lower, or is of its own room. A name stands
 # for all modules below it that are not listed themselves.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    (KERNELS, "hf_kvret_model_patches", "hf_kvret.loading", "hf_kvret.version"),
+    (KERNELS, "hf_kvret_model_patches", "hf_kvret.loading", "hf_kvret.version", "hf_kvret.models"),
     (
         "hf_kvret.core.option_checks",
         "hf_kvret.core.renamed",

@@ -24,6 +24,7 @@ from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.progress import prompt_bar
 from hf_kvret.evaluation.reader import Reader, Usage
 from hf_kvret.integration.compatibility import layer_shape
+from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import attach, restore
 
 FILLS = ("auto", "prefill", "random")
@@ -87,7 +88,7 @@ def feed(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int)
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
     return model(
         tokens,
-        past_key_values=cache,
+        **as_argument(cache),
         position_ids=positions[None],
         # kvpress reads it; transformers takes it as a spare keyword.
         cache_position=positions,

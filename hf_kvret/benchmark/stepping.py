@@ -16,6 +16,7 @@ from hf_kvret.benchmark.opponents import PreallocatedCache
 from hf_kvret.benchmark.timing import StepClock
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.models.versions import as_argument
 from hf_kvret.replay import DecodeGraph
 
 # Before a capture, which wants buffers of libraries to be there.
@@ -91,7 +92,7 @@ class Steps:
             input_ids=tokens,
             attention_mask=None,
             position_ids=positions,
-            past_key_values=self.cache,
+            **as_argument(self.cache),
             use_cache=True,
             logits_to_keep=1,
         ).logits

@@ -12,6 +12,7 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
+from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods
 
 NAME = "hf-kvret"
@@ -65,7 +66,7 @@ class RetrievalLM(HFLM):
         options = generation_kwargs.get("cache_config") or {}
         cache = methods[name](self.model.config, **options)
         tokens = super()._model_generate(
-            context, max_length, stop, past_key_values=cache, **generation_kwargs
+            context, max_length, stop, **as_argument(cache), **generation_kwargs
         )
         layers = cache.stats()["layers"]
         read, cold = (sum(layer[key] for layer in layers) for key in ("selected", "cold_rows"))

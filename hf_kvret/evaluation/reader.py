@@ -17,6 +17,7 @@ from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.progress import prompt_bar
 from hf_kvret.integration.compatibility import layer_shapes
+from hf_kvret.models.versions import as_argument
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Reader:
         started = time.perf_counter()
         logits = self.model(
             tokens.to(device)[None],
-            past_key_values=self.cache,
+            **as_argument(self.cache),
             position_ids=positions[None],
             # kvpress reads it; transformers takes it as a spare keyword.
             cache_position=positions,

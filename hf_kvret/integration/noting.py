@@ -13,6 +13,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.integration.prompt_check import other_inputs, picture_places
 from hf_kvret.integration.requests import is_using
 from hf_kvret.integration.weights import decoder_of
+from hf_kvret.models.versions import cache_argument, name_cache
 
 
 def watch(model: PreTrainedModel) -> None:
@@ -42,11 +43,22 @@ def _watched(model: PreTrainedModel) -> Iterable[nn.Module]:
 
 # A compiled model would trace them, and what they keep is no part of its graph.
 @torch.compiler.disable
-def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_pass(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Remember where the pass begins, and that the cache and the model belong together."""
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, RetrievalCache) or cache.tokens.paused:
-        return
+    cache = cache_argument(kwargs)
+    if not isinstance(cache, RetrievalCache):
+        return None
+    name_cache(kwargs)
+    if not cache.tokens.paused:
+        _note_start(module, cache, args, kwargs)
+    return args, kwargs
+
+
+def _note_start(
+    module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     start = cache.tokens.start = cache.get_seq_length()
     cache.tokens.crop(start)
     # Steps of one token with the model that is known are not checked: that would cost more than to
@@ -61,7 +73,7 @@ def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @torch.compiler.disable
 def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Note the ids of a pass that did not fail, and hashes of what else it was given."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_argument(kwargs)
     if not isinstance(cache, RetrievalCache) or cache.tokens.paused:
         return
     ids, start, end = _ids(args, kwargs), cache.tokens.start, cache.get_seq_length()

@@ -12,12 +12,13 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.token_record import PADDING
 from hf_kvret.integration.requests import Request
+from hf_kvret.models.versions import CACHE_NAMES
 
 _log = logging.getLogger(__name__)
 
 # Tensors that are not the model's inputs beside ids, or that are compared by themselves.
 _NOT_COMPARED = {
-    *("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values"),
+    *("input_ids", "inputs", "inputs_embeds", "attention_mask", *CACHE_NAMES),
     *("labels", "cache_position", "logits_to_keep", "inputs_tensor"),
     *("negative_prompt_ids", "negative_prompt_attention_mask", "encoder_outputs"),
     *("decoder_input_ids", "decoder_attention_mask"),

@@ -11,7 +11,6 @@ import logging
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
@@ -21,6 +20,7 @@ from hf_kvret.core.latent import expanding_pays
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.sizes import free_bytes
 from hf_kvret.integration.compatibility import by_layer, is_latent
+from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +34,7 @@ _LEAST_CHUNK = 256
 _STEP = 64
 
 # Arguments that can be cut to the tokens of a chunk. With any other, a call goes in one pass.
-_PLAIN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-# From this version on, transformers counts tokens already cached, and cuts positions of any shape.
-_COUNTS_PAST = (5, 21)
+_PLAIN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 _MARK = "_hf_kvret_chunk"
 
 # Options that make a call draft tokens.
@@ -263,8 +261,7 @@ def _cuttable(
     if positions is not None and positions.shape[-1] != past + length:
         # transformers cuts positions that count from the first cached token.
         return False
-    release = tuple(map(int, transformers.__version__.split(".")[:2]))
-    if release >= _COUNTS_PAST:
+    if CHUNKS_COUNT_PAST:
         return True
     return not past and (positions is None or positions.ndim == 2)
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -21,6 +20,7 @@ from transformers.cache_utils import (
 )
 
 from hf_kvret.core.state import Tensors
+from hf_kvret.models.versions import DummyLayer
 
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 _TENSOR, _FLAG, _COUNT, _DTYPE = "tensor", "flag", "count", "dtype"
@@ -62,18 +62,13 @@ _LINEAR = {
 }
 
 
-class _Missing:
-    """Stands for a class that an older transformers lacks."""
-
-
-_Dummy: Any = getattr(cache_utils, "DummyLayer", _Missing)
 _KNOWN: dict[type, dict[str, str]] = {
     DynamicSlidingWindowLayer: _SLIDING,
     DynamicIndexedLayer: _INDEXED,
     LinearAttentionLayer: _LINEAR,
     LinearAttentionAndFullAttentionLayer: _DYNAMIC | _LINEAR,
     LinearAttentionAndSlidingWindowAttentionLayer: _SLIDING | _LINEAR,
-    _Dummy: {"keys": _TENSOR, "values": _TENSOR, "is_initialized": _FLAG},
+    DummyLayer: {"keys": _TENSOR, "values": _TENSOR, "is_initialized": _FLAG},
 }
 _PLAIN = {_FLAG, _COUNT, _DTYPE, _FLAGS, _COUNTS, _MODEL}
 # Only there once tokens came.
@@ -172,7 +167,7 @@ def _check(layer: Any) -> None:
         _check_indexer(layer)
     if isinstance(layer, LinearAttentionLayer):
         _check_states(layer)
-    if isinstance(layer, _Dummy) and not (layer.keys is None and layer.values is None):
+    if isinstance(layer, DummyLayer) and not (layer.keys is None and layer.values is None):
         raise ValueError("a DummyLayer holds nothing")
 
 

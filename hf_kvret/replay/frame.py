@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_kvret.core.window import Place, Window, wide_mask
+from hf_kvret.models.versions import CACHE_NAMES
 
 # Arguments of a decode step whose values differ from step to step.
 _PER_STEP = ("input_ids", "position_ids", "cache_position")
@@ -59,7 +60,7 @@ class Frame:
             return "the model is not told position_ids, so it counts tokens on the host"
         for name, value in _parts(inputs)[1].items():
             plain = value is None or isinstance(value, bool | int | float | str)
-            if not plain and name != "past_key_values":
+            if not plain and name not in CACHE_NAMES:
                 return f"the model is given {name}, a {type(value).__name__}"
         for name in ("output_hidden_states", "output_attentions"):
             if inputs.get(name):

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.window import Window
+from hf_kvret.models.versions import cache_argument
 from hf_kvret.replay.frame import Frame
 from hf_kvret.replay.layer_step import LayerStep
 from hf_kvret.replay.recorders import RECORDERS, Recorder
@@ -118,7 +119,7 @@ class DecodeGraph:
 
     def _is_plain(self, inputs: dict[str, Any]) -> bool:
         """Whether this is a step of one token between two flushes."""
-        if inputs.get("past_key_values") is not self._cache or _tokens(inputs) != 1:
+        if cache_argument(inputs) is not self._cache or _tokens(inputs) != 1:
             return False
         # With gradients on, a step raises, but a replay would not.
         if torch.is_grad_enabled() or not all(layer.is_plain() for layer in self._all):

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.integration.compatibility import retrieval_layers
+from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods, restore
 from hf_kvret.survey.scan import kv_heads, text_class
 from hf_kvret.survey.small import VOCAB_SIZE, small_model, small_text_part
@@ -168,7 +169,7 @@ def _generate(model: PreTrainedModel, cache: Cache) -> _Text:
     output = model.generate(
         input_ids=tokens.masked_fill(mask == 0, PAD_TOKEN),
         attention_mask=mask,
-        past_key_values=cache,
+        **as_argument(cache),
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
         eos_token_id=None,

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvret.models.versions import as_argument, cache_of
 from hf_kvret.testing.scenario import (
     NEW_TOKENS,
     Scenario,
@@ -41,7 +42,7 @@ def no_reset_other_batch(model: PreTrainedModel) -> str | None:
 def greedy(s: Scenario) -> None:
     """The plain call: token ids and nothing else comes back."""
     ids = s.model.generate(
-        prompt(1, 60), past_key_values=s.cache(), max_new_tokens=16, do_sample=False
+        prompt(1, 60), **as_argument(s.cache()), max_new_tokens=16, do_sample=False
     )
     s.record("tokens", ids)
 
@@ -59,7 +60,7 @@ def return_dict(s: Scenario) -> None:
     result = s.model.generate(
         ids,
         attention_mask=mask,
-        past_key_values=cache,
+        **as_argument(cache),
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
         repetition_penalty=1.1,
@@ -72,7 +73,7 @@ def return_dict(s: Scenario) -> None:
     s.record("logits", torch.stack(result.logits))
     s.record("scores", torch.stack(result.scores))
     s.record("last hidden states", torch.stack([step[-1] for step in result.hidden_states[1:]]))
-    s.record("returned cache is ours", torch.tensor(result.past_key_values is cache))
+    s.record("returned cache is ours", torch.tensor(cache_of(result) is cache))
 
 
 def sampling(s: Scenario) -> None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.models import VOCAB_SIZE
 from hf_kvret.testing.tiny import PAD_TOKEN
 
@@ -112,7 +113,7 @@ class Scenario:
         options.setdefault("do_sample", False)
         result = self.model.generate(
             ids,
-            past_key_values=cache,
+            **as_argument(cache),
             return_dict_in_generate=True,
             output_logits=not beams,
             output_scores=beams,
@@ -148,7 +149,7 @@ class Scenario:
             ids,
             attention_mask=None if mask is None else mask[:, :end],
             position_ids=positions,
-            past_key_values=cache,
+            **as_argument(cache),
             use_cache=True,
         )
         if label is not None:

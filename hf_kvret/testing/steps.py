@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import attach
 
 PROMPT = 14
@@ -64,7 +65,7 @@ class DecodeLoop:
             input_ids=tokens,
             position_ids=positions,
             attention_mask=self.mask if self.padded else None,
-            past_key_values=self.cache,
+            **as_argument(self.cache),
             use_cache=True,
         )
         logits: torch.Tensor = output.logits[:, -1]

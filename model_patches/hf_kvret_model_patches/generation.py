@@ -34,14 +34,15 @@ def apply(
     prepare: Callable[[Any, Any, dict[str, Any]], bool],
     check_batch: Callable[[Any, Any], None],
     around: Callable[[Any, dict[str, Any]], AbstractContextManager[None]],
+    name_arguments: Callable[[dict[str, Any]], None],
 ) -> None:
     """Accept ``names``, and ask ``prepare`` before transformers makes a cache.
 
     ``check_batch(model, generation_config)`` is called first by ``generate_batch`` and may raise.
     ``prepare(model, generation_config, model_kwargs)`` returns True when it has put a cache into
     ``model_kwargs`` and transformers has nothing left to do. All of ``generate`` runs within
-    ``around(model, arguments)``, the arguments by name. Applying again replaces the names and the
-    hooks.
+    ``around(model, arguments)``, the arguments by name. ``name_arguments(keywords)`` may rename
+    keywords of ``generate`` before. Applying again replaces the names and the hooks.
     """
     restore()
     original = getattr(GenerationMixin, _METHOD)
@@ -51,6 +52,7 @@ def apply(
 
     @functools.wraps(whole)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name_arguments(kwargs)
         given = signature.bind_partial(self, *args, **kwargs).arguments
         arguments = {**given, **given.get("kwargs", {})}
         with around(self, arguments):

@@ -1,0 +1,1 @@
+"""What transformers' models are like, and what differs between its versions."""
