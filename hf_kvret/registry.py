@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.layer import HANDLE
 from hf_kvret.integration.attention import retrieval_attention
 from hf_kvret.integration.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
+from hf_kvret.integration.cache_use import check_end, check_pass, keep_cache
 from hf_kvret.integration.compatibility import check_model, model_layers, text_key
 from hf_kvret.integration.masks import retrieval_mask
 from hf_kvret.integration.noting import unwatch, watch
@@ -41,7 +43,7 @@ from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
 from hf_kvret.replay import DecodeGraph
-from hf_kvret_model_patches import decode_graph, generation, latent
+from hf_kvret_model_patches import decode_graph, generation, latent, passes
 
 # The attention implementation that `generate` switches a model to. A model loaded with a method's
 # name as its attention implementation uses that method's cache by default.
@@ -87,6 +89,7 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
         OUR_NAMES.add(name)
     generation.apply(tuple(_methods), _prepare_cache, _refuse_batch, _around_generate, name_cache)
     decode_graph.apply(_decode_call)
+    passes.apply(keep_cache, check_pass)
 
 
 def unregister() -> None:
@@ -95,6 +98,7 @@ def unregister() -> None:
         restore(model)
     generation.restore()
     decode_graph.restore()
+    passes.restore()
     latent.restore()
     for name in (ATTENTION_NAME, *_methods):
         type(ALL_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
@@ -155,12 +159,17 @@ def restore(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
-    """Context of a call of ``generate``; if it fails, the attention it switched is restored."""
+def _around_generate(
+    model: PreTrainedModel, arguments: dict[str, Any]
+) -> Iterator[Callable[[Any], None]]:
+    """Context of a call of ``generate``; if it fails, the attention it switched is restored.
+
+    Yields what is to be called with its result.
+    """
     failed = True
     with request(model, arguments) as call:
         try:
-            yield
+            yield partial(check_end, call)
             failed = False
         finally:
             cache, call.cache = call.cache, None
@@ -212,15 +221,6 @@ def _prepare_cache(
         _refuse_unread(call, generation_config, caller_cache)
         return False
     check_model(model)
-    if generation_config.use_cache is False:
-        raise ValueError(
-            f"use_cache=False contradicts cache_implementation={name!r}: "
-            + (
-                "drop one"
-                if call.gives("use_cache")
-                else "the model's generation_config says it, so pass use_cache=True"
-            )
-        )
     options = generation_config.cache_config or {}
     if not isinstance(options, dict):
         raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
@@ -238,9 +238,11 @@ def _serve(
 ) -> None:
     """Prepare ``call`` to use ``cache``: checks, attention, and chunks of the prompt."""
     model = call.model
+    caller_cache = cache_argument(call.arguments) is cache
+    given = "the cache" if caller_cache else f"cache_implementation={cache.name!r}"
+    _check_use_cache(call, generation_config, given)
     _check_request(generation_config, model_kwargs)
     cache.check_model(model)
-    caller_cache = cache_argument(call.arguments) is cache
     outlives = caller_cache or generation_config.return_dict_in_generate
     drafting = drafts(generation_config) or call.arguments.get("assistant_model") is not None
     if cache.get_seq_length() and drafting:
@@ -255,9 +257,20 @@ def _serve(
     text = model.config.get_text_config(decoder=True)
     with _attention_lock:
         call.switched = text._attn_implementation not in OUR_NAMES
-        call.cache = cache
+        call.cache, call.start_len = cache, cache.get_seq_length()
         attach(model)
     chunk_prompt(model, cache, generation_config, model_kwargs)
+
+
+def _check_use_cache(call: Request, generation_config: Any, given: str) -> None:
+    """ValueError for ``use_cache=False``, with which each pass would append the whole text."""
+    if generation_config.use_cache is False:
+        remedy = (
+            "drop one"
+            if call.gives("use_cache")
+            else "the model's generation_config says it, so pass use_cache=True"
+        )
+        raise ValueError(f"use_cache=False contradicts {given}: {remedy}")
 
 
 def _refuse_unread(call: Request, generation_config: Any, caller_cache: Any) -> None:

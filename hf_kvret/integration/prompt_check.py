@@ -50,7 +50,7 @@ def check_origin(
     cache.tokens.crop(cache_len)
     # A call that failed before its first pass noted inputs of tokens that never came.
     cache.tokens.inputs.crop(cache_len)
-    ids = _prompt(call)
+    ids = call.prompt_ids() if call.arguments.get("inputs_embeds") is None else None
     if ids is None:
         if cache_len and cache.tokens.warn_once("embeddings"):
             _log.warning(
@@ -222,16 +222,3 @@ def _mask(call: Request, ids: torch.Tensor, prepared: torch.Tensor | None) -> to
     if mask is None:
         return torch.ones_like(ids)
     return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-
-
-def _prompt(call: Request) -> torch.Tensor | None:
-    """``[B, T]`` ids that the call was given; None for embeddings and other prompts."""
-    arguments = call.arguments
-    if arguments.get("inputs_embeds") is not None:
-        return None
-    ids = arguments.get("input_ids")
-    if ids is None and getattr(call.model, "main_input_name", "input_ids") == "input_ids":
-        ids = arguments.get("inputs")
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        return None
-    return ids

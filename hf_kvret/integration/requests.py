@@ -27,12 +27,22 @@ class Request:
         arguments: by name, as the caller gave them.
         cache: the retrieval cache that the call uses, once that is known.
         switched: the call switched the model's attention to ours.
+        start_len: tokens that the cache held before the call.
     """
 
     model: PreTrainedModel
     arguments: dict[str, Any]
     cache: RetrievalCache | None = None
     switched: bool = False
+    start_len: int = 0
+
+    def prompt_ids(self) -> torch.Tensor | None:
+        """``[B, T]`` ids that the caller gave; None for a prompt without ids."""
+        ids = self.arguments.get("input_ids")
+        if ids is None and getattr(self.model, "main_input_name", "input_ids") == "input_ids":
+            ids = self.arguments.get("inputs")
+        is_ids = isinstance(ids, torch.Tensor) and ids.ndim == 2 and not ids.is_floating_point()
+        return ids if is_ids else None
 
     def gives(self, name: str) -> bool:
         """Whether the caller set ``name``, by keyword or in a generation config of this call."""

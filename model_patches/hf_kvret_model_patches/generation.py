@@ -33,7 +33,7 @@ def apply(
     names: tuple[str, ...],
     prepare: Callable[[Any, Any, dict[str, Any]], bool],
     check_batch: Callable[[Any, Any], None],
-    around: Callable[[Any, dict[str, Any]], AbstractContextManager[None]],
+    around: Callable[[Any, dict[str, Any]], AbstractContextManager[Callable[[Any], None]]],
     name_arguments: Callable[[dict[str, Any]], None],
 ) -> None:
     """Accept ``names``, and ask ``prepare`` before transformers makes a cache.
@@ -41,8 +41,9 @@ def apply(
     ``check_batch(model, generation_config)`` is called first by ``generate_batch`` and may raise.
     ``prepare(model, generation_config, model_kwargs)`` returns True when it has put a cache into
     ``model_kwargs`` and transformers has nothing left to do. All of ``generate`` runs within
-    ``around(model, arguments)``, the arguments by name. ``name_arguments(keywords)`` may rename
-    keywords of ``generate`` before. Applying again replaces the names and the hooks.
+    ``around(model, arguments)``, the arguments by name, and what that yields is called with the
+    result. ``name_arguments(keywords)`` may rename keywords of ``generate`` before. Applying again
+    replaces the names and the hooks.
     """
     restore()
     original = getattr(GenerationMixin, _METHOD)
@@ -55,8 +56,10 @@ def apply(
         name_arguments(kwargs)
         given = signature.bind_partial(self, *args, **kwargs).arguments
         arguments = {**given, **given.get("kwargs", {})}
-        with around(self, arguments):
-            return whole(self, *args, **kwargs)
+        with around(self, arguments) as finish:
+            result = whole(self, *args, **kwargs)
+            finish(result)
+            return result
 
     @functools.wraps(original)
     def prepare_cache(

@@ -1,0 +1,140 @@
+"""Names and classes that differ by version of transformers, and warnings about versions."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_kvret
+from hf_kvret.models import versions
+from hf_kvret.models.versions import CACHE_NAMES, cache_of
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = ("transformers.__version__", "torch.__version__")
+RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 2},
+        {"prefill_chunk_size": 16},
+        {"return_dict_in_generate": True, "output_hidden_states": True},
+        {"guidance_scale": 1.5},
+    ],
+    ids=lambda mode: "-".join(mode) or "greedy",
+)
+def test_a_cache_may_have_either_name_without_a_warning(name: str, mode: dict[str, Any]) -> None:
+    model = MODELS["llama"].build()
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model.generate(prompt(1, 40), **RUN, **mode, **{name: cache})
+    assert cache.get_seq_length() >= 43
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_loop_may_use_either_name_without_a_warning(name: str) -> None:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+    step = hf_kvret.DecodeGraph(model, cache)
+    ids = prompt(1, 40)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", FutureWarning)
+        output = model(ids, **{name: cache})
+        assert cache_of(output) is cache
+        output = step(input_ids=ids[:, -1:], position_ids=torch.tensor([[40]]), **{name: cache})
+    assert cache.get_seq_length() == 41
+
+
+@pytest.mark.parametrize("name", ["paris", "lrqk", "ctkvr", "h2o"])
+def test_a_name_gives_no_warning(name: str) -> None:
+    model = MODELS["llama"].build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model.generate(prompt(1, 80), **RUN, cache_implementation=name)
+
+
+def test_a_cache_under_both_names_is_refused() -> None:
+    model = MODELS["llama"].build()
+    caches = {name: hf_kvret.FlatKVCache(model.config) for name in CACHE_NAMES}
+    with pytest.raises(ValueError, match="two names of one argument"):
+        model.generate(prompt(1, 40), **RUN, **caches)
+
+
+def test_either_name_reaches_transformers_own_caches() -> None:
+    model = MODELS["llama"].build()
+    for name in CACHE_NAMES:
+        cache = transformers.DynamicCache(config=model.config)
+        model.generate(prompt(1, 40), **RUN, **{name: cache})
+        assert cache.get_seq_length() == 43
+
+
+@pytest.mark.parametrize(
+    ("package", "installed", "warns"),
+    [
+        ("transformers", "5.16.1", True),
+        ("transformers", "5.17.0", False),
+        ("transformers", "5.24.3", False),
+        ("transformers", "5.25.0.dev0", True),
+        ("torch", "2.10.0", True),
+        ("torch", "2.11.0+cu130", False),
+        ("torch", "3.0.0", True),
+    ],
+)
+def test_the_import_warns_once_of_an_untested_version(
+    package: str, installed: str, warns: bool
+) -> None:
+    """The import says it; a second import of a module does nothing in Python."""
+    code = (
+        f"import torch, transformers, {package}\n"
+        f"{package}.__version__ = {installed!r}\n"
+        "from hf_kvret.models import versions\n"
+        "import hf_kvret\n"
+    )
+    if package == "torch":
+        # Importing transformers reads torch's version, too.
+        code = code.replace("import torch, transformers, torch\n", "import transformers, torch\n")
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert result.stderr.count("hf_kvret was tested with") == int(warns), result.stderr
+    if warns:
+        assert f"this is {installed}" in result.stderr
+        assert "pip install" in result.stderr
+
+
+def test_the_range_is_that_of_the_package_and_holds_this_version() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    oldest, newest = versions.TESTED["transformers"]
+    following = f"5.{int(newest.split('.')[1]) + 1}"
+    assert f'"transformers>={oldest},<{following}"' in text
+    assert f'"torch>={versions.TESTED["torch"][0]}"' in text
+    assert versions.RELEASE[:2] <= tuple(map(int, newest.split(".")))
+
+
+def test_no_other_file_looks_at_a_version() -> None:
+    """Results note versions; nothing but this room decides by one."""
+    notes = {"record.py", "environment.py", "description.py", "cli.py", "scan.py", "recorders.py"}
+    wrong = []
+    for path in (ROOT / "hf_kvret").rglob("*.py"):
+        if path.name in notes or path.parent.name == "models":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in VERSIONS:
+                wrong.append(f"{path.name}: {ast.unparse(node)}")
+    assert not wrong
