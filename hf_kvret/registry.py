@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.layer import HANDLE
@@ -43,7 +41,7 @@ from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
 from hf_kvret.replay import DecodeGraph
-from hf_kvret_model_patches import decode_graph, generation, latent, passes
+from hf_kvret_model_patches import decode_graph, generation, latent, mappings, passes
 
 # The attention implementation that `generate` switches a model to. A model loaded with a method's
 # name as its attention implementation uses that method's cache by default.
@@ -78,14 +76,13 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
     classes = cache_classes or BUILT_IN
     for cls in classes:
         owner = _methods.get(cls.name)
-        theirs = (*generation.known_names(), *ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager")
+        theirs = generation.foreign_names() | mappings.foreign_names() | {"eager"}
         is_taken = cls.name == ATTENTION_NAME or (cls.name in theirs and owner is None)
         if is_taken or owner not in (None, cls):
             raise ValueError(f"the name {cls.name!r} is taken: choose another for {cls.__name__}")
     _methods.update({cls.name: cls for cls in classes})
     for name in (ATTENTION_NAME, *_methods):
-        ALL_ATTENTION_FUNCTIONS.register(name, retrieval_attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, retrieval_mask)
+        mappings.add(name, retrieval_attention, retrieval_mask)
         OUR_NAMES.add(name)
     generation.apply(tuple(_methods), _prepare_cache, _refuse_batch, _around_generate, name_cache)
     decode_graph.apply(_decode_call)
@@ -93,7 +90,11 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
 
 
 def unregister() -> None:
-    """Undo ``register`` and put every switched model back. Doing it twice is harmless."""
+    """Undo ``register`` and put every switched model back. Doing it twice is harmless.
+
+    What other libraries wrapped around the same functions of transformers since, and names that
+    they added, stay.
+    """
     for model in list(_attached):
         restore(model)
     generation.restore()
@@ -101,8 +102,7 @@ def unregister() -> None:
     passes.restore()
     latent.restore()
     for name in (ATTENTION_NAME, *_methods):
-        type(ALL_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
-        type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
+        mappings.remove(name)
     _methods.clear()
 
 
@@ -332,13 +332,15 @@ def _check_options(
 
 
 def _refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
-    """ValueError for ``generate_batch``, which has its own paged cache and can't use ours."""
+    """ValueError for continuous batching, which has a paged cache of its own and can't use ours."""
     name = getattr(generation_config or model.generation_config, "cache_implementation", None)
     text = model.config.get_text_config(decoder=True)
     if name in _methods or text._attn_implementation in OUR_NAMES:
         raise ValueError(
-            "generate_batch keeps a paged cache of its own, which retrieval does not serve: call "
-            "hf_kvret.restore(model) first and leave cache_implementation out, or use generate"
+            "continuous batching by init_continuous_batching or generate_batch keeps a paged cache "
+            "of its own, which retrieval does not serve: call hf_kvret.restore(model) first and "
+            "leave cache_implementation out, or use generate (of transformers serve: leave out "
+            "--continuous-batching)"
         )
 
 

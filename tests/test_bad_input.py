@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import (
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 import hf_kvret
 from hf_kvret import FlatConfig, FlatKVCache, ParisConfig, ParisKVCache
@@ -200,12 +205,49 @@ def test_direct_calls_that_want_weights_are_refused(llama: PreTrainedModel) -> N
         llama(_ids(), past_key_values=FlatKVCache(llama.config), output_attentions=True)
 
 
-def test_continuous_batching_refuses_a_switched_model() -> None:
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
+BATCHED: dict[str, Any] = {
+    "generate_batch": lambda model, config: model.generate_batch(
+        inputs=[[5, 6, 7]], generation_config=config, progress_bar=False
+    ),
+    "init_continuous_batching": lambda model, config: model.init_continuous_batching(config),
+    "by name": lambda model, config: model.init_continuous_batching(generation_config=config),
+    "context": lambda model, config: model.continuous_batching_context_manager(config).__enter__(),
+}
+
+
+@pytest.mark.parametrize("way", BATCHED)
+def test_continuous_batching_refuses_retrieval(way: str) -> None:
     words = r"generate_batch keeps a paged cache.*hf_kvret\.restore\(model\)"
+    model = MODELS["llama"].build()
+    named = GenerationConfig(cache_implementation="paris", max_new_tokens=2, eos_token_id=-1)
     with pytest.raises(ValueError, match=words):
-        model.generate_batch(inputs=[[5, 6, 7]], max_new_tokens=2, progress_bar=False)
+        BATCHED[way](model, named)
+    model.generation_config.cache_implementation = "flat"
+    with pytest.raises(ValueError, match=words):
+        BATCHED[way](model, None)
+    model.generation_config.cache_implementation = None
+    hf_kvret.attach(model)
+    with pytest.raises(ValueError, match=words):
+        BATCHED[way](model, GenerationConfig(max_new_tokens=2, eos_token_id=-1))
+
+
+def test_a_manager_from_before_a_switch_is_not_started() -> None:
+    model = MODELS["llama"].build()
+    sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=128)
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, do_sample=False)
+    manager = model.init_continuous_batching(config, sizes)
+    expected = model.generate(_ids(), **RUN)
+    assert torch.equal(model.generate(_ids(), **RUN, cache_implementation="flat"), expected)
+    with pytest.raises(ValueError, match="keeps a paged cache"):
+        manager.start()
+    hf_kvret.restore(model)
+    manager.start()
+    try:
+        manager.add_request([5, 6, 7])
+        assert len(manager.get_result(timeout=60).generated_tokens) == 2
+    finally:
+        manager.stop(block=True, timeout=60)
+        manager.destroy()
 
 
 def test_another_cache_beside_our_name_is_refused(llama: PreTrainedModel) -> None:

@@ -7,16 +7,17 @@ function on an instance would survive ``copy.deepcopy`` and call the module that
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_kvret_model_patches.wrappers import WrappedFunction
+
 _METHOD = "expand_kv"
 Expand = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-_originals: dict[type, Expand] = {}
+_patched: dict[type, WrappedFunction] = {}
 
 
 def apply(model: nn.Module, hands_on: Callable[[torch.Tensor], bool]) -> None:
@@ -25,37 +26,34 @@ def apply(model: nn.Module, hands_on: Callable[[torch.Tensor], bool]) -> None:
     Latents for which ``hands_on`` is true are given back as they are, with their rotated keys; all
     others are expanded as before.
     """
+
+    def expand_kv(
+        original: Expand, module: nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (kv_nope, k_rot) if hands_on(kv_nope) else original(module, kv_nope, k_rot)
+
     for owner in {owner for module in model.modules() for owner in type(module).__mro__}:
-        original = owner.__dict__.get(_METHOD)
-        if original is not None and owner not in _originals:
-            _originals[owner] = original
-            setattr(owner, _METHOD, _handing_on(original, hands_on))
+        if _METHOD in vars(owner):
+            _patched.setdefault(owner, WrappedFunction(owner, _METHOD)).apply(expand_kv)
 
 
 def restore() -> None:
-    """Give all classes their own method back. Doing it twice is harmless."""
-    for owner, original in _originals.items():
-        setattr(owner, _METHOD, original)
-    _originals.clear()
+    """Let all classes expand their latents again. Doing it twice is harmless."""
+    for wrapped in _patched.values():
+        wrapped.restore()
 
 
-def expand(module: nn.Module, *arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expand(
+    module: nn.Module, latents: torch.Tensor, rope_keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys ``[B, H, n, nope + rope]`` and values ``[B, H, n, v]``, as transformers makes them.
 
     Args:
         module: the attention of a layer.
-        *arguments: latents ``[B, 1, n, R]`` and rotated keys ``[B, 1, n, rope]``.
+        latents: ``[B, 1, n, R]``.
+        rope_keys: rotated keys ``[B, 1, n, rope]``.
     """
-    method: Any = getattr(type(module), _METHOD)
-    original: Expand = getattr(method, "__wrapped__", method)
-    return original(module, *arguments)
-
-
-def _handing_on(original: Expand, hands_on: Callable[[torch.Tensor], bool]) -> Expand:
-    @functools.wraps(original)
-    def expand_kv(
-        self: nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return (kv_nope, k_rot) if hands_on(kv_nope) else original(self, kv_nope, k_rot)
-
-    return expand_kv
+    method: Any = getattr(module, _METHOD)
+    # A view has no mark by which a cache asks for latents.
+    keys, values = method(latents.view_as(latents), rope_keys)
+    return keys, values

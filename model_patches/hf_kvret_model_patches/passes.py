@@ -7,16 +7,15 @@ call that of transformers. Passes that a logits processor makes go through neith
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from transformers.generation.utils import GenerationMixin
 
-_PREPARE = "prepare_inputs_for_generation"
-_UPDATE = "_update_model_kwargs_for_generation"
+from hf_kvret_model_patches.wrappers import WrappedFunction
 
-_saved: dict[str, Any] = {}
+_prepare = WrappedFunction(GenerationMixin, "prepare_inputs_for_generation")
+_update = WrappedFunction(GenerationMixin, "_update_model_kwargs_for_generation")
 
 
 def apply(
@@ -26,26 +25,25 @@ def apply(
 
     ``before`` may change the keywords that inputs are prepared from. Applying again replaces both.
     """
-    restore()
-    prepare, update = getattr(GenerationMixin, _PREPARE), getattr(GenerationMixin, _UPDATE)
-    _saved[_PREPARE], _saved[_UPDATE] = prepare, update
 
-    @functools.wraps(prepare)
-    def prepare_inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs(
+        prepare: Callable[..., Any], model: Any, input_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not args:
-            before(self, input_ids, kwargs)
-        return prepare(self, input_ids, *args, **kwargs)
+            before(model, input_ids, kwargs)
+        return prepare(model, input_ids, *args, **kwargs)
 
-    @functools.wraps(update)
-    def update_model_kwargs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        after(self, outputs)
-        return update(self, outputs, *args, **kwargs)
+    def update_model_kwargs(
+        update: Callable[..., Any], model: Any, outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        after(model, outputs)
+        return update(model, outputs, *args, **kwargs)
 
-    setattr(GenerationMixin, _PREPARE, prepare_inputs)
-    setattr(GenerationMixin, _UPDATE, update_model_kwargs)
+    _prepare.apply(prepare_inputs)
+    _update.apply(update_model_kwargs)
 
 
 def restore() -> None:
-    """Put transformers back as it was. Harmless when nothing was applied."""
-    for name in list(_saved):
-        setattr(GenerationMixin, name, _saved.pop(name))
+    """Take both hooks away. Harmless when nothing was applied."""
+    _prepare.restore()
+    _update.restore()

@@ -27,9 +27,12 @@ from hf_kvret_model_patches.tap_targets import (
     rotation_signature,
     rotations,
 )
+from hf_kvret_model_patches.wrappers import Hook, WrappedFunction, once
 
 __all__ = ["Callback", "LayerTokens", "tap_attention"]
 
+_update = WrappedFunction(Cache, "update")
+_interface = WrappedFunction(AttentionInterface, "get_interface")
 _one_at_a_time = threading.Lock()
 _here = threading.local()
 
@@ -62,14 +65,14 @@ def tap_attention(model: PreTrainedModel, callback: Callback) -> Iterator[None]:
         raise RuntimeError("another tap is open: close it first, or do both in one callback")
     with ExitStack() as undo:
         undo.callback(_one_at_a_time.release)
-        for namespace, name in targets:
-            undo.callback(namespace.__setitem__, name, namespace[name])
-            namespace[name] = _seen_rotation(namespace[name])
-        undo.callback(setattr, Cache, "update", Cache.update)
-        Cache.update = _seen_update(Cache.update)
-        interface = AttentionInterface.get_interface
-        undo.callback(setattr, AttentionInterface, "get_interface", interface)
-        AttentionInterface.get_interface = _seen_interface(interface)
+        hooks = [
+            (WrappedFunction(namespace, name), _seen_rotation(namespace[name]))
+            for namespace, name in targets
+        ]
+        hooks += [(_update, _seen_update), (_interface, once(_seen_interface))]
+        for wrapped, hook in hooks:
+            undo.callback(wrapped.restore)
+            wrapped.apply(hook)
         for layer, module in layers.items():
             start = functools.partial(_start, layer, callback)
             undo.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
@@ -107,50 +110,47 @@ def _stop(module: nn.Module, args: Any, output: Any) -> None:
         )
 
 
-def _seen_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature, apart = rotation_signature(original), rotates_apart(original)
+def _seen_rotation(rotate: Callable[..., Any]) -> Hook:
+    signature, apart = rotation_signature(rotate), rotates_apart(rotate)
 
-    @functools.wraps(original)
-    def rotate(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    def hook(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
         frame = _frame()
         if frame is not None:
             take_in = frame.rotated_apart if apart else frame.rotated
-            take_in(original, signature.bind(*args, **kwargs), result)
+            take_in(inner, signature.bind(*args, **kwargs), result)
         return result
 
-    return rotate
+    return hook
 
 
-def _seen_update(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update(
-        self: Cache, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        frame = _frame()
-        if frame is not None:
-            frame.update = key_states, value_states
-        return original(self, key_states, value_states, layer_idx, *args, **kwargs)
+def _seen_update(
+    inner: Callable[..., Any],
+    cache: Cache,
+    key_states: Any,
+    value_states: Any,
+    layer_idx: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    frame = _frame()
+    if frame is not None:
+        frame.update = key_states, value_states
+    return inner(cache, key_states, value_states, layer_idx, *args, **kwargs)
 
-    return update
 
+def _seen_interface(
+    inner: Callable[..., Any], interface: AttentionInterface, *args: Any, **kwargs: Any
+) -> Any:
+    function = inner(interface, *args, **kwargs)
+    frame = _frame()
+    if frame is None:
+        return function
 
-def _seen_interface(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Any:
-        function = original(self, *args, **kwargs)
-        frame = _frame()
-        if frame is None:
-            return function
+    @functools.wraps(function)
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
+        told = (more.get(name) for name in ("position_ids", "scaling", "softcap"))
+        frame.attend(query, key, value, *told)
+        return function(module, query, key, value, *rest, **more)
 
-        @functools.wraps(function)
-        def attend(
-            module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **more: Any
-        ) -> Any:
-            told = (more.get(name) for name in ("position_ids", "scaling", "softcap"))
-            frame.attend(query, key, value, *told)
-            return function(module, query, key, value, *rest, **more)
-
-        return attend
-
-    return get_interface
+    return attend

@@ -57,6 +57,35 @@ def test_the_class_is_patched_once_and_put_back(model: PreTrainedModel) -> None:
         hf_kvret.register()
 
 
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_what_others_wrapped_around_the_class_stays(
+    model: PreTrainedModel, ours_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = type(model.model.layers[0].self_attn)
+    hf_kvret.restore(model)
+    latent.restore()
+    monkeypatch.setattr(attention, "expand_kv", attention.expand_kv)
+    expected, calls = model.generate(prompt(1, 120), **GREEDY), []
+    if ours_first:
+        hf_kvret.attach(model)
+    inner = attention.expand_kv
+
+    def theirs(*args: Any) -> Any:
+        calls.append(1)
+        return inner(*args)
+
+    attention.expand_kv = theirs
+    for _ in range(2):
+        calls.clear()
+        assert torch.equal(with_cache(model), expected)
+        # Theirs also sees what a prompt's attention expands.
+        assert calls
+        hf_kvret.restore(model)
+        latent.restore()
+        assert attention.expand_kv is theirs
+        assert torch.equal(model.generate(prompt(1, 120), **GREEDY), expected)
+
+
 class Doubled(nn.Module):
     """What an adapter does: its own part is added to the layer that it wraps."""
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 import hf_kvret
+from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.testing.models import MODELS
 from hf_kvret_model_patches import decode_graph
 
@@ -46,6 +47,29 @@ def test_restoring_puts_back_the_very_methods() -> None:
         assert getattr(PreTrainedModel, GETS) is gets
 
 
+@pytest.mark.parametrize(("owner", "name"), [(GenerationMixin, ASKS), (PreTrainedModel, GETS)])
+def test_what_was_wrapped_since_stays_when_applied_again_and_restored(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, getattr(owner, name))
+    asked: list[Any] = []
+    decode_graph.apply(lambda *args: None)
+    inner = getattr(owner, name)
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    setattr(owner, name, theirs)
+    decode_graph.apply(lambda *args: asked.append(args))
+    assert getattr(owner, name) is theirs
+    model = MODELS["llama"].build().eval()
+    expected = _generate(model)
+    assert len(asked) == 1
+    decode_graph.restore()
+    assert getattr(owner, name) is theirs
+    assert torch.equal(_generate(model), expected) and len(asked) == 1
+
+
 def test_registering_applies_it_and_unregistering_undoes_it() -> None:
     before = getattr(GenerationMixin, ASKS)
     hf_kvret.register()
@@ -61,7 +85,7 @@ def test_the_loop_calls_what_the_hook_chose_for_every_token_but_the_first() -> N
 
     def choose(asked: Any, config: Any, kwargs: dict[str, Any]) -> Any:
         assert asked is model
-        assert "past_key_values" in kwargs
+        assert CACHE_NAME in kwargs
 
         def call(**inputs: Any) -> Any:
             lengths.append(inputs["input_ids"].shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import fields
 from typing import Any
@@ -357,3 +358,36 @@ def test_wrong_arguments_are_refused() -> None:
         tap_attention(torch.nn.Linear(2, 2), Seen()).__enter__()  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="callback is a int"):
         tap_attention(MODELS["llama"].build(), 3).__enter__()  # type: ignore[arg-type]
+
+
+def test_what_others_wrap_while_a_tap_is_open_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"].build()
+    home: Any = importlib.import_module(type(model).__module__)
+    places = [(Cache, "update"), (AttentionInterface, "get_interface")]
+    places.append((home, "apply_rotary_pos_emb"))
+    for owner, name in places:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    calls: list[str] = []
+
+    def wrapped(name: str, inner: Any) -> Any:
+        @functools.wraps(inner)
+        def theirs(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return inner(*args, **kwargs)
+
+        return theirs
+
+    with tap_attention(model, Seen()):
+        wrappers = [wrapped(name, getattr(owner, name)) for owner, name in places]
+        for (owner, name), theirs in zip(places, wrappers, strict=True):
+            setattr(owner, name, theirs)
+    run = {"max_new_tokens": 2, "do_sample": False}
+    for _ in range(2):
+        seen = Seen()
+        with tap_attention(model, seen):
+            model.generate(**prompt(), **run)
+        assert len(seen.of(0)) == 2, "each pass is seen once"
+        assert [getattr(owner, name) for owner, name in places] == wrappers
+        model.generate(**prompt(), **run)
+        assert len(seen.of(0)) == 2
+    assert set(calls) == {name for _, name in places}
