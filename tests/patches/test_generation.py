@@ -187,9 +187,11 @@ def test_a_wrapper_from_before_us_does_not_hide_what_generate_is_given(
     def theirs(*args: Any, **kwargs: Any) -> Any:
         return whole(*args, **kwargs)
 
-    def around(model: Any, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+    def around(
+        model: Any, arguments: dict[str, Any]
+    ) -> AbstractContextManager[Callable[[Any], None]]:
         seen.append(arguments)
-        return nullcontext()
+        return nullcontext(lambda result: None)
 
     monkeypatch.setattr(GenerationMixin, "generate", theirs)
     generation.apply(("mine",), _never, _ignore, around, _rename)
