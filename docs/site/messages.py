@@ -40,6 +40,7 @@ GROUPS = {
         "core/token_record.py",
         "core/window.py",
         "integration/*.py",
+        "models/*.py",
         "replay/*.py",
     ],
     "Looking into a cache": ["core/cached_rows.py", "core/observers.py"],
