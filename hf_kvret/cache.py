@@ -35,6 +35,7 @@ from hf_kvret.io import persistence
 from hf_kvret.io.changes import forked
 from hf_kvret.io.lost_mass import LostMassWarning
 from hf_kvret.io.reports import MemoryReport, dense_reason, layer_stats, memory_report
+from hf_kvret.models.compiled import not_compiled
 from hf_kvret.stores import Store, StoreChoice
 
 
@@ -150,7 +151,7 @@ class RetrievalCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
 
     # As ``RetrievalLayer.attend``: in a compiled model our code is not compiled.
-    @torch.compiler.disable
+    @not_compiled
     def update(
         self,
         key_states: torch.Tensor,

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
+import hf_kvret
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import ragged
 
@@ -78,3 +79,88 @@ def test_the_inductor_gives_the_same_tokens() -> None:
     model = MODELS["llama"].build()
     expected = _tokens(model)
     assert torch.equal(_tokens(_forward(model, "inductor")), expected)
+
+
+WHOLE: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+
+
+def _whole(model: PreTrainedModel) -> Any:
+    return torch.compile(model, **WHOLE)
+
+
+def _whole_forward(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, **WHOLE)
+    return model
+
+
+def _whole_in_place(model: PreTrainedModel) -> Any:
+    model.compile(**WHOLE)
+    return model
+
+
+def _whole_decoder(model: Any) -> Any:
+    model.model = torch.compile(model.model, **WHOLE)
+    return model
+
+
+def _whole_layers(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(**WHOLE)
+    return model
+
+
+COMPILED = [_whole, _whole_forward, _whole_in_place, _whole_decoder, _whole_layers]
+
+
+ASKED = "leave out fullgraph=True: what a retrieval cache does"
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_fullgraph_names_the_remedy_in_a_direct_call(compiled: Any) -> None:
+    torch.compiler.reset()
+    model, ids = MODELS["llama"].build(), torch.arange(5, 60)[None]
+    hf_kvret.attach(model)
+    cache = hf_kvret.FlatKVCache(model.config)
+    with torch.no_grad(), pytest.raises(Exception, match=ASKED):
+        compiled(model)(ids, past_key_values=cache)
+
+
+# ``generate`` of what ``torch.compile(model)`` returns calls the plain model.
+@pytest.mark.parametrize("compiled", COMPILED[1:])
+def test_fullgraph_names_the_remedy_in_generate(compiled: Any) -> None:
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=ASKED):
+        _tokens(compiled(MODELS["llama"].build()))
+
+
+def test_parts_that_see_no_cache_are_compiled_with_fullgraph() -> None:
+    torch.compiler.reset()
+    model = MODELS["llama"].build()
+    expected = _tokens(model)
+    for layer in model.model.layers:
+        layer.mlp.compile(**WHOLE)
+    assert torch.equal(_tokens(model), expected)
+
+
+def test_an_attached_model_is_compiled_with_fullgraph_for_a_dynamic_cache() -> None:
+    torch.compiler.reset()
+    model, ids = MODELS["llama"].build(), torch.arange(5, 60)[None]
+    run = {"max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(ids, **run)
+    hf_kvret.attach(model)
+    assert torch.equal(_whole_forward(model).generate(ids, **run), expected)
+
+
+def test_a_static_cache_under_fullgraph_asks_for_restore() -> None:
+    torch.compiler.reset()
+    model, ids = MODELS["llama"].build(), torch.arange(5, 60)[None]
+    compiling = CompileConfig(**WHOLE)
+    # Else transformers compiles on a GPU only.
+    compiling._compile_all_devices = True
+    run = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    expected = model.generate(ids, **run)
+    hf_kvret.attach(model)
+    with pytest.raises(Exception, match=r"fullgraph=True.* hf_kvret\.restore\(model\) before"):
+        model.generate(ids, compile_config=compiling, **run)
+    hf_kvret.restore(model)
+    assert torch.equal(model.generate(ids, compile_config=compiling, **run), expected)

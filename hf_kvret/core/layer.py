@@ -24,6 +24,7 @@ from hf_kvret.core.saved_regions import saved_rows
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.selected_attention import attend_selected
 from hf_kvret.core.stand_ins import LayerOfModel
+from hf_kvret.models.compiled import not_compiled
 
 HANDLE = "hf_kvret_layer"
 
@@ -203,7 +204,7 @@ class RetrievalLayer(CacheLayerMixin):
         return self.regions.batch_size
 
     # Its steps look at lengths and places, which the compiler would trace anew at every flush.
-    @torch.compiler.disable
+    @not_compiled
     @without_autocast
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

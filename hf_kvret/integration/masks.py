@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
+from hf_kvret.models.compiled import not_compiled
+
 _INFO = "hf_kvret_mask"
 _trues: dict[torch.device, torch.Tensor] = {}
 
@@ -117,6 +119,7 @@ class MaskCarrier(torch.Tensor):
     """
 
     @classmethod
+    @not_compiled
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -13,6 +13,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.integration.prompt_check import other_inputs, picture_places
 from hf_kvret.integration.requests import is_using
 from hf_kvret.integration.weights import decoder_of
+from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.versions import cache_argument, name_cache
 
 
@@ -41,8 +42,7 @@ def _watched(model: PreTrainedModel) -> Iterable[nn.Module]:
     return {id(module): module for module in (model, decoder_of(model))}.values()
 
 
-# A compiled model would trace them, and what they keep is no part of its graph.
-@torch.compiler.disable
+# The hooks themselves may stand in a graph, with other caches; what is noted is no part of it.
 def _before_pass(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -51,14 +51,16 @@ def _before_pass(
     if not isinstance(cache, RetrievalCache):
         return None
     name_cache(kwargs)
-    if not cache.tokens.paused:
-        _note_start(module, cache, args, kwargs)
+    _note_start(module, cache, args, kwargs)
     return args, kwargs
 
 
+@not_compiled
 def _note_start(
     module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    if cache.tokens.paused:
+        return
     start = cache.tokens.start = cache.get_seq_length()
     cache.tokens.crop(start)
     # Steps of one token with the model that is known are not checked: that would cost more than to
@@ -70,11 +72,19 @@ def _note_start(
         cache.meet(model, read=False)
 
 
-@torch.compiler.disable
 def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Note the ids of a pass that did not fail, and hashes of what else it was given."""
+    """Note what a pass that did not fail was given."""
     cache = cache_argument(kwargs)
-    if not isinstance(cache, RetrievalCache) or cache.tokens.paused:
+    if isinstance(cache, RetrievalCache):
+        _note_pass(module, cache, args, kwargs)
+
+
+@not_compiled
+def _note_pass(
+    module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Note the ids of a pass, and hashes of what else it was given."""
+    if cache.tokens.paused:
         return
     ids, start, end = _ids(args, kwargs), cache.tokens.start, cache.get_seq_length()
     # The decoder has noted them before the model. Other counts: the model adds tokens of its own.

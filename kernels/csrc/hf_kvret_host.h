@@ -229,7 +229,7 @@ HFK_API int32_t hfk_has_path(int32_t path);
 
 // Softmax attention of each query over its rows: `out` 0 and `lse` -inf without rows. Query heads
 // that share ids are served by one read of each row. NaN and Inf in rows stay in the queries that
-// read them. Safe from several threads at once, and after fork.
+// read them. Safe from several threads at once.
 HFK_API int32_t hfk_attend(const struct hfk_request *request);
 
 // scale * q.k, capped, of each query and each of its ids; -inf for holes. Reads keys alone.

@@ -64,7 +64,8 @@ def host_attention(
         ImportError: ``"cpp"`` without the library; see ``why_not()``.
         MemoryError: no room for the work space.
 
-    Safe from several Python threads at once, which it lets run, and after ``os.fork()``.
+    Safe from several Python threads at once, which it lets run. A process that was forked beside
+    running threads may hang, as of any library with locks: start processes by "spawn".
     """
     _check(query, rows, ids, softcap)
     if _choose(backend, threads, path) == "naive":
