@@ -4,6 +4,9 @@ The mask function runs once per forward pass and kind of layer, before it is kno
 layer gets. So it returns padding as ``[B, T]`` bool (all True where there is none) with a
 ``MaskInfo`` attached, and the attention function takes what it needs: padding for a retrieval
 layer, the base implementation's own mask for everything else.
+
+Where a model hands its mask to a text model that makes its mask again, that call has the effect
+that it has on the base's mask, see ``mask_form``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
+from hf_kvret.integration.mask_form import MaskForm, base_form, is_traced
 from hf_kvret.models.compiled import not_compiled
 
 _INFO = "hf_kvret_mask"
@@ -47,6 +51,11 @@ class MaskInfo:
         return self._base_masks[base, device]
 
     @cached_property
+    def form(self) -> MaskForm:
+        """The form of the mask that the model's own attention would have made."""
+        return base_form(self.arguments)
+
+    @cached_property
     def lets_see_as_causal(self) -> bool:
         """Whether queries see what plain causal attention shows them, by whatever function.
 
@@ -76,13 +85,17 @@ def retrieval_mask(
 ) -> torch.Tensor:
     """The mask function registered beside our attention function.
 
-    Arguments are those of transformers' own mask functions; ``attention_mask`` is ``[B, T]`` bool
-    or None. Returns ``[B, kv_length]`` bool, a view, with its ``MaskInfo`` attached. It is
-    contiguous, because for a static cache ``generate`` calls ``contiguous()`` on it, which would
-    otherwise lose the attribute. Its values are the padding, because some models pass it to the
-    mask function a second time.
+    Arguments are those of transformers' own mask functions; ``attention_mask`` is ``[B, T]`` bool,
+    None, or what an earlier call returned. Returns ``[B, kv_length]`` bool, a view, with its
+    ``MaskInfo`` attached; asked for its shape it gives that of the base's mask. It is contiguous,
+    because for a static cache ``generate`` calls ``contiguous()`` on it, which would otherwise
+    copy it.
     """
-    attention_mask = _plain(attention_mask)
+    earlier = mask_info(attention_mask)
+    if earlier is not None:
+        if earlier.form.shape is not None:
+            return attention_mask  # type: ignore[return-value]
+        attention_mask = earlier.form.padding
     arguments = dict(
         batch_size=batch_size,
         q_length=q_length,
@@ -115,7 +128,9 @@ class MaskCarrier(torch.Tensor):
     """A ``[B, T]`` mask whose copies keep the ``MaskInfo``: device maps copy it between devices.
 
     It stands for a mask that depends on the base, so computing with it can't be right: every
-    operation other than copying it or reading its shape and the like raises ValueError.
+    operation other than copying it or reading its shape and the like raises ValueError. Its shape
+    is that of the base's mask where that is finished: by its four dims transformers, and models,
+    know a mask that they have to pass on as it is.
     """
 
     @classmethod
@@ -130,8 +145,10 @@ class MaskCarrier(torch.Tensor):
                 "replaces by its own format: use cache_implementation='dynamic', after "
                 "hf_kvret.restore(model) where the model was attached, and report the model"
             )
-        result = super().__torch_function__(func, types, args, kwargs or {})
         source = args[0] if args else None
+        if name in _DIMS and not is_traced() and (shape := _finished_shape(source)) is not None:
+            return func(torch.empty((), device="meta").expand(shape), *args[1:], **(kwargs or {}))
+        result = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(result, cls) and isinstance(source, cls):
             result.__dict__.setdefault(_INFO, source.__dict__.get(_INFO))
         return result
@@ -139,15 +156,17 @@ class MaskCarrier(torch.Tensor):
 
 # Operations that return the same mask.
 _COPIES = frozenset({"to", "cpu", "cuda", "clone", "detach", "contiguous", "data", "pin_memory"})
+# Operations that read how many elements there are along which dim.
+_DIMS = frozenset({"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"})
 # Operations that read metadata and never the values.
-_FORM = frozenset(
+_FORM = _DIMS | frozenset(
     {
-        *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous"),
+        *("stride", "is_contiguous"),
         *("dtype", "itemsize", "element_size", "nbytes", "is_floating_point", "is_complex"),
         *("device", "get_device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_pinned"),
         *("layout", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_sparse_csr"),
         *("requires_grad", "grad", "grad_fn", "is_leaf", "is_inference", "_version"),
-        *("data_ptr", "untyped_storage", "storage_offset", "__len__", "__hash__", "__repr__"),
+        *("data_ptr", "untyped_storage", "storage_offset", "__hash__", "__repr__"),
         "__format__",
         *("_is_view", "_base", "is_conj", "is_neg", "record_stream"),
     }
@@ -160,12 +179,10 @@ def _operation(func: Callable) -> str:
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
 
 
-def _plain(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """``mask``; a carrier as a plain tensor, the padding: some models pass it in a second time."""
-    if not isinstance(mask, MaskCarrier):
-        return mask
-    with torch._C.DisableTorchFunctionSubclass():
-        return mask.as_subclass(torch.Tensor)
+def _finished_shape(carrier: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Shape of the base's mask, if that has four dims."""
+    info = mask_info(carrier)
+    return None if info is None else info.form.shape
 
 
 def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:
