@@ -184,7 +184,8 @@ class RetrievalCache(Cache):
         """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass.
 
         With this the store is sized for the whole prompt, which a pass of a single token ends. It
-        is chosen, and kernels are compiled at the first step, for ``new_tokens`` more as well.
+        is chosen, and kernels are compiled at the first step, for ``new_tokens`` more as well. More
+        than these may come.
         """
         self._stores.expect(tokens, chunk, new_tokens)
         for layer in self.retrieval_layers:

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_kvret import FlatKVCache, attach, stores
-from hf_kvret.integration import prompt_chunks
+from hf_kvret.integration import allowance, prompt_chunks
 from hf_kvret.stores import paged
 from hf_kvret.stores.places import Choice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -240,3 +240,64 @@ def test_a_call_that_drafts_is_given_no_size(llama: PreTrainedModel, how: dict[s
     for config, size in ((GenerationConfig(), 20), (GenerationConfig(**how), None)):
         prompt_chunks.chunk_prompt(llama, cache, config, given)
         assert config.prefill_chunk_size == size
+
+
+def stop_at(length: int) -> list[Any]:
+    """Stopping criteria that end a text at ``length`` tokens, long before the limits below."""
+    return [lambda ids, *given, **more: torch.full((len(ids),), ids.shape[1] >= length)]
+
+
+HUGE_LIMITS: dict[str, dict[str, Any]] = {
+    "max_new_tokens": {"max_new_tokens": 10**6},
+    "max_length": {"max_length": 10**6},
+    "generation config": {"generation_config": GenerationConfig(max_new_tokens=10**6)},
+}
+
+
+@pytest.mark.parametrize("limit", HUGE_LIMITS)
+@pytest.mark.parametrize("chunk", [None, 48])
+@pytest.mark.parametrize("dense", [0, 300])
+def test_a_mere_limit_of_new_tokens_decides_nothing(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, limit: str, chunk: int, dense: int
+) -> None:
+    """Neither the store nor what is compiled or prepared goes by what may never come."""
+    sizes, told = sizes_chosen_for(monkeypatch), []
+    monkeypatch.setattr(paged.PagedStore, "expect", lambda self, *expected: told.append(expected))
+    options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
+    cache = FlatKVCache(llama.config, **options)
+    given = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop_at(483)}
+    out = llama.generate(prompt(1, 480), **given, **HUGE_LIMITS[limit])
+    assert out.shape[1] == 483
+    assert sizes == [(480 + allowance.LEAST - 8) * 2 * 2 * 2 * 16 * 4]
+    assert {final for _, final in told} == {480 + allowance.LEAST - 8}
+    assert {layer.final_len for layer in cache.retrieval_layers} == {480 + allowance.LEAST}
+
+
+def test_a_second_turn_counts_the_tokens_that_are_held(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allowance, "LEAST", 64)
+    sizes = sizes_chosen_for(monkeypatch)
+    cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "dense_below": 300})
+    given = {"past_key_values": cache, "do_sample": False, "max_new_tokens": 10**6}
+    first = llama.generate(prompt(1, 100), **given, stopping_criteria=stop_at(103))
+    assert not sizes and {layer.final_len for layer in cache.retrieval_layers} == {200}
+    ids = torch.cat([first, prompt(1, 400, salt=3)], dim=1)
+    llama.generate(ids, **given, stopping_criteria=stop_at(506))
+    assert len(sizes) == 1 and sizes[0] <= 2.5 * 503 * 2 * 2 * 2 * 16 * 4
+    assert {layer.final_len for layer in cache.retrieval_layers} == {2 * 503}
+
+
+@pytest.mark.parametrize("store", ["device", "host", "higgs", "auto"])
+def test_a_text_that_outgrows_what_was_expected_goes_on(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    monkeypatch.setattr(allowance, "LEAST", 4)
+    options = {**COVERING_OPTIONS, "store": store, **({"bits": 4} if store == "higgs" else {})}
+    cache = FlatKVCache(llama.config, **options)
+    ids, settings = prompt(1, 40), {"max_new_tokens": 200, "do_sample": False}
+    out = llama.generate(ids, past_key_values=cache, **settings)
+    assert {layer.final_len for layer in cache.retrieval_layers} == {80}
+    assert cache.get_seq_length() == 239 and len(cache.retrieval_layers[0].regions.store) > 200
+    if store != "higgs":
+        assert torch.equal(out, llama.generate(ids, **settings))

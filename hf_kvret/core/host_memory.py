@@ -46,8 +46,8 @@ def mapped(size: int, inherited: bool = True) -> torch.Tensor:
         mapping = _private_mapping(length)
     except OSError as error:
         raise MemoryError(
-            f"no {size / 2**30:.2f} GiB of host memory for rows ({error}): use shorter prompts or "
-            "smaller batches, or free memory"
+            f"no {size / 2**30:.2f} GiB of host memory for rows ({error}): use shorter prompts, "
+            "fewer new tokens or smaller batches, or free memory"
         ) from error
     raw = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -raw.data_ptr() % _HUGE_PAGE if huge else 0

@@ -69,7 +69,7 @@ class Store(State):
     def expect(self, tokens: int, final_len: int = 0) -> None:
         """About ``tokens`` will come, the first block is only the first of them; 0: it is all.
 
-        ``final_len``: how many there are in the end at most, 0 where nobody says.
+        ``final_len``: about how many there are in the end, 0 where nobody says.
         """
 
     @abstractmethod

@@ -14,6 +14,7 @@ _OBSTACLES = {
     "deepseek_v4": "merges the keys and values of several tokens into entries of its own",
     "diffllama": "splits its values after the cache and attends to them in halves",
     "doge": "builds a mask of its own on top of the causal one, from the values of all tokens",
+    "dory": "adds copies of its layers to the cache while it runs, one for each of its loops",
     "evolla": "reads all tokens anew at every step, those that its cache holds included",
     "gemma4_assistant": "drafts for another model, whose cache it reads",
     "gemma4_unified_assistant": "drafts for another model, whose cache it reads",
@@ -33,7 +34,7 @@ _OBSTACLES = {
 # Models of multi-head latent attention whose cache holds latents and rotated keys.
 _LATENT = {
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4", "minicpm3"),
-    *("youtu", "axk1", "kimi_linear", "bailing_hybrid"),
+    *("youtu", "axk1", "kimi_linear", "bailing_hybrid", "sarvam_mla"),
 }
 
 

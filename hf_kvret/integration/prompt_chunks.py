@@ -19,6 +19,7 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.latent import expanding_pays
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.sizes import free_bytes
+from hf_kvret.integration.allowance import expected_new_tokens
 from hf_kvret.integration.compatibility import by_layer, is_latent
 from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST
 
@@ -198,9 +199,8 @@ def chunk_prompt(
         size = prompt_chunk(cache.options, model, batch, length)
         generation_config.prefill_chunk_size = size
         setattr(generation_config, _MARK, size)
-    cache.expect(
-        length, size or caller_chunk or length, _most_generated(cache, generation_config, length)
-    )
+    new_tokens = expected_new_tokens(generation_config, cache.get_seq_length() + length)
+    cache.expect(length, size or caller_chunk or length, new_tokens)
 
 
 def drafts(generation_config: Any) -> bool:
@@ -238,14 +238,6 @@ def _new_tokens(
     # Without padding transformers drops the mask, and keeps its length.
     mask_len = None if mask is not None else getattr(generation_config, "_mask_length", None)
     return max(0, (mask_len or like.shape[-1]) - cache.get_seq_length()), like.shape[-2]
-
-
-def _most_generated(cache: RetrievalCache, generation_config: Any, length: int) -> int:
-    """Tokens that this call generates at most, after a prompt with ``length`` new ones."""
-    count = generation_config.max_new_tokens
-    if count is None:
-        count = (generation_config.max_length or 0) - cache.get_seq_length() - length
-    return max(0, count)
 
 
 def _cuttable(

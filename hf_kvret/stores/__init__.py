@@ -119,7 +119,7 @@ class StoreChoice:
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
         """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass, and what follows.
 
-        ``new_tokens`` are generated after it at most.
+        About ``new_tokens`` are generated after it; stores grow where there are more.
         """
         self._tokens, self._chunk = tokens, chunk
         self._prompt_len, self._new_tokens = tokens, new_tokens

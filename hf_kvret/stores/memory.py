@@ -70,7 +70,15 @@ class DeviceMemory(PageMemory):
     """Rows on the device of the queries."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
-        return empty(shape, dtype, self.device)
+        try:
+            return empty(shape, dtype, self.device)
+        except torch.OutOfMemoryError as error:
+            size = math.prod(shape) * dtype.itemsize / 2**30
+            error.add_note(
+                f"The cache asked for {size:.2f} GiB more for its rows: keep them in host memory "
+                "with store='host', or let only some lie on the device with store='split'"
+            )
+            raise
 
     def on_host(self, chunk: torch.Tensor) -> bool:
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,14 @@ from hf_kvret.survey.scan import (
     text_class,
     type_names,
 )
-from hf_kvret.survey.table import details, lines, make_rows, markdown, write_page
+from hf_kvret.survey.table import (
+    details,
+    lines,
+    make_rows,
+    markdown,
+    stale_note,
+    write_page,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class ModelsOptions:
     )
     trials: Path | None = option(
         None,
-        "decode with a small random model of each type that FILE lacks, and keep the results there",
+        "decode with a small random model of each type that FILE lacks, or tried with another "
+        "transformers or other code of hf_kvret, and keep the results there",
         kind=file_path,
         metavar="FILE",
         name="--try",
@@ -93,6 +102,8 @@ def run_models(options: ModelsOptions, model: str | None = None) -> int:
     types = scan() if one is None else [_find(one, anywhere=model is not None)]
     record = Record.read() if options.trials is None else _try(types, options.trials, bool(one))
     rows = make_rows(types, record)
+    if one is None and (note := stale_note(rows, record)):
+        print(note, file=sys.stderr)
     if options.md:
         write_page(options.md, markdown(rows, record))
         print(f"wrote {options.md}")
@@ -131,5 +142,5 @@ def _is_path(name: str) -> bool:
 def _try(types: list[ModelType], path: Path, anew: bool) -> Record:
     """Try the types that are served, under a bar; one type alone is tried ``anew``."""
     served = [one.name for one in types if one.served]
-    with tqdm(served, desc="trials", unit="type", disable=len(served) < 2) as names:
-        return try_types(names, path, anew=anew, report=tqdm.write)
+    bar = partial(tqdm, desc="trials", unit="type", disable=len(served) < 2)
+    return try_types(served, path, anew=anew, report=tqdm.write, progress=bar)

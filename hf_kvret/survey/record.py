@@ -1,16 +1,17 @@
-"""Where results of trials are kept: a JSON file with the versions that they were made with."""
+"""Where results of trials are kept: a JSON file that says with what each of them was made."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
 
 from hf_kvret.io.folder import replace_file
+from hf_kvret.survey.code_state import code_state
 from hf_kvret.survey.trial import Trial, trial
 
 BUNDLED = Path(__file__).with_name("trials.json")
@@ -18,12 +19,40 @@ BUNDLED = Path(__file__).with_name("trials.json")
 
 
 @dataclass(frozen=True)
-class Record:
-    """Trials by type, and the versions that they were made with."""
+class Setup:
+    """What a trial was made with.
 
-    transformers: str = transformers.__version__
-    torch: str = torch.__version__
+    Attributes:
+        transformers: its version.
+        torch: its version.
+        code: as ``code_state``; empty for trials from before it was noted.
+    """
+
+    transformers: str
+    torch: str
+    code: str = ""
+
+    @classmethod
+    def present(cls) -> Setup:
+        """That of a trial that is made now."""
+        return cls(transformers.__version__, torch.__version__, code_state())
+
+    @property
+    def stale(self) -> bool:
+        """Whether another transformers or other code of ours might give another result now.
+
+        A trial compares our caches with transformers' own, so torch is only noted.
+        """
+        present = Setup.present()
+        return (self.transformers, self.code) != (present.transformers, present.code)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Trials by type, and by type what they were made with."""
+
     trials: dict[str, Trial] = field(default_factory=dict)
+    setups: dict[str, Setup] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path = BUNDLED) -> Record:
@@ -34,8 +63,11 @@ class Record:
         """
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
-            trials = {name: Trial(**one) for name, one in kept["types"].items()}
-            return cls(kept["transformers"], kept["torch"], trials)
+            # One setup for all trials stands in files from before each had its own.
+            common = {name: kept[name] for name in ("transformers", "torch") if name in kept}
+            types = kept["types"].items()
+            setups = {name: Setup(**one.pop("setup", common)) for name, one in types}
+            return cls({name: Trial(**one) for name, one in types}, setups)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is no record of trials ({error}): give the name of a new file"
@@ -43,40 +75,54 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Write the record, types in the order of the alphabet; replaces the file in one step."""
-        types = {name: self.trials[name].as_dict() for name in sorted(self.trials)}
-        versions = {"transformers": self.transformers, "torch": self.torch}
         # A line for each type.
-        lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in types.items()]
-        text = json.dumps(versions)[:-1] + ', "types": {\n' + ",\n".join(lines) + "\n}}\n"
-        replace_file(path, text.encode())
+        lines = [
+            f"{json.dumps(name)}: "
+            f"{json.dumps({**self.trials[name].as_dict(), 'setup': asdict(self.setups[name])})}"
+            for name in sorted(self.trials)
+        ]
+        replace_file(path, ('{"types": {\n' + ",\n".join(lines) + "\n}}\n").encode())
+
+    def pending(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that have no trial, or a stale one."""
+        return [name for name in names if name not in self.trials or self.setups[name].stale]
+
+    def versions(self, names: Iterable[str]) -> str:
+        """Versions of transformers that ``names`` were tried with, and states of the code."""
+        setups = {self.setups[name] for name in names}
+        releases = ", ".join(sorted({one.transformers for one in setups}))
+        codes = ", ".join(sorted({one.code or "unknown" for one in setups}))
+        return f"transformers {releases} and state {codes} of the code"
 
 
 def try_types(
-    names: Iterable[str], path: Path, *, anew: bool = False, report: Callable[[str], None] = print
+    names: Iterable[str],
+    path: Path,
+    *,
+    anew: bool = False,
+    report: Callable[[str], None] = print,
+    progress: Callable[[list[str]], Iterable[str]] = iter,
 ) -> Record:
-    """Try those of ``names`` that the record in ``path`` lacks, and add them to it one by one.
+    """Try those of ``names`` that the record in ``path`` lacks or has a stale trial of.
 
-    Types that are no longer among ``names`` stay in the record.
+    Each is written to the file at once, so that a run that broke off goes on there. Types that are
+    not among ``names`` stay in the record.
 
     Args:
         names: types that the scan finds served.
         path: file of the record; made where there is none.
         anew: try also those that it has.
         report: called with a line about every type that was tried.
+        progress: hands on the types that are to be tried, as a bar does.
 
     Raises:
-        ValueError: the file is no record, or one of another version of transformers.
+        ValueError: the file is no record.
     """
     record = Record.read(path) if path.exists() else Record()
-    if record.transformers != transformers.__version__:
-        raise ValueError(
-            f"{path} was made with transformers {record.transformers}, this is "
-            f"{transformers.__version__}: give the name of a new file"
-        )
-    record = Record(trials=dict(record.trials))
-    for name in names:
-        if anew or name not in record.trials:
-            record.trials[name] = trial(name)
-            record.write(path)
-            report(f"{name}: {record.trials[name].outcome} {record.trials[name].detail}".rstrip())
+    record = Record(dict(record.trials), dict(record.setups))
+    for name in progress(list(names) if anew else record.pending(names)):
+        record.trials[name] = trial(name)
+        record.setups[name] = Setup.present()
+        record.write(path)
+        report(f"{name}: {record.trials[name].outcome} {record.trials[name].detail}".rstrip())
     return record

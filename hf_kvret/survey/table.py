@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from hf_kvret.registry import registered_methods
 from hf_kvret.survey.record import Record
 from hf_kvret.survey.scan import ModelType
@@ -24,10 +26,15 @@ _OTHER_LAYERS = {"sliding": "slide", "recurrent": "are recurrent", "other": "hol
 
 @dataclass(frozen=True)
 class Row:
-    """A type and its trial; None where there was none."""
+    """A type and its trial; None where there was none.
+
+    Attributes:
+        stale: the trial was made with another transformers, or with other code of ours.
+    """
 
     type: ModelType
     trial: Trial | None
+    stale: bool = False
 
     @property
     def verdict(self) -> str:
@@ -118,13 +125,31 @@ class Row:
             "bytes_a_token": self.token_bytes,
             "without": self.without,
             "default": asdict(self.type),
+            "stale": self.stale,
             "trial": None if self.trial is None else self.trial.as_dict(),
         }
 
 
 def make_rows(types: Iterable[ModelType], record: Record) -> list[Row]:
     """Types with their trials of ``record``; those that are refused have none."""
-    return [Row(one, record.trials.get(one.name) if one.served else None) for one in types]
+    return [
+        Row(one, record.trials[one.name], record.setups[one.name].stale)
+        if one.served and one.name in record.trials
+        else Row(one, None)
+        for one in types
+    ]
+
+
+def stale_note(rows: Iterable[Row], record: Record) -> str:
+    """How many trials are stale, what they were made with, and what to do; empty for none."""
+    names = [row.type.name for row in rows if row.stale]
+    if not names:
+        return ""
+    count = f"{len(names)} types were" if len(names) > 1 else f"{names[0]} was"
+    return (
+        f"{count} tried with another state of the code or of transformers: with "
+        f"{record.versions(names)}. `hf-kvret models --try FILE` tries again."
+    )
 
 
 def markdown(rows: Iterable[Row], record: Record) -> str:
@@ -135,10 +160,12 @@ def markdown(rows: Iterable[Row], record: Record) -> str:
     for row in rows:
         if not row.type.served:
             reasons.setdefault(row.reason, []).append(f"`{row.type.name}`")
+    note = stale_note(rows, record)
     counts = {row.verdict: sum(other.verdict == row.verdict for other in rows) for row in rows}
     summary = ", ".join(f"{counts[name]} {name}" for name in sorted(counts))
     lines = [
-        f"{len(rows)} types of transformers {record.transformers}: {summary}.",
+        f"{len(rows)} types of transformers {transformers.__version__}: {summary}.",
+        *(["", note] if note else []),
         "",
         "| type | tested | layers that retrieve | rows of a layer | bytes a token | graph | "
         "auto chunks | not in |",
@@ -247,8 +274,9 @@ def details(row: Row, record: Record) -> str:
             "conformance": "in all modes" if one.conformance else "not in the suite",
         }
         if tried is not None:
-            release = f"transformers {record.transformers}"
-            facts["trial of the default"] = f"{tried.outcome}, {tried.part} ({release})"
+            made_with = record.versions([one.name])
+            facts["trial of the default"] = f"{tried.outcome}, {tried.part}"
+            facts["tried with"] = made_with + (", not the present ones" if row.stale else "")
             facts["trial says"] = tried.detail
             facts |= {f"  {name}": result for name, result in tried.methods.items()}
     width = max(map(len, facts))

@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.integration.compatibility import retrieval_layers
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods, restore
@@ -99,6 +100,15 @@ def trial(name: str) -> Trial:
     return Trial("not tried", "; ".join(reasons))
 
 
+def tried_methods() -> dict[str, type[RetrievalCache]]:
+    """The methods that a trial tries, by name: those that retrieve and need no artifact."""
+    return {
+        name: kind
+        for name, kind in registered_methods().items()
+        if not kind.needs_artifact and kind.config_class.retrieves
+    }
+
+
 def _compare(model: PreTrainedModel, reference: _Text, part: str) -> Trial:
     """The trial of ``model`` whose text with transformers' own cache is ``reference``."""
     full = retrieval_layers(model.config)
@@ -111,11 +121,7 @@ def _compare(model: PreTrainedModel, reference: _Text, part: str) -> Trial:
         return Trial("not tried", f"{span_name} is {span}, as long as the prompt", **seen)
     if not torch.isfinite(reference.logits).all():
         return Trial("not tried", "transformers' own logits are not finite", **seen)
-    methods = {
-        name: _outcome(model, reference, kind)[0]
-        for name, kind in registered_methods().items()
-        if not kind.needs_artifact and kind.config_class.retrieves
-    }
+    methods = {name: _outcome(model, reference, kind)[0] for name, kind in tried_methods().items()}
     detail, difference = _outcome(model, reference, registered_methods()["flat"], bites=True)
     outcome = detail if detail == "equal" else "differs"
     if detail.startswith("raised"):

@@ -21,6 +21,13 @@ _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _OPEN_IDS = {"vocabulary_map": {"<image>": 8}}
 
 CHANGES: dict[str, dict[str, Any]] = {
+    # Codes of images and sounds are a part of the vocabulary.
+    "apertus1p5": {
+        "image_token_offset": 16,
+        "audio_token_offset": 48,
+        "vision_config": {"codebook_size": 32},
+        "audio_config": {"codebook_size": 64},
+    },
     "aya_vision": {"vision_config": {"num_attention_heads": 16}},
     "chameleon": _OPEN_IDS,
     "cohere_compass": {"text_config": _COMPASS},

@@ -18,7 +18,7 @@ import torch
 
 from hf_kvret.stores import memory, pinning
 from hf_kvret.stores.driver import reads_host_addresses
-from hf_kvret.stores.memory import HostMemory
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
 
 CPU = torch.device("cpu")
 HUGE_PAGE = 2 << 20
@@ -60,6 +60,22 @@ def test_chunks_have_the_shape_that_was_asked_for(
     numbers = torch.arange(chunk.numel()).remainder(200).to(dtype).view(shape)
     chunk.copy_(numbers)
     assert torch.equal(chunk, numbers)
+
+
+@pytest.mark.parametrize("of", ["device", "split"])
+def test_a_device_without_room_for_more_rows_names_other_stores(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(memory, "empty", full)
+    device = torch.device("cpu")
+    rows = DeviceMemory(device) if of == "device" else SplitMemory(device, 10**12)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
+        rows.allocate((2, 64, 2**20), torch.float32)
+    (note,) = caught.value.__notes__
+    assert "0.50 GiB more for its rows" in note and "store='host'" in note
 
 
 def test_large_chunks_begin_at_a_huge_page() -> None:

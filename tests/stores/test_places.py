@@ -187,3 +187,17 @@ def test_rows_that_auto_coded_are_loaded_where_memory_is_not_short(
     assert torch.equal(*texts)
     host = FlatKVCache.from_pretrained(tmp_path / "saved", llama.config, store="higgs-host")
     assert host.memory().store_host > 0
+
+
+def test_a_huge_limit_of_new_tokens_codes_no_short_prompt(
+    free: Any, llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Room for 10,000 tokens in half of the free memory: for the prompt and its allowance.
+    free(2 * 10_000 * TOKEN_BYTES // 1024)
+    for limit in ({"max_new_tokens": 10**6}, {"max_length": 10**6}):
+        cache = FlatKVCache(llama.config, **SMALL)
+        stop = [lambda ids, *given, **more: torch.full((len(ids),), ids.shape[1] >= 103)]
+        given = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop}
+        llama.generate(prompt(1, 100), **given, **limit)
+        assert cache.stats()["store"] == "device"
+    assert not warnings_of(caplog)

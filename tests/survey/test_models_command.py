@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_kvret.cli import main
 from hf_kvret.survey import command
-from hf_kvret.survey.record import Record
+from hf_kvret.survey import record as record_module
+from hf_kvret.survey.record import Record, Setup
 from hf_kvret.survey.scan import ModelType, default_type
 from hf_kvret.survey.table import BEGIN, END, Row, details, lines, make_rows, write_page
 from hf_kvret.survey.trial import Trial
@@ -118,13 +120,63 @@ def test_a_folder_in_a_place_of_its_own_is_read(
 
 def test_a_type_whose_trial_failed_is_wrong_and_one_without_trial_is_not_tried() -> None:
     served = ModelType("new", "new", layers={"full": 2}, kv_heads=2, key_dim=8)
-    record = Record(trials={"new": Trial("differs", "logits differ", {"flat": "logits differ"})})
+    trials = {"new": Trial("differs", "logits differ", {"flat": "logits differ"})}
+    record = Record(trials, {"new": Setup.present()})
     (row,) = make_rows([served], record)
     assert row.verdict == "wrong" and row.without == ["flat"]
     assert "logits differ" in details(row, record)
     assert Row(served, None).verdict == Row(served, Trial("not tried")).verdict == "not tried"
     assert Row(served, Trial("equal", part="text part")).verdict == "text part"
     assert lines([Row(served, None)], 80)[1] == "new  not tried   2/2"
+
+
+def test_stale_trials_are_named_with_what_they_were_made_with(
+    few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = Setup.present()
+    trials = dict.fromkeys(("gemma3", "gpt2", "jamba", "bloom"), Trial("equal"))
+    setups = dict.fromkeys(trials, present)
+    monkeypatch.setattr(command.Record, "read", lambda: Record(trials, setups))
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}{END}", encoding="utf-8")
+
+    def shown(*words: str) -> tuple[str, str]:
+        assert main(["models", *words]) == 0
+        return capsys.readouterr()
+
+    shown("--md", str(page))
+    assert "another state" not in shown()[1] + page.read_text(encoding="utf-8")
+    setups["gpt2"] = replace(present, code="0123")
+    # A type that is refused now has no trial on the page.
+    setups["bloom"] = replace(present, code="4567")
+    note = (
+        "gpt2 was tried with another state of the code or of transformers: with transformers "
+        f"{present.transformers} and state 0123 of the code. `hf-kvret models --try FILE` tries"
+    )
+    assert note in shown()[1]
+    shown("--md", str(page))
+    assert note in page.read_text(encoding="utf-8")
+    setups["jamba"] = replace(present, transformers="5.17.0")
+    assert "2 types were tried with another state" in shown()[1]
+    stale = [row["type"] for row in json.loads(shown("--json")[0]) if row["stale"]]
+    assert stale == ["gpt2", "jamba"]
+    one = " ".join(shown("--type", "gpt2")[0].split())
+    assert "state 0123 of the code, not the present ones" in one
+    assert "not the present ones" not in shown("--type", "gemma3")[0]
+
+
+def test_try_makes_stale_trials_again_and_goes_on_with_another_transformers(
+    few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, old = tmp_path / "trials.json", replace(Setup.present(), transformers="5.17.0")
+    Record({"gemma3": Trial("raised", "an old fault")}, {"gemma3": old}).write(path)
+    monkeypatch.setattr(record_module, "trial", lambda name: Trial("equal"))
+    assert main(["models", "--try", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert "gemma3: equal" in out + err and "another state" not in err
+    kept = Record.read(path)
+    assert list(kept.trials) == ["gemma3", "gpt2", "jamba"]
+    assert set(kept.setups.values()) == {Setup.present()}
 
 
 def test_write_page_raises_before_it_writes(tmp_path: Path) -> None:

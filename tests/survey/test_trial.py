@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoConfig
 from hf_kvret import FlatKVCache
 from hf_kvret.integration.compatibility import model_layers
 from hf_kvret.survey import record, trial
-from hf_kvret.survey.record import Record, try_types
+from hf_kvret.survey.record import Record, Setup, try_types
 from hf_kvret.survey.scan import default_type, kv_heads
 from hf_kvret.survey.small import VOCAB_SIZE, small_config
 from hf_kvret.survey.trial import Trial
@@ -71,40 +72,109 @@ def test_a_small_configuration_keeps_kinds_of_layers_and_shapes_of_heads(name: s
     assert kv_heads(small) <= 2 and few.vocab_size == VOCAB_SIZE
 
 
-def test_a_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of types in the order of their trials, of which none takes time."""
+    names: list[str] = []
 
     def note(name: str) -> Trial:
-        tried.append(name)
+        names.append(name)
         return Trial("equal", rows=[[1, 2, 3]])
 
     monkeypatch.setattr(record, "trial", note)
+    return names
+
+
+def test_a_record_goes_on_where_it_stopped(tmp_path: Path, tried: list[str]) -> None:
     path, said = tmp_path / "trials.json", []
     try_types(["b", "a"], path, report=said.append)
     kept = try_types(["a", "c"], path, report=said.append)
     assert tried == ["b", "a", "c"] and said == ["b: equal", "a: equal", "c: equal"]
     assert Record.read(path) == kept and list(json.loads(path.read_text())["types"]) == list("abc")
-    assert (kept.torch, kept.trials["c"].rows) == (torch.__version__, [[1, 2, 3]])
+    assert (kept.setups["c"].torch, kept.trials["c"].rows) == (torch.__version__, [[1, 2, 3]])
     try_types(["a"], path, anew=True, report=said.append)
     assert tried[-1] == "a"
 
 
-def test_a_record_that_cannot_go_on_says_what_to_do(tmp_path: Path) -> None:
-    other, broken = tmp_path / "other.json", tmp_path / "broken.json"
-    Record("4.0.0").write(other)
-    with pytest.raises(ValueError, match=r"transformers 4\.0\.0.*name of a new file"):
-        try_types([], other)
-    broken.write_text("{}")
-    with pytest.raises(ValueError, match=r"no record of trials.*new file"):
-        Record.read(broken)
+def test_a_run_that_broke_off_keeps_what_it_tried(
+    tmp_path: Path, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, first = tmp_path / "trials.json", record.trial
+
+    def broken(name: str) -> Trial:
+        if name == "b":
+            raise KeyboardInterrupt
+        return first(name)
+
+    monkeypatch.setattr(record, "trial", broken)
+    with pytest.raises(KeyboardInterrupt):
+        try_types(["a", "b", "c"], path)
+    monkeypatch.setattr(record, "trial", first)
+    bar: list[str] = []
+
+    def progress(names: list[str]) -> list[str]:
+        bar.extend(names)
+        return names
+
+    try_types(["a", "b", "c"], path, progress=progress)
+    assert tried == ["a", "b", "c"] and bar == ["b", "c"]
+
+
+@pytest.mark.parametrize("changed", ["transformers", "code", "both"])
+def test_a_stale_trial_is_made_again_in_its_place(
+    changed: str, tmp_path: Path, tried: list[str]
+) -> None:
+    present, path = Setup.present(), tmp_path / "trials.json"
+    old = Setup(
+        "5.17.0" if changed != "code" else present.transformers,
+        present.torch,
+        "0123" if changed != "transformers" else present.code,
+    )
+    assert old.stale and not present.stale
+    trials = {name: Trial("differs") for name in ("a", "b", "not asked for")}
+    Record(trials, {"a": old, "b": present, "not asked for": old}).write(path)
+    kept = try_types(["a", "b"], path)
+    assert tried == ["a"] and kept.setups == {"a": present, "b": present, "not asked for": old}
+    assert [kept.trials[name].outcome for name in kept.trials] == ["equal", "differs", "differs"]
+    assert Record.read(path) == kept
+
+
+def test_another_torch_makes_no_trial_stale() -> None:
+    assert not replace(Setup.present(), torch="2.11.0").stale
+
+
+def test_a_change_of_our_code_makes_trials_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup.present()
+    monkeypatch.setattr(record, "code_state", lambda: "0123")
+    assert setup.stale and Setup.present().code == "0123"
+
+
+def test_a_record_without_states_of_the_code_is_read_and_stale(
+    tmp_path: Path, tried: list[str]
+) -> None:
+    path = tmp_path / "trials.json"
+    old = {"transformers": "5.23.0", "torch": "2.13.0", "types": {"a": {"outcome": "equal"}}}
+    path.write_text(json.dumps(old))
+    kept = Record.read(path)
+    assert kept.setups == {"a": Setup("5.23.0", "2.13.0", "")} and kept.setups["a"].stale
+    try_types(["a"], path)
+    assert tried == ["a"] and not Record.read(path).setups["a"].stale
+
+
+def test_a_file_that_is_no_record_says_what_to_do(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    for text in ("{}", "[]", '{"types": {"a": {"outcome": "equal"}}}', "no JSON"):
+        broken.write_text(text)
+        with pytest.raises(ValueError, match=r"no record of trials.*new file"):
+            Record.read(broken)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(Record.read().trials))
 def test_the_trials_that_are_released_come_out_again(name: str) -> None:
     kept = Record.read()
-    if kept.transformers != transformers.__version__:
-        pytest.skip(f"the trials were made with transformers {kept.transformers}")
+    if kept.setups[name].transformers != transformers.__version__:
+        pytest.skip(f"it was made with transformers {kept.setups[name].transformers}")
     again = trial.trial(name)
     assert (again.outcome, again.part, again.rows) == (
         kept.trials[name].outcome,
