@@ -75,7 +75,7 @@ def test_defaults_are_shown_as_they_are_typed() -> None:
     shown = PARSERS["eval", "niah"].format_help()
     assert "(default: 2K,4K,8K,16K)" in shown
     assert "0,10,20,30,40,50,60,70,80,90,100)" in shown
-    assert "examples:\n  hf-kvret eval niah --lengths" in shown
+    assert "examples:\n  hf-kvret eval niah --context" in shown
     assert "default: 64K" in " ".join(PARSERS["calibrate", "a2ats"].format_help().split())
 
 

@@ -43,7 +43,7 @@ def test_the_command_gives_what_plain_forward_passes_give(
     tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caches = ["full", f"flat:{COVERING}", f"paris:{COVERING}", f"flat:{TIGHT}"]
-    arguments = ["--model", str(tiny_model_dir), "--essays", str(tiny_text), "--lengths", "400"]
+    arguments = ["--model", str(tiny_model_dir), "--essays", str(tiny_text), "--context", "400"]
     arguments += ["--depths", "0,62.5", "--samples", "2", "--questions", "both"]
     arguments += ["--answer-tokens", "6", "--caches", ",".join(caches)]
     picture, table = tmp_path / "niah.png", tmp_path / "niah.md"
@@ -81,7 +81,7 @@ def test_the_command_gives_what_plain_forward_passes_give(
 
 
 def test_the_bundled_model_finds_its_needles(tmp_path: Path) -> None:
-    arguments = ["--model", "needle", "--lengths", "2K", "--depths", "20,90"]
+    arguments = ["--model", "needle", "--context", "2K", "--depths", "20,90"]
     arguments += ["--samples", "2", "--distractors", "12", "--questions", "both"]
     covering = "top_k=4096:dense_below=0"
     caches = f"full,flat,flat:{covering},paris:{covering}"
@@ -119,7 +119,7 @@ def test_without_its_needle_a_question_gets_no_right_answer(
         return Document(torch.tensor(context), document.asked)
 
     monkeypatch.setattr(Wording, "document", without)
-    arguments = ["--model", "needle", "--lengths", "512", "--depths", "40", "--samples", "4"]
+    arguments = ["--model", "needle", "--context", "512", "--depths", "40", "--samples", "4"]
     (cell,) = _run(tmp_path / "n.json", *arguments, "--distractors", "9", "--caches", "full")
     assert cell["result"]["score"] == 0
 
@@ -127,7 +127,7 @@ def test_without_its_needle_a_question_gets_no_right_answer(
 def test_the_sandwich_is_scored_by_its_words(
     tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
-    arguments = ["--model", str(tiny_model_dir), "--style", "sandwich", "--lengths", "512"]
+    arguments = ["--model", str(tiny_model_dir), "--style", "sandwich", "--context", "512"]
     arguments += ["--depths", "50", "--samples", "1", "--caches", "full"]
     arguments += ["--essays", str(tiny_text), "--answer-tokens", "4"]
     own = ["--needle", " Q is a b. ", "--question", "What is Q?", "--answer", "a b"]
@@ -142,7 +142,7 @@ def test_the_sandwich_is_scored_by_its_words(
 def test_full_must_be_named_to_be_compared_with(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--model", str(tiny_model_dir), "--lengths", "300", "--depths", "50"]
+    arguments = ["--model", str(tiny_model_dir), "--context", "300", "--depths", "50"]
     _run(tmp_path / "n.json", *arguments, "--samples", "1", "--caches", "flat")
     row = capsys.readouterr().out.split("| flat")[1].splitlines()[0]
     # Shorter than dense_below: nothing was cold.
@@ -170,7 +170,7 @@ def test_depths_are_percents() -> None:
         (("--style", "sandwich", "--distractors", "2"), "one sandwich only"),
         (("--style", "tokens"), "use --style magic"),
         (("--essays", "missing.txt"), "--essays missing.txt: no such file"),
-        (("--lengths", "64"), "--lengths 64 is too short"),
+        (("--context", "64"), "--context 64 is too short"),
     ],
 )
 def test_mistakes_are_one_line_each(

@@ -18,9 +18,9 @@ from hf_kvret.evaluation.arguments import whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import (
     answer_tokens_option,
+    context_option,
     count_option,
     essays_option,
-    lengths_option,
     questions_option,
     style_option,
 )
@@ -90,11 +90,11 @@ class NeedleInHaystack(Task):
         "then."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret eval niah --lengths 4K,8K,16K --essays essays.json --json niah.json --plot "
+        "hf-kvret eval niah --context 4K,8K,16K --essays essays.json --json niah.json --plot "
         "niah.png",
     )
 
-    lengths: tuple[int, ...] = lengths_option(
+    context: tuple[int, ...] = context_option(
         (2048, 4096, 8192, 16384), "tokens, question and room for the answer included"
     )
     depths: tuple[float, ...] = option(
@@ -142,7 +142,7 @@ class NeedleInHaystack(Task):
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "questions": questions, "length": length, "depth": depth}
-            for length in self.lengths
+            for length in self.context
             for depth in self.depths
             for questions in self.questions
             for cache in caches
