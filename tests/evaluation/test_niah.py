@@ -62,7 +62,8 @@ def test_the_command_gives_what_plain_forward_passes_give(
     assert [one["answers"] for one in tight] != [one["answers"] for one in full]
     assert picture.stat().st_size > 1000
     header = "| cache | question | 400 | mean | over full | cold rows read, % |"
-    text, _, mark = table.read_text().partition("\n\n")
+    text, note, mark = table.read_text().split("\n\n")
+    assert note.startswith("A length's mean is of ")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == header and lines[2] == "| full | inside | 0.0 | 0.0 | +0.0 | 100.00 |"
     assert len(lines) == 2 + 2 * 4 and text in capsys.readouterr().out
@@ -147,6 +148,35 @@ def test_full_must_be_named_to_be_compared_with(
     row = capsys.readouterr().out.split("| flat")[1].splitlines()[0]
     # Shorter than dense_below: nothing was cold.
     assert [cell.strip() for cell in row.split("|")[1:]] == ["inside", "0.0", "0.0", "-", "-", ""]
+
+
+def table_of_scores(scores: dict[tuple[str, int, int], float]) -> str:
+    """The table of finished cells, by cache, length and depth."""
+    results = Results("eval niah", {})
+    for (cache, length, depth), score in scores.items():
+        cell = {"cache": cache, "questions": "inside", "length": length, "depth": depth}
+        results.add(cell, {"score": score, "read_ratio": None})
+    return NeedleInHaystack.table(results)
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    """What stands behind cache and question in each line."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return {cells[0]: cells[2:-1] for cells in lines if len(cells) > 2}
+
+
+def test_cells_that_are_not_finished_are_not_shown_as_if_they_were() -> None:
+    depths = (0, 50, 100)
+    scores = {(cache, 64, depth): 1.0 for depth in depths for cache in ("full", "flat")}
+    table = table_of_scores(scores)
+    assert rows_of(table)["flat"] == ["100.0", "100.0", "+0.0"]
+    assert table.endswith("\n\nA length's mean is of 3 depths.")
+    # The run ends in the middle of the second length.
+    scores |= {("full", 128, 0): 1.0, ("full", 128, 50): 0.0}
+    table = table_of_scores(scores)
+    assert rows_of(table)["full"] == ["100.0", "50.0 (2 of 3)", "80.0 (5 of 6)", "+0.0"]
+    assert rows_of(table)["flat"] == ["100.0", "-", "100.0 (3 of 6)", "+0.0"]
+    assert "Not all is finished" in table
 
 
 def test_rouge_counts_words_as_often_as_both_have_them() -> None:
