@@ -67,7 +67,7 @@ _PARIS = "paris:top_k=100,paris:top_k=1024"
 
 PLAN = (
     # First, so that all others run with the launch numbers that it finds.
-    Part("launch", 500, "launch --lengths 32K,128K --batch 1,8", shaped=False),
+    Part("launch", 500, "launch --context 32K,128K --batch 1,8", shaped=False),
     Part(
         "decode",
         420,
@@ -98,7 +98,7 @@ PLAN = (
         "kernels",
         300,
         "kernels --ops paris,relevance,gather_attention,prompt_attention,higgs,proxy,gather_scores,"
-        "centroid,codebook --lengths 128K --batch 8,1 --backends auto --top-k 1024 --repeats 20 "
+        "centroid,codebook --context 128K --batch 8,1 --backends auto --top-k 1024 --repeats 20 "
         "--limit 2",
         shaped=False,
     ),
@@ -249,10 +249,9 @@ def _shrunk(words: list[str]) -> list[str]:
     """The same command for the tiny shape on a CPU, without the caches that need CUDA."""
     small = dict(pairwise(words))
     changed = list(words)
-    for name in ("--context", "--lengths"):
-        if name in small:
-            short = [str(max(64, length // _SHRINK)) for length in lengths(small[name])]
-            changed[changed.index(name) + 1] = ",".join(short)
+    if "--context" in small:
+        short = [str(max(64, length // _SHRINK)) for length in lengths(small["--context"])]
+        changed[changed.index("--context") + 1] = ",".join(short)
     if "--caches" in small:
         kept = [_small_cache(text) for text in small["--caches"].split(",")]
         # A part whose caches all need CUDA shows the message that says so.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -37,6 +39,9 @@ from hf_kvret.io.lost_mass import LostMassWarning
 from hf_kvret.io.reports import MemoryReport, dense_reason, layer_stats, memory_report
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.stores import Store, StoreChoice
+from hf_kvret_kernels import host_attention
+
+_log = logging.getLogger(__name__)
 
 
 class RetrievalCache(Cache):
@@ -98,6 +103,7 @@ class RetrievalCache(Cache):
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
         rest_factors.tell_layers(layers, options, self.name, config)
+        _log_missing_kernels()
 
     @classmethod
     def _check_estimates(cls, options: Any, layer: int) -> None:
@@ -399,3 +405,16 @@ class RetrievalCache(Cache):
             cache.meet(model, f"the cache in {directory}")
         persistence.note_saved(cache, place, digest)
         return cache
+
+
+@functools.cache
+def _log_missing_kernels() -> None:
+    """Warn once a process where decode steps lack the C++ kernels, and no GPU does their work."""
+    reason = host_attention.why_not()
+    # A machine with kernels is not asked for its GPU.
+    if reason and not torch.cuda.is_available():
+        _log.warning(
+            "decode steps on this CPU are slower than they could be: torch stands in for the C++ "
+            "kernels, and takes 2 to 6 times as long for attention to the selected tokens. %s",
+            reason,
+        )

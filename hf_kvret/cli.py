@@ -17,7 +17,7 @@ from hf_kvret.evaluation.demo import Demo
 from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.lm_eval import add_lm_eval_parser
 from hf_kvret.evaluation.measurement import add_measurement
-from hf_kvret.evaluation.program import kept_results, run_program
+from hf_kvret.evaluation.program import Parser, kept_results, run_program
 from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
 from hf_kvret.fits.command import add_fits_parser
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the program with all its commands."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="hf-kvret",
         description="Caches for Hugging Face transformers that look up the tokens a query attends "
         "to: a demo, a choice for your text, tasks and benchmarks, calibration, and pages of "

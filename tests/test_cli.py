@@ -75,8 +75,24 @@ def test_defaults_are_shown_as_they_are_typed() -> None:
     shown = PARSERS["eval", "niah"].format_help()
     assert "(default: 2K,4K,8K,16K)" in shown
     assert "0,10,20,30,40,50,60,70,80,90,100)" in shown
-    assert "examples:\n  hf-kvret eval niah --lengths" in shown
+    assert "examples:\n  hf-kvret eval niah --context" in shown
     assert "default: 64K" in " ".join(PARSERS["calibrate", "a2ats"].format_help().split())
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_an_unknown_option_prints_the_usage_of_its_command(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A command that lacks its own sub-command says that first, with the same usage.
+    with pytest.raises(SystemExit) as stopped:
+        PARSER.parse_args(_command(words, "--nonsense", "1", str(tmp_path)))
+    assert stopped.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(PARSERS[words].format_usage())
+    has_commands = any(
+        isinstance(action, argparse._SubParsersAction) for action in PARSERS[words]._actions
+    )
+    assert has_commands or "unrecognized arguments: --nonsense" in shown
 
 
 def test_versions_are_told(capsys: pytest.CaptureFixture[str]) -> None:

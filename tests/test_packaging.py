@@ -238,7 +238,7 @@ def test_the_wheel_holds_the_packages_and_their_data(sdist: Path, wheel: Path) -
 
 # What a user without a checkout may type, and what comes of it.
 OUTSIDE = (
-    ("eval niah --lengths 1K --depths 50 --samples 1 --caches full", 0, "| full "),
+    ("eval niah --context 1K --depths 50 --samples 1 --caches full", 0, "| full "),
     ("bench prefill --context 1K --steps 1 --warmup 0 --rounds 1 --caches full", 0, "| full "),
     ("eval ruler --tasks vt --samples 1", 2, "ruler needs a tokenizer"),
     ("eval niah --model reference", 2, "give --model needle, a folder or a hub id"),

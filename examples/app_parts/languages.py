@@ -194,7 +194,7 @@ class NeedleWords:
                 raise ValueError(
                     f"{match[0][:40]!r} is not a word of the needle model, which knows K, Q, ->, "
                     f"k0 to k{self.language.n_keys - 1}, v0 to v{self.language.n_values - 1} and "
-                    f"n0 to n{self._noise - 1}: take the example, or start with --model reference "
+                    f"n0 to n{self._noise - 1}: press Example, or start with --model reference "
                     "for English"
                 )
             ids.append(number)

@@ -65,8 +65,8 @@ def make_page(desk: Desk) -> gr.Blocks:
                         type="values",
                     )
             with gr.Column(scale=3, min_width=300):
-                either = ", or press Example" if has_example else ""
-                status = gr.HTML(notice(f"Choose a file, or paste a text and press Read{either}."))
+                step = desk.first_step
+                status = gr.HTML(notice(f"{step[0].upper()}{step[1:]}."))
                 shown = gr.HTML("", elem_id="kvret-answer")
                 numbers = gr.HTML("")
                 word = gr.Radio(label="Word of the answer", visible=False, elem_id="kvret-word")

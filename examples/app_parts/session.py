@@ -40,6 +40,12 @@ class Desk:
         self.language: Language = language_of(subject, plain=choices.plain)
         self.example: Example | None = self.language.example
 
+    @property
+    def first_step(self) -> str:
+        """How to open a document, for a visitor who has none, as the end of a sentence."""
+        either = ", or press Example" if self.example is not None else ""
+        return f"choose a file, or paste a text and press Read{either}"
+
     def of_file(self, path: Path) -> Document:
         """The document in a file; ValueError with the way out for one that can't be read."""
         # Before it is read: it may be far too large.
@@ -107,9 +113,7 @@ class Session:
             MemoryError: there was too little; names the way out.
         """
         if self.reading is None:
-            raise ValueError(
-                "there is no document yet: choose a file, or paste a text and press Read"
-            )
+            raise ValueError(f"there is no document yet: {self.desk.first_step}")
         rows, prompt = budget_of(top_k), self.reading.prompt(question)
         if method != self.reading.method:
             yield from self.read(self.reading.document, method)

@@ -26,7 +26,7 @@ from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.limits import available_host_memory, byte_count
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation import common_options as common
-from hf_kvret.evaluation.arguments import DTYPES, known_names, length, processors
+from hf_kvret.evaluation.arguments import DTYPES, known_names, length, lengths, processors
 from hf_kvret.evaluation.measurement import Progress, Row
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
@@ -60,7 +60,7 @@ class HostAttention(turns.TimedTogether):
         "--threads 2 --json host.json",
     )
 
-    k: tuple[int, ...] = common.lengths_option((256, 1024, 4096, 16_384), "rows a head")
+    k: tuple[int, ...] = option((256, 1024, 4096, 16_384), "rows a head", kind=lengths)
     batch: tuple[int, ...] = common.batch_option()
     dtypes: tuple[str, ...] = option(
         ("bfloat16", "float32"), f"of {', '.join(DTYPES)}", kind=known_names(DTYPES)

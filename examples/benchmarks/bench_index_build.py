@@ -85,7 +85,7 @@ class IndexBuild(Measurement):
         "hf-kvret bench index-build --keys model --text book.txt --context 2K,4K",
     )
 
-    context: tuple[int, ...] = common.lengths_option((4096, 16_384, 65_536, 131_072), "keys")
+    context: tuple[int, ...] = common.context_option((4096, 16_384, 65_536, 131_072), "keys")
     methods: tuple[str, ...] = option(
         ("flat", "paris", "lrqk", "ctkvr"),
         "retrieval methods that make their index of the keys alone",

@@ -53,7 +53,7 @@ class Kernels(turns.TimedTogether):
         "are measured in the same run."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "python examples/benchmarks/bench_kernels.py --ops codebook --lengths 4K,32K,128K "
+        "python examples/benchmarks/bench_kernels.py --ops codebook --context 4K,32K,128K "
         "--json kernels.json",
         "python examples/benchmarks/bench_kernels.py --device cuda --batch 1,8 "
         "--json gpu.json --plot gpu.png",
@@ -68,7 +68,7 @@ class Kernels(turns.TimedTogether):
         f"of {', '.join(_BACKENDS)}; an operation is measured in those that it has",
         kind=known_names(_BACKENDS),
     )
-    lengths: tuple[int, ...] = common.lengths_option((4096, 32_768, 131_072), "tokens")
+    context: tuple[int, ...] = common.context_option((4096, 32_768, 131_072), "tokens")
     batch: tuple[int, ...] = common.batch_option()
     heads: int = common.heads_option()
     group: int = common.group_option()
@@ -95,9 +95,9 @@ class Kernels(turns.TimedTogether):
         return self._compiled() if self.compile_only else self
 
     def check(self) -> None:
-        if self.top_k > min(self.lengths):
+        if self.top_k > min(self.context):
             raise ValueError(
-                f"--top-k {self.top_k} with --lengths {min(self.lengths)}: a head can't select "
+                f"--top-k {self.top_k} with --context {min(self.context)}: a head can't select "
                 "more tokens than there are"
             )
         check_device(self.device)
@@ -139,7 +139,7 @@ class Kernels(turns.TimedTogether):
             {"op": name, "cache": way, "batch": batch, "length": length}
             for name, some in had.items()
             for batch in self.batch
-            for length in self.lengths
+            for length in self.context
             for way in dict.fromkeys(some[0] if way == "auto" else way for way in self.backends)
             if way in some
         ]

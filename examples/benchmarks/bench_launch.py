@@ -60,7 +60,7 @@ class Launch(Measurement):
     ops: tuple[str, ...] = option(
         tuple(TUNE_OPS), f"of {', '.join(TUNE_OPS)} (default: all)", kind=known_names(TUNE_OPS)
     )
-    lengths: tuple[int, ...] = common.lengths_option(
+    context: tuple[int, ...] = common.context_option(
         (256, 512, 1024, 2048, 4096),
         "tokens of a call: rows selected, keys of a window; sizes between two powers of two share "
         "the choice of the larger",
@@ -102,9 +102,9 @@ class Launch(Measurement):
                 f"--group {self.group}: prompt_attention looks up choices for at most {FEW_ROWS} "
                 "query heads of a KV head; leave it out of --ops"
             )
-        if any(map(_chooses, self.ops)) and max(self.lengths) > self.cold:
+        if any(map(_chooses, self.ops)) and max(self.context) > self.cold:
             raise ValueError(
-                f"--lengths {max(self.lengths)} with --cold {self.cold}: more rows can't be "
+                f"--context {max(self.context)} with --cold {self.cold}: more rows can't be "
                 "selected than there are"
             )
         if not self.dry_run:
@@ -124,7 +124,7 @@ class Launch(Measurement):
             {"op": name, "cache": f"rows on {rows}", "batch": batch, "length": length}
             for name in self.ops
             for batch in self.batch
-            for length in self.lengths
+            for length in self.context
             # A window is on the device, wherever the store is.
             for rows in ((self.rows_on or both) if _chooses(name) else _ROWS[:1])
         ]

@@ -46,7 +46,7 @@ class MachineCodeOfStep(turns.TimedTogether):
     parts: tuple[str, ...] = option(
         tuple(PARTS), f"of a step: {', '.join(PARTS)} (default: all)", kind=known_names(PARTS)
     )
-    context: tuple[int, ...] = common.lengths_option((131_072, 1 << 20), "tokens of a sequence")
+    context: tuple[int, ...] = common.context_option((131_072, 1 << 20), "tokens of a sequence")
     batch: tuple[int, ...] = common.batch_option((1, 8))
     before: Path | None = option(
         None,

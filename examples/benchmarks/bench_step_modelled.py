@@ -52,7 +52,7 @@ class ModelledStep(turns.TimedTogether):
         f"of {', '.join(CACHES)}; {FULL} is full attention (default: all)",
         kind=known_names(CACHES),
     )
-    context: tuple[int, ...] = common.lengths_option((131_072, 1 << 20), "tokens of a sequence")
+    context: tuple[int, ...] = common.context_option((131_072, 1 << 20), "tokens of a sequence")
     batch: tuple[int, ...] = common.batch_option()
     kernels: Path | None = option(
         None,

@@ -17,7 +17,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.evaluation.arguments import known_names, several
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
+from hf_kvret.evaluation.common_options import context_option, count_option, text_option
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.needles import NeedleLanguage
 from hf_kvret.evaluation.options import option
@@ -63,7 +63,7 @@ class Ablation(Task):
     drawn: ClassVar[Mapping[str, str]] = {}
 
     text: Path | None = text_option("default: documents of needles", required=False)
-    lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context")
+    context: tuple[int, ...] = context_option((4096,), "tokens of a context")
     windows: int = count_option(1, "at most this many contexts of each length")
     parts: tuple[str, ...]
     new_tokens: int = count_option(128, "that are measured")
@@ -101,7 +101,7 @@ class Ablation(Task):
         ]
 
     def _places(self, part: str) -> list[Cell]:
-        lengths = [min(self.lengths)] if part in self.once else self.lengths
+        lengths = [min(self.context)] if part in self.once else self.context
         return [{}] if part in self.apart else [{"length": length} for length in lengths]
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:

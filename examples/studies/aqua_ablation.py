@@ -30,7 +30,7 @@ from study_tables import Found, of_part
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.evaluation.arguments import length, number, whole_number
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
-from hf_kvret.evaluation.common_options import budget_option, count_option, lengths_option
+from hf_kvret.evaluation.common_options import budget_option, context_option, count_option
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.scripts import run_script
@@ -66,7 +66,7 @@ class AquaAblation(CalibratedAblation):
 
     caches: str | None = caches_option("aqua")
     top_k: int | float = budget_option(1.0)
-    lengths: tuple[int, ...] = lengths_option((2048,), "tokens of a window")
+    context: tuple[int, ...] = context_option((2048,), "tokens of a window")
     windows: int = count_option(3, "at most this many of each length")
     parts: tuple[str, ...] = parts_option(PARTS)
     new_tokens: int = not_here()

@@ -269,7 +269,7 @@ def value_bits(reader: Reader) -> float:
             regions = layer.regions
             if regions is None or regions.store is None or not regions.cold_len:
                 regions_as = "smaller regions as aqua:recent=32:flush=32"
-                raise ValueError(f"nothing was cold: take longer --lengths, or {regions_as}")
+                raise ValueError(f"nothing was cold: take a longer --context, or {regions_as}")
             keys, values = regions.window.keys, regions.window.values
             held += stored_bytes(regions.store)
             numbers += (

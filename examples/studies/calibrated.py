@@ -182,7 +182,7 @@ class CalibratedAblation(Ablation):
         if not found:
             raise ValueError(
                 f"--text {self.text} has {len(ids)} tokens beside those of the calibration, fewer "
-                f"than the {size} of a context: give shorter --lengths, fewer "
+                f"than the {size} of a context: give a shorter --context, fewer "
                 "--calibration-tokens, or a longer text"
             )
         windows = list(ids[: found * size].view(found, size))

@@ -264,7 +264,7 @@ class CTkvrAblation(Ablation):
             for value in values:
                 CTkvrConfig().replace(**{name: value})
         if "questions" in self.parts:
-            for length in self.lengths:
+            for length in self.context:
                 starts_of(self.questions, self.question_tokens + self.answer_tokens, length)
 
     def variants(self, part: str) -> Sequence[str]:

@@ -68,7 +68,7 @@ class Follower:
         """
         if not self._cold:
             raise ValueError(
-                "nothing was cold: take longer --lengths, or smaller regions as "
+                "nothing was cold: take a longer --context, or smaller regions as "
                 f"{self.method}:dense_below=0:recent=64:flush=64"
             )
         stretches = mean_stretches(self.samples)
@@ -227,7 +227,7 @@ def starts_of(count: int, needed: int, length: int) -> list[int]:
     starts = [length * (number + 1) // (count + 1) for number in range(count)]
     if starts[-1] + needed > length:
         raise ValueError(
-            f"--lengths {length}: no room for question and answer after its last "
+            f"--context {length}: no room for question and answer after its last "
             f"{length - starts[-1]} tokens; take shorter ones, or fewer --questions"
         )
     return starts

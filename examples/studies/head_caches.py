@@ -98,7 +98,9 @@ def follow_all(
         expected = expected_of(reader.model, window, start.length)
         numbers.append(_distance(logits, expected, rest))
     if not all(layers.values()):
-        raise ValueError("nothing was cold: take longer --lengths, or flat:dense_below=0:recent=64")
+        raise ValueError(
+            "nothing was cold: take a longer --context, or flat:dense_below=0:recent=64"
+        )
     means = {name: fmean(one[name] for one in numbers) for name in numbers[0]}
     return means | measured([Selections.mean(found) for found in layers.values()])
 

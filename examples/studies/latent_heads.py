@@ -24,7 +24,7 @@ from shared_heads import APART, REAL, masses
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.arguments import whole_number
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
-from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
+from hf_kvret.evaluation.common_options import context_option, count_option, text_option
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.recording import read_layers
@@ -54,7 +54,7 @@ class LatentHeads(Ablation):
     model: str = option("reference-latent", "a folder, a hub id, or a model of ours")
     caches: str | None = caches_option("flat")
     text: Path = text_option()
-    lengths: tuple[int, ...] = lengths_option((4096, 8192), "tokens of a context")
+    context: tuple[int, ...] = context_option((4096, 8192), "tokens of a context")
     windows: int = count_option(2, "at most this many contexts of each length")
     parts: tuple[str, ...] = parts_option(PARTS)
     select_heads: tuple[int, ...] = values_option(
@@ -103,7 +103,7 @@ class LatentHeads(Ablation):
             options = options.replace(dense_below=0)
         if max(self.top_ks) >= length - options.sink - options.recent - options.flush:
             raise ValueError(
-                f"--lengths {length}: --top-ks {max(self.top_ks)} leave nothing to choose; take "
+                f"--context {length}: --top-ks {max(self.top_ks)} leave nothing to choose; take "
                 "longer contexts, or fewer rows"
             )
         if cell["part"] == "mass":

@@ -6,7 +6,7 @@ among all tokens before it. Without --text the model reads a document of needles
 at its end, which is what --model needle speaks.
 
     python examples/studies/lrqk_factors.py --model needle --plot factors.png
-    python examples/studies/lrqk_factors.py --model reference --text novel.txt --lengths 2K
+    python examples/studies/lrqk_factors.py --model reference --text novel.txt --context 2K
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hf_kvret.evaluation.arguments import whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import (
     budget_option,
+    context_option,
     count_option,
-    lengths_option,
     text_option,
 )
 from hf_kvret.evaluation.contexts import describe_file
@@ -165,7 +165,7 @@ class LRQKFactors(Ablation):
     caches: str | None = caches_option("lrqk")
     top_k: int | float = budget_option(100)
     text: Path | None = text_option("default: a document of needles", required=False)
-    lengths: tuple[int, ...] = lengths_option((2048,), "tokens of the text")
+    context: tuple[int, ...] = context_option((2048,), "tokens of the text")
     windows: int = not_here(1)
     parts: tuple[str, ...] = not_here(("",))
     new_tokens: int = not_here()
@@ -194,7 +194,7 @@ class LRQKFactors(Ablation):
         # Lengths come first, so that each text is read once for all that is asked about it.
         return [
             {"cache": cache, "length": length, "variant": variant, "rank": rank}
-            for length in self.lengths
+            for length in self.context
             for cache in caches
             for variant in self.ways
             for rank in self.ranks
@@ -234,7 +234,7 @@ class LRQKFactors(Ablation):
         top_k = choice.options.budget(length)
         if top_k >= length - self.queries:
             raise ValueError(
-                f"--lengths {length}: --queries {self.queries} and --top-k {top_k} leave nothing "
+                f"--context {length}: --queries {self.queries} and --top-k {top_k} leave nothing "
                 "to choose; take a longer text, or less of them"
             )
         return top_k, choice.options

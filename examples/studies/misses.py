@@ -16,7 +16,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.evaluation.arguments import budget, number, several
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
+from hf_kvret.evaluation.common_options import context_option, count_option, text_option
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.measurement import CheckFailed
 from hf_kvret.evaluation.options import option
@@ -81,7 +81,7 @@ class Misses(Task):
         "fetched."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "python examples/studies/misses.py --text novel.txt --lengths 4K --top-ks 128,256 "
+        "python examples/studies/misses.py --text novel.txt --context 4K --top-ks 128,256 "
         "--caches lrqk,paris",
     )
 
@@ -90,7 +90,7 @@ class Misses(Task):
     top_k: int | float = field(default=1.0, init=False)
     store: str = field(default="resident", init=False)
     text: Path = text_option()
-    lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context")
+    context: tuple[int, ...] = context_option((4096,), "tokens of a context")
     new_tokens: int = count_option(2000, "after each context")
     every: int = count_option(100, "tokens a point of the picture")
     top_ks: tuple[int | float, ...] = option(
@@ -141,7 +141,7 @@ class Misses(Task):
         # Slots come last, so that the run without a buffer is made once for all of them.
         return [
             {"cache": cache, "length": length, "top_k": top_k, "slots": slots}
-            for length in self.lengths
+            for length in self.context
             for cache in caches
             for top_k in self.top_ks
             for slots in self.slots
@@ -300,7 +300,7 @@ def _check_selects(reader: Reader, cell: Cell) -> None:
     """ValueError where the first new token retrieved nothing."""
     if not all(layer["selected"] for layer in _cache(reader).stats()["layers"]):
         raise ValueError(
-            f"--lengths {cell['length']}: {cell['cache']} selects nothing after it; take a longer "
+            f"--context {cell['length']}: {cell['cache']} selects nothing after it; take a longer "
             "one, or smaller regions as paris:dense_below=0:recent=64:flush=64"
         )
 

@@ -4,7 +4,7 @@ at a time, at --ratio candidates. ratios: recall against the share of candidates
 clusters that were learnt from the prompt (figures 1 and 10). All variants follow the same text,
 after each context.
 
-    python examples/studies/paris_ablation.py --text novel.txt --lengths 4K,8K --plot a.png
+    python examples/studies/paris_ablation.py --text novel.txt --context 4K,8K --plot a.png
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hf_kvret.evaluation.arguments import number, several
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import (
     budget_option,
+    context_option,
     count_option,
-    lengths_option,
     text_option,
     then_option,
 )
@@ -144,7 +144,7 @@ class ParisAblation(Ablation):
     top_k: int | float = budget_option(100)
     text: Path = text_option()
     then: Path | None = then_option("the drift part goes on with after the context")
-    lengths: tuple[int, ...] = lengths_option((4096, 8192, 16384), "tokens of a context")
+    context: tuple[int, ...] = context_option((4096, 8192, 16384), "tokens of a context")
     parts: tuple[str, ...] = parts_option(PARTS)
     ratio: float = option(0.1, "share of candidates of switches and drift", kind=number(0, 1))
     ratios: tuple[float, ...] = option(

@@ -61,7 +61,9 @@ def follow(
                 estimated.append(shares[0])
                 exact.append(shares[1])
     if not lost:
-        raise ValueError("nothing was cold: take longer --lengths, or flat:dense_below=0:recent=64")
+        raise ValueError(
+            "nothing was cold: take a longer --context, or flat:dense_below=0:recent=64"
+        )
     all_places = torch.cat(divergences).double()
     return {
         "kl": float(all_places.mean()),

@@ -21,7 +21,7 @@ from rest_tables import DRAWN, PLOTS, TABLES
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.arguments import number
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
+from hf_kvret.evaluation.common_options import context_option, count_option, text_option
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Cell
@@ -77,7 +77,7 @@ class RestTokens(Ablation):
     model: str = option("reference", "a folder, a hub id, or a model of ours")
     caches: str | None = caches_option("flat")
     text: Path | None = text_option("default: documents of needles", required=False)
-    lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context")
+    context: tuple[int, ...] = context_option((4096,), "tokens of a context")
     windows: int = count_option(2, "at most this many contexts of each length")
     parts: tuple[str, ...] = parts_option(("tokens",))
     rests: tuple[str, ...] = values_option(

@@ -38,8 +38,8 @@ def seed_option(usual: int = 42) -> Any:
     return option(usual, "of all random numbers", kind=arguments.seed)
 
 
-def lengths_option(usual: tuple[int, ...], of: str) -> Any:
-    """``--lengths``, numbers of tokens."""
+def context_option(usual: tuple[int, ...], of: str) -> Any:
+    """``--context``, numbers of tokens."""
     return option(usual, of, kind=arguments.lengths)
 
 

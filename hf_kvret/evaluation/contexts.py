@@ -75,7 +75,7 @@ def _windows(ids: torch.Tensor, size: int, count: int, path: Path) -> list[torch
     found = min(count, len(ids) // size)
     if not found:
         raise ValueError(
-            f"{path} has {len(ids)} tokens, fewer than the {size} of a window: give shorter "
-            "lengths, fewer new tokens or a longer text"
+            f"{path} has {len(ids)} tokens, fewer than the {size} of a window: give a "
+            "shorter --context, fewer new tokens or a longer text"
         )
     return list(ids[: found * size].view(found, size))

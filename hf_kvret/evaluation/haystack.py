@@ -194,7 +194,7 @@ class Wording:
         other = len(head) + sum(len(fact.needle) for fact in facts) + turns
         if length < other + LEAST_HAY:
             raise ValueError(
-                f"--lengths {length} is too short: instruction, {len(facts)} needles, {asked} "
+                f"--context {length} is too short: instruction, {len(facts)} needles, {asked} "
                 f"questions and their answers take {other} tokens in style {self.name}, so give at "
                 f"least {other + LEAST_HAY}"
             )

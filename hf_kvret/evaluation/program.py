@@ -26,6 +26,23 @@ _MISTAKES = (
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose commands name their own usage where an option is unknown.
+
+    argparse hands what a command doesn't know to the program, whose usage then says nothing of the
+    options of that command. Sub-commands get this class from the parser they are added to.
+    """
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As of argparse, but what is unknown ends the program: the list is empty."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+
 def run_program(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,

@@ -19,6 +19,7 @@ from hf_kvret.evaluation.common_options import budget_option, count_option, dtyp
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.options import add_options, option, read_options
 from hf_kvret.fits.filling import Predictor, skipped_layers
+from hf_kvret.fits.here import find_memory
 from hf_kvret.fits.room import Machine, largest_batch, largest_context
 from hf_kvret.fits.showing import shown
 from hf_kvret.integration.compatibility import is_latent
@@ -35,12 +36,17 @@ class FitsOptions:
     """What ``hf-kvret fits`` takes."""
 
     context: tuple[int, ...] = option((32_768, 131_072), "as 128K or 128K,1M", kind=lengths)
-    device_memory: int = option(
-        help="of the device that runs the model, as 24GB or 80GiB", kind=byte_count, metavar="SIZE"
+    device_memory: int | None = option(
+        None,
+        "of the device that runs the model, as 24GB or 80GiB; default: what is free on this "
+        "machine's GPU, or in its memory where it has none",
+        kind=byte_count,
+        metavar="SIZE",
     )
     host_memory: int | None = option(
         None,
-        "free for the cache; left out, the device is the CPU and all is in its memory",
+        "free for the cache; default: what is free here beside this machine's GPU; with "
+        "--device-memory alone the device is a CPU, and all is in its memory",
         kind=byte_count,
         metavar="SIZE",
     )
@@ -71,16 +77,18 @@ class FitsOptions:
     bus_bandwidth: int | None = option(None, "of the bus; default 25GB", kind=byte_count)
     json: bool = option(False, "print JSON instead")
 
-    @property
+    @cached_property
     def machine(self) -> Machine:
-        """The memory that was given."""
+        """The memory that was given, or that is free here now; ValueError of ``find_memory``."""
+        memory = find_memory(self.device_memory, self.host_memory)
         usual = dict(_SPEEDS)
-        if self.host_memory is None:
+        if memory.host is None:
             usual["device"] = usual["host"]
         return Machine(
-            self.device_memory,
-            self.host_memory,
+            memory.device,
+            memory.host,
             self.reserve,
+            origin=memory.origin,
             device_speed=self.device_bandwidth or usual["device"],
             host_speed=self.host_bandwidth or usual["host"],
             bus_speed=self.bus_bandwidth or usual["bus"],
@@ -97,6 +105,7 @@ def add_fits_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "configuration is read: the caches' own code is run on tensors without contents.",
         epilog=example_lines(
             [
+                "hf-kvret fits qwen3-4b",
                 "hf-kvret fits llama-3.1-8b --context 128K,1M --device-memory 24GB "
                 "--host-memory 64GB",
                 "hf-kvret fits ./my-model --device-memory 16GB --stores cpu",
@@ -120,10 +129,12 @@ def run_fits(options: FitsOptions, model: str) -> int:
 
     Raises:
         ValueError: an unknown model or cache, or one that this model can't have when it is the only
-            one asked for.
+            one asked for; memory that is not given and that nobody says here.
         OSError: the hub can't be reached.
     """
     transformers_logging.set_verbosity_error()
+    # Before anything is loaded, which takes memory itself.
+    _ = options.machine
     table = Fits(options, load_shape(model, option="MODEL", experts=True))
     rows = list(table.rows())
     refused = [row for row in rows if "refused" in row]

@@ -21,12 +21,14 @@ class Machine:
         device: bytes of device memory.
         host: bytes of host memory; None: the device is the CPU, and all is in its memory.
         reserve: bytes of device memory that stay free for passes.
+        origin: whose memory that is, in words.
         device_speed, host_speed, bus_speed: bytes a second.
     """
 
     device: int
     host: int | None
     reserve: int
+    origin: str
     device_speed: float
     host_speed: float
     bus_speed: float

@@ -32,6 +32,7 @@ def _opening(report: Mapping[str, Any]) -> str:
     host = machine["host"]
     where = "in the CPU's memory" if host is None else f"{_gb(host)} GB on the host"
     return (
+        f"Memory: {machine['origin']}\n\n"
         f"{report['model']}, {report['dtype']}: weights {_gb(weights['held'])} GB; "
         f"{_gb(machine['device'])} GB on the device, {_gb(machine['reserve'])} GB of them kept "
         f"free for passes, {where}; top_k={report['top_k']}"

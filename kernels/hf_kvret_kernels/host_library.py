@@ -236,7 +236,7 @@ def load() -> ctypes.CDLL:
     """
     library = _open(os.environ.get(PATH_VARIABLE))
     if isinstance(library, str):
-        raise ImportError(library)
+        raise ImportError(f"{library}; backend='naive' uses torch")
     return library
 
 
@@ -257,7 +257,7 @@ def _open(override: str | None) -> ctypes.CDLL | str:
         if library_path is None:
             return (
                 "the CPU kernels are not compiled: hf_kvret was installed without a C++ compiler. "
-                "Install one (GCC or Clang) and install hf_kvret again; backend='naive' uses torch"
+                "Install one (GCC or Clang) and install hf_kvret again"
             )
         file, remedy = library_path, "install hf_kvret again, with a C++ compiler"
     try:

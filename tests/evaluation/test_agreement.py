@@ -27,7 +27,7 @@ def _run(path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
-    arguments = ["--model", str(model), "--text", str(text), "--lengths", str(LENGTH)]
+    arguments = ["--model", str(model), "--text", str(text), "--context", str(LENGTH)]
     return [*arguments, "--windows", "2", "--new-tokens", str(NEW)]
 
 
@@ -176,8 +176,8 @@ def test_prompts_are_taken_in_groups(tmp_path: Path, tiny_model_dir: Path) -> No
         (("--text", "TEXT", "--prompts", "TEXT"), "give either --text FILE or --prompts FILE"),
         (("--text", "missing.txt"), "--text missing.txt: no such file"),
         (("--prompts", "missing.txt"), "--prompts missing.txt: no such file"),
-        (("--text", "TEXT", "--lengths", "1"), "--lengths 1: a context has at least 2 tokens"),
-        (("--text", "TEXT", "--lengths", "1M"), "fewer than the 1048576 of a window"),
+        (("--text", "TEXT", "--context", "1"), "--context 1: a context has at least 2 tokens"),
+        (("--text", "TEXT", "--context", "1M"), "fewer than the 1048576 of a window"),
         (("--text", "TEXT", "--model", "needle"), "needs a tokenizer"),
         (("--prompts", "EMPTY"), "has no prompt in it"),
         (("--prompts", "DICT"), "give a JSON list of strings"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from hf_kvret.evaluation import bundled
-from hf_kvret.evaluation.bundled import BUNDLED_MODEL, load_bundled_model
+from hf_kvret.evaluation.bundled import BUNDLED_MODEL, example_model, load_bundled_model
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_needle_model.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_needle_model.py"
 
 
 def test_the_weights_are_small_and_bf16_and_have_a_card() -> None:
@@ -35,6 +37,57 @@ def test_a_missing_model_says_how_to_get_it(
     monkeypatch.setattr(bundled, "BUNDLED_MODEL", tmp_path)
     with pytest.raises(FileNotFoundError, match="install hf_kvret again, or train it"):
         load_bundled_model()
+
+
+def test_the_examples_are_found_in_the_checkout_that_was_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after ``pip install .``, in another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bundled, "_ROOT", tmp_path)
+    monkeypatch.setattr(bundled, "_installed_from", lambda: ROOT)
+    assert bundled._example_model("reference_llama") == ROOT / "examples" / "reference_llama"
+
+
+@pytest.mark.parametrize(
+    ("written", "folder"),
+    [
+        ('{"url": "file:///a%20b/c", "dir_info": {}}', Path("/a b/c")),
+        ('{"url": "https://example.org/x.whl", "archive_info": {}}', None),
+        (None, None),
+    ],
+)
+def test_where_pip_installed_from_is_read(
+    written: str | None, folder: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return written
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+    assert bundled._installed_from() == folder
+
+
+def test_a_package_that_was_not_installed_came_from_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    assert bundled._installed_from() is None
+
+
+def test_an_example_that_is_missing_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert example_model("reference") == bundled.REFERENCE_MODEL
+    monkeypatch.setitem(bundled._EXAMPLES, "reference", tmp_path)
+    with pytest.raises(FileNotFoundError, match="run this in the folder of a checkout"):
+        example_model("reference")
+    with pytest.raises(ValueError, match="no model 'needles': choose one of reference, "):
+        example_model("needles")
 
 
 def _train(folder: Path, *options: str) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ def arguments(tmp_path: Path) -> list[str]:
     """``eval niah`` with a copy of the bundled model's artifact, results in ``r.json``."""
     shutil.copytree(BUNDLED_MODEL / "a2ats", tmp_path / "words")
     small = f"a2ats:artifact={tmp_path / 'words'}:dense_below=0:recent=16:flush=16"
-    options = ["--lengths", "256", "--depths", "50", "--samples", "1", "--answer-tokens", "2"]
+    options = ["--context", "256", "--depths", "50", "--samples", "1", "--answer-tokens", "2"]
     return ["eval", "niah", "--caches", small, *options, "--json", str(tmp_path / "r.json")]
 
 

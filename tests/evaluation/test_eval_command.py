@@ -45,7 +45,7 @@ def test_mistakes_are_one_line_each(
     assert "unknown cache 'x'" in _error(capsys, *text, *model, "--caches", "x")
     assert "no CUDA device" in _error(capsys, *text, *model, "--device", "cuda")
     missing = str(tmp_path / "missing.txt")
-    assert "no such file" in _error(capsys, *model, "--text", missing, "--lengths", "64")
+    assert "no such file" in _error(capsys, *model, "--text", missing, "--context", "64")
 
 
 def test_an_unknown_task_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ def test_a_cell_without_memory_is_told_and_the_others_run(
 
     monkeypatch.setattr(Perplexity, "run", scarce)
     file = tmp_path / "ppl.json"
-    words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--lengths", "64"]
+    words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--context", "64"]
     more = ["--windows", "1", "--caches", "static,full", "--json", str(file)]
     assert main(["eval", "ppl", *words, *more]) == 1
     printed = capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_what_was_finished_is_shown_when_a_later_cell_fails(
 
     monkeypatch.setattr(Perplexity, "run", scarce)
     words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--windows", "1"]
-    assert main(["eval", "ppl", *words, "--lengths", "64,128", "--caches", "full"]) == 2
+    assert main(["eval", "ppl", *words, "--context", "64,128", "--caches", "full"]) == 2
     shown = capsys.readouterr()
     assert "| full  | 64" in shown.out and "the disk is gone" in shown.err
 
@@ -159,18 +159,18 @@ def test_what_was_finished_is_shown_when_a_later_cell_fails(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("ppl --lengths 64,32K", "fewer than --lengths 32768"),
-        ("ppl --lengths 64 --caches full,flat --step 33", "--step 33: beyond max_draft (32)"),
-        ("agreement --lengths 64,32K", "give shorter lengths"),
-        ("agreement --lengths 64 --new-tokens 70000", "the model knows 65536 positions"),
-        ("longgen --lengths 64,32K", "give shorter lengths"),
-        ("niah --style magic --lengths 2K,100K", "the model knows 65536 positions"),
-        ("niah --style magic --lengths 2K,40", "--lengths 40 is too short"),
-        ("multiturn --lengths 2K,100K", "the model knows 65536 positions"),
-        ("multiturn --lengths 2K,64", "--lengths 64 is too short"),
-        ("ruler --tasks niah_single_1 --lengths 2K,100K", "the model knows 65536 positions"),
-        ("ruler --tasks niah_single_1 --lengths 2K,20", "20"),
-        ("niah --lengths 2K --caches full,a2ats", "artifact"),
+        ("ppl --context 64,32K", "fewer than --context 32768"),
+        ("ppl --context 64 --caches full,flat --step 33", "--step 33: beyond max_draft (32)"),
+        ("agreement --context 64,32K", "give a shorter --context"),
+        ("agreement --context 64 --new-tokens 70000", "the model knows 65536 positions"),
+        ("longgen --context 64,32K", "give a shorter --context"),
+        ("niah --style magic --context 2K,100K", "the model knows 65536 positions"),
+        ("niah --style magic --context 2K,40", "--context 40 is too short"),
+        ("multiturn --context 2K,100K", "the model knows 65536 positions"),
+        ("multiturn --context 2K,64", "--context 64 is too short"),
+        ("ruler --tasks niah_single_1 --context 2K,100K", "the model knows 65536 positions"),
+        ("ruler --tasks niah_single_1 --context 2K,20", "20"),
+        ("niah --context 2K --caches full,a2ats", "artifact"),
     ],
 )
 def test_no_bar_is_shown_before_a_mistake(
@@ -201,7 +201,7 @@ def test_a_model_of_text_without_a_tokenizer_is_refused(
     config.vocab_size = 512
     LlamaForCausalLM(config).save_pretrained(bare)
     for name in ("niah", "multiturn"):
-        assert main(["eval", name, "--model", str(bare), "--lengths", "2K"]) == 2
+        assert main(["eval", name, "--model", str(bare), "--context", "2K"]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert f"{name} needs a tokenizer" in error
         assert "put the tokenizer's files (tokenizer.json) into the model's folder" in error
@@ -244,7 +244,7 @@ def test_lengths_beyond_the_positions_and_steps_beyond_drafts_are_refused(
     text = tmp_path / "long.txt"
     text.write_text("The grass is green. " * 20_000)
     words = ["--text", str(text), "--model", str(tiny_model_dir), "--windows", "1"]
-    error = _error(capsys, *words, "--lengths", "70000", "--caches", "full")
+    error = _error(capsys, *words, "--context", "70000", "--caches", "full")
     assert "70000 tokens, but the model knows 65536 positions" in error
-    error = _error(capsys, *words, "--lengths", "128", "--caches", "flat", "--step", "33")
+    error = _error(capsys, *words, "--context", "128", "--caches", "flat", "--step", "33")
     assert "--step 33: beyond max_draft (32) tokens flat attends to everything" in error

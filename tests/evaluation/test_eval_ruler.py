@@ -22,7 +22,7 @@ def _arguments(model: Path, *more: str) -> list[str]:
     return [
         "eval",
         "ruler",
-        *("--model", str(model), "--tasks", TASKS, "--lengths", "1100", "--samples", "2"),
+        *("--model", str(model), "--tasks", TASKS, "--context", "1100", "--samples", "2"),
         *("--caches", caches, *more),
     ]
 
@@ -79,7 +79,7 @@ def test_a_chat_template_surrounds_the_prompt_and_bos_comes_once(tiny_model_dir:
     [
         (["--tasks", "niah_single_2"], "task niah_single_2 needs --essays FILE"),
         (["--tasks", "qa_1", "--squad", "nowhere.json"], "--squad nowhere.json: no such file"),
-        (["--lengths", "100"], "too short|at least|needs"),
+        (["--context", "100"], "too short|at least|needs"),
         (["--chat"], "has no chat template"),
         (["--model", "needle"], "ruler needs a tokenizer"),
     ],

@@ -140,7 +140,7 @@ def test_the_words_are_those_of_ruler(subject: Subject, tiny_text: Path) -> None
 
 def test_a_length_that_is_too_short_names_one_that_is_enough(subject: Subject) -> None:
     wording, rng = magic_wording(subject, "test", None, 8), np.random.default_rng
-    with pytest.raises(ValueError, match=r"--lengths 64 is too short.*at least \d+") as caught:
+    with pytest.raises(ValueError, match=r"--context 64 is too short.*at least \d+") as caught:
         wording.document(rng(0), 64, [50.0], 1)
     least = int(str(caught.value).rsplit(" ", 1)[-1])
     assert _total(wording, wording.document(rng(0), least, [50.0], 1)) == least

@@ -37,7 +37,7 @@ def _run(path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
-    arguments = ["--model", str(model), "--text", str(text), "--lengths", str(LENGTH)]
+    arguments = ["--model", str(model), "--text", str(text), "--context", str(LENGTH)]
     return [*arguments, "--new-tokens", str(NEW), "--every", str(EVERY)]
 
 
@@ -175,7 +175,7 @@ def test_table_and_picture_do_without_recall(tmp_path: Path) -> None:
         (("--follow", "sample", "--then", "TEXT"), "--then with --follow sample"),
         (("--then", "missing.txt"), "--then missing.txt: no such file"),
         (("--text", "missing.txt"), "--text missing.txt: no such file"),
-        (("--lengths", "1M"), "fewer than the"),
+        (("--context", "1M"), "fewer than the"),
         (("--model", "needle"), "needs a tokenizer"),
     ],
 )

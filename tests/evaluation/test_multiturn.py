@@ -29,7 +29,7 @@ def _run(path: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def _small(tiny_model_dir: Path) -> list[str]:
-    arguments = ["--model", str(tiny_model_dir), "--lengths", str(LENGTH)]
+    arguments = ["--model", str(tiny_model_dir), "--context", str(LENGTH)]
     return [*arguments, "--turns", str(TURNS), "--samples", "2", "--answer-tokens", str(ANSWER)]
 
 
@@ -153,7 +153,7 @@ def test_the_bundled_model_answers_every_turn(
 ) -> None:
     covering = "top_k=4096:dense_below=0"
     caches = ["full", "flat", f"flat:{covering}", f"paris:{covering}"]
-    arguments = ["--model", "needle", "--lengths", "2K", "--turns", "5", "--samples", "2"]
+    arguments = ["--model", "needle", "--context", "2K", "--turns", "5", "--samples", "2"]
     arguments += ["--top-k", "64", "--mode", "both", "--caches", ",".join(caches)]
     cells = _run(tmp_path / "m.json", *arguments)
     for mode in ("turns", "forks"):
@@ -188,7 +188,7 @@ def test_full_must_be_named_to_be_compared_with() -> None:
         (("--mode", "forks", "--own-answers"), "forks forget every answer"),
         (("--style", "tokens"), "use --style magic"),
         (("--essays", "missing.txt"), "--essays missing.txt: no such file"),
-        (("--lengths", "256"), "--lengths 256 is too short"),
+        (("--context", "256"), "--context 256 is too short"),
     ],
 )
 def test_mistakes_are_one_line_each(

@@ -43,7 +43,7 @@ def test_the_command_gives_what_plain_forward_passes_give(
     tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caches = ["full", f"flat:{COVERING}", f"paris:{COVERING}", f"flat:{TIGHT}"]
-    arguments = ["--model", str(tiny_model_dir), "--essays", str(tiny_text), "--lengths", "400"]
+    arguments = ["--model", str(tiny_model_dir), "--essays", str(tiny_text), "--context", "400"]
     arguments += ["--depths", "0,62.5", "--samples", "2", "--questions", "both"]
     arguments += ["--answer-tokens", "6", "--caches", ",".join(caches)]
     picture, table = tmp_path / "niah.png", tmp_path / "niah.md"
@@ -62,7 +62,8 @@ def test_the_command_gives_what_plain_forward_passes_give(
     assert [one["answers"] for one in tight] != [one["answers"] for one in full]
     assert picture.stat().st_size > 1000
     header = "| cache | question | 400 | mean | over full | cold rows read, % |"
-    text, _, mark = table.read_text().partition("\n\n")
+    text, note, mark = table.read_text().split("\n\n")
+    assert note.startswith("A length's mean is of ")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == header and lines[2] == "| full | inside | 0.0 | 0.0 | +0.0 | 100.00 |"
     assert len(lines) == 2 + 2 * 4 and text in capsys.readouterr().out
@@ -81,7 +82,7 @@ def test_the_command_gives_what_plain_forward_passes_give(
 
 
 def test_the_bundled_model_finds_its_needles(tmp_path: Path) -> None:
-    arguments = ["--model", "needle", "--lengths", "2K", "--depths", "20,90"]
+    arguments = ["--model", "needle", "--context", "2K", "--depths", "20,90"]
     arguments += ["--samples", "2", "--distractors", "12", "--questions", "both"]
     covering = "top_k=4096:dense_below=0"
     caches = f"full,flat,flat:{covering},paris:{covering}"
@@ -119,7 +120,7 @@ def test_without_its_needle_a_question_gets_no_right_answer(
         return Document(torch.tensor(context), document.asked)
 
     monkeypatch.setattr(Wording, "document", without)
-    arguments = ["--model", "needle", "--lengths", "512", "--depths", "40", "--samples", "4"]
+    arguments = ["--model", "needle", "--context", "512", "--depths", "40", "--samples", "4"]
     (cell,) = _run(tmp_path / "n.json", *arguments, "--distractors", "9", "--caches", "full")
     assert cell["result"]["score"] == 0
 
@@ -127,7 +128,7 @@ def test_without_its_needle_a_question_gets_no_right_answer(
 def test_the_sandwich_is_scored_by_its_words(
     tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
-    arguments = ["--model", str(tiny_model_dir), "--style", "sandwich", "--lengths", "512"]
+    arguments = ["--model", str(tiny_model_dir), "--style", "sandwich", "--context", "512"]
     arguments += ["--depths", "50", "--samples", "1", "--caches", "full"]
     arguments += ["--essays", str(tiny_text), "--answer-tokens", "4"]
     own = ["--needle", " Q is a b. ", "--question", "What is Q?", "--answer", "a b"]
@@ -142,11 +143,40 @@ def test_the_sandwich_is_scored_by_its_words(
 def test_full_must_be_named_to_be_compared_with(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--model", str(tiny_model_dir), "--lengths", "300", "--depths", "50"]
+    arguments = ["--model", str(tiny_model_dir), "--context", "300", "--depths", "50"]
     _run(tmp_path / "n.json", *arguments, "--samples", "1", "--caches", "flat")
     row = capsys.readouterr().out.split("| flat")[1].splitlines()[0]
     # Shorter than dense_below: nothing was cold.
     assert [cell.strip() for cell in row.split("|")[1:]] == ["inside", "0.0", "0.0", "-", "-", ""]
+
+
+def table_of_scores(scores: dict[tuple[str, int, int], float]) -> str:
+    """The table of finished cells, by cache, length and depth."""
+    results = Results("eval niah", {})
+    for (cache, length, depth), score in scores.items():
+        cell = {"cache": cache, "questions": "inside", "length": length, "depth": depth}
+        results.add(cell, {"score": score, "read_ratio": None})
+    return NeedleInHaystack.table(results)
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    """What stands behind cache and question in each line."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return {cells[0]: cells[2:-1] for cells in lines if len(cells) > 2}
+
+
+def test_cells_that_are_not_finished_are_not_shown_as_if_they_were() -> None:
+    depths = (0, 50, 100)
+    scores = {(cache, 64, depth): 1.0 for depth in depths for cache in ("full", "flat")}
+    table = table_of_scores(scores)
+    assert rows_of(table)["flat"] == ["100.0", "100.0", "+0.0"]
+    assert table.endswith("\n\nA length's mean is of 3 depths.")
+    # The run ends in the middle of the second length.
+    scores |= {("full", 128, 0): 1.0, ("full", 128, 50): 0.0}
+    table = table_of_scores(scores)
+    assert rows_of(table)["full"] == ["100.0", "50.0 (2 of 3)", "80.0 (5 of 6)", "+0.0"]
+    assert rows_of(table)["flat"] == ["100.0", "-", "100.0 (3 of 6)", "+0.0"]
+    assert "Not all is finished" in table
 
 
 def test_rouge_counts_words_as_often_as_both_have_them() -> None:
@@ -170,7 +200,7 @@ def test_depths_are_percents() -> None:
         (("--style", "sandwich", "--distractors", "2"), "one sandwich only"),
         (("--style", "tokens"), "use --style magic"),
         (("--essays", "missing.txt"), "--essays missing.txt: no such file"),
-        (("--lengths", "64"), "--lengths 64 is too short"),
+        (("--context", "64"), "--context 64 is too short"),
     ],
 )
 def test_mistakes_are_one_line_each(

@@ -25,7 +25,7 @@ class Walk(Common):
     """One of them."""
 
     model: str = option(help="a folder")
-    lengths: tuple[int, ...] = option((4096,), "tokens", kind=lengths)
+    context: tuple[int, ...] = option((4096,), "tokens", kind=lengths)
     new_tokens: int = option(8, "after each", aliases=("--steps",))
     questions: tuple[str, ...] = option(("inside",), kind=one_or_both("inside", "after"))
     tasks: tuple[str, ...] = option((), kind=known_names(("qa", "vt")))
@@ -81,12 +81,12 @@ def test_defaults_are_those_of_the_fields() -> None:
 
 
 def test_values_are_made_by_their_kinds() -> None:
-    words = ["--model", "m", "--seed", "0", "--lengths", "1K,2K", "--new-tokens", "9", "--slow"]
+    words = ["--model", "m", "--seed", "0", "--context", "1K,2K", "--new-tokens", "9", "--slow"]
     words += ["--questions", "both", "--tasks", "vt", "--style", "rich", "--mode", "two"]
     assert parse(Walk, *words) == Walk(
         model="m",
         seed=0,
-        lengths=(1024, 2048),
+        context=(1024, 2048),
         new_tokens=9,
         slow=True,
         questions=("inside", "after"),
@@ -125,6 +125,6 @@ def test_help_tells_defaults_as_they_are_typed(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         parse(Walk, "--help")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--lengths LENGTHS tokens (default: 4K)" in shown
+    assert "--context CONTEXT tokens (default: 4K)" in shown
     assert "--seed SEED of all random numbers (default: 42)" in shown
     assert "--slow take your time" in shown

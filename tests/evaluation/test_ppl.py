@@ -26,7 +26,7 @@ def _run(path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
-    arguments = ["--model", str(model), "--text", str(text), "--lengths", str(LENGTH)]
+    arguments = ["--model", str(model), "--text", str(text), "--context", str(LENGTH)]
     return [*arguments, "--windows", str(WINDOWS)]
 
 
@@ -95,8 +95,8 @@ def test_without_full_there_is_nothing_to_compare_with() -> None:
     ("arguments", "message"),
     [
         (("--text", "missing.txt"), "--text missing.txt: no such file"),
-        (("--lengths", "1M"), "fewer than --lengths 1048576"),
-        (("--lengths", "4"), "--lengths 4: a window needs at least 8 tokens"),
+        (("--context", "1M"), "fewer than --context 1048576"),
+        (("--context", "4"), "--context 4: a window needs at least 8 tokens"),
         (("--model", "needle"), "needs a tokenizer"),
     ],
 )

@@ -321,6 +321,19 @@ def test_a_part_that_is_not_there_stands_for_all(session: Session) -> None:
     assert session.part(None, None, 1) == Part(range(2), None, 1)
 
 
+def test_who_has_no_document_is_sent_to_the_example_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, subject: Subject
+) -> None:
+    session = Session(desk_of(subject))
+    with pytest.raises(ValueError, match=r"paste a text and press Read, or press Example$"):
+        list(session.ask(QUESTION, "flat", "8"))
+    with pytest.raises(ValueError, match="press Example, or start with --model reference"):
+        session.desk.of_text("hello")
+    monkeypatch.setattr(session.desk, "example", None)
+    with pytest.raises(ValueError, match=r"paste a text and press Read$"):
+        list(session.ask(QUESTION, "flat", "8"))
+
+
 def test_what_is_too_long_is_refused_with_the_way_out(subject: Subject, tmp_path: Path) -> None:
     desk = desk_of(subject, tokens=100, upload=2_000, question=50)
     session = Session(desk)

@@ -262,6 +262,7 @@ def test_what_is_refused_says_the_way_out(
 def test_a_question_without_a_document_says_the_way_out(page: Any) -> None:
     ask(page, "Q k5 k9 ->")
     page.wait(shows("there is no document yet: choose a file"))
+    page.wait(shows("or press Example"))
 
 
 def test_the_page_is_served_to_this_machine_alone(server: Server) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from hf_kvret.benchmark.shapes import weight_bytes
 from hf_kvret.cli import main
 from hf_kvret.evaluation.arguments import DTYPES
+from hf_kvret.fits import here
 
 TINY = ("tiny", "--caches", "full,flat", "--context", "4K,16K", "--reserve", "1MB")
 
@@ -63,6 +65,61 @@ def test_without_host_memory_all_is_in_one(capsys: pytest.CaptureFixture[str]) -
     together = report(capsys, *TINY, "--device-memory", "20MB")
     assert row(apart, "flat:store=host", 16_384)["fits"]
     assert not row(together, "flat:store=host", 16_384)["fits"]
+
+
+def free_here(monkeypatch: pytest.MonkeyPatch, host: int | None, gpu: int | None = None) -> None:
+    """A machine with so many free bytes; None: nobody says, or there is no GPU."""
+    monkeypatch.setattr(here, "free_host_bytes", lambda: host)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu, 2 * (gpu or 0)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+
+
+def test_without_options_the_memory_is_what_is_free_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free_here(monkeypatch, 20_000_000)
+    told = report(capsys, *TINY)
+    given = report(capsys, *TINY, "--device-memory", "20MB")
+    assert told["rows"] == given["rows"]
+    assert (told["machine"]["device"], told["machine"]["host"]) == (20_000_000, None)
+    assert main(["fits", *TINY]) == 0
+    assert "Memory: what is free on this machine, which has no GPU\n" in capsys.readouterr().out
+    assert main(["fits", *TINY, "--device-memory", "20MB"]) == 0
+    assert "Memory: as given by the options\n" in capsys.readouterr().out
+
+
+def test_a_gpu_of_this_machine_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free_here(monkeypatch, 100_000_000, gpu=20_000_000)
+    told = report(capsys, *TINY)
+    memory = ("--device-memory", "20MB", "--host-memory", "100MB")
+    assert told["rows"] == report(capsys, *TINY, *memory)["rows"]
+    assert "this machine's GPU (A GPU)" in told["machine"]["origin"]
+    host = report(capsys, *TINY, "--host-memory", "1GB")["machine"]
+    assert (host["device"], host["host"]) == (20_000_000, 1_000_000_000)
+    alone = report(capsys, *TINY, "--device-memory", "20MB")["machine"]
+    assert (alone["device"], alone["host"]) == (20_000_000, None)
+
+
+@pytest.mark.parametrize(
+    ("free", "arguments", "message"),
+    [
+        (10**9, ("--host-memory", "1GB"), "without --device-memory: this machine has no GPU"),
+        (None, (), "this system doesn't say how much memory is free: give --device-memory"),
+    ],
+)
+def test_memory_that_nobody_knows_is_asked_for(
+    free: int | None,
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    free_here(monkeypatch, free)
+    assert main(["fits", *TINY, *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_rows_on_the_host_cross_the_bus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret.evaluation.arguments import file_path
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
-from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
+from hf_kvret.evaluation.common_options import context_option, count_option, text_option
 from hf_kvret.evaluation.contexts import describe_file, read_prompts, text_windows
 from hf_kvret.evaluation.following import (
     Kept,
@@ -51,22 +51,22 @@ class Agreement(Task):
         "token is fed alone, so the first new token is already a retrieving one."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret eval agreement --text wiki.test.raw --lengths 4K --caches flat,paris",
+        "hf-kvret eval agreement --text wiki.test.raw --context 4K --caches flat,paris",
     )
 
     text: Path | None = text_option(required=False)
     prompts: Path | None = option(
         None, "one a line, or a JSON list of strings", kind=file_path, metavar="FILE"
     )
-    lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context, with --text")
+    context: tuple[int, ...] = context_option((4096,), "tokens of a context, with --text")
     windows: int = count_option(4, "at most this many contexts of each length")
     new_tokens: int = count_option(64, "of each continuation")
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.prompts is None):
             raise ValueError("give either --text FILE or --prompts FILE")
-        if min(self.lengths) < 2:
-            raise ValueError(f"--lengths {min(self.lengths)}: a context has at least 2 tokens")
+        if min(self.context) < 2:
+            raise ValueError(f"--context {min(self.context)}: a context has at least 2 tokens")
 
     def details(self) -> dict[str, Any]:
         return {
@@ -78,7 +78,7 @@ class Agreement(Task):
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         if self.prompts is None:
-            return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
+            return [{"cache": cache, "length": n} for n in self.context for cache in caches]
         count = len(read_prompts(self.prompts))
         groups = [f"{n + 1}-{min(n + _GROUP, count)}" for n in range(0, count, _GROUP)]
         return [{"cache": cache, "prompts": group} for group in groups for cache in caches]

@@ -12,8 +12,8 @@ import torch
 
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import (
+    context_option,
     count_option,
-    lengths_option,
     text_option,
     then_option,
 )
@@ -56,12 +56,12 @@ class LongGeneration(Task):
         "tokens, are told for each --every of them."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret eval longgen --text novel.txt --lengths 4K --new-tokens 4096 --caches flat,paris",
+        "hf-kvret eval longgen --text novel.txt --context 4K --new-tokens 4096 --caches flat,paris",
     )
 
     text: Path = text_option()
     then: Path | None = then_option("follows after the context, for a change of subject")
-    lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context")
+    context: tuple[int, ...] = context_option((4096,), "tokens of a context")
     windows: int = count_option(1, "at most this many contexts of each length")
     new_tokens: int = count_option(2048, "after each context")
     every: int = count_option(128, "tokens that share a number")
@@ -102,7 +102,7 @@ class LongGeneration(Task):
         }
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
-        return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
+        return [{"cache": cache, "length": n} for n in self.context for cache in caches]
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)

@@ -16,9 +16,9 @@ from hf_kvret.evaluation.arguments import one_or_both
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import (
     answer_tokens_option,
+    context_option,
     count_option,
     essays_option,
-    lengths_option,
     style_option,
 )
 from hf_kvret.evaluation.haystack import (
@@ -56,11 +56,11 @@ class MultiTurn(Task):
         "the context only."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret eval multiturn --lengths 4K,16K --turns 8 --caches full,flat,paris --plot "
+        "hf-kvret eval multiturn --context 4K,16K --turns 8 --caches full,flat,paris --plot "
         "turns.png",
     )
 
-    lengths: tuple[int, ...] = lengths_option(
+    context: tuple[int, ...] = context_option(
         (4096, 16384), "tokens, all questions and room for all answers included"
     )
     turns: int = count_option(8, "needles and questions")
@@ -94,7 +94,7 @@ class MultiTurn(Task):
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "mode": mode, "length": length}
-            for length in self.lengths
+            for length in self.context
             for mode in self.modes
             for cache in caches
         ]

@@ -18,9 +18,9 @@ from hf_kvret.evaluation.arguments import whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import (
     answer_tokens_option,
+    context_option,
     count_option,
     essays_option,
-    lengths_option,
     questions_option,
     style_option,
 )
@@ -90,11 +90,11 @@ class NeedleInHaystack(Task):
         "then."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret eval niah --lengths 4K,8K,16K --essays essays.json --json niah.json --plot "
+        "hf-kvret eval niah --context 4K,8K,16K --essays essays.json --json niah.json --plot "
         "niah.png",
     )
 
-    lengths: tuple[int, ...] = lengths_option(
+    context: tuple[int, ...] = context_option(
         (2048, 4096, 8192, 16384), "tokens, question and room for the answer included"
     )
     depths: tuple[float, ...] = option(
@@ -142,7 +142,7 @@ class NeedleInHaystack(Task):
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "questions": questions, "length": length, "depth": depth}
-            for length in self.lengths
+            for length in self.context
             for depth in self.depths
             for questions in self.questions
             for cache in caches
@@ -188,7 +188,12 @@ class NeedleInHaystack(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
+        """A line for each cache and set-up, and below it how many depths a mean is of.
+
+        A mean of fewer than the depths that are known says so: it is not finished.
+        """
         lengths = sorted({cell["length"] for cell, _ in results})
+        count = len({cell["depth"] for cell, _ in results})
         rows = []
         for cache, questions in dict.fromkeys((c["cache"], c["questions"]) for c, _ in results):
             wanted = {"cache": cache, "questions": questions}
@@ -200,10 +205,12 @@ class NeedleInHaystack(Task):
             ]
             over = [one["score"] - full["score"] for one, full in pairs if full is not None]
             read = [one["read_ratio"] for _, one in found if one["read_ratio"] is not None]
-            scores = [_percent(some) for some in (*by_length, [one["score"] for _, one in found])]
+            scores = [_percent_of(some, count) for some in by_length]
+            every = [one["score"] for _, one in found]
+            scores.append(_percent_of(every, count * len(lengths)))
             rows.append([cache, questions, *scores, _percent(over, "+.1f"), _percent(read, ".2f")])
         header = ["cache", "question", *map(str, lengths), "mean", "over full", "cold rows read, %"]
-        return markdown_table(header, rows)
+        return f"{markdown_table(header, rows)}\n\n{_depths_note(count, rows)}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -270,6 +277,24 @@ def _sandwich_wording(
 
 def _mean(score: Callable[[str, str], float], given: list[dict[str, str]]) -> float:
     return sum(float(score(one["expected"], one["given"])) for one in given) / len(given)
+
+
+def _percent_of(shares: list[float], count: int) -> str:
+    """The mean of ``shares`` in percent, and how many they are where there should be ``count``."""
+    if not shares or len(shares) == count:
+        return _percent(shares)
+    return f"{_percent(shares)} ({len(shares)} of {count})"
+
+
+def _depths_note(count: int, rows: Sequence[Sequence[str]]) -> str:
+    """What the table's means are of, and how it shows cells that are not finished."""
+    note = f"A length's mean is of {count} {'depth' if count == 1 else 'depths'}."
+    if any(" of " in text or text == "-" for row in rows for text in row[2:-2]):
+        note += (
+            " Not all is finished: 3 of 5 in brackets is a mean of 3 cells where 5 are known, and "
+            "- has none. The same command with --json goes on."
+        )
+    return note
 
 
 def _percent(shares: list[float], form: str = ".1f") -> str:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from hf_kvret.evaluation.arguments import share
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
+from hf_kvret.evaluation.common_options import context_option, count_option, text_option
 from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
@@ -39,11 +39,11 @@ class Perplexity(Task):
         "attention."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret eval ppl --text wiki.test.raw --lengths 4K --windows 8 --caches full,flat,paris",
+        "hf-kvret eval ppl --text wiki.test.raw --context 4K --windows 8 --caches full,flat,paris",
     )
 
     text: Path = text_option("WikiText-2 raw test, or any")
-    lengths: tuple[int, ...] = lengths_option((4096,), "window sizes in tokens")
+    context: tuple[int, ...] = context_option((4096,), "window sizes in tokens")
     windows: int = count_option(8, "at most this many of each size")
     prefill: float = option(0.5, "share read in one pass", kind=share())
     step: int = count_option(
@@ -53,8 +53,8 @@ class Perplexity(Task):
     )
 
     def __post_init__(self) -> None:
-        if min(self.lengths) < 8:
-            raise ValueError(f"--lengths {min(self.lengths)}: a window needs at least 8 tokens")
+        if min(self.context) < 8:
+            raise ValueError(f"--context {min(self.context)}: a window needs at least 8 tokens")
 
     def details(self) -> dict[str, Any]:
         return {
@@ -65,7 +65,7 @@ class Perplexity(Task):
         }
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
-        return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
+        return [{"cache": cache, "length": n} for n in self.context for cache in caches]
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
@@ -95,7 +95,7 @@ class Perplexity(Task):
         ids = token_ids(subject.need_tokenizer(self.name), read_text(self.text))
         count = min(self.windows, len(ids) // length)
         if not count:
-            raise ValueError(f"{self.text} has {len(ids)} tokens, fewer than --lengths {length}")
+            raise ValueError(f"{self.text} has {len(ids)} tokens, fewer than --context {length}")
         return ids[: count * length].view(count, length)
 
     def _read(

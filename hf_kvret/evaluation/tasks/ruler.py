@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.evaluation.arguments import file_path, known_names
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import count_option, lengths_option, questions_option
+from hf_kvret.evaluation.common_options import context_option, count_option, questions_option
 from hf_kvret.evaluation.haystack import end_tokens
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import count_label, plot_heat_maps
@@ -45,13 +45,13 @@ class Ruler(Task):
     )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret eval ruler --essays essays.json --squad squad.json --hotpot hotpot.json "
-        "--lengths 4K,8K --samples 20 --caches full,flat,paris --json ruler.json",
+        "--context 4K,8K --samples 20 --caches full,flat,paris --json ruler.json",
     )
 
     tasks: tuple[str, ...] = option(
         tuple(TASKS), "comma-separated (default: all 13)", kind=known_names(TASKS)
     )
-    lengths: tuple[int, ...] = lengths_option((4096,), "tokens, answer included")
+    context: tuple[int, ...] = context_option((4096,), "tokens, answer included")
     samples: int = count_option(20, "of each cell; RULER: 500")
     questions: tuple[str, ...] = questions_option()
     essays: Path | None = option(None, "haystack text: JSON or plain text", kind=file_path)
@@ -86,7 +86,7 @@ class Ruler(Task):
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "task": task, "length": length, "questions": questions}
-            for length in self.lengths
+            for length in self.context
             for task in self.tasks
             for questions in self.questions
             for cache in caches

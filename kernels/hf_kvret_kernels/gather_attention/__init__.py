@@ -126,8 +126,7 @@ def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "t
             "backend='triton', or move query, ids and the page table to the CPU"
         )
     if backend == "cpp" or (backend == "auto" and on_cpu):
-        reason = host_library.why_not()
-        if backend == "cpp" and reason:
-            raise ImportError(reason)
-        return "naive" if reason else "cpp"
+        if backend == "cpp":
+            host_library.load()
+        return "naive" if host_library.why_not() else "cpp"
     return choose_backend(backend, query)

@@ -45,7 +45,7 @@ def rows_of(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
 def test_every_operation_has_a_row_a_table_and_a_page(tmp_path: Path, measure: Run) -> None:
     file, picture, table = (tmp_path / name for name in ("k.json", "k.png", "k.md"))
     files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
-    assert measure("--lengths", "64,128", "--batch", "1,2", "--backends", "naive", *files) == 0
+    assert measure("--context", "64,128", "--batch", "1,2", "--backends", "naive", *files) == 0
     rows = rows_of(file)
     assert list(rows) == [
         (op, "naive", batch, length) for op in OPS for batch in (1, 2) for length in (64, 128)
@@ -78,7 +78,7 @@ def test_every_operation_has_a_row_a_table_and_a_page(tmp_path: Path, measure: R
 def test_bytes_grow_with_batch_and_length(tmp_path: Path, measure: Run) -> None:
     file = tmp_path / "k.json"
     assert (
-        measure("--ops", "top_k", "--lengths", "64,128", "--batch", "1,2", "--json", str(file)) == 0
+        measure("--ops", "top_k", "--context", "64,128", "--batch", "1,2", "--json", str(file)) == 0
     )
     read = {key[2:]: row["read_bytes"] for key, row in rows_of(file).items()}
     assert read == {(1, 64): 512, (1, 128): 1024, (2, 64): 1024, (2, 128): 2048}
@@ -89,7 +89,7 @@ def test_auto_is_the_library_where_an_operation_has_it_and_torch_stands_beside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], measure: Run
 ) -> None:
     file = tmp_path / "k.json"
-    ops = ["--ops", "gather_attention,codebook.lookup", "--lengths", "64", "--json", str(file)]
+    ops = ["--ops", "gather_attention,codebook.lookup", "--context", "64", "--json", str(file)]
     assert measure(*ops) == 0
     rows = rows_of(file)
     assert [key[:2] for key in rows] == [
@@ -103,7 +103,7 @@ def test_auto_is_the_library_where_an_operation_has_it_and_torch_stands_beside(
     cpp, naive = (rows["gather_attention", way, 1, 64]["seconds"] for way in ("cpp", "naive"))
     assert line.split("|")[7].strip() == f"{naive / cpp:.3g}"
     # Operations without that backend are left out.
-    assert measure(*ops[:2], "--lengths", "64", "--backends", "cpp") == 0
+    assert measure(*ops[:2], "--context", "64", "--backends", "cpp") == 0
     assert "codebook" not in capsys.readouterr().out
 
 
@@ -112,7 +112,7 @@ def test_a_slow_way_is_timed_as_often_as_the_limit_allows(
 ) -> None:
     file = tmp_path / "k.json"
     monkeypatch.setattr(bench_kernels, "time_once", lambda call, device: (call(), 0.4))
-    arguments = ["--ops", "codebook.lookup", "--lengths", "64", "--backends", "naive"]
+    arguments = ["--ops", "codebook.lookup", "--context", "64", "--backends", "naive"]
     assert measure(*arguments, "--limit", "0.9", "--json", str(file)) == 0
     assert [row["timed"] for row in rows_of(file).values()] == [2]
     assert measure(*arguments, "--limit", "0.1", "--json", str(tmp_path / "other.json")) == 0
@@ -127,7 +127,7 @@ def test_what_does_not_fit_into_memory_has_a_row_that_says_so(
 ) -> None:
     file = tmp_path / "k.json"
     monkeypatch.setattr(turns, "available_host_memory", lambda: 10_000)
-    arguments = ["--ops", "top_k", "--lengths", "64,1K", "--json", str(file)]
+    arguments = ["--ops", "top_k", "--context", "64,1K", "--json", str(file)]
     assert measure(*arguments, "--plot", str(tmp_path / "k.png")) == 0
     small, large = rows_of(file).values()
     assert "seconds" in small and "seconds" not in large
@@ -157,7 +157,7 @@ def test_nothing_is_reported_of_a_way_that_is_wrong_and_others_go_on(
 
     monkeypatch.setattr(KernelOp, "prepare", wrong)
     monkeypatch.setattr(KernelOp, "backends", lambda self, device: ("other", "naive"))
-    arguments = ["--ops", f"{name},top_k", "--lengths", "64", "--json", str(file)]
+    arguments = ["--ops", f"{name},top_k", "--context", "64", "--json", str(file)]
     assert measure(*arguments, "--plot", str(tmp_path / "k.png")) == 1
     said = capsys.readouterr()
     assert "other and naive differ by 1.0e-02" in said.err and "Nothing was reported" in said.err
@@ -180,7 +180,7 @@ def test_nothing_is_reported_of_a_way_that_is_wrong_and_others_go_on(
         (["--backends", ","], "--backends: none is named"),
         (["--backends", "triton"], "--backends triton: on cpu these operations have "),
         (["--ops", "codebook", "--backends", "cpp"], "--backends cpp: on cpu these operations"),
-        (["--lengths", "4"], "--top-k 8 with --lengths 4"),
+        (["--context", "4"], "--top-k 8 with --context 4"),
         (["--heads", "0"], "--heads: '0' is no whole number from 1"),
         (["--head-dim", "0"], "--head-dim: '0' is no whole number from 1"),
         (["--repeats", "0"], "--repeats: '0' is no whole number from 1"),
@@ -195,7 +195,7 @@ def test_nothing_is_reported_of_a_way_that_is_wrong_and_others_go_on(
 def test_options_that_make_no_sense_are_refused(
     arguments: list[str], message: str, refused: Callable[..., str]
 ) -> None:
-    lengths = [] if "--lengths" in arguments else ["--lengths", "64"]
+    lengths = [] if "--context" in arguments else ["--context", "64"]
     assert message in refused("kernels", *SMALL, *lengths, *arguments)
 
 
@@ -211,7 +211,7 @@ def test_torch_has_its_threads_back_afterwards(
     )
     torch.set_num_threads(2)
     try:
-        assert measure("--ops", "codebook.lookup", "--lengths", "64") == 0
+        assert measure("--ops", "codebook.lookup", "--context", "64") == 0
         assert torch.get_num_threads() == 2 and seen == [1]
     finally:
         torch.set_num_threads(before)
@@ -275,7 +275,7 @@ def test_the_picture_prefers_our_ways_to_torch(
         measure(
             "--ops",
             "codebook.lookup,top_k",
-            "--lengths",
+            "--context",
             "64,128",
             "--backends",
             "naive",

@@ -72,7 +72,7 @@ def test_choices_are_written_read_back_and_used(
     # Looked up before, so that the run has to make the process read again.
     assert tuning.choice(choices.CHOICES, size, rule, torch.device("cpu")) is rule
     files = ["--json", str(tmp_path / "t.json"), "--table", str(tmp_path / "t.md")]
-    assert measure("--lengths", "32", *files) == 0
+    assert measure("--context", "32", *files) == 0
     taken = tuning.choice(choices.CHOICES, size, rule, torch.device("cpu"))
     assert taken == replace(rule, block_k=16) != rule
     entries = {
@@ -105,7 +105,7 @@ def test_choices_are_written_read_back_and_used(
 def test_all_values_of_all_fields_are_launched(
     mine: Path, tmp_path: Path, small_blocks_win: Clock, measure: Run
 ) -> None:
-    assert measure("--lengths", "32", "--ops", "gather_attention") == 0
+    assert measure("--context", "32", "--ops", "gather_attention") == 0
     tried = {pair for turn in small_blocks_win.turns for name in turn for pair in name.split(", ")}
     space = tuning.operations()["gather_attention"].space
     wanted = {f"{name}={value}" for name, values in space.items() for value in values}
@@ -118,7 +118,7 @@ def test_the_clock_of_the_command_times_each_candidate(
     mine: Path, tmp_path: Path, measure: Run
 ) -> None:
     file = tmp_path / "t.json"
-    assert measure("--lengths", "8", "--ops", "gather_scores", "--json", str(file)) == 0
+    assert measure("--context", "8", "--ops", "gather_scores", "--json", str(file)) == 0
     [(cell, row)] = Results.load(file)
     assert cell == {
         "op": "gather_scores", "cache": "rows on device", "batch": 1, "length": 8
@@ -137,14 +137,14 @@ def test_a_dry_run_writes_nothing_and_finished_sizes_are_kept(
     measure: Run,
 ) -> None:
     arguments = ["--ops", "gather_scores", "--json", str(tmp_path / "t.json")]
-    assert measure("--lengths", "8", *arguments, "--dry-run") == 0
+    assert measure("--context", "8", *arguments, "--dry-run") == 0
     assert not mine.parent.exists()
     assert f"dry run: {mine} is as it was" in capsys.readouterr().out
     timed = len(small_blocks_win.turns)
-    assert measure("--lengths", "8", *arguments) == 0
+    assert measure("--context", "8", *arguments) == 0
     assert len(small_blocks_win.turns) == timed
     assert json.loads(mine.read_text())["entries"][0]["choice"]["block_k"] == 16
-    assert measure("--lengths", "8,32", *arguments) == 0
+    assert measure("--context", "8,32", *arguments) == 0
     assert len(small_blocks_win.turns) > timed
     assert len(json.loads(mine.read_text())["entries"]) == 2
 
@@ -154,7 +154,7 @@ def test_a_result_has_a_page(
     mine: Path, tmp_path: Path, small_blocks_win: Clock, measure: Run
 ) -> None:
     files = ["--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
-    assert measure("--lengths", "8", "--ops", "gather_scores,prompt_attention", *files) == 0
+    assert measure("--context", "8", "--ops", "gather_scores,prompt_attention", *files) == 0
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     (page, overview), skipped, _ = write_report(tmp_path, {"bench launch": Launch})
     assert not skipped
@@ -173,7 +173,7 @@ def test_a_size_that_lacks_memory_has_a_row_that_says_so(
     check = bench_launch.turns.check_host_memory
     monkeypatch.setattr(bench_launch.turns, "check_host_memory", lambda needed: check(10**18))
     table = tmp_path / "t.md"
-    assert measure("--lengths", "8", "--ops", "gather_scores", "--table", str(table)) == 0
+    assert measure("--context", "8", "--ops", "gather_scores", "--table", str(table)) == 0
     assert "out of memory (predicted: 1000000000.0 GB" in table.read_text()
     assert not mine.exists() and not small_blocks_win.turns
 
@@ -192,7 +192,7 @@ def test_a_cpu_has_nothing_to_tune(
         (["--ops", "matmul"], "--ops: unknown: matmul; choose among gather_attention"),
         (["--ops", "gather_scores,gather_scores"], "name each once"),
         (["--ops", ","], "--ops: none is named"),
-        (["--lengths", "128"], "--lengths 128 with --cold 64"),
+        (["--context", "128"], "--context 128 with --cold 64"),
         (["--rows", "host"], "--rows host with --device cpu: choose of device"),
         (["--rows", "device,device"], "name each once"),
         (["--group", "128"], "--group 128: prompt_attention looks up"),
@@ -208,7 +208,7 @@ def test_mistakes_are_named_before_the_work(
     refused: Callable[..., str],
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert message in refused("launch", *SMALL, "--lengths", "8", *arguments)
+    assert message in refused("launch", *SMALL, "--context", "8", *arguments)
     assert not mine.exists()
 
 
@@ -218,7 +218,7 @@ def test_a_folder_that_can_t_be_written_is_told_before_the_work(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "file" / "mine"))
-    assert "HF_KVRET_TUNING" in refused("launch", *SMALL, "--lengths", "8")
+    assert "HF_KVRET_TUNING" in refused("launch", *SMALL, "--context", "8")
 
 
 @needs_interpreter
@@ -257,7 +257,7 @@ def test_a_file_of_a_newer_version_is_told_before_the_work(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     mine.parent.mkdir()
     mine.write_text('{"format": 2}')
-    assert "has format 2, of a newer version" in refused("launch", *SMALL, "--lengths", "8")
+    assert "has format 2, of a newer version" in refused("launch", *SMALL, "--context", "8")
     assert mine.read_text() == '{"format": 2}'
 
 
@@ -269,5 +269,5 @@ def test_without_a_home_no_folder_is_made(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(tuning.files.os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
-    assert "no home folder is known" in refused("launch", *SMALL, "--lengths", "8")
+    assert "no home folder is known" in refused("launch", *SMALL, "--context", "8")
     assert not list(tmp_path.iterdir())

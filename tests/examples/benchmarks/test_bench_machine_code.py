@@ -140,7 +140,7 @@ def test_compile_only_is_this_bench(
 
 
 def test_compile_only_takes_no_options_of_measuring(bench: Run) -> None:
-    for option in (["--lengths", "4K"], ["--ops", "codebook"], ["--device", "cuda"]):
+    for option in (["--context", "4K"], ["--ops", "codebook"], ["--device", "cuda"]):
         with pytest.raises(ValueError, match=rf"{option[0]} with --compile-only: .*leave it out"):
             bench("kernels", "--compile-only", *option)
 

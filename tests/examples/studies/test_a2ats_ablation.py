@@ -31,7 +31,7 @@ def _run(measured: Any, path: Path, *arguments: str) -> Found:
 
 
 def _small(*, text: Path | None, model: str) -> list[str]:
-    arguments = ["--model", model, "--caches", A2ATS, "--lengths", str(LENGTH)]
+    arguments = ["--model", model, "--caches", A2ATS, "--context", str(LENGTH)]
     arguments += ["--text", str(text)] if text else []
     arguments += ["--top-k", str(BUDGET), "--new-tokens", str(NEW), "--step", "4"]
     arguments += ["--budgets", "10,0.2", "--codewords", "16", "--rounds", "3"]
@@ -203,7 +203,7 @@ def test_artifacts_that_fit_are_used_and_others_refused(
 
 
 def test_parts_without_a_cache_are_measured_once(tiny_model_dir: Path, tiny_text: Path) -> None:
-    study = MEASUREMENT(text=tiny_text, model=str(tiny_model_dir), budgets=(9,), lengths=(64,))
+    study = MEASUREMENT(text=tiny_text, model=str(tiny_model_dir), budgets=(9,), context=(64,))
     cells = study.cells_of([A2ATS, f"{A2ATS}:sink=0"])
     counts = {part: sum(cell["part"] == part for cell in cells) for part in PARTS}
     assert counts == {"switches": 10, "errors": 4, "alike": 2, "budget_of": 4}
@@ -270,7 +270,7 @@ def test_tables_name_the_winner_and_dash_what_was_not_run(measured, tmp_path: Pa
         (("--artifacts", "a:b"), "--artifacts a:b: a colon"),
         (("--calibration-tokens", "150"), "at least two, one of them measures errors"),
         (("--calibration-tokens", "1M", "--parts", "errors"), "--calibration-tokens 1048576"),
-        (("--lengths", "300,1M"), "tokens beside those of the calibration"),
+        (("--context", "300,1M"), "tokens beside those of the calibration"),
         (("--calibration-text", "missing.txt"), "--calibration-text missing.txt: no such file"),
         (("--model", "needle"), "a2ats-ablation needs a tokenizer"),
     ],

@@ -196,10 +196,10 @@ def test_pictures_beside_the_named_one_are_tried(
 def test_what_the_last_cell_lacks_is_said_before_the_first(
     name: str, lengths: str, refused: Any, tiny_model_dir: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    given = ["--model", str(tiny_model_dir), "--text", str(tiny_text), "--lengths", lengths]
+    given = ["--model", str(tiny_model_dir), "--text", str(tiny_text), "--context", lengths]
     more = ["--calibration-tokens", "1K"] if name in ("a2ats-ablation", "aqua-ablation") else []
     path = tmp_path / "x.json"
-    assert "give shorter" in refused(
+    assert "give a shorter" in refused(
         load_measurement(f"eval {name}"), *given, *more, "--json", str(path)
     )
     assert not path.exists()
@@ -209,7 +209,7 @@ def test_results_of_another_set_up_are_not_gone_on_with(
     refused: Any, measured: Any, tmp_path: Path
 ) -> None:
     study, path = load_measurement("eval lrqk-factors"), tmp_path / "x.json"
-    given = ["--model", "needle", "--lengths", "300", "--top-k", "20", "--variants", "shared"]
+    given = ["--model", "needle", "--context", "300", "--top-k", "20", "--variants", "shared"]
     measured(study, path, *given, "--ranks", "8")
     assert len(measured(study, path, *given, "--ranks", "8,16")) == 2
     assert "queries was 64, now 32" in refused(

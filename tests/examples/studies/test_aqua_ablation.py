@@ -64,7 +64,7 @@ def _run(measured: Any, path: Path, *arguments: str) -> Found:
 
 def _arguments(model: Path, text: Path) -> list[str]:
     arguments = ["--model", str(model), "--text", str(text), "--caches", AQUA]
-    arguments += ["--lengths", str(LENGTH), "--windows", "1", "--step", str(STEP)]
+    arguments += ["--context", str(LENGTH), "--windows", "1", "--step", str(STEP)]
     arguments += ["--calibration-tokens", str(LEARNED), "--calibration-length", "150"]
     return [*arguments, "--mlp-steps", "2", "--hidden", "16"]
 
@@ -280,7 +280,7 @@ def test_artifacts_that_fit_are_used_and_others_refused(
 
 def test_without_a_text_documents_of_needles_are_read(measured: Any, tmp_path: Path) -> None:
     arguments = ["--model", "needle", "--caches", AQUA, "--parts", "layers", "--step", "32"]
-    arguments += ["--lengths", "128", "--windows", "2"]
+    arguments += ["--context", "128", "--windows", "2"]
     (found,) = _run(measured, tmp_path / "n.json", *arguments).values()
     assert len(found["full"]["window_nats"]) == 2 and len(found["layers"]) == 3
     assert len({found["full"]["ppl"], *(one["ppl"] for one in found["layers"])}) == 4
@@ -295,9 +295,9 @@ def test_without_a_text_documents_of_needles_are_read(measured: Any, tmp_path: P
         (("--step", "33"), "--step 33: beyond max_draft (32)"),
         (("--memory-layers", "1"), "--memory-layers: '1' is no whole number from 2"),
         (("--calibration-tokens", "150"), "at least two, one of them measures errors"),
-        (("--lengths", "150,1M"), "tokens beside those of the calibration"),
+        (("--context", "150,1M"), "tokens beside those of the calibration"),
         (("--calibration-text", "missing.txt"), "--calibration-text missing.txt: no such file"),
-        (("--lengths", "20"), "nothing was cold: take longer --lengths"),
+        (("--context", "20"), "nothing was cold: take a longer --context"),
         (("--model", "needle"), "aqua-ablation needs a tokenizer"),
     ],
 )

@@ -36,7 +36,7 @@ def _run(measured: Any, path: Path, *arguments: str) -> Found:
 
 def _arguments(model: Path, text: Path) -> list[str]:
     arguments = ["--model", str(model), "--text", str(text), "--caches", CTKVR]
-    arguments += ["--lengths", str(LENGTH), "--top-k", str(BUDGET), "--new-tokens", str(NEW)]
+    arguments += ["--context", str(LENGTH), "--top-k", str(BUDGET), "--new-tokens", str(NEW)]
     arguments += ["--step", "4", "--centroids", "1/4x,1x", "--nprobe", "1,4"]
     arguments += ["--ratios", "2.5", "--budgets", "0.04"]
     arguments += ["--questions", "2", "--question-tokens", "40", "--answer-tokens", "5"]
@@ -266,7 +266,7 @@ def test_centroids_are_counts_or_multiples() -> None:
 
 
 def test_without_a_text_documents_of_needles_are_read(measured: Any, tmp_path: Path) -> None:
-    arguments = ["--model", "needle", "--caches", CTKVR, "--lengths", "300", "--top-k", "16"]
+    arguments = ["--model", "needle", "--caches", CTKVR, "--context", "300", "--top-k", "16"]
     arguments += ["--parts", "probes,questions", "--nprobe", "1,8", "--new-tokens", "12"]
     arguments += ["--questions", "1", "--answer-tokens", "4"]
     found = _run(measured, tmp_path / "n.json", *arguments)
@@ -324,7 +324,7 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
         (("--question-tokens", "1"), "--question-tokens: '1' is no whole number from 2"),
         (("--question-tokens", "160"), "no room for question and answer"),
         (("--text", "missing.txt"), "--text missing.txt: no such file"),
-        (("--lengths", "300,1M"), "fewer than the"),
+        (("--context", "300,1M"), "fewer than the"),
         (("--caches", "ctkvr"), "nothing was cold"),
         (("--caches", f"{CTKVR}:pending=0", "--parts", "pending"), "nothing to switch off"),
         (("--model", "needle"), "needs a tokenizer"),

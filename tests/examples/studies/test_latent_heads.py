@@ -167,7 +167,7 @@ def test_the_script_measures_each_cell_and_draws_them(
 ) -> None:
     path, picture = tmp_path / "heads.json", tmp_path / "heads.png"
     caches = ",".join(f"{name}:{SMALL}" for name in ("flat", "ctkvr"))
-    arguments = ["--model", str(latent_dir), "--text", str(tiny_text), "--lengths", "200"]
+    arguments = ["--model", str(latent_dir), "--text", str(tiny_text), "--context", "200"]
     arguments += ["--windows", "2", "--new-tokens", "16", "--top-ks", "8,16"]
     arguments += ["--select-heads", "2,4", "--caches", caches]
     results = measured(LatentHeads, path, *arguments, "--plot", str(picture))
@@ -192,7 +192,7 @@ def test_the_script_measures_each_cell_and_draws_them(
 def test_what_can_not_be_measured_is_said(
     latent_dir: Path, tiny_model_dir: Path, tiny_text: Path, refused: Callable[..., str]
 ) -> None:
-    text = ["--text", str(tiny_text), "--lengths", "200", "--new-tokens", "8", "--top-ks", "8"]
+    text = ["--text", str(tiny_text), "--context", "200", "--new-tokens", "8", "--top-ks", "8"]
     small = ["--caches", f"flat:{SMALL}"]
     line = refused(LatentHeads, "--model", str(tiny_model_dir), *text, *small)
     assert "llama has no latent attention" in line

@@ -64,7 +64,7 @@ def _shares(study: LayerStudy, found: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
-    arguments = ["--model", str(model), "--text", str(text), "--lengths", str(LENGTH)]
+    arguments = ["--model", str(model), "--text", str(text), "--context", str(LENGTH)]
     return [*arguments, "--queries", str(LAST), "--top-k", str(TOP_K)]
 
 
@@ -285,7 +285,7 @@ def test_without_a_text_the_needle_language_is_read(measured: Any, tmp_path: Pat
     assert not (text[:-18] == language.question).any()
     needles = {tuple(text[i + 1 : i + 5].tolist()) for i in (text == language.needle).nonzero()}
     assert {(*turn[1:3].tolist(), *turn[4:].tolist()) for turn in turns} <= needles
-    arguments = ["--model", "needle", "--lengths", "300", "--top-k", "20", "--ranks", "8"]
+    arguments = ["--model", "needle", "--context", "300", "--top-k", "20", "--ranks", "8"]
     arguments += ["--variants", "shared"]
     (found,) = measured(MEASUREMENT, tmp_path / "n.json", *arguments).values()
     assert [one["layer"] for one in found["layers"]] == [0, 1, 2]
@@ -295,14 +295,14 @@ def test_without_a_text_the_needle_language_is_read(measured: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "300", "--top-k", "280"], "leave nothing to choose"),
+        (["--context", "300", "--top-k", "280"], "leave nothing to choose"),
         (["--variants", "shared,best"], "--variants: unknown: best"),
         (["--ranks", "8,8"], "--ranks: the same value twice"),
         (["--caches", "paris"], "lrqk-factors is about lrqk, so name lrqk"),
         (["--caches", "lrqk:rank=8"], "chooses rank itself, leave it out: --ranks and --variants"),
         (["--store", "host"], "stores nothing"),
         (["--ranks", "80,96"], "above the head dim 64"),
-        (["--lengths", "300,32K", "--text", __file__], "needs a tokenizer"),
+        (["--context", "300,32K", "--text", __file__], "needs a tokenizer"),
     ],
 )
 def test_what_makes_no_sense_is_refused(refused: Any, arguments: list[str], message: str) -> None:

@@ -33,7 +33,7 @@ ROW_BYTES = 2 * 64 * 4
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
-    arguments = ["--model", str(model), "--text", str(text), "--lengths", str(LENGTH)]
+    arguments = ["--model", str(model), "--text", str(text), "--context", str(LENGTH)]
     arguments += ["--new-tokens", str(NEW), "--every", str(EVERY), "--top-ks", str(TOP_K)]
     return [*arguments, "--slots", "1", "--caches", FLAT]
 
@@ -236,9 +236,9 @@ def test_the_table_says_what_was_found() -> None:
         (("--caches", "flat:top_k=8"), "top_k is chosen by misses itself: leave it out, use --top"),
         (("--caches", "flat:slots=2.0"), "slots is chosen by misses itself"),
         (("--caches", "flat:store=host"), "store is chosen by misses itself"),
-        (("--caches", "flat"), "--lengths 120: flat selects nothing after it"),
+        (("--caches", "flat"), "--context 120: flat selects nothing after it"),
         (("--text", "missing.txt"), "--text missing.txt: no such file"),
-        (("--lengths", "1M"), "fewer than the"),
+        (("--context", "1M"), "fewer than the"),
         (("--model", "needle"), "needs a tokenizer"),
     ],
 )

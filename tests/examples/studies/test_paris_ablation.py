@@ -24,7 +24,7 @@ LENGTH, NEW, BUDGET = 400, 8, 20
 
 def _arguments(model: Path, text: Path) -> list[str]:
     arguments = ["--model", str(model), "--text", str(text), "--caches", PARIS]
-    arguments += ["--lengths", str(LENGTH), "--top-k", str(BUDGET), "--new-tokens", str(NEW)]
+    arguments += ["--context", str(LENGTH), "--top-k", str(BUDGET), "--new-tokens", str(NEW)]
     return [*arguments, "--step", "4", "--drift-tokens", "20", "--every", "8", "--clusters", "16"]
 
 

@@ -49,7 +49,7 @@ def test_the_script_measures_each_cell_and_draws_them(
     tmp_path: Path, measured: Callable[..., Any]
 ) -> None:
     path, picture = tmp_path / "rest.json", tmp_path / "rest.png"
-    arguments = ["--model", "needle", "--lengths", "512", "--windows", "1", "--new-tokens", "32"]
+    arguments = ["--model", "needle", "--context", "512", "--windows", "1", "--new-tokens", "32"]
     arguments += ["--caches", "flat:recent=16:flush=16", "--shares", "0.05,0.1"]
     found = measured(
         RestTokens, path, *arguments, "--rests", "nothing,mean", "--plot", str(picture)
