@@ -25,6 +25,7 @@ from elftools.elf.sections import SymbolTableSection
 
 PACKAGES = {
     "hf_kvret": "hf_kvret",
+    "hf_kvret_cli": "hf_kvret/entry/hf_kvret_cli",
     "hf_kvret_kernels": "kernels/hf_kvret_kernels",
     "hf_kvret_model_patches": "model_patches/hf_kvret_model_patches",
 }
@@ -134,7 +135,7 @@ def compare(sources: dict[str, bytes], contents: dict[str, bytes], info: str) ->
         f"{package}{name.removeprefix(folder)}": digest(text)
         for package, folder in PACKAGES.items()
         for name, text in sources.items()
-        if name.startswith(f"{folder}/")
+        if name.startswith(f"{folder}/") and not name.startswith(f"{folder}/entry/")
     }
     there = {
         name: digest(text)

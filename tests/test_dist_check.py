@@ -25,6 +25,7 @@ LIBRARY = "hf_kvret_kernels/libhf_kvret_host.so"
 # Files of an sdist, and where they lie in a wheel.
 SOURCES = {
     "hf_kvret/__init__.py": "hf_kvret/__init__.py",
+    "hf_kvret/entry/hf_kvret_cli/__init__.py": "hf_kvret_cli/__init__.py",
     "kernels/hf_kvret_kernels/paged.py": "hf_kvret_kernels/paged.py",
     "model_patches/hf_kvret_model_patches/patch.py": "hf_kvret_model_patches/patch.py",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = "import sys\nfrom hf_kvret.cli import main\nsys.exit(main())\n"
+SCRIPT = "import sys\nfrom hf_kvret_cli import main\nsys.exit(main())\n"
 # Instead of torch: the first heavy import of the package.
 CTRL_C = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
 STARTS = ["script", "hf_kvret", "hf_kvret.cli"]

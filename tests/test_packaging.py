@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 import hf_kvret
-from hf_kvret.cli import main
+from hf_kvret_cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -69,7 +69,12 @@ def pins() -> dict[str, Version]:
 
 
 def test_every_package_folder_is_a_package() -> None:
-    assert set(PACKAGES) == {"hf_kvret", "hf_kvret_kernels", "hf_kvret_model_patches"}
+    assert set(PACKAGES) == {
+        "hf_kvret",
+        "hf_kvret_cli",
+        "hf_kvret_kernels",
+        "hf_kvret_model_patches",
+    }
     missing = [
         folder for folder in PACKAGES.values() if not (ROOT / folder / "__init__.py").exists()
     ]
@@ -111,7 +116,7 @@ def test_at_the_root_a_package_of_that_name_is_the_installed_one() -> None:
 
 
 def test_the_command_has_its_function() -> None:
-    assert PYPROJECT["project"]["scripts"] == {"hf-kvret": "hf_kvret.cli:main"}
+    assert PYPROJECT["project"]["scripts"] == {"hf-kvret": "hf_kvret_cli:main"}
     assert callable(main)
 
 
@@ -227,13 +232,14 @@ def test_the_wheel_holds_the_packages_and_their_data(sdist: Path, wheel: Path) -
         f"{package}/{path.relative_to(source / folder).as_posix()}"
         for package, folder in PACKAGES.items()
         for path in (source / folder).rglob("*")
-        if path.suffix in DATA_SUFFIXES
+        if path.suffix in DATA_SUFFIXES and not path.is_relative_to(source / folder / "entry")
     }
-    assert expected
+    assert expected and "hf_kvret_cli/__init__.py" in expected
     assert not expected - names
+    assert not [name for name in names if name.startswith("hf_kvret/entry/")]
     assert {name.split("/")[0] for name in names} == {*PACKAGES, metadata.split("/")[0]}
     assert re.search(r"Apache License\s+Version 2\.0", licence)
-    assert "hf-kvret = hf_kvret.cli:main" in entry_points.replace("=", " = ").replace("  ", " ")
+    assert "hf-kvret = hf_kvret_cli:main" in entry_points.replace("=", " = ").replace("  ", " ")
 
 
 # What a user without a checkout may type, and what comes of it.

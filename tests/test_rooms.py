@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {
+    # First, as it lies below the next one.
+    "hf_kvret_cli": ROOT / "hf_kvret" / "entry" / "hf_kvret_cli",
     "hf_kvret": ROOT / "hf_kvret",
     "hf_kvret_kernels": ROOT / "kernels" / "hf_kvret_kernels",
     "hf_kvret_model_patches": ROOT / "model_patches" / "hf_kvret_model_patches",
@@ -65,7 +67,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "hf_kvret.tune",
     ),
     ("hf_kvret.cli",),
-    ("hf_kvret.__main__",),
+    ("hf_kvret.__main__", "hf_kvret_cli"),
 )
 # These have nothing to do with each other, though they stand on one level.
 APART = ("hf_kvret.stores", "hf_kvret.io", "hf_kvret.integration", "hf_kvret.replay")
@@ -79,6 +81,7 @@ FLOOR_PLAN = (
     "hf_kvret/registry.py",
     "hf_kvret/cli.py",
     "hf_kvret/core",
+    "hf_kvret/entry",
     "hf_kvret/integration",
     "hf_kvret/io",
     "hf_kvret/stores",

@@ -1,0 +1,50 @@
+"""The program ``hf-kvret`` as far as it needs no torch: its help, and words that are no command.
+
+A package of its own, because whoever imports one below ``hf_kvret`` imports torch and transformers
+first, which takes seconds. ``tests/test_entry.py`` holds what it prints to the whole parser's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+_DESCRIPTION = (
+    "Caches for Hugging Face transformers that look up the tokens a query attends to: a demo, a "
+    "choice for your text, tasks and benchmarks, calibration, and pages of results."
+)
+_VERSION = "show the versions of hf-kvret, torch and transformers, and the CPU kernels"
+_COMMANDS = {
+    "demo": "ask questions about a long document, with the bundled model",
+    "tune": "find the cheapest cache that agrees with full attention on your text",
+    "eval": "measure caches on tasks: answers, perplexity, agreement with full attention",
+    "bench": "measure time and memory of caches on models of true shape with random weights",
+    "lm-eval": "run lm-evaluation-harness with a retrieval cache",
+    "calibrate": "learn what a method must know about a model, and save or share it",
+    "inspect": "say what a calibration artifact is, or check what was saved",
+    "models": "list the types of models: served, and how that was tested, or refused, and why",
+    "fits": "what each cache would hold where, and whether it fits; loads nothing",
+    "report": "make pages with tables and pictures of result files",
+}
+
+
+def main() -> int:
+    """Run the command of ``sys.argv``; returns the exit status."""
+    words = sys.argv[1:]
+    known = bool(words) and (words[0] in _COMMANDS or words[0].startswith("-"))
+    if not known or words[0] in ("-h", "--help"):
+        # Prints help or an error, and ends the program.
+        make_parser().parse_args(words)
+    from hf_kvret.cli import main as run
+
+    return run()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the program with the names of its commands alone."""
+    parser = argparse.ArgumentParser(prog="hf-kvret", description=_DESCRIPTION)
+    parser.add_argument("--version", action="store_true", help=_VERSION)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, text in _COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return parser
