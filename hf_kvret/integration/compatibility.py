@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from hf_kvret_model_patches.decoders import decoder_of
+
 # By model type, why a retrieval cache can't serve it where configuration and classes do not tell.
 _OBSTACLES = {
     "blt": "splits its text into patches and keeps several caches",
@@ -114,8 +116,7 @@ def check_model(model: PreTrainedModel) -> None:
     check_config(model.config)
     if model.config.get_text_config(decoder=True) is not model.config:
         text_key(model.config)
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    check_class(type(model), type(decoder))
+    check_class(type(model), type(decoder_of(model)))
 
 
 def check_class(model_class: type, decoder_class: type | None = None) -> None:
