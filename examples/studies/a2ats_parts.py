@@ -17,6 +17,7 @@ from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
 from hf_kvret.methods.a2ats.k_means import k_means
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.top_k import top_k
+from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 
@@ -118,5 +119,5 @@ def _codebooks(
                 bar.update(1)
 
         with torch.no_grad(), tap_attention(model, take):
-            model.get_decoder()(ids[None].to(model.device), use_cache=False)
+            decoder_of(model)(ids[None].to(model.device), use_cache=False)
     return dict(sorted(books.items()))

@@ -21,6 +21,7 @@ from hf_kvret.calibration.identity import ModelIdentity
 from hf_kvret.calibration.parts import Parts, alone_in
 from hf_kvret.calibration.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.integration.compatibility import check_model, model_layers
+from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.rope_check import check_rope, input_device
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
@@ -125,7 +126,7 @@ def _read(
     """One pass over all sequences; studies of the layers in ``ropes``, on the layers' devices."""
     studies: dict[int, LayerStudy] = {}
     train_count = len(corpus.sequences) - corpus.held_out
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     numbers = ", ".join(map(str, ropes))
     with tqdm(
         total=corpus.tokens, desc=f"reading for layers {numbers}", unit="tok", disable=not progress

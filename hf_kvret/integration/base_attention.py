@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def attend_with_base(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call the implementation ``name`` as the model itself would have."""
     if name == "eager":
-        function = getattr(_modeling(module), "eager_attention_forward", None)
+        functions = (getattr(home, "eager_attention_forward", None) for home in _modeling(module))
+        function = next(filter(None, functions), None)
         if function is None:
             raise RuntimeError(
                 f"{type(module).__module__} has no eager attention: load the model with "
@@ -97,15 +99,17 @@ class _NamedConfig:
         return getattr(self._config, attribute)
 
 
-def _modeling(module: nn.Module) -> Any:
-    return sys.modules[type(module).__module__]
+def _modeling(module: nn.Module) -> list[ModuleType]:
+    """The modules of Python that a class and its ancestors stand in; a notebook's may be first."""
+    homes = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    return [home for home in homes if home is not None]
 
 
 def _supports_sdpa(module: nn.Module) -> bool:
     """Whether the modeling file that ``module`` comes from declares support for sdpa."""
-    home = type(module).__module__
-    for value in vars(_modeling(module)).values():
-        is_model = isinstance(value, type) and issubclass(value, PreTrainedModel)
-        if is_model and value.__module__ == home:
-            return bool(getattr(value, "_supports_sdpa", False))
+    for home in _modeling(module):
+        for value in vars(home).values():
+            is_model = isinstance(value, type) and issubclass(value, PreTrainedModel)
+            if is_model and value.__module__ == home.__name__:
+                return bool(getattr(value, "_supports_sdpa", False))
     return False

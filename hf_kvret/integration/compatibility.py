@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from hf_kvret.models import switching
+from hf_kvret_model_patches.decoders import decoder_of
+
 # By model type, why a retrieval cache can't serve it where configuration and classes do not tell.
 _OBSTACLES = {
     "blt": "splits its text into patches and keeps several caches",
@@ -115,8 +118,10 @@ def check_model(model: PreTrainedModel) -> None:
     check_config(model.config)
     if model.config.get_text_config(decoder=True) is not model.config:
         text_key(model.config)
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    check_class(type(model), type(decoder))
+    check_class(type(model), type(decoder_of(model)))
+    attention = switching.own_attention(model)
+    if attention:
+        raise ValueError(_attends_alone(type(model).__name__, attention))
 
 
 def check_class(model_class: type, decoder_class: type | None = None) -> None:
@@ -131,11 +136,23 @@ def check_class(model_class: type, decoder_class: type | None = None) -> None:
     if supports_cache is not None and not supports_cache():
         raise ValueError(f"{name} keeps its own kind of cache: use it without cache_implementation")
     for part in {model_class, decoder_class or model_class}:
-        if issubclass(part, PreTrainedModel) and not _switches(part):
+        if not issubclass(part, PreTrainedModel) or switching.switches(part):
+            continue
+        if not switching.knows(part):
             raise ValueError(
-                f"{name} computes attention by itself and ignores transformers' attention "
-                f"functions, so a retrieval cache would never be called: {_OWN_CACHE}"
+                f"{part.__name__} was made where there is no source file (a notebook, exec), and "
+                "transformers reads that to see whether attention can be switched: put the class "
+                "into a .py file and import it, or derive it from a model class of transformers"
             )
+        raise ValueError(_attends_alone(name, name))
+
+
+def _attends_alone(name: str, kind: str) -> str:
+    by = "by itself" if kind == name else f"by its {kind}"
+    return (
+        f"{name} computes attention {by} and ignores transformers' attention functions, so a "
+        f"retrieval cache would never be called: {_OWN_CACHE}"
+    )
 
 
 def text_key(config: PreTrainedConfig) -> str:
@@ -245,11 +262,6 @@ def retrieval_layers(config: PreTrainedConfig) -> list[int]:
 def _encodes(text: PreTrainedConfig) -> bool:
     """Whether this is an encoder that could decode, with is_decoder=False (BERT)."""
     return hasattr(text, "add_cross_attention") and getattr(text, "is_decoder", True) is False
-
-
-def _switches(model_class: type[PreTrainedModel]) -> bool:
-    """Whether models of this class ask transformers for their attention function."""
-    return bool(model_class._can_set_attn_implementation())
 
 
 def _whole(kind: type) -> bool:

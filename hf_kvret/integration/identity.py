@@ -29,13 +29,13 @@ from hf_kvret.integration.weights import (
     chosen,
     compare_samples,
     compare_weights,
-    decoder_of,
     sample_bytes,
     sample_numbers,
     sample_weights,
     tower_parameters,
     without_wrapper,
 )
+from hf_kvret_model_patches.decoders import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

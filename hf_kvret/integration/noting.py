@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.integration.prompt_check import other_inputs, picture_places
 from hf_kvret.integration.requests import is_using
-from hf_kvret.integration.weights import decoder_of
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.versions import cache_argument, name_cache
+from hf_kvret_model_patches.decoders import decoder_of
 
 
 def watch(model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from hf_kvret.integration.sampled_tensors import (
     unreadable,
 )
 from hf_kvret.integration.stored_weights import stored_tensors
+from hf_kvret_model_patches.decoders import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -164,11 +165,6 @@ def compare_samples(samples: tuple[WeightSample, ...], module: torch.nn.Module) 
                 "sampled"
             )
     return WeightsReport(count, tuple(differences), reasons, example)
-
-
-def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """The text model in ``model``, which may be that itself."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
 def without_wrapper(model: Any) -> Any:

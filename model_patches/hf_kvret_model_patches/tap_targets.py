@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope_config import LATENT_ROTATIONS, ROTATION
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -26,7 +27,7 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
         ValueError: there are none, or two have the same number.
     """
     layers: dict[int, nn.Module] = {}
-    for module in model.get_decoder().modules():
+    for module in decoder_of(model).modules():
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or _INTERFACE not in _code(module).co_names:
             continue
