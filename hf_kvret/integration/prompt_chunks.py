@@ -21,6 +21,7 @@ from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.sizes import free_bytes
 from hf_kvret.integration.allowance import expected_new_tokens
 from hf_kvret.integration.compatibility import by_layer, is_latent
+from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ _MARK = "_hf_kvret_chunk"
 _DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 # (prefill_chunk_size, max_draft) of callers, warned about once.
 _warned: set[tuple[int, int]] = set()
+# Options and reasons of prompts that went in one pass, logged once.
+_logged: set[tuple[int | str | None, str]] = set()
 
 # Names in configurations of the number of experts per token, and of the width of an MLP.
 _EXPERTS_OF_A_TOKEN = (
@@ -185,9 +188,13 @@ def chunk_prompt(
     it, and tells the cache how long chunks will be. A prompt goes in one pass where transformers
     can't cut it: embeddings, images and other inputs beside token ids, positions of new tokens
     alone, hidden states as a result, assisted decoding, and, with transformers before 5.21, after
-    tokens that are already cached. ``"auto"`` never cuts for models with recurrent or
-    convolutional layers, as some of them don't continue from their state. A caller's size is used
-    even if its chunks would retrieve, with a warning.
+    tokens that are already cached. So it does where chunks would give something else than one
+    pass, see ``why_whole``. ``"auto"`` never cuts for models with recurrent or convolutional
+    layers, as some of them don't continue from their state. A caller's size is used even if its
+    chunks would retrieve, with a warning.
+
+    Raises:
+        ValueError: the caller's ``prefill_chunk_size`` cuts a prompt that has to go in one pass.
     """
     size, caller_chunk = None, generation_config.prefill_chunk_size
     length, batch = _new_tokens(cache, generation_config, model_kwargs)
@@ -195,12 +202,57 @@ def chunk_prompt(
         caller_chunk = None
     elif caller_chunk is not None:
         _check_chunk(caller_chunk, length, cache.options.max_draft)
-    elif length and _cuttable(cache, generation_config, model_kwargs, length):
+        _check_exact(caller_chunk, length, _why_whole(model, cache, model_kwargs, length))
+    elif length:
         size = prompt_chunk(cache.options, model, batch, length)
+        reason = size and (
+            _obstacle(cache, generation_config, model_kwargs, length)
+            or _why_whole(model, cache, model_kwargs, length)
+        )
+        if reason:
+            _log_whole(cache.options.prefill_chunk, reason)
+            size = None
         generation_config.prefill_chunk_size = size
         setattr(generation_config, _MARK, size)
     new_tokens = expected_new_tokens(generation_config, cache.get_seq_length() + length)
     cache.expect(length, size or caller_chunk or length, new_tokens)
+
+
+def _why_whole(
+    model: PreTrainedModel, cache: RetrievalCache, model_kwargs: dict[str, Any], length: int
+) -> str | None:
+    """Why chunks of this prompt would not give what one pass gives; None if they would."""
+    span = None
+    if depends_on_length(model.config):
+        span = _span(model_kwargs.get("position_ids"), cache.get_seq_length(), length)
+    return why_whole(model.config, span)
+
+
+def _span(positions: torch.Tensor | None, past: int, length: int) -> Span:
+    """Positions of ``length`` new tokens behind ``past`` ones; waits for a GPU."""
+    if positions is None:
+        # In padded rows they are smaller, so the first may be as small as any.
+        return Span(0, past + length)
+    new = positions[..., -length:]
+    return Span(int(new[..., 0].max()), int(new.max()) + 1)
+
+
+def _check_exact(chunk: int, length: int, reason: str | None) -> None:
+    """Refuse a caller's size that cuts a prompt of ``length`` tokens with a reason against it."""
+    if reason is not None and length > chunk:
+        raise ValueError(
+            f"prefill_chunk_size={chunk} cuts a prompt of {length} tokens, and this model has to "
+            f"read it in one pass: {reason}. Pass prefill_chunk_size=None, or leave it out of the "
+            "call and of the model's generation_config"
+        )
+
+
+def _log_whole(chunk: int | str | None, reason: str) -> None:
+    """Say once why a prompt goes in one pass that ``prefill_chunk`` would have cut."""
+    if (chunk, reason) not in _logged:
+        _logged.add((chunk, reason))
+        level = logging.INFO if chunk == "auto" else logging.WARNING
+        _log.log(level, "prefill_chunk=%r: the prompt goes in one pass, as %s", chunk, reason)
 
 
 def drafts(generation_config: Any) -> bool:
@@ -240,22 +292,24 @@ def _new_tokens(
     return max(0, (mask_len or like.shape[-1]) - cache.get_seq_length()), like.shape[-2]
 
 
-def _cuttable(
+def _obstacle(
     cache: RetrievalCache, generation_config: Any, model_kwargs: dict[str, Any], length: int
-) -> bool:
-    """Whether the prompt of this call, ``length`` tokens, can and should be cut."""
-    chunk, positions = cache.options.prefill_chunk, model_kwargs.get("position_ids")
-    if chunk is None or (chunk == "auto" and recurs(cache)):
-        return False
-    if generation_config.output_hidden_states or _more_than_tokens(model_kwargs):
-        return False
-    past = cache.get_seq_length()
+) -> str | None:
+    """What keeps the prompt of this call, ``length`` tokens, from being cut; None if nothing."""
+    if cache.options.prefill_chunk == "auto" and recurs(cache):
+        return "'auto' leaves models with recurrent layers whole"
+    if generation_config.output_hidden_states:
+        return "output_hidden_states asks for those of the whole prompt"
+    name = _uncuttable(model_kwargs)
+    if name is not None:
+        return f"{name} can't be cut"
+    past, positions = cache.get_seq_length(), model_kwargs.get("position_ids")
     if positions is not None and positions.shape[-1] != past + length:
         # transformers cuts positions that count from the first cached token.
-        return False
-    if CHUNKS_COUNT_PAST:
-        return True
-    return not past and (positions is None or positions.ndim == 2)
+        return "position_ids are those of the new tokens alone"
+    if not CHUNKS_COUNT_PAST and (past or (positions is not None and positions.ndim != 2)):
+        return "transformers before 5.21 can't cut it behind cached tokens, nor positions of parts"
+    return None
 
 
 def forget_chunk(generation_config: Any) -> None:
@@ -272,9 +326,9 @@ def recurs(cache: RetrievalCache) -> bool:
     )
 
 
-def _more_than_tokens(model_kwargs: dict[str, Any]) -> bool:
-    """Whether the call has an argument that can't be cut into chunks."""
+def _uncuttable(model_kwargs: dict[str, Any]) -> str | None:
+    """Name of an argument of the call that can't be cut into chunks, if there is one."""
     for name, value in model_kwargs.items():
         if name not in _PLAIN and (isinstance(value, torch.Tensor) or value):
-            return True
-    return False
+            return name
+    return None

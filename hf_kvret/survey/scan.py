@@ -26,6 +26,7 @@ from hf_kvret.integration.compatibility import (
 )
 from hf_kvret.integration.prompt_chunks import recurs
 from hf_kvret.methods.flat import FlatKVCache
+from hf_kvret.models.exact_chunks import why_whole
 from hf_kvret.replay.replayable import untested_type
 from hf_kvret.testing.latent_models import LATENT_MODELS
 from hf_kvret.testing.models import MODELS
@@ -131,7 +132,7 @@ def configured_type(
         kv_heads=kv_heads(config),
         key_dim=head_dims(config)[0],
         replay=not any(map(untested_type, types)),
-        chunks=not recurs(empty),
+        chunks=not recurs(empty) and why_whole(config) is None,
         conformance=conformance,
     )
 

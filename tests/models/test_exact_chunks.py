@@ -1,0 +1,290 @@
+"""Chunks give what one pass gives, or the prompt is not cut: rotations, and every type."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from hf_kvret import FlatKVCache
+from hf_kvret.integration import prompt_chunks
+from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
+from hf_kvret.models.versions import as_argument
+from hf_kvret.survey.scan import default_type, text_class, type_names
+from hf_kvret.survey.small import VOCAB_SIZE, small_model, small_text_part
+from hf_kvret.survey.trial import _IMPOSSIBLE
+from hf_kvret.survey.unusual import image_inputs
+from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
+from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
+
+LIMIT, CHUNK = 96, 40
+HEAD_DIM = 16
+LONG = {
+    "rope_type": "longrope",
+    "factor": 8.0,
+    "original_max_position_embeddings": LIMIT,
+    "short_factor": [1.0] * (HEAD_DIM // 2),
+    "long_factor": [4.0] * (HEAD_DIM // 2),
+}
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": LIMIT},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": LIMIT,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": LONG,
+}
+CHANGING = {"dynamic", "longrope"}
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": PAD_TOKEN,
+}
+
+
+@pytest.fixture(autouse=True)
+def _logs_anew() -> Iterator[None]:
+    prompt_chunks._logged.clear()
+    yield
+
+
+def _rotating(kind: str, model_type: str = "llama") -> PreTrainedModel:
+    """A new model, because rotations remember how long texts were."""
+    parameters = {**ROTATIONS[kind], "rope_theta": 1e4}
+    most = LIMIT if kind == "dynamic" else 8 * LIMIT
+    changes: dict[str, Any] = {}
+    if model_type == "gemma3_text":
+        plain = {"rope_type": "default", "rope_theta": 1e4}
+        parameters = {"sliding_attention": plain, "full_attention": parameters}
+        changes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    config = AutoConfig.for_model(
+        model_type, **SHAPE, **changes, rope_parameters=parameters, max_position_embeddings=most
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    spread_weights(model, seed=3)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def _prompt(length: int, padding: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB_SIZE // 2, VOCAB_SIZE, (2, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, PAD_TOKEN), "attention_mask": mask}
+
+
+def _generate(model: PreTrainedModel, cache: Any, **inputs: Any) -> Any:
+    return model.generate(
+        **inputs,
+        **as_argument(cache),
+        max_new_tokens=5,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+
+
+def _passes(model: PreTrainedModel) -> list[int]:
+    """A list that gets the tokens of each pass with more than one."""
+    lengths: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[1] > 1:
+            lengths.append(kwargs["input_ids"].shape[1])
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return lengths
+
+
+def _difference(ours: Any, own: Any) -> float:
+    return float((torch.stack(ours.logits) - torch.stack(own.logits)).abs().max())
+
+
+def _cache(model: PreTrainedModel, chunk: int | str = CHUNK) -> FlatKVCache:
+    return FlatKVCache(model.config, **COVERING_OPTIONS, prefill_chunk=chunk)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", list(ROTATIONS))
+@pytest.mark.parametrize("length", [LIMIT - 6, LIMIT, LIMIT + 1, LIMIT + 40])
+def test_a_rotation_is_that_of_one_pass(model_type: str, kind: str, length: int) -> None:
+    inputs = _prompt(length, padding=11)
+    own_model, model = _rotating(kind, model_type), _rotating(kind, model_type)
+    own = _generate(own_model, DynamicCache(config=own_model.config), **inputs)
+    lengths = _passes(model)
+    ours = _generate(model, _cache(model), **inputs)
+    assert _difference(ours, own) < 2 * LOGIT_TOLERANCE
+    assert torch.equal(ours.sequences, own.sequences)
+    changes = kind in CHANGING and length >= LIMIT + (kind == "longrope")
+    assert (lengths == [length]) == changes
+
+
+@pytest.mark.parametrize("kind", sorted(CHANGING))
+def test_chunks_of_transformers_differ_there(kind: str) -> None:
+    """Otherwise the test above would show nothing."""
+    texts = []
+    for chunk in (None, CHUNK):
+        model = _rotating(kind)
+        model.generation_config.prefill_chunk_size = chunk
+        texts.append(_generate(model, DynamicCache(config=model.config), **_prompt(LIMIT + 40)))
+    assert _difference(*texts) > 100 * LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", sorted(CHANGING))
+def test_an_earlier_longer_text_changes_nothing(kind: str) -> None:
+    """A dynamic rotation remembers how long a text was, until a shorter one comes."""
+    for length in (LIMIT - 1, LIMIT):
+        texts = []
+        for chunk in (None, CHUNK):
+            model = _rotating(kind)
+            _generate(model, DynamicCache(config=model.config), **_prompt(LIMIT + 60))
+            cache = FlatKVCache(model.config, **COVERING_OPTIONS, prefill_chunk=chunk)
+            texts.append(_generate(model, cache, **_prompt(length)))
+        assert _difference(*texts) < 2 * LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", sorted(CHANGING))
+def test_a_callers_chunks_are_refused_there(kind: str) -> None:
+    model = _rotating(kind)
+    inputs = {**_prompt(LIMIT + 40), "prefill_chunk_size": CHUNK}
+    with pytest.raises(ValueError, match=rf"prefill_chunk_size={CHUNK} .*{kind}.*=None"):
+        _generate(model, _cache(model), **inputs)
+    _generate(model, _cache(model), **{**inputs, "prefill_chunk_size": LIMIT + 40})
+    short = {**_prompt(LIMIT - 6), "prefill_chunk_size": CHUNK}
+    _generate(model, _cache(model), **short)
+
+
+def test_why_a_prompt_goes_in_one_pass_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hf_kvret"):
+        for _ in range(2):
+            model = _rotating("longrope")
+            _generate(model, _cache(model), **_prompt(LIMIT + 40))
+            model.generate(
+                inputs_embeds=model.get_input_embeddings()(_prompt(LIMIT)["input_ids"]),
+                **as_argument(_cache(model)),
+                max_new_tokens=1,
+            )
+    lines = [(one.levelname, one.getMessage()) for one in caplog.records]
+    lines = [line for line in lines if "prefill_chunk" in line[1]]
+    assert len(lines) == 2 and {level for level, _ in lines} == {"WARNING"}
+    assert f"longrope rotation is another one beyond {LIMIT} tokens" in lines[0][1]
+    assert "inputs_embeds can't be cut" in lines[1][1]
+
+
+def test_auto_is_exact_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("CHUNK_BYTES", "WHOLE_BYTES"):
+        monkeypatch.setattr(prompt_chunks, name, 1)
+    model = _rotating("dynamic")
+    lengths = _passes(model)
+    with caplog.at_level(logging.INFO, "hf_kvret"):
+        _generate(model, _cache(model, "auto"), **_prompt(300))
+    assert lengths == [300]
+    levels = [one.levelname for one in caplog.records if "prefill_chunk='auto'" in one.getMessage()]
+    assert levels == ["INFO"]
+
+
+def test_a_span_on_one_side_of_the_limit_may_be_cut() -> None:
+    longrope, dynamic = _rotating("longrope").config, _rotating("dynamic").config
+    assert depends_on_length(longrope) and depends_on_length(dynamic)
+    assert not depends_on_length(_rotating("yarn").config)
+    for first, end, cut in (
+        (0, LIMIT, True),
+        (0, LIMIT + 1, False),
+        (LIMIT - 1, LIMIT + 1, False),
+        (LIMIT, LIMIT + 50, True),
+    ):
+        assert (why_whole(longrope, Span(first, end)) is None) == cut
+    assert why_whole(dynamic, Span(0, LIMIT - 1)) is None
+    assert why_whole(dynamic, Span(0, LIMIT)) is not None
+    assert why_whole(dynamic, Span(LIMIT, LIMIT + 50)) is not None
+    assert why_whole(longrope) is None and why_whole(dynamic) is None
+
+
+def test_phimoe_scales_by_the_length() -> None:
+    scales = {"short_mscale": 1.0, "long_mscale": 1.2}
+    parameters = {**LONG, **scales, "rope_theta": 1e4}
+    config = AutoConfig.for_model("phimoe", rope_parameters=parameters)
+    assert why_whole(config, Span(0, LIMIT + 1)) is not None
+    assert why_whole(config, Span(0, LIMIT)) is None
+
+
+def test_attention_in_both_directions_is_whole() -> None:
+    for model_type, value, cut in (
+        ("gemma3_text", True, False),
+        ("gemma3_text", False, True),
+        ("gemma", True, False),
+        ("gemma", None, True),
+    ):
+        config = AutoConfig.for_model(model_type, use_bidirectional_attention=value)
+        assert (why_whole(config) is None) == cut
+    config = AutoConfig.for_model("llama")
+    config.is_causal = False
+    assert why_whole(config) is not None
+
+
+def _model(name: str) -> PreTrainedModel:
+    if not default_type(name).served:
+        pytest.skip("the type is refused")
+    for make in (small_model, small_text_part):
+        try:
+            model = make(name, text_class(name))
+            _generate(model, DynamicCache(config=model.config), **_inputs(model, 0, 8))
+        except _IMPOSSIBLE as error:
+            reason = str(error)
+            continue
+        return model
+    pytest.skip(f"transformers can't run a small model on text: {reason}")
+
+
+def _inputs(model: PreTrainedModel, padding: int, length: int = 200) -> dict[str, Any]:
+    return {**_prompt(length, padding), **image_inputs(model.config.model_type, 2, length)}
+
+
+def _check_chunks(name: str) -> None:
+    """Chunks by ``prefill_chunk`` give the logits of one pass with the model's own attention."""
+    model = _model(name)
+    for padding in (0, 57):
+        inputs = _inputs(model, padding)
+        own = _generate(model, DynamicCache(config=model.config), **inputs)
+        spread = max(1.0, float(torch.stack(own.logits).std()) / 4)
+        for chunk in (48, 67):
+            ours = _generate(model, _cache(model, chunk), **inputs)
+            assert _difference(ours, own) < 2 * LOGIT_TOLERANCE * spread, (padding, chunk)
+
+
+# One of each kind: a mask in both directions, states, positions by padding, windows, experts.
+EXAMPLES = ["paligemma", "jamba", "kosmos-2.5", "lfm2", "gpt_oss", "opt"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_chunks_of_a_type_give_what_one_pass_gives(name: str) -> None:
+    _check_chunks(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in type_names() if name not in EXAMPLES])
+def test_chunks_of_any_type_give_what_one_pass_gives(name: str) -> None:
+    _check_chunks(name)
