@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret.calibration import rest_factors
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.index import Index, makes_estimates
 from hf_kvret.core.latent import LatentLayer
 from hf_kvret.core.layer import RetrievalLayer
@@ -141,11 +142,9 @@ class RetrievalCache(Cache):
         return ""
 
     @classmethod
-    def make_store(
-        cls, options: Any, layer: int, stores: StoreChoice, device: torch.device, cold_bytes: int
-    ) -> Store:
+    def make_store(cls, options: Any, layer: int, stores: StoreChoice, first: FirstRows) -> Store:
         """A new, empty store for the model layer number ``layer``; see ``StoreChoice.make``."""
-        return stores.make(device, cold_bytes)
+        return stores.make(first, layer)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Called by ``generate``: raise for a model that the options don't fit."""

@@ -6,8 +6,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.store import Store
 
 if TYPE_CHECKING:
@@ -27,14 +26,14 @@ class LayerReference:
         return LayerReference, (self(),)
 
 
-def new_store(own: LayerReference, device: torch.device, cold_bytes: int) -> Store:
+def new_store(own: LayerReference, first: FirstRows) -> Store:
     """The store of a layer, which knows the one of the layer below."""
     layer = own()
     if layer is None:
         raise RuntimeError(
             "the cache of these regions was dropped: keep it as long as anything of it is used"
         )
-    store = layer.make_store(device, cold_bytes)
+    store = layer.make_store(first)
     store.below = partial(store_below, own)
     return store
 

@@ -11,6 +11,7 @@ import torch
 
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import UNKNOWN_POSITION, TokenBlock
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.index import ColdTokens, Index, SearchCost, blamed_on
 from hf_kvret.core.rest import RestSums
 from hf_kvret.core.saved_regions import load_regions, regions_to_save
@@ -21,7 +22,7 @@ from hf_kvret.core.token_buffer import TokenBuffer
 from hf_kvret.core.window import Window
 from hf_kvret_kernels.ids import WrongIdError
 
-MakeStore = Callable[[torch.device, int], Store]
+MakeStore = Callable[[FirstRows], Store]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,7 +50,7 @@ class Regions:
     Args:
         config: sizes of the regions.
         index: an empty index, or None: all cold tokens are attended to.
-        make_store: ``(device, bytes of the first block) -> store``; called at the first flush.
+        make_store: makes an empty store for the first block; called at the first flush.
         keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens.
         values: the same for values, ``[B, Hkv, *, Dv]``.
         needs_positions: see ``RetrievalCache.needs_positions``.
@@ -354,7 +355,7 @@ class Regions:
     def _cool(self, block: TokenBlock) -> None:
         """Move a block into store and index, its first valid tokens also into free sinks."""
         if self.store is None:
-            self.store = self.make_store(block.keys.device, block.nbytes)
+            self.store = self.make_store(FirstRows.of(block))
         takes_sinks = not self.window.sinks_full
         self.window.take_sinks(block)
         if self.positions.is_allocated:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.form import Form, check_squares, damaged
 from hf_kvret.core.precision import check_dtypes
 from hf_kvret.core.state import Tensors
@@ -101,7 +102,8 @@ def load_regions(
         if rows or "built" in state:
             raise damaged("there is a store of a layer without cold tokens")
         return
-    store = regions.store = regions.make_store(device, sum(x.nbytes for x in rows.values()))
+    nbytes = sum(x.nbytes for x in rows.values())
+    store = regions.store = regions.make_store(FirstRows(device, nbytes, rows.get("keys")))
     with _named("store."):
         store.check_saved(rows, form)
         store.load_state_dict(rows, device)

@@ -7,13 +7,15 @@ from typing import Protocol
 import torch
 
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.sizes import byte_count, free_bytes
 from hf_kvret.core.store import Store
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
+from hf_kvret.stores.offsets import OffsetWarning, why_in_full
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.pinning import LayerChunks
-from hf_kvret.stores.places import CODED, choose
+from hf_kvret.stores.places import CODED, PLAIN, choose, coded_store
 from hf_kvret.stores.quantized import QuantizedStore
 from hf_kvret.stores.resident import ResidentStore
 
@@ -51,8 +53,11 @@ STORES: dict[str, MakeStore] = {
 
 def _coded(memory: PageMemory, options: RetrievalConfig) -> Store:
     """A store of rows coded in ``options.bits`` bits; uncoded for 16."""
-    return PagedStore(memory) if options.bits == 16 else QuantizedStore(memory, options.bits)
+    return PagedStore(memory) if options.bits == UNCODED else QuantizedStore(memory, options.bits)
 
+
+UNCODED = 16
+"""Bits of a number that is not coded."""
 
 SPLIT = "split"
 """Name of the store on device and host; each layer gets an equal share of the device budget."""
@@ -72,7 +77,6 @@ class StoreChoice:
 
     Attributes:
         name: of the stores; None until ``"auto"`` has decided.
-        reason: why ``"auto"`` decided so; None if it did not.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class StoreChoice:
         if name not in ("auto", SPLIT, *STORES):
             raise ValueError(f"store={name!r}: choose one of {store_names()}")
         self.name = None if name == "auto" else name
-        self.reason: str | None = None
+        self._choice: str | None = None
         self._options = options
         self._layers = layers
         self._head_dim = head_dim
@@ -107,13 +111,25 @@ class StoreChoice:
         self._tokens, self._chunk = 0, 0
         self._prompt_len, self._new_tokens = 0, 0
         self._layer_chunks = LayerChunks(layers)
+        self._offsets = OffsetWarning()
+        # By layer that keeps its rows in full where "auto" codes those of others, why; and the
+        # layers that got a store before a saved one was found to be coded.
+        self._in_full: dict[int, str] = {}
+        self._uncoded: set[int] = set()
+
+    @property
+    def reason(self) -> str | None:
+        """Why ``"auto"`` decided so, and which layers it keeps in full; None if it did not."""
+        layers = (f"layer {number} is in full: {why}" for number, why in self._in_full.items())
+        return None if self._choice is None else "; ".join([self._choice, *layers])
 
     def named(self, options: RetrievalConfig) -> RetrievalConfig:
         """``options``, with the name of a coded store that ``"auto"`` decided for.
 
-        Another store, which ``"auto"`` may choose when a cache is loaded, can't take coded rows.
+        That store would code the rows of layers that keep them in full. Where there are any the
+        name stays ``"auto"``, which takes rows as they were saved.
         """
-        codes_rows = self.reason is not None and self.name in CODED
+        codes_rows = self._choice is not None and self.name in CODED and not self._in_full
         return options.replace(store=self.name) if codes_rows else options
 
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
@@ -136,30 +152,73 @@ class StoreChoice:
             self._tokens, self._chunk = 0, 0
         self._layer_chunks.begin_pass()
 
-    def make(self, device: torch.device, cold_bytes: int) -> Store:
-        """An empty store for queries on ``device``, whose first block takes ``cold_bytes``.
+    def make(self, first: FirstRows, layer: int = 0) -> Store:
+        """An empty store for the model layer number ``layer``, whose rows begin with ``first``.
+
+        Where ``"auto"`` decided for a coded store, a layer whose keys have an offset gets one that
+        keeps rows in full.
 
         Raises:
             ValueError: a store that does not work on ``device``, a split one without a budget
                 where none can be found, or a budget that the device can't have.
         """
-        if self.name is None:
-            rows_bytes = int(self._expected_bytes(cold_bytes) * self._all_to_first)
-            self.name, self.reason = choose(device, rows_bytes, self._options, self._head_dim)
-        if self.name != "device" and device.type not in ("cpu", "cuda", "meta"):
-            raise ValueError(f"store={self.name!r} on {device}: only store='device' works there")
+        device, name = first.device, self._name_for(first, layer)
+        if name != "device" and device.type not in ("cpu", "cuda", "meta"):
+            raise ValueError(f"store={name!r} on {device}: only store='device' works there")
         store: Store
-        if self.name == SPLIT:
+        if name == SPLIT:
             if self._share is None:
                 self._share = self._budget(device) // self._layers
             store = PagedStore(SplitMemory(device, self._share, self._layer_chunks))
         else:
-            store = STORES[self.name](device, self._options, self._layer_chunks)
+            store = STORES[name](device, self._options, self._layer_chunks)
         tokens = self._tokens if self._chunk < self._tokens else 0
         final_len = max(0, self._prompt_len + self._new_tokens - self._options.recent)
         if tokens or final_len:
             store.expect(tokens, final_len)
         return store
+
+    def check_offset(self, first: FirstRows, layer: int, remedy: str) -> None:
+        """Warn, once for a cache, if keys that will be coded as they are have a large offset.
+
+        Args:
+            first: rows of the layer.
+            layer: number of the layer in the model.
+            remedy: what to do then.
+        """
+        self._offsets.check(first, layer, remedy)
+
+    def _name_for(self, first: FirstRows, layer: int) -> str:
+        """Name of the store of a layer."""
+        if self.name is None or (self._choice is not None and first.are_codes):
+            self._decide(first)
+        assert self.name is not None, "it was decided"
+        if self.name not in CODED or self._options.bits == UNCODED:
+            self._uncoded.add(layer)
+            return self.name
+        plain = PLAIN[self.name]
+        if self._choice is None or not self._options.takes_store(plain):
+            remedy = f"pass store={plain!r} or bits=16, which keep rows in full"
+            self.check_offset(first, layer, remedy)
+            return self.name
+        why = why_in_full(first)
+        if not why:
+            return self.name
+        self.check_offset(first, layer, f"store='auto' keeps such layers in full, in {plain!r}")
+        self._in_full[layer] = why
+        return plain
+
+    def _decide(self, first: FirstRows) -> None:
+        """Decide for ``"auto"``: as rows were saved, or by the memory that is free."""
+        coded = coded_store(first.device) if first.are_codes else None
+        if coded is None:
+            rows_bytes = int(self._expected_bytes(first.nbytes) * self._all_to_first)
+            self.name, self._choice = choose(
+                first.device, rows_bytes, self._options, self._head_dim
+            )
+        elif self.name != coded:
+            self.name, self._choice = coded, f"{coded}: the rows were saved in codes"
+            self._in_full |= dict.fromkeys(sorted(self._uncoded), "its rows were saved so")
 
     def _expected_bytes(self, cold_bytes: int) -> int:
         """Bytes of a layer's cold rows when prompt and new tokens are there."""

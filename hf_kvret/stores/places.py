@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 CODED = ("higgs", "higgs-host")
 """Names of stores whose rows only a store of these can load."""
 
+PLAIN = MappingProxyType({"higgs": "device", "higgs-host": "host"})
+"""By coded store, the one that keeps rows in full in the same memory."""
+
 _PLAIN_BITS = 16
 
 
@@ -125,9 +128,15 @@ def choose(
             place.store,
             options.bits,
             reason,
-            "host" if place.store == "higgs-host" else "device",
+            PLAIN[place.store],
         )
     return Choice(place.store, reason)
+
+
+def coded_store(device: torch.device) -> str | None:
+    """The coded store that ``choose`` may take on ``device``; None if there is none."""
+    places = PLACES.get(device.type, _ELSEWHERE)
+    return next((place.store for place in places if place.is_coded), None)
 
 
 def _codes(options: RetrievalConfig, head_dim: int) -> bool:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, RetrievalCache, TokenBlock, attach, registered_methods
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.state import part
 from hf_kvret.stores import PagedStore, QuantizedStore, Store
 from hf_kvret.stores.memory import DeviceMemory
@@ -102,12 +103,10 @@ def _checked_cache(method: str, codec: HiggsCodec) -> type[RetrievalCache]:
 
     class CheckedCache(cache_class):
         @classmethod
-        def make_store(
-            cls, options: Any, layer: int, stores: Any, device: torch.device, cold_bytes: int
-        ) -> Store:
-            coded = super().make_store(options, layer, stores, device, cold_bytes)
+        def make_store(cls, options: Any, layer: int, stores: Any, first: FirstRows) -> Store:
+            coded = super().make_store(options, layer, stores, first)
             assert isinstance(coded, QuantizedStore)
-            return CheckedStore(coded, PagedStore(DeviceMemory(device)), codec)
+            return CheckedStore(coded, PagedStore(DeviceMemory(first.device)), codec)
 
     return CheckedCache
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from hf_kvret import RetrievalCache, registered_methods
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import SplitMemory
 from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
@@ -42,13 +42,11 @@ def _split_cache(method: str, made: list[PagedStore]) -> type[RetrievalCache]:
 
     class SplitCache(cache_class):
         @classmethod
-        def make_store(
-            cls, options: Any, layer: int, stores: Any, device: torch.device, cold_bytes: int
-        ) -> Store:
-            store = super().make_store(options, layer, stores, device, cold_bytes)
+        def make_store(cls, options: Any, layer: int, stores: Any, first: FirstRows) -> Store:
+            store = super().make_store(options, layer, stores, first)
             assert isinstance(store, PagedStore) and isinstance(store.memory, SplitMemory)
             store.page_len = PAGE_LEN
-            store.memory.budget = max(LEAST_BUDGET, cold_bytes // 2)
+            store.memory.budget = max(LEAST_BUDGET, first.nbytes // 2)
             made.append(store)
             return store
 

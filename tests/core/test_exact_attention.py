@@ -32,7 +32,7 @@ def filled(valid: torch.Tensor | None) -> tuple[Regions, torch.Tensor, torch.Ten
     keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
     config = FlatConfig(top_k=4, sink=2, recent=8, flush=4, max_draft=4, dense_below=0)
     regions = Regions(
-        config, FlatIndex(), lambda device, size: PagedStore(DeviceMemory(device)), keys, values
+        config, FlatIndex(), lambda first: PagedStore(DeviceMemory(first.device)), keys, values
     )
     regions.take_prompt(keys, values, None if valid is None else valid[:, :PAST])
     assert regions.cold_len == PAST - 8
@@ -174,7 +174,7 @@ class Faulty(PagedStore):
 def test_a_store_that_gives_other_tokens_than_it_holds_is_named(fault: str, said: str) -> None:
     keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
     config = FlatConfig(top_k=4, sink=2, recent=8, flush=4, max_draft=4, dense_below=0)
-    regions = Regions(config, None, lambda device, size: Faulty(fault), keys, values)
+    regions = Regions(config, None, lambda first: Faulty(fault), keys, values)
     regions.take_prompt(keys, values, None)
     cold = regions.cold(Scoring(None, SCALE))
     assert cold is not None

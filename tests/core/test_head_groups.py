@@ -78,7 +78,7 @@ class Held:
         self.regions = Regions(
             config,
             FlatIndex(),
-            lambda _, __: STORES[store](device, config, LayerChunks(1)),
+            lambda first: STORES[store](device, config, LayerChunks(1)),
             self.keys,
             self.values,
         )

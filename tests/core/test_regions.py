@@ -15,6 +15,7 @@ import torch
 
 from hf_kvret import FlatConfig, Index, ParisConfig, RetrievalConfig, TokenBlock
 from hf_kvret.core.call import AttentionCall
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.regions import Regions
@@ -38,8 +39,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _store(kind: type[PageMemory], device: torch.device, size: int) -> Store:
-    return PagedStore(kind(device), page_len=4)
+def _store(kind: type[PageMemory], first: FirstRows) -> Store:
+    return PagedStore(kind(first.device), page_len=4)
 
 
 class Dense:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
@@ -45,8 +46,8 @@ class CountingStore(PagedStore):
         return super().key_chunks(piece_len)
 
 
-def _store(device: torch.device, size: int) -> CountingStore:
-    return CountingStore(DeviceMemory(device))
+def _store(first: FirstRows) -> CountingStore:
+    return CountingStore(DeviceMemory(first.device))
 
 
 class Run:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import FlatConfig, FlatKVCache, ParisKVCache, TokenBlock
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
 from hf_kvret.stores.places import choose
@@ -162,7 +163,7 @@ def test_rows_are_loaded_by_stores_that_lie_elsewhere(memory: HostMemory) -> Non
 def test_each_layer_gets_an_equal_share() -> None:
     choice = StoreChoice(FlatConfig(store="split", device_budget="10KB"), 3, 16)
     for _ in range(3):
-        store = choice.make(CPU, 10**9)
+        store = choice.make(FirstRows(CPU, 10**9, None))
         assert isinstance(store, PagedStore) and isinstance(store.memory, SplitMemory)
         assert store.memory.budget == 10_000 // 3
 
@@ -172,7 +173,7 @@ def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
 ) -> None:
     choice = StoreChoice(FlatConfig(store="split"), 4, 16)
     with pytest.raises(ValueError, match=r"store='split' on cpu.*; give device_budget, as"):
-        choice.make(CPU, 1000)
+        choice.make(FirstRows(CPU, 1000, None))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
     device = torch.device("cuda")
     assert choice._budget(device) == 480

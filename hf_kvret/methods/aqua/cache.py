@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.shared import artifact_place, made_once
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.integration.compatibility import is_latent, retrieval_shapes
 from hf_kvret.methods.aqua.coding import check_group, default_group
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
@@ -24,6 +25,12 @@ from hf_kvret.stores import PagedStore, Store, StoreChoice
 from hf_kvret_kernels.higgs.codec import SMALLEST_GROUP
 
 _log = logging.getLogger(__name__)
+
+# Whether there is no artifact, and what to do where keys have an offset that is coded as it is.
+_FOR_OFFSETS = {
+    False: "make the artifact again with `hf-kvret calibrate aqua --anchor-mean`",
+    True: "pass backbone='kivi', whose groups of keys take their offset off, or bits=16",
+}
 
 
 class AquaKVCache(RetrievalCache):
@@ -76,20 +83,19 @@ class AquaKVCache(RetrievalCache):
 
     @classmethod
     def make_store(
-        cls,
-        options: AquaConfig,
-        layer: int,
-        stores: StoreChoice,
-        device: torch.device,
-        cold_bytes: int,
+        cls, options: AquaConfig, layer: int, stores: StoreChoice, first: FirstRows
     ) -> Store:
         """A new, empty store for the model layer number ``layer``."""
         options = filled_in(options)
-        pages = stores.make(device, cold_bytes * options.row_bits // NOT_CODED)
+        coded_bytes = first.nbytes * options.row_bits // NOT_CODED
+        pages = stores.make(replace(first, nbytes=coded_bytes), layer)
         assert isinstance(pages, PagedStore), "AquaConfig refuses the others"
         if options.backbone == "kivi" and options.bits != NOT_CODED:
             return KiviStore(options, pages.memory)
-        return AquaStore(layer_plan(options, layer), pages.memory)
+        plan = layer_plan(options, layer)
+        if plan.codes_offsets:
+            stores.check_offset(first, layer, _FOR_OFFSETS[plan.artifact is None])
+        return AquaStore(plan, pages.memory)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Refuse a model with other weights than the artifact was made from.

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.stores import StoreChoice
@@ -49,7 +50,7 @@ def _cold(tokens: int, valid: torch.Tensor, softcap: float | None) -> ColdTokens
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(2, HEADS, tokens, DIM, generator=generator)
     options = FlatKVCache.config_class(store="device")
-    store = StoreChoice(options, 1, DIM).make(torch.device("cpu"), 2 * keys.nbytes)
+    store = StoreChoice(options, 1, DIM).make(FirstRows(keys.device, 2 * keys.nbytes, keys))
     store.append(TokenBlock(keys, keys, 0, None))
     return ColdTokens(store, Scoring(valid, 0.7, softcap), 6)
 
