@@ -48,7 +48,8 @@ class RetrievalConfig(metaclass=RenamesOptions):
             no memory for all its hidden states at once: a count above ``max_draft`` (it may be
             changed a little, so that the last chunk is above it, too), None for one pass, or
             ``"auto"``: one pass if it takes at most a quarter of the free device memory (on a CPU
-            8 GiB), else chunks that take up to 2 GiB beside their rows.
+            8 GiB), else chunks that take up to 2 GiB beside their rows. A prompt whose chunks would
+            not be exact goes in one pass, and the log says why.
         store: ``"device"``, ``"host"``, ``"resident"`` (the host, with slots on the device for rows
             in use), ``"cpu"`` (the host, where the CPU attends to them), ``"higgs"`` and
             ``"higgs-host"`` (in ``bits`` a number, on the device and on the host), ``"split"`` (on
