@@ -23,6 +23,8 @@ from hf_kvret.integration.prompt_chunks import chunk_prompt, drafts, forget_chun
 from hf_kvret.integration.requests import (
     Request,
     check_length,
+    check_prompt_form,
+    check_prompt_rows,
     current_request,
     is_served,
     request,
@@ -159,6 +161,9 @@ def _around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Itera
     """Context of a call of ``generate``; if it fails, the attention it switched is restored."""
     failed = True
     with request(model, arguments) as call:
+        if _retrieves(call):
+            cache = cache_argument(arguments)
+            check_prompt_form(call, 0 if cache is None else cache.get_seq_length())
         try:
             yield
             failed = False
@@ -170,6 +175,16 @@ def _around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Itera
                     restore(model)
     if cache is not None:
         tell_dense(cache)
+
+
+def _retrieves(call: Request) -> bool:
+    """Whether ``call`` asks for a retrieval cache, as far as its own arguments and names tell."""
+    cache = cache_argument(call.arguments)
+    if cache is not None:
+        return isinstance(cache, RetrievalCache)
+    names = [call.arguments.get("cache_implementation"), call.configured("cache_implementation")]
+    names += [getattr(call.model.generation_config, "cache_implementation", None)]
+    return next(filter(None, names), None) in _methods and not call.configured("is_assistant")
 
 
 def _prepare_cache(
@@ -238,7 +253,8 @@ def _serve(
 ) -> None:
     """Prepare ``call`` to use ``cache``: checks, attention, and chunks of the prompt."""
     model = call.model
-    _check_request(generation_config, model_kwargs)
+    _check_request(generation_config)
+    check_prompt_rows(call, cache.get_seq_length(), model_kwargs.get("attention_mask"))
     cache.check_model(model)
     caller_cache = cache_argument(call.arguments) is cache
     outlives = caller_cache or generation_config.return_dict_in_generate
@@ -331,16 +347,10 @@ def _refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
         )
 
 
-def _check_request(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+def _check_request(generation_config: Any) -> None:
     """Refuse what a retrieval cache cannot do, before the first token."""
     if generation_config.output_attentions:
         raise ValueError(
             "output_attentions=True: a retrieval cache never forms the attention matrix; drop the "
             "argument or use cache_implementation='dynamic'"
-        )
-    mask = model_kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
-        raise ValueError(
-            "the prompt is padded on the right: new tokens would follow padding. Pad on the left "
-            "(tokenizer.padding_side = 'left')"
         )
