@@ -25,6 +25,8 @@ from hf_kvret.integration.prompt_chunks import chunk_prompt, drafts, forget_chun
 from hf_kvret.integration.requests import (
     Request,
     check_length,
+    check_prompt_form,
+    check_prompt_rows,
     current_request,
     is_served,
     request,
@@ -168,6 +170,9 @@ def _around_generate(
     """
     failed = True
     with request(model, arguments) as call:
+        if _retrieves(call):
+            cache = cache_argument(arguments)
+            check_prompt_form(call, 0 if cache is None else cache.get_seq_length())
         try:
             yield partial(check_end, call)
             failed = False
@@ -179,6 +184,16 @@ def _around_generate(
                     restore(model)
     if cache is not None:
         tell_dense(cache)
+
+
+def _retrieves(call: Request) -> bool:
+    """Whether ``call`` asks for a retrieval cache, as far as its own arguments and names tell."""
+    cache = cache_argument(call.arguments)
+    if cache is not None:
+        return isinstance(cache, RetrievalCache)
+    names = [call.arguments.get("cache_implementation"), call.configured("cache_implementation")]
+    names += [getattr(call.model.generation_config, "cache_implementation", None)]
+    return next(filter(None, names), None) in _methods and not call.configured("is_assistant")
 
 
 def _prepare_cache(
@@ -241,7 +256,8 @@ def _serve(
     caller_cache = cache_argument(call.arguments) is cache
     given = "the cache" if caller_cache else f"cache_implementation={cache.name!r}"
     _check_use_cache(call, generation_config, given)
-    _check_request(generation_config, model_kwargs)
+    _check_request(generation_config)
+    check_prompt_rows(call, cache.get_seq_length(), model_kwargs.get("attention_mask"))
     cache.check_model(model)
     outlives = caller_cache or generation_config.return_dict_in_generate
     drafting = drafts(generation_config) or call.arguments.get("assistant_model") is not None
@@ -344,16 +360,10 @@ def _refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
         )
 
 
-def _check_request(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+def _check_request(generation_config: Any) -> None:
     """Refuse what a retrieval cache cannot do, before the first token."""
     if generation_config.output_attentions:
         raise ValueError(
             "output_attentions=True: a retrieval cache never forms the attention matrix; drop the "
             "argument or use cache_implementation='dynamic'"
-        )
-    mask = model_kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
-        raise ValueError(
-            "the prompt is padded on the right: new tokens would follow padding. Pad on the left "
-            "(tokenizer.padding_side = 'left')"
         )

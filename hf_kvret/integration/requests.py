@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.integration.prompt_shape import check_form, check_rows
 
 _log = logging.getLogger(__name__)
 
@@ -108,14 +109,10 @@ def check_length(call: Request, cache: RetrievalCache) -> None:
     A prompt of the new tokens alone is accepted if it has positions, and a mask of all tokens.
     """
     cache_len = cache.get_seq_length()
-    own = getattr(call.model, "main_input_name", "input_ids")
-    for name in ("inputs_embeds", "input_ids", "inputs", own):
-        prompt = call.arguments.get(name)
-        if isinstance(prompt, torch.Tensor):
-            length = prompt.shape[1] if prompt.ndim > 1 else len(prompt)
-            break
-    else:
-        name, length = "input_ids", 0
+    name, prompt = _named_prompt(call)
+    length = 0
+    if prompt is not None:
+        length = prompt.shape[1] if prompt.ndim > 1 else len(prompt)
     mask, positions = (call.arguments.get(x) for x in ("attention_mask", "position_ids"))
     has_positions = _width(mask) == cache_len + length and _width(positions) == length
     if cache_len and length <= cache_len and not has_positions:
@@ -124,6 +121,42 @@ def check_length(call: Request, cache: RetrievalCache) -> None:
             "conversation, the tokens that the cache holds and the new ones behind them (or "
             "cache.crop to forget the newest, cache.reset() to begin anew)"
         )
+
+
+def check_prompt_form(call: Request, cache_len: int) -> None:
+    """``check_form`` of the prompt and the mask that ``call`` was given."""
+    check_form(_token_prompt(call), call.arguments.get("attention_mask"), cache_len)
+
+
+def check_prompt_rows(call: Request, cache_len: int, prepared: Any) -> None:
+    """``check_rows`` of the mask that ``call`` was given, or that transformers ``prepared``."""
+    mask = call.arguments.get("attention_mask")
+    if mask is None and isinstance(prepared, torch.Tensor) and prepared.ndim == 2:
+        prompt = _token_prompt(call)
+        # Rows were repeated for beams.
+        mask = prepared[:: 1 if prompt is None else max(1, len(prepared) // len(prompt))]
+    if mask is not None:
+        check_rows(mask, cache_len)
+
+
+def _token_prompt(call: Request) -> torch.Tensor | None:
+    """Ids or embeddings that ``call`` was given; None for sounds and others that are no tokens."""
+    name, prompt = _named_prompt(call)
+    if prompt is None:
+        return None
+    embedded = name == "inputs_embeds"
+    is_text = prompt.ndim == 2 + embedded and prompt.is_floating_point() == embedded
+    return prompt if is_text else None
+
+
+def _named_prompt(call: Request) -> tuple[str, torch.Tensor | None]:
+    """What ``call`` was given as its prompt, and the argument's name; None if it has none."""
+    own = getattr(call.model, "main_input_name", "input_ids")
+    for name in ("inputs_embeds", "input_ids", "inputs", own):
+        prompt = call.arguments.get(name)
+        if isinstance(prompt, torch.Tensor):
+            return name, prompt
+    return "input_ids", None
 
 
 def _width(tensor: object) -> int | None:
