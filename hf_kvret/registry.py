@@ -19,6 +19,12 @@ from hf_kvret.integration.attention import retrieval_attention
 from hf_kvret.integration.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
 from hf_kvret.integration.compatibility import check_model, model_layers, text_key
 from hf_kvret.integration.masks import retrieval_mask
+from hf_kvret.integration.model_state import (
+    keep_state,
+    note_prepared,
+    release_state,
+    state_of_call,
+)
 from hf_kvret.integration.noting import unwatch, watch
 from hf_kvret.integration.prompt_check import check_origin
 from hf_kvret.integration.prompt_chunks import chunk_prompt, drafts, forget_chunk
@@ -121,6 +127,7 @@ def attach(model: PreTrainedModel) -> None:
     text = model.config.get_text_config(decoder=True)
     _attached.add(model)
     watch(model)
+    keep_state(model)
     if text._attn_implementation in OUR_NAMES:
         return
     record_base(text, text._attn_implementation)
@@ -151,6 +158,7 @@ def restore(model: PreTrainedModel) -> None:
             config._attn_implementation = {"": base}
         forget_base(config)
     unwatch(model)
+    release_state(model)
     _attached.discard(model)
 
 
@@ -158,7 +166,7 @@ def restore(model: PreTrainedModel) -> None:
 def _around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
     """Context of a call of ``generate``; if it fails, the attention it switched is restored."""
     failed = True
-    with request(model, arguments) as call:
+    with request(model, arguments) as call, state_of_call(call):
         try:
             yield
             failed = False
@@ -180,6 +188,8 @@ def _prepare_cache(
     Sets the cache in ``model_kwargs`` if a retrieval cache is selected by name, and switches
     the model's attention if a retrieval cache is used.
     """
+    call = current_request(model)
+    note_prepared(call)
     name = generation_config.cache_implementation
     caller_cache = model_kwargs.get(CACHE_NAME)
     if generation_config.is_assistant:
@@ -188,7 +198,6 @@ def _prepare_cache(
             generation_config.cache_implementation = generation_config.cache_config = None
         forget_chunk(generation_config)
         return False
-    call = current_request(model)
     if isinstance(caller_cache, RetrievalCache):
         _check_layers(model, caller_cache)
         if name is not None and name != caller_cache.name:

@@ -27,12 +27,14 @@ class Request:
         arguments: by name, as the caller gave them.
         cache: the retrieval cache that the call uses, once that is known.
         switched: the call switched the model's attention to ours.
+        prepared_state: what ``generate`` had the model keep for the first pass; None after that.
     """
 
     model: PreTrainedModel
     arguments: dict[str, Any]
     cache: RetrievalCache | None = None
     switched: bool = False
+    prepared_state: dict[str, Any] | None = None
 
     def gives(self, name: str) -> bool:
         """Whether the caller set ``name``, by keyword or in a generation config of this call."""
@@ -98,14 +100,8 @@ def check_length(call: Request, cache: RetrievalCache) -> None:
     A prompt of the new tokens alone is accepted if it has positions, and a mask of all tokens.
     """
     cache_len = cache.get_seq_length()
-    own = getattr(call.model, "main_input_name", "input_ids")
-    for name in ("inputs_embeds", "input_ids", "inputs", own):
-        prompt = call.arguments.get(name)
-        if isinstance(prompt, torch.Tensor):
-            length = prompt.shape[1] if prompt.ndim > 1 else len(prompt)
-            break
-    else:
-        name, length = "input_ids", 0
+    name, prompt = prompt_of(call)
+    length = 0 if prompt is None else prompt.shape[1] if prompt.ndim > 1 else len(prompt)
     mask, positions = (call.arguments.get(x) for x in ("attention_mask", "position_ids"))
     has_positions = _width(mask) == cache_len + length and _width(positions) == length
     if cache_len and length <= cache_len and not has_positions:
@@ -114,6 +110,16 @@ def check_length(call: Request, cache: RetrievalCache) -> None:
             "conversation, the tokens that the cache holds and the new ones behind them (or "
             "cache.crop to forget the newest, cache.reset() to begin anew)"
         )
+
+
+def prompt_of(call: Request) -> tuple[str, torch.Tensor | None]:
+    """The tensor that has the tokens of ``call``, ids or embeddings, and its argument's name."""
+    own = getattr(call.model, "main_input_name", "input_ids")
+    for name in ("inputs_embeds", "input_ids", "inputs", own):
+        prompt = call.arguments.get(name)
+        if isinstance(prompt, torch.Tensor):
+            return name, prompt
+    return "input_ids", None
 
 
 def _width(tensor: object) -> int | None:
