@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.integration.requests import Request, current_request, is_using, prompt_of
-from hf_kvret.integration.weights import decoder_of
+from hf_kvret.integration.weights import decoder_of, without_wrapper
 from hf_kvret.models.kept_state import is_shift, kept, put, take
 from hf_kvret.models.position_shift import shifts
 from hf_kvret.models.versions import cache_argument
@@ -35,6 +35,7 @@ class _Turn:
         module: the outermost one of the pass under way; None between passes.
         before: what the model kept when the preparation of a call began.
         start: tokens in the cache before the pass.
+        is_told: the caller gave position ids.
         positions: position ids as the innermost hooked module got them.
     """
 
@@ -44,6 +45,7 @@ class _Turn:
         self.module: nn.Module | None = None
         self.before: dict[str, Any] = {}
         self.start = 0
+        self.is_told = False
         self.positions: torch.Tensor | None = None
 
     @property
@@ -73,6 +75,7 @@ def _turn_of(model: nn.Module) -> _Turn:
 
 def keep_state(model: PreTrainedModel) -> None:
     """Have the passes of ``model`` with a retrieval cache use what that cache keeps of it."""
+    model = without_wrapper(model)
     if not kept(model):
         return
     for module in _hooked(model):
@@ -84,7 +87,7 @@ def keep_state(model: PreTrainedModel) -> None:
 
 def release_state(model: PreTrainedModel) -> None:
     """Undo ``keep_state``. Harmless on a model without its hooks."""
-    for module in _hooked(model):
+    for module in _hooked(without_wrapper(model)):
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _before_pass]:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
@@ -169,6 +172,7 @@ def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             turn.end()
             raise
         turn.start = cache.get_seq_length()
+        turn.is_told = kwargs.get("position_ids") is not None
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         turn.positions = kwargs["position_ids"]
 
@@ -208,12 +212,12 @@ def _note(model: nn.Module, cache: RetrievalCache, turn: _Turn, mask: Any) -> No
     start, end = turn.start, cache.get_seq_length()
     rows = cache.retrieval_layers[0].batch_size
     shift = next((name for name in now if is_shift(name)), None)
+    # Positions of a caller's own loop may have passed the model by.
+    is_own = turn.is_told and end - start > 1 and not is_using(cache)
     cuts = None
-    # Text alone moves on by one position with each token, and `generate` sets what else there is.
-    if shift is not None and end - start > 1 and (state.changed(now) or not is_using(cache)):
+    if shift is not None and (is_own or state.changed(now)):
         cuts = _cuts(turn.positions, mask, start, end, state.shift, rows)
         if cuts is not None and not state.changed(now):
-            # A caller's own positions may have passed the model by.
             now[shift] = cuts[:, -1:].long()
     state.note(now, start, end, rows, cuts)
 

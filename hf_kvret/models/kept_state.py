@@ -44,8 +44,13 @@ class Kept(NamedTuple):
 _kept: weakref.WeakKeyDictionary[nn.Module, tuple[Kept, ...]] = weakref.WeakKeyDictionary()
 
 
-def kept(model: nn.Module) -> tuple[Kept, ...]:
-    """What ``model`` keeps between passes; empty for most text models. Searched once."""
+def kept(model: Any) -> tuple[Kept, ...]:
+    """What ``model`` keeps between passes; empty for most text models. Searched once.
+
+    Empty, too, for what is no module and yet has ``generate``, as of other runtimes.
+    """
+    if not isinstance(model, nn.Module):
+        return ()
     known = _kept.get(model)
     if known is None:
         base = f"{getattr(model, 'base_model_prefix', '')}."
