@@ -170,6 +170,6 @@ def checked(name: str, value: torch.Tensor, rows: int, length: int) -> torch.Ten
     if not is_right:
         raise ValueError(
             f"model_state.{name[:80]} of {value.dtype} {list(value.shape)} is nothing that a model "
-            "keeps"
+            "keeps: the file is damaged; save the cache again"
         )
     return value
