@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kvret import registry

@@ -169,7 +169,7 @@ def _restore_model_state(
     try:
         cache.model_state.load_state_dict(state, rows, length, device)
     except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from error
+        raise ValueError(f"{directory}: what the model kept of the text: {error}") from error
 
 
 def _empty_cache(
