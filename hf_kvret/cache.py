@@ -23,6 +23,7 @@ from hf_kvret.core.index import Index, makes_estimates
 from hf_kvret.core.latent import LatentLayer
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.layer_stack import LayerStack
+from hf_kvret.core.model_state import ModelState
 from hf_kvret.core.token_record import TokenRecord
 from hf_kvret.integration.compatibility import (
     check_config,
@@ -37,7 +38,7 @@ from hf_kvret.integration.identity import CacheIdentity, Meeting, check_identity
 from hf_kvret.io import persistence
 from hf_kvret.io.changes import forked
 from hf_kvret.io.lost_mass import LostMassWarning
-from hf_kvret.io.reports import MemoryReport, dense_reason, layer_stats, memory_report
+from hf_kvret.io.reports import MemoryReport, cache_stats, dense_reason, memory_report
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.stores import Store, StoreChoice
 from hf_kvret_kernels import host_attention
@@ -63,6 +64,7 @@ class RetrievalCache(Cache):
         identity: the model that filled it; None while it is empty, and where nobody saw which.
         met: the model that was last compared with it.
         tokens: ids of the tokens in it, as far as it saw them.
+        model_state: what the model must keep of the conversation in its next pass.
 
     Raises:
         ValueError: a model that retrieval can't serve, an unknown option or a bad value.
@@ -101,6 +103,7 @@ class RetrievalCache(Cache):
         self.identity: CacheIdentity | None = None
         self.met = Meeting()
         self.tokens = TokenRecord()
+        self.model_state = ModelState()
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
         rest_factors.tell_layers(layers, options, self.name, config)
@@ -202,6 +205,7 @@ class RetrievalCache(Cache):
         self.stack.forget_pass()
         self._lost_mass = LostMassWarning()
         self._stores.expect(0, 0)
+        self.model_state.reset()
         self.forget_origin()
 
     def forget_origin(self) -> None:
@@ -234,16 +238,19 @@ class RetrievalCache(Cache):
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
         super().reorder_cache(beam_idx)
         self.tokens.reorder(beam_idx)
+        self.model_state.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch ``repeats`` times."""
         super().batch_repeat_interleave(repeats)
         self.tokens.repeat(repeats)
+        self.model_state.repeat(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch."""
         super().batch_select_indices(indices)
         self.tokens.reorder(indices)
+        self.model_state.reorder(indices)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -270,6 +277,7 @@ class RetrievalCache(Cache):
         self.stack.check_pass()
         self.stack.crop(int(tokens_to_remove))
         self.tokens.crop(self.get_seq_length())
+        self.model_state.crop(self.get_seq_length())
 
     def memory(self) -> MemoryReport:
         """Bytes on device and host by part, and those of full attention."""
@@ -280,25 +288,9 @@ class RetrievalCache(Cache):
         return dense_reason(self.retrieval_layers, self.options, type(self).__name__)
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the cache was made, forked or reset.
-
-        Returns ``method``, ``store`` (None: not needed yet), ``store_reason`` (of ``"auto"``),
-        ``dense`` (why nothing was retrieved; None if something was) and ``layers``: for each
-        retrieval layer its number ``layer``, and what ``hf_kvret.io.reports.layer_stats`` counts.
-        """
+        """Counts since the cache was made, forked or reset; see ``io.reports.cache_stats``."""
         self._lost_mass.give(self.layers, self.options)
-        layers = [
-            {"layer": number, **layer_stats(layer)}
-            for number, layer in enumerate(self.layers)
-            if isinstance(layer, RetrievalLayer)
-        ]
-        return {
-            "method": self.name,
-            "store": self._stores.name,
-            "store_reason": self._stores.reason,
-            "dense": self.why_dense(),
-            "layers": layers,
-        }
+        return cache_stats(self, self._stores)
 
     def fork(self, **changes: Any) -> Self:
         """An independent copy whose cold part is shared: cheap at any length. Counts start anew.
@@ -317,6 +309,7 @@ class RetrievalCache(Cache):
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
         twin.tokens = self.tokens.fork()
+        twin.model_state = self.model_state.fork()
         twin._lost_mass = LostMassWarning()
         twin.saved_digests = {}
         twin.stack = LayerStack(twin.layers)

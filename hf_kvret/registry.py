@@ -19,6 +19,12 @@ from hf_kvret.integration.base_attention import OUR_NAMES, forget_base, record_b
 from hf_kvret.integration.cache_use import check_end, check_pass, keep_cache
 from hf_kvret.integration.compatibility import check_model, model_layers, text_key
 from hf_kvret.integration.masks import retrieval_mask
+from hf_kvret.integration.model_state import (
+    keep_state,
+    note_prepared,
+    release_state,
+    state_of_call,
+)
 from hf_kvret.integration.noting import unwatch, watch
 from hf_kvret.integration.prompt_check import check_origin
 from hf_kvret.integration.prompt_chunks import chunk_prompt, drafts, forget_chunk
@@ -127,6 +133,7 @@ def attach(model: PreTrainedModel) -> None:
     text = model.config.get_text_config(decoder=True)
     _attached.add(model)
     watch(model)
+    keep_state(model)
     if text._attn_implementation in OUR_NAMES:
         return
     record_base(text, text._attn_implementation)
@@ -157,6 +164,7 @@ def restore(model: PreTrainedModel) -> None:
             config._attn_implementation = {"": base}
         forget_base(config)
     unwatch(model)
+    release_state(model)
     _attached.discard(model)
 
 
@@ -169,7 +177,7 @@ def _around_generate(
     Yields what is to be called with its result.
     """
     failed = True
-    with request(model, arguments) as call:
+    with request(model, arguments) as call, state_of_call(call):
         if _retrieves(call):
             cache = cache_argument(arguments)
             check_prompt_form(call, 0 if cache is None else cache.get_seq_length())
@@ -204,6 +212,8 @@ def _prepare_cache(
     Sets the cache in ``model_kwargs`` if a retrieval cache is selected by name, and switches
     the model's attention if a retrieval cache is used.
     """
+    call = current_request(model)
+    note_prepared(call)
     name = generation_config.cache_implementation
     caller_cache = model_kwargs.get(CACHE_NAME)
     if generation_config.is_assistant:
@@ -212,7 +222,6 @@ def _prepare_cache(
             generation_config.cache_implementation = generation_config.cache_config = None
         forget_chunk(generation_config)
         return False
-    call = current_request(model)
     if isinstance(caller_cache, RetrievalCache):
         _check_layers(model, caller_cache)
         if name is not None and name != caller_cache.name:

@@ -34,6 +34,7 @@ GROUPS = {
         "core/layer.py",
         "core/layer_reference.py",
         "core/layer_stack.py",
+        "core/model_state.py",
         "core/precision.py",
         "core/regions.py",
         "core/rest.py",

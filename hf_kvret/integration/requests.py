@@ -29,6 +29,7 @@ class Request:
         cache: the retrieval cache that the call uses, once that is known.
         switched: the call switched the model's attention to ours.
         start_len: tokens that the cache held before the call.
+        prepared_state: what ``generate`` had the model keep for the first pass; None after that.
     """
 
     model: PreTrainedModel
@@ -36,6 +37,7 @@ class Request:
     cache: RetrievalCache | None = None
     switched: bool = False
     start_len: int = 0
+    prepared_state: dict[str, Any] | None = None
 
     def prompt_ids(self) -> torch.Tensor | None:
         """``[B, T]`` ids that the caller gave; None for a prompt without ids."""
@@ -109,10 +111,8 @@ def check_length(call: Request, cache: RetrievalCache) -> None:
     A prompt of the new tokens alone is accepted if it has positions, and a mask of all tokens.
     """
     cache_len = cache.get_seq_length()
-    name, prompt = _named_prompt(call)
-    length = 0
-    if prompt is not None:
-        length = prompt.shape[1] if prompt.ndim > 1 else len(prompt)
+    name, prompt = prompt_of(call)
+    length = 0 if prompt is None else prompt.shape[1] if prompt.ndim > 1 else len(prompt)
     mask, positions = (call.arguments.get(x) for x in ("attention_mask", "position_ids"))
     has_positions = _width(mask) == cache_len + length and _width(positions) == length
     if cache_len and length <= cache_len and not has_positions:
@@ -141,7 +141,7 @@ def check_prompt_rows(call: Request, cache_len: int, prepared: Any) -> None:
 
 def _token_prompt(call: Request) -> torch.Tensor | None:
     """Ids or embeddings that ``call`` was given; None for sounds and others that are no tokens."""
-    name, prompt = _named_prompt(call)
+    name, prompt = prompt_of(call)
     if prompt is None:
         return None
     embedded = name == "inputs_embeds"
@@ -149,8 +149,8 @@ def _token_prompt(call: Request) -> torch.Tensor | None:
     return prompt if is_text else None
 
 
-def _named_prompt(call: Request) -> tuple[str, torch.Tensor | None]:
-    """What ``call`` was given as its prompt, and the argument's name; None if it has none."""
+def prompt_of(call: Request) -> tuple[str, torch.Tensor | None]:
+    """The tensor that has the tokens of ``call``, ids or embeddings, and its argument's name."""
     own = getattr(call.model, "main_input_name", "input_ids")
     for name in ("inputs_embeds", "input_ids", "inputs", own):
         prompt = call.arguments.get(name)

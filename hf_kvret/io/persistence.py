@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 ORIGIN_TENSORS = ("tokens.ids", "tokens.chain")
 """Tensors of ``saved_origin``, where it has ``tokens``."""
+MODEL_STATE = "model_state."
+"""Begins the names of what the model keeps of the conversation, where it keeps any."""
 # No other spelling of a number.
 _OF_A_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\..")
 _AGAIN = "save the cache again"
@@ -78,6 +80,8 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None
             tensors |= {f"layers.{number}.{name}": tensor for name, tensor in parts.items()}
             layers.append(LayerValues(type(layer).__name__, plain))
         origin, more = _split_origin(saved_origin(cache))
+        state = cache.model_state.state_dict(cache.get_seq_length())
+        more |= {f"{MODEL_STATE}{name}": tensor for name, tensor in state.items()}
         with replacement.new_file() as file:
             entries = write_tensors(file, tensors | more)
         name = replacement.keep(file, version_of(entries), SUFFIX)
@@ -145,9 +149,27 @@ def _load(
             raise ValueError(f"{directory}: layer {number}: {error}{more}") from error
     text = config.get_text_config(decoder=True)
     check_agreement(directory, cache, getattr(text, "v_head_dim", None))
-    restore_origin(cache, dict(description.origin), next(parts))
+    tensors = next(parts)
+    restore_origin(cache, dict(description.origin), tensors)
+    _restore_model_state(directory, cache, tensors, device)
     tell_dtype(directory, cache)
     return cache
+
+
+def _restore_model_state(
+    directory: Path, cache: RetrievalCache, tensors: dict[str, torch.Tensor], device: torch.device
+) -> None:
+    """Give ``cache`` what of ``tensors`` its model keeps; ValueError for what none does."""
+    state = {
+        name.removeprefix(MODEL_STATE): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MODEL_STATE)
+    }
+    rows, length = cache.retrieval_layers[0].batch_size, cache.get_seq_length()
+    try:
+        cache.model_state.load_state_dict(state, rows, length, device)
+    except ValueError as error:
+        raise ValueError(f"{directory}: what the model kept of the text: {error}") from error
 
 
 def _empty_cache(
@@ -195,7 +217,8 @@ def read_parts(directory: Path, description: Description) -> Iterator[dict[str, 
     groups: list[list[str]] = [[] for _ in range(len(description.layers) + 1)]
     origin = ORIGIN_TENSORS if description.origin["tokens"] is not None else ()
     for name in description.shapes:
-        groups[-1 if name in origin else _layer_of(name, len(description.layers))].append(name)
+        of_no_layer = name in origin or name.startswith(MODEL_STATE)
+        groups[-1 if of_no_layer else _layer_of(name, len(description.layers))].append(name)
     prefixes = [f"layers.{number}." for number in range(len(description.layers))] + [""]
     if is_old:
         every = ({name: everything[name] for name in names} for names in groups)

@@ -10,7 +10,9 @@ import torch
 from hf_kvret.config import RetrievalConfig
 
 if TYPE_CHECKING:
+    from hf_kvret.cache import RetrievalCache
     from hf_kvret.core.layer import RetrievalLayer
+    from hf_kvret.stores import StoreChoice
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,25 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
     ours = set(map(id, retrieval))
     other = sum(_tensor_bytes(vars(layer)) for layer in layers if id(layer) not in ours)
     return MemoryReport(window, index, shared, device, host, other, full + other)
+
+
+def cache_stats(cache: RetrievalCache, stores: StoreChoice) -> dict[str, Any]:
+    """Counts of ``cache``, whose stores ``stores`` chose.
+
+    Returns ``method``, ``store`` (None: not needed yet), ``store_reason`` (of ``"auto"``),
+    ``dense`` (why nothing was retrieved; None if something was) and ``layers``: for each
+    retrieval layer its number ``layer``, and what ``layer_stats`` counts.
+    """
+    layers = [
+        {"layer": layer.of_model.number, **layer_stats(layer)} for layer in cache.retrieval_layers
+    ]
+    return {
+        "method": cache.name,
+        "store": stores.name,
+        "store_reason": stores.reason,
+        "dense": cache.why_dense(),
+        "layers": layers,
+    }
 
 
 def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:

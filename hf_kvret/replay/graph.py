@@ -26,8 +26,13 @@ from hf_kvret.replay.sliding_step import SlidingStep
 _log = logging.getLogger("hf_kvret.replay")
 _logged_reasons: set[str] = set()
 # Modules whose hooks a replay may leave out: those of transformers stay after a call with
-# output_hidden_states and do nothing without it, ours note tokens, which is done for a replay.
-_HARMLESS = ("transformers.utils.output_capturing", "hf_kvret.integration.noting")
+# output_hidden_states and do nothing without it, ours note tokens, which is done for a replay, and
+# what models keep, which a step of one token that is told its position neither reads nor changes.
+_HARMLESS = (
+    "transformers.utils.output_capturing",
+    "hf_kvret.integration.noting",
+    "hf_kvret.integration.model_state",
+)
 # Why captures failed, by model and kind of cache, so that generate does not try again each time.
 _failures: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from hf_kvret.models.kept_state import grows
+
 REPLAYABLE: frozenset[str] = frozenset(
     {
         "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2", "cwm",
@@ -38,10 +40,14 @@ _WAY_OUT = "graph=False silences this; see docs/models.md"
 def untested(model: PreTrainedModel) -> str | None:
     """Why steps of ``model`` must not be replayed on any device; None if they may be.
 
+    A replay would not compute frequencies that depend on the length of the text.
+
     A composite model (text and vision) must be in ``REPLAYABLE`` with both of its types, its own
     and its text part's. Code from outside transformers (``trust_remote_code``, a subclass) is
     never known, even where its configuration has a type that is.
     """
+    if grows(model):
+        return f"the frequencies of its rotary embeddings grow with the text ({_WAY_OUT})"
     config = model.config
     types = (config.model_type, config.get_text_config(decoder=True).model_type)
     for name in types:

@@ -70,7 +70,7 @@ def small_model(model_type: str, model_class: type[PreTrainedModel]) -> PreTrain
         text, model_class.config_class
     ):
         config = text
-    return _build(config, model_class)
+    return build(config, model_class)
 
 
 def small_text_part(model_type: str, model_class: type[PreTrainedModel]) -> PreTrainedModel:
@@ -85,10 +85,11 @@ def small_text_part(model_type: str, model_class: type[PreTrainedModel]) -> PreT
     text = config.get_text_config(decoder=True)
     if text is config:
         raise ValueError("there is none")
-    return _build(text, MODEL_FOR_CAUSAL_LM_MAPPING[type(text)])
+    return build(text, MODEL_FOR_CAUSAL_LM_MAPPING[type(text)])
 
 
-def _build(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+def build(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    """A random model of ``config``: fp32, on the CPU, in eval mode, the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_class._from_config(config, dtype=torch.float32)

@@ -1,0 +1,293 @@
+"""Whatever models keep between passes is known: the sources of transformers are searched for it."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+from hf_kvret.models import kept_state
+from hf_kvret.survey import scan
+from hf_kvret.survey.pictures import picture_model
+
+ROOT = Path(transformers.__file__).parent
+
+# Where passes and calls of `generate` begin; what these call is found by name.
+ENTRIES = {
+    *("forward", "__call__", "generate", "prepare_inputs_for_generation", "_prepare_model_inputs"),
+    *("_prepare_position_ids_for_generation", "_prepare_attention_mask_for_generation"),
+    *("_prepare_cache_for_generation", "_prepare_generation_config", "_has_unfinished_sequences"),
+    *("_update_model_kwargs_for_generation", "dynamic_rope_update"),
+}
+CHANGES = {
+    *("append", "extend", "insert", "update", "setdefault", "pop", "clear"),
+    *("copy_", "fill_", "zero_", "add_", "mul_", "index_copy_", "scatter_"),
+}
+# Modules that hold what models share.
+SHARED = ("modeling_rope_utils.py", "modeling_layers.py")
+
+# What need not be kept: by attribute, the reason.
+SETTINGS = {
+    "problem_type": "the kind of loss, set in training",
+    "padding_side": "a setting of the caller",
+    "_padding_side": "a setting of the caller",
+    "do_sample": "a setting of the speaking part, which text does not use",
+    "io_same_device": "a setting of accelerate's hooks",
+    "expert_capacity": "a setting of the router, the same for all texts",
+    "pos_encoding": "a table of all positions, moved to the device",
+    "weights": "a table of all positions, which only grows",
+    "attention_scaling": "1 at every length where frequencies grow with the text",
+    "long_inv_freq": "the same for all long texts; each pass chooses by its own length",
+    "original_inv_freq": "the frequencies of a fresh model, moved to the device",
+}
+
+
+@cache
+def sources() -> dict[Path, list[str]]:
+    """Modeling files of types that generate text, with the names of the types."""
+    files = defaultdict(list)
+    for name in scan.type_names():
+        folder = ROOT / "models" / model_type_to_module_name(name)
+        for path in folder.glob("modeling_*.py"):
+            files[path].append(name)
+    return {**{ROOT / name: [] for name in SHARED}, **files}
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions of a file and methods of its classes, each with the name of its class."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield "", node
+        elif isinstance(node, ast.ClassDef):
+            yield from ((node.name, one) for one in node.body if isinstance(one, ast.FunctionDef))
+
+
+def reached(tree: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
+    """The functions that a pass, or a call of ``generate``, may call."""
+    by_name = defaultdict(list)
+    for owner, function in functions(tree):
+        by_name[function.name].append((owner, function))
+    names, pending = set(), [name for name in ENTRIES if name in by_name]
+    while pending:
+        name = pending.pop()
+        if name in names:
+            continue
+        names.add(name)
+        for _, function in by_name[name]:
+            for node in ast.walk(function):
+                called = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+                if called in by_name:
+                    pending.append(called)
+    return [one for name in sorted(names - {"__init__"}) for one in by_name[name]]
+
+
+def changed(function: ast.FunctionDef) -> Iterator[str]:
+    """Attributes of ``self`` and its parts that a function sets or changes."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    yield from attribute_of_self(one)
+        elif isinstance(node, ast.Call):
+            yield from changed_by_call(node)
+
+
+def changed_by_call(call: ast.Call) -> Iterator[str]:
+    named = {"register_buffer": 0, "setattr": 1, "__setattr__": 0}
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name in named and len(call.args) > named[name]:
+        text = ast.unparse(call.args[named[name]]).strip("f'\"")
+        # `{prefix}inv_freq` has another name for each type of layer.
+        yield text.rpartition("}")[2]
+    elif name in CHANGES and isinstance(function, ast.Attribute):
+        yield from attribute_of_self(function.value)
+
+
+def attribute_of_self(node: ast.expr) -> Iterator[str]:
+    while isinstance(node, ast.Subscript | ast.Starred):
+        node = node.value
+    attribute = getattr(node, "attr", "")
+    # The result of a call is another object.
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    if attribute and isinstance(node, ast.Name) and node.id in ("self", "module", "model"):
+        yield attribute
+
+
+def modules_of(tree: ast.Module) -> set[str]:
+    """Names of the classes in a file but for caches, which are of one conversation."""
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def is_cache(name: str) -> bool:
+        return "Cache" in name or any(is_cache(base) for base in bases.get(name, []))
+
+    return {name for name in bases if not is_cache(name)}
+
+
+@cache
+def findings() -> dict[str, dict[str, set[str]]]:
+    """By attribute that passes change: files and functions, and the types that these are of."""
+    result: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for path, types in sources().items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = {"", *modules_of(tree)}
+        changes = {
+            id(function): (f"{path.name}: {owner}.{function.name}", set(changed(function)))
+            for owner, function in functions(tree)
+            if owner in modules and function.name not in ("__init__", "_init_weights")
+        }
+        if any(attributes for _, attributes in changes.values()):
+            for _, function in reached(tree):
+                place, attributes = changes.get(id(function), ("", ()))
+                for attribute in attributes:
+                    result[attribute][place] |= set(types)
+    return result
+
+
+def is_kept(attribute: str) -> bool:
+    known = (kept_state.SHIFT, kept_state.FREQUENCIES, kept_state.LONGEST)
+    return attribute in known
+
+
+def served(types: set[str]) -> bool:
+    """Whether any of these types may have a retrieval cache; files without types are of all."""
+    return not types or any(not scan.default_type(name).refusal for name in types)
+
+
+def test_everything_that_passes_change_is_kept_or_need_not_be() -> None:
+    unknown = {
+        attribute: sorted(place for place, types in places.items() if served(types))
+        for attribute, places in findings().items()
+        if not is_kept(attribute) and attribute not in SETTINGS
+    }
+    unknown = {attribute: places for attribute, places in unknown.items() if places}
+    assert not unknown, "hf_kvret/models/kept_state.py must keep it, or SETTINGS say why not"
+
+
+def test_the_search_finds_what_is_known() -> None:
+    assert len(sources()) > 150
+    shift = findings()[kept_state.SHIFT]
+    assert any("_prepare_position_ids_for_generation" in place for place in shift)
+    assert any("compute_3d_position_ids" in place or "forward" in place for place in shift)
+    assert len({name for types in shift.values() for name in types}) >= 20
+    assert findings()[kept_state.FREQUENCIES]
+    assert findings()[kept_state.LONGEST]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.a = x",
+        "self.part.a += x",
+        "self.a[0] = x",
+        "b, self.a = x",
+        "self.a.append(x)",
+        "self.part.a.copy_(x)",
+        "setattr(self, 'a', x)",
+        "self.register_buffer('a', x)",
+        "setattr(self, f'{kind}_a', x)",
+    ],
+)
+def test_the_search_sees_every_form_of_change(line: str) -> None:
+    """Also in a function that another one calls."""
+    text = f"class M(Module):\n def forward(self, x):\n  self.f(x)\n def f(self, x):\n  {line}\n"
+    tree = ast.parse(text)
+    attributes = {name for _, function in reached(tree) for name in changed(function)}
+    assert attributes & {"a", "_a"}
+    assert modules_of(tree) == {"M"}
+
+
+def test_the_search_leaves_out_what_is_no_change() -> None:
+    text = (
+        "class M(Module):\n def forward(self, x):\n  y = self.a\n  x.b = y\n  self.f().append(x)\n"
+    )
+    tree = ast.parse(text)
+    assert not {name for _, function in reached(tree) for name in changed(function)}
+
+
+def llama(**rope: object) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, max_position_embeddings=64,
+        rope_parameters={"rope_theta": 1e4, **rope},
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_plain_text_model_keeps_nothing() -> None:
+    assert kept_state.kept(llama(rope_type="default")) == ()
+    assert kept_state.kept(llama(rope_type="yarn", factor=2.0)) == ()
+    assert not kept_state.grows(llama(rope_type="default"))
+
+
+def test_a_model_and_its_base_model_name_alike_what_they_keep() -> None:
+    growing, vision = llama(rope_type="dynamic", factor=2.0), picture_model("glm_ocr")
+    assert [one.name for one in kept_state.kept(growing)] == [
+        "rotary_emb.inv_freq",
+        "rotary_emb.max_seq_len_cached",
+    ]
+    assert [one.name for one in kept_state.kept(vision)] == ["rope_deltas"]
+    assert kept_state.grows(growing) and not kept_state.grows(vision)
+    for model in (growing, vision):
+        assert kept_state.take(model).keys() == kept_state.take(model.base_model).keys()
+
+
+@torch.no_grad()
+def test_put_brings_back_what_take_took_and_else_a_fresh_model() -> None:
+    model, ids = llama(rope_type="dynamic", factor=2.0), torch.arange(64).repeat(4)[None]
+    first = model(ids[:, :40]).logits
+    unused = kept_state.take(model)
+    long = model(ids).logits
+    grown = kept_state.take(model)
+    assert int(grown["rotary_emb.max_seq_len_cached"]) == 256
+    middle = model(ids[:, :100]).logits
+    kept_state.put(model, {})
+    assert torch.equal(model(ids[:, :40]).logits, first)
+    alone = model(ids[:, :100]).logits
+    assert not torch.allclose(alone, middle, atol=1e-3)
+    kept_state.put(model, grown)
+    assert torch.equal(model(ids[:, :100]).logits, middle)
+    assert torch.equal(model(ids).logits, long)
+    kept_state.put(model, unused)
+    assert torch.equal(model(ids[:, :100]).logits, alone)
+
+
+def test_frequencies_of_types_of_layers_are_kept_each() -> None:
+    module = torch.nn.Module()
+    module.rope_type = {"full_attention": "dynamic", "sliding_attention": "default"}
+    module.original_max_seq_len = module.max_seq_len_cached = 32
+    for kind in module.rope_type:
+        module.register_buffer(f"{kind}_inv_freq", torch.ones(4))
+        module.register_buffer(f"{kind}_original_inv_freq", torch.ones(4))
+    # The length is first made when the frequencies grow.
+    names = ["full_attention_inv_freq", "full_attention_max_seq_len_cached"]
+    assert list(kept_state.take(module)) == names
+    assert kept_state.take(module)["full_attention_max_seq_len_cached"] == 32
+    kept_state.put(module, {names[0]: torch.zeros(4), names[1]: 70})
+    assert not module.full_attention_inv_freq.any() and module.sliding_attention_inv_freq.all()
+    assert module.full_attention_max_seq_len_cached == 70
+    kept_state.put(module, {})
+    assert module.full_attention_inv_freq.all()
+    assert module.full_attention_max_seq_len_cached == 32
+
+
+def test_the_state_of_another_kind_of_model_is_refused() -> None:
+    model = llama(rope_type="dynamic", factor=2.0)
+    with pytest.raises(ValueError, match=r"keeps rope_deltas, which LlamaForCausalLM does not"):
+        kept_state.put(model, {"rope_deltas": torch.zeros(1, 1)})
+    with pytest.raises(ValueError, match=r"rotary_emb.inv_freq of shape \[3\].*has \[16\]"):
+        kept_state.put(model, {"rotary_emb.inv_freq": torch.zeros(3)})
