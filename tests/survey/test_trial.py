@@ -126,7 +126,7 @@ def test_a_stale_trial_is_made_again_in_its_place(
 ) -> None:
     present, path = Setup.present(), tmp_path / "trials.json"
     old = Setup(
-        "5.17.0" if changed != "code" else present.transformers,
+        "4.0.0" if changed != "code" else present.transformers,
         present.torch,
         "0123" if changed != "transformers" else present.code,
     )
