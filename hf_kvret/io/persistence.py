@@ -165,7 +165,11 @@ def _restore_model_state(
         for name, tensor in tensors.items()
         if name.startswith(MODEL_STATE)
     }
-    rows, length = cache.retrieval_layers[0].batch_size, cache.get_seq_length()
+    if not state:
+        return
+    length = cache.get_seq_length()
+    # Before the first token there is no batch.
+    rows = cache.retrieval_layers[0].batch_size if length else 0
     try:
         cache.model_state.load_state_dict(state, rows, length, device)
     except ValueError as error:
