@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from hf_kvret.core.state import Tensors
-from hf_kvret.models.versions import DummyLayer
+from hf_kvret.models.versions import LAYERS_KNOW_DTYPE, DummyLayer
 
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 _TENSOR, _FLAG, _COUNT, _DTYPE = "tensor", "flag", "count", "dtype"
@@ -127,8 +127,12 @@ def restore(
             setattr(layer, name, {i: there.get(f"{name}.{i}") for i in states})
         elif kind in _PLAIN and (name in values or name not in _LATE):
             _set_plain(layer, name, kind, values, len(states))
+    rows = there.get("keys")
+    if LAYERS_KNOW_DTYPE and rows is not None and "dtype" not in values:
+        layer.dtype = rows.dtype
     for prefix in ("", "indexer_"):
-        if getattr(layer, f"{prefix}dtype", None) is not None:
+        is_used = getattr(layer, f"{prefix}keys", None) is not None
+        if is_used or getattr(layer, f"{prefix}dtype", None) is not None:
             setattr(layer, f"{prefix}device", device)
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer._sliding_window_tensor = layer._sliding_window_tensor.to(device)
@@ -180,7 +184,7 @@ def _check_rows(layer: Any) -> None:
     fits = keys is not None and values is not None and keys.ndim == values.ndim == 4
     if not fits or keys.shape[:3] != values.shape[:3]:
         raise ValueError(f"keys {_form(keys)} and values {_form(values)} do not belong together")
-    if not keys.dtype == values.dtype == getattr(layer, "dtype", None):
+    if not keys.dtype == values.dtype == getattr(layer, "dtype", keys.dtype):
         raise ValueError(f"keys are {keys.dtype}, values {values.dtype}, not of the layer's dtype")
     if isinstance(layer, DynamicSlidingWindowLayer):
         count, end, window = keys.shape[2], layer.cumulative_length, layer.sliding_window
