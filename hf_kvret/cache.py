@@ -40,6 +40,7 @@ from hf_kvret.io.changes import forked
 from hf_kvret.io.lost_mass import LostMassWarning
 from hf_kvret.io.reports import MemoryReport, cache_stats, dense_reason, memory_report
 from hf_kvret.models.compiled import not_compiled
+from hf_kvret.models.ranks import check_load
 from hf_kvret.stores import Store, StoreChoice
 from hf_kvret_kernels import host_attention
 
@@ -158,7 +159,6 @@ class RetrievalCache(Cache):
         """The layers that retrieve, in the order of the model's."""
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
 
-    # As ``RetrievalLayer.attend``: in a compiled model our code is not compiled.
     @not_compiled
     def update(
         self,
@@ -356,7 +356,7 @@ class RetrievalCache(Cache):
             FileExistsError: a cache is there that may not be replaced.
             OSError: the disk is full, for instance; says which cache is in place.
             ValueError: ``cache.json`` there is not of a cache, or a symbolic link; another model
-                than ``model`` filled the cache.
+                than ``model`` filled the cache; a process group of several ranks.
         """
         self.stack.check_pass()
         if model is not None:
@@ -380,17 +380,17 @@ class RetrievalCache(Cache):
             directory: where it was written.
             config: the model's configuration; another shape than the saved one is refused.
             device: where the model's queries are.
-            model: that is to use the cache; compared with the one that filled it, as ``generate``
-                does later.
+            model: that is to use the cache; compared with the one that filled it.
             **changes: options to change, for instance ``store="host"``; and ``artifact``, or
                 ``rest_artifact``, which are not taken from the file. Without ``artifact`` the
                 model's own is used.
 
         Raises:
             FileNotFoundError: no cache there.
-            ValueError: a damaged file, another method or model, an artifact that has to be named,
-                or a change of an option that the saved index depends on.
+            ValueError: a damaged file, another method or model, an artifact that has to be named, a
+                changed option that the saved index depends on; several ranks, no whole ``model``.
         """
+        check_load(model)
         place = Path(directory)
         cache, digest = persistence.load(cls, place, config, torch.device(device), changes)
         if model is not None and cache.identity is not None:

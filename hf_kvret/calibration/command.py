@@ -32,6 +32,7 @@ from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.options import add_options, option, read_options
 from hf_kvret.evaluation.subject import Subject, load_subject
 from hf_kvret.evaluation.verification import verify
+from hf_kvret.models.ranks import check_one_process
 
 
 def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -86,6 +87,7 @@ class InspectOptions:
 
 def run_calibrate(options: CalibrateOptions) -> int:
     """Calibrate as the command line says; print what was made."""
+    check_one_process()
     calibration = options.calibration()
     _check_outputs(options, calibration.method)
     check_sources(options)

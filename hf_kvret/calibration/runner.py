@@ -21,6 +21,7 @@ from hf_kvret.calibration.identity import ModelIdentity
 from hf_kvret.calibration.parts import Parts, alone_in
 from hf_kvret.calibration.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.integration.compatibility import check_model, model_layers
+from hf_kvret.models.ranks import check_calibration
 from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.rope_check import check_rope, input_device
@@ -60,7 +61,8 @@ def calibrate(
 
     Raises:
         ValueError: a model that no cache can serve, whose RoPE can't be undone or whose layers
-            can't be tapped; one in training mode, or with an embedding that is on no device;
+            can't be tapped; one in training mode, split over processes, or with an embedding that
+            is on no device;
             sequences longer than it has positions; parts of another calibration in ``out``, one at
             work there, or the ``config.json`` of something else; what the method refuses, as too
             few tokens.
@@ -78,6 +80,7 @@ def calibrate(
     if model.training:
         raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
     check_model(model)
+    check_calibration(model)
     _check_lengths(model, corpus)
     calibration = calibration.of_model(model)
     train_count = len(corpus.sequences) - corpus.held_out

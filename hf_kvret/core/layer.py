@@ -377,15 +377,14 @@ class RetrievalLayer(CacheLayerMixin):
     def _query_heads(self, keys: torch.Tensor) -> int | None:
         """Query heads for ``keys [B, Hkv, *, D]`` of a saved layer; None where nobody knows.
 
-        In a tensor parallel model each process holds some of the heads. Some models have a KV head
-        for each query head, whatever their configuration says of KV heads.
+        Some models have a KV head for each query head, whatever their configuration says of KV
+        heads.
 
         Raises:
             ValueError: keys that this layer of the model doesn't have.
         """
         shape, heads, dim = self.of_model.shape, keys.shape[1], keys.shape[3]
-        parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if shape is None or parallel:
+        if shape is None:
             return None
         if dim != shape.head_dim or heads not in (shape.kv_heads, shape.heads):
             raise ValueError(

@@ -28,6 +28,8 @@ from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.options import add_options, option, read_options
 from hf_kvret.evaluation.outputs import check_outputs, write_outputs
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.sole_writer import sole_writer
+from hf_kvret.models.ranks import check_one_process
 
 Row = dict[str, Any]
 """The numbers of a cell, as plain JSON values."""
@@ -240,9 +242,10 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     That is 1 when cells failed: the table or a line says why, and the others were measured. The
     same command tries them again.
     """
+    check_one_process()
     check_outputs(outputs, measurement)
     measurement.check()
-    with measurement.surroundings():
+    with sole_writer(outputs.json), measurement.surroundings():
         results = Results(measurement.title(), measurement.setup(), outputs.json)
         known = len(measurement.cells()) - len(measurement.waiting(results))
         if opening := measurement.opening(results):

@@ -37,6 +37,7 @@ from hf_kvret.io.folder import replacing
 from hf_kvret.io.origin import restore_origin, saved_origin
 from hf_kvret.io.saved_options import options_to_load
 from hf_kvret.io.tensor_file import DTYPES, TensorFile, version_of, write_tensors
+from hf_kvret.models.ranks import check_save
 
 if TYPE_CHECKING:
     from hf_kvret.cache import RetrievalCache
@@ -64,8 +65,9 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None
         FileExistsError: a cache is there that may not be replaced.
         OSError: the disk is full, for instance; says whether what was there before is as it was.
         TypeError: a cache layer of transformers that is not known.
-        ValueError: what would be replaced is not of a cache.
+        ValueError: what would be replaced is not of a cache; a process group of several ranks.
     """
+    check_save()
     # Numbers are on the CPU also where another default device was set; as in `load`.
     with torch.device("cpu"), replacing(directory, DESCRIPTION, STEM) as replacement:
         _check_overwrite(cache, directory, overwrite)

@@ -22,6 +22,7 @@ from hf_kvret.evaluation.measurement import (
 )
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.sole_writer import sole_writer
 from hf_kvret.evaluation.tables import table_of
 
 
@@ -210,3 +211,12 @@ def test_cells_of_a_group_are_kept_together() -> None:
     rows = [row for _, row in results]
     assert rows[:2] == [{"square": 0}, {"square": 1}]
     assert rows[2] == rows[3] == {"out_of_memory": "out of memory (no room for both)"}
+
+
+def test_a_second_run_with_one_file_is_refused_and_no_cell_is_lost(tmp_path: Path) -> None:
+    outputs = Outputs(json=tmp_path / "squares.json")
+    with sole_writer(outputs.json), pytest.raises(ValueError, match="give another --json"):
+        run_measurement(Squares(), outputs)
+    assert not outputs.json.exists()
+    assert run_measurement(Squares(), outputs) == 0
+    assert len(Results.load(outputs.json)) == 4
