@@ -76,8 +76,10 @@ class Idle(FlatIndex):
 class Swapped(PreallocatedCache):
     """Hands out values in the wrong order."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any) -> Any:
-        keys, values = super().update(key_states, value_states, *args)
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
         return keys, values.flip(2)
 
 

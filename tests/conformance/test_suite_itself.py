@@ -58,12 +58,14 @@ class Faulty(DynamicCache):
 class LosesOneToken(Faulty):
     """The 21st token of every row is gone once decoding begins."""
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any) -> Any:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> Any:
         kept = self.layers[layer]
         if key.shape[2] == 1 and type(kept) is DynamicLayer and kept.is_initialized:
             kept.keys[:, :, 20] = 0
             kept.values[:, :, 20] = 0
-        return super().update(key, value, layer, *args)
+        return super().update(key, value, layer, *args, **kwargs)
 
 
 class IgnoresReorder(Faulty):
@@ -103,19 +105,23 @@ class ResetsTheFirstLayerOnly(Faulty):
 class ForgetsSecondPrompts(Faulty):
     """Of several tokens that arrive later, the first is lost."""
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any) -> Any:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> Any:
         if key.shape[2] > 1 and self.get_seq_length(layer) > 0:
             key, value = key.clone(), value.clone()
             key[:, :, 0] = 0
             value[:, :, 0] = 0
-        return super().update(key, value, layer, *args)
+        return super().update(key, value, layer, *args, **kwargs)
 
 
 class RoundsToHalf(Faulty):
     """Right in every mode, but for precision."""
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any) -> Any:
-        return super().update(key.half().float(), value.half().float(), layer, *args)
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        return super().update(key.half().float(), value.half().float(), layer, *args, **kwargs)
 
 
 FAULTS: list[tuple[type[Faulty], list[str], list[str]]] = [
@@ -208,7 +214,7 @@ def test_a_cache_that_never_reads_cold_rows_fails() -> None:
 
 def test_a_cache_that_raises_is_reported_as_failed() -> None:
     class Raises(Faulty):
-        def update(self, *args: Any) -> Any:
+        def update(self, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("out of paper")
 
     (result,) = run_conformance(Raises, ["qwen2"], ["greedy"], proof=no_proof)
