@@ -358,9 +358,11 @@ def _check_options(
 
 def _refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
     """ValueError for continuous batching, which has a paged cache of its own and can't use ours."""
-    name = getattr(generation_config or model.generation_config, "cache_implementation", None)
+    # As in `generate`, what the caller's config leaves open is the model's.
+    configs = (generation_config, model.generation_config)
+    names = {getattr(config, "cache_implementation", None) for config in configs}
     text = model.config.get_text_config(decoder=True)
-    if name in _methods or text._attn_implementation in OUR_NAMES:
+    if names & _methods.keys() or text._attn_implementation in OUR_NAMES:
         raise ValueError(
             "continuous batching by init_continuous_batching or generate_batch keeps a paged cache "
             "of its own, which retrieval does not serve: call hf_kvret.restore(model) first and "

@@ -223,8 +223,9 @@ def test_continuous_batching_refuses_retrieval(way: str) -> None:
     with pytest.raises(ValueError, match=words):
         BATCHED[way](model, named)
     model.generation_config.cache_implementation = "flat"
-    with pytest.raises(ValueError, match=words):
-        BATCHED[way](model, None)
+    for config in (None, GenerationConfig(max_new_tokens=2, eos_token_id=-1)):
+        with pytest.raises(ValueError, match=words):
+            BATCHED[way](model, config)
     model.generation_config.cache_implementation = None
     hf_kvret.attach(model)
     with pytest.raises(ValueError, match=words):

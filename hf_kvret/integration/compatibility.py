@@ -119,9 +119,6 @@ def check_model(model: PreTrainedModel) -> None:
     if model.config.get_text_config(decoder=True) is not model.config:
         text_key(model.config)
     check_class(type(model), type(decoder_of(model)))
-    attention = switching.own_attention(model)
-    if attention:
-        raise ValueError(_attends_alone(type(model).__name__, attention))
 
 
 def check_class(model_class: type, decoder_class: type | None = None) -> None:
@@ -144,15 +141,10 @@ def check_class(model_class: type, decoder_class: type | None = None) -> None:
                 "transformers reads that to see whether attention can be switched: put the class "
                 "into a .py file and import it, or derive it from a model class of transformers"
             )
-        raise ValueError(_attends_alone(name, name))
-
-
-def _attends_alone(name: str, kind: str) -> str:
-    by = "by itself" if kind == name else f"by its {kind}"
-    return (
-        f"{name} computes attention {by} and ignores transformers' attention functions, so a "
-        f"retrieval cache would never be called: {_OWN_CACHE}"
-    )
+        raise ValueError(
+            f"{name} computes attention by itself and ignores transformers' attention functions, "
+            f"so a retrieval cache would never be called: {_OWN_CACHE}"
+        )
 
 
 def text_key(config: PreTrainedConfig) -> str:

@@ -202,12 +202,13 @@ def chunk_prompt(
         caller_chunk = None
     elif caller_chunk is not None:
         _check_chunk(caller_chunk, length, cache.options.max_draft)
-        _check_exact(caller_chunk, length, _why_whole(model, cache, model_kwargs, length))
+        reason = _why_whole(model, cache, model_kwargs, length, caller_chunk)
+        _check_exact(caller_chunk, length, reason)
     elif length:
         size = prompt_chunk(cache.options, model, batch, length)
         reason = size and (
             _obstacle(cache, generation_config, model_kwargs, length)
-            or _why_whole(model, cache, model_kwargs, length)
+            or _why_whole(model, cache, model_kwargs, length, size)
         )
         if reason:
             _log_whole(cache.options.prefill_chunk, reason)
@@ -219,22 +220,29 @@ def chunk_prompt(
 
 
 def _why_whole(
-    model: PreTrainedModel, cache: RetrievalCache, model_kwargs: dict[str, Any], length: int
+    model: PreTrainedModel,
+    cache: RetrievalCache,
+    model_kwargs: dict[str, Any],
+    length: int,
+    chunk: int,
 ) -> str | None:
     """Why chunks of this prompt would not give what one pass gives; None if they would."""
     span = None
     if depends_on_length(model.config):
-        span = _span(model_kwargs.get("position_ids"), cache.get_seq_length(), length)
+        span = _span(model_kwargs.get("position_ids"), cache.get_seq_length(), length, chunk)
     return why_whole(model.config, span)
 
 
-def _span(positions: torch.Tensor | None, past: int, length: int) -> Span:
-    """Positions of ``length`` new tokens behind ``past`` ones; waits for a GPU."""
+def _span(positions: torch.Tensor | None, held: int, length: int, chunk: int) -> Span:
+    """Positions of ``length`` new tokens behind ``held`` ones, cut by ``chunk``; waits for a GPU.
+
+    Without positions a model may count them by its mask: in padded rows they are smaller then, so
+    nothing is known of the first chunk's.
+    """
     if positions is None:
-        # In padded rows they are smaller, so the first may be as small as any.
-        return Span(0, past + length)
+        return Span(held, 0, held + length)
     new = positions[..., -length:]
-    return Span(int(new[..., 0].max()), int(new.max()) + 1)
+    return Span(held, int(new[..., :chunk].max()) + 1, int(new.max()) + 1)
 
 
 def _check_exact(chunk: int, length: int, reason: str | None) -> None:

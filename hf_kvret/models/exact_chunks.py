@@ -30,14 +30,16 @@ _ROTATIONS = ("rope_parameters", "rope_scaling")
 
 @dataclass(frozen=True)
 class Span:
-    """Positions of a prompt's new tokens.
+    """Positions of a prompt that is to be cut: what decides about rotations.
 
     Attributes:
-        first: of the first of them, the greatest of all rows.
+        held: tokens that the cache holds before it.
+        chunk_end: one more than the greatest position in the first chunk.
         end: one more than the greatest of all.
     """
 
-    first: int = 0
+    held: int = 0
+    chunk_end: int = 0
     end: int = 0
 
 
@@ -69,7 +71,10 @@ def _rotation_changes(text: PreTrainedConfig, span: Span) -> str | None:
         if kind == _GROWING and span.end >= limit:
             # A pass that ends at the limit itself keeps what an earlier request grew to.
             return f"its {kind} rotation changes with the length of a pass from {limit} tokens on"
-        if kind != _GROWING and span.first < limit < span.end:
+        # Every chunk beyond the limit is rotated as the whole. But some models (Phi-3) read again
+        # what they hold, where a text grows beyond the limit in one pass.
+        is_cut = span.chunk_end <= limit or 0 < span.held <= limit
+        if kind != _GROWING and limit < span.end and is_cut:
             return f"its {kind} rotation is another one beyond {limit} tokens"
     return None
 

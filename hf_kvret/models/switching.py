@@ -10,10 +10,7 @@ import inspect
 import sys
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
-
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 def switches(model_class: type[PreTrainedModel]) -> bool:
@@ -39,23 +36,7 @@ def has_source(kind: type) -> bool:
         return False
 
 
-def own_attention(model: PreTrainedModel) -> str:
-    """The class of an attention without a source that asks for no function; empty if none does."""
-    for module in model.modules():
-        kind = type(module)
-        alone = "Attention" in kind.__name__ and not any(map(_asks, module.modules()))
-        if alone and not has_source(kind):
-            return kind.__name__
-    return ""
-
-
 def _models(model_class: type[PreTrainedModel]) -> list[Any]:
     """The class and its ancestors that are of some type of model."""
     kinds = [kind for kind in model_class.__mro__ if issubclass(kind, PreTrainedModel)]
     return [kind for kind in kinds if kind is not PreTrainedModel]
-
-
-def _asks(module: nn.Module) -> bool:
-    """Whether a module looks its attention function up."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and _INTERFACE in code.co_names

@@ -209,20 +209,41 @@ def test_auto_is_exact_too(
     assert levels == ["INFO"]
 
 
+@pytest.mark.parametrize("given", ["option", "prefill_chunk_size"])
+def test_chunks_that_reach_beyond_the_limit_from_the_first_on_are_cut(given: str) -> None:
+    """All of them are rotated as the whole prompt is."""
+    chunk, length = LIMIT + 32, 3 * LIMIT
+    expected = _generate(
+        _rotating("longrope"), DynamicCache(config=_rotating("longrope").config), **_prompt(length)
+    )
+    model = _rotating("longrope")
+    lengths = _passes(model)
+    by_caller = given == "prefill_chunk_size"
+    cache = _cache(model, 10 * LIMIT if by_caller else chunk)
+    inputs = {**_prompt(length), **({"prefill_chunk_size": chunk} if by_caller else {})}
+    text = _generate(model, cache, **inputs)
+    assert lengths[0] == chunk and len(lengths) > 1
+    assert _difference(text, expected) < 2 * LOGIT_TOLERANCE
+    assert torch.equal(text.sequences, expected.sequences)
+
+
 def test_a_span_on_one_side_of_the_limit_may_be_cut() -> None:
     longrope, dynamic = _rotating("longrope").config, _rotating("dynamic").config
     assert depends_on_length(longrope) and depends_on_length(dynamic)
     assert not depends_on_length(_rotating("yarn").config)
-    for first, end, cut in (
-        (0, LIMIT, True),
-        (0, LIMIT + 1, False),
-        (LIMIT - 1, LIMIT + 1, False),
-        (LIMIT, LIMIT + 50, True),
+    for held, chunk_end, end, cut in (
+        (0, 40, LIMIT, True),
+        (0, 40, LIMIT + 1, False),
+        (0, LIMIT, LIMIT + 1, False),
+        (0, LIMIT + 1, LIMIT + 50, True),
+        (LIMIT - 1, LIMIT + 30, LIMIT + 50, False),
+        (LIMIT, LIMIT + 30, LIMIT + 50, False),
+        (LIMIT + 1, LIMIT + 30, LIMIT + 50, True),
     ):
-        assert (why_whole(longrope, Span(first, end)) is None) == cut
-    assert why_whole(dynamic, Span(0, LIMIT - 1)) is None
-    assert why_whole(dynamic, Span(0, LIMIT)) is not None
-    assert why_whole(dynamic, Span(LIMIT, LIMIT + 50)) is not None
+        assert (why_whole(longrope, Span(held, chunk_end, end)) is None) == cut
+    assert why_whole(dynamic, Span(0, 40, LIMIT - 1)) is None
+    assert why_whole(dynamic, Span(0, 40, LIMIT)) is not None
+    assert why_whole(dynamic, Span(LIMIT, LIMIT + 40, LIMIT + 50)) is not None
     assert why_whole(longrope) is None and why_whole(dynamic) is None
 
 
@@ -230,8 +251,8 @@ def test_phimoe_scales_by_the_length() -> None:
     scales = {"short_mscale": 1.0, "long_mscale": 1.2}
     parameters = {**LONG, **scales, "rope_theta": 1e4}
     config = AutoConfig.for_model("phimoe", rope_parameters=parameters)
-    assert why_whole(config, Span(0, LIMIT + 1)) is not None
-    assert why_whole(config, Span(0, LIMIT)) is None
+    assert why_whole(config, Span(0, 40, LIMIT + 1)) is not None
+    assert why_whole(config, Span(0, 40, LIMIT)) is None
 
 
 def test_attention_in_both_directions_is_whole() -> None:

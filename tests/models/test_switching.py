@@ -13,7 +13,7 @@ from transformers import FalconForCausalLM, LlamaForCausalLM, LlamaModel, PreTra
 
 import hf_kvret
 from hf_kvret import FlatKVCache
-from hf_kvret.models.switching import has_source, own_attention, switches
+from hf_kvret.models.switching import has_source, switches
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -39,6 +39,9 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 class NotebookAttention(LlamaAttention):
     pass
+class LoudAttention(LlamaAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
 class AttentionOfTwo(LlamaAttention):
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
@@ -49,7 +52,7 @@ class Notebook(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         for number, layer in enumerate(self.model.layers):
-            layer.self_attn = (NotebookAttention, AttentionOfTwo)[number % 2](config, number)
+            layer.self_attn = (LoudAttention, AttentionOfTwo)[number % 2](config, number)
 """
 ALONE = """
 from torch import nn
@@ -127,11 +130,13 @@ def test_a_class_made_by_type_is_served() -> None:
     assert torch.equal(model.generate(ids, **options, **RUN), expected)
 
 
-def test_an_attention_of_its_own_is_named(run: Any) -> None:
-    model = run(ALONE)(MODELS["llama"].config())
-    assert own_attention(model) == "OwnAttention"
-    with pytest.raises(ValueError, match="Notebook computes attention by its OwnAttention"):
-        hf_kvret.attach(model)
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_attention_that_never_calls_the_cache_is_an_error(run: Any, number: int) -> None:
+    """A class without a source does not tell; its passes do."""
+    model = run(ALONE.replace("layers[0]", f"layers[{number}]"))(MODELS["llama"].config()).eval()
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
+    with pytest.raises((ValueError, RuntimeError), match=r"added no token|different numbers of"):
+        model.generate(prompt(1, 120), past_key_values=cache, **RUN)
 
 
 def test_without_an_ancestor_the_message_says_where_the_class_belongs(run: Any) -> None:
@@ -143,8 +148,3 @@ def test_without_an_ancestor_the_message_says_where_the_class_belongs(run: Any) 
 def test_an_ancestor_that_computes_attention_by_itself_is_the_reason(run: Any) -> None:
     assert not switches(run(FALCON))
     assert switches(LlamaForCausalLM) and not switches(FalconForCausalLM)
-
-
-def test_attention_with_a_source_is_judged_by_transformers_alone() -> None:
-    assert own_attention(MODELS["llama"].build()) == ""
-    assert own_attention(MODELS["gpt2"].build()) == ""
