@@ -16,7 +16,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.layer import HANDLE
 from hf_kvret.integration.attention import retrieval_attention
 from hf_kvret.integration.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
-from hf_kvret.integration.cache_use import check_end, check_pass, keep_cache
+from hf_kvret.integration.cache_use import check_end, check_foreign, check_pass, keep_cache
 from hf_kvret.integration.compatibility import check_model, model_layers, text_key
 from hf_kvret.integration.masks import retrieval_mask
 from hf_kvret.integration.model_state import (
@@ -178,12 +178,16 @@ def _around_generate(
     """
     failed = True
     with request(model, arguments) as call, state_of_call(call):
-        if _retrieves(call):
-            cache = cache_argument(arguments)
-            check_prompt_form(call, 0 if cache is None else cache.get_seq_length())
+        cache = cache_argument(arguments)
+        retrieves, held = _retrieves(call), 0
+        if retrieves:
+            held = 0 if cache is None else cache.get_seq_length()
+            check_prompt_form(call, held)
         try:
             yield partial(check_end, call)
-            failed = False
+            if retrieves and isinstance(arguments.get("custom_generate"), str):
+                check_foreign(call, held)
+            failed, call.has_retrieved = False, call.cache is not None
         finally:
             cache, call.cache = call.cache, None
             # A call in another thread may still use the attention that this one switched.
@@ -226,7 +230,7 @@ def _prepare_cache(
         _check_layers(model, caller_cache)
         if name is not None and name != caller_cache.name:
             raise ValueError(
-                f"past_key_values is a {type(caller_cache).__name__}, "
+                f"the cache is a {type(caller_cache).__name__}, "
                 f"cache_implementation={name!r} asks for another cache: pass one of the two"
             )
         _check_options(caller_cache, generation_config.cache_config or {}, model.config)
@@ -236,7 +240,7 @@ def _prepare_cache(
         return False
     if caller_cache is not None and name in _methods:
         raise ValueError(
-            f"past_key_values is a {type(caller_cache).__name__}, cache_implementation={name!r} "
+            f"the cache is a {type(caller_cache).__name__}, cache_implementation={name!r} "
             f"asks for a {_methods[name].__name__}: pass one of the two"
         )
     if caller_cache is None and name is None and generation_config.use_cache is not False:

@@ -90,14 +90,40 @@ def check_end(call: Request, result: Any) -> None:
 
 def _least_added(call: Request, tokens: torch.Tensor) -> int:
     """How many tokens the cache must have been given for ``tokens [B, T]`` to be the result."""
-    ids = call.prompt_ids()
-    length = ids.shape[1] if ids is not None else 0
-    new = tokens.shape[1] - length
+    if call.arguments.get("custom_generate") is not None:
+        # It may give back what it likes.
+        return 1
+    ids, embedded = call.prompt_ids(), call.arguments.get("inputs_embeds")
+    new = tokens.shape[1] - (0 if ids is None else ids.shape[1])
+    prompt = embedded if isinstance(embedded, torch.Tensor) else ids
+    length = 0 if prompt is None else prompt.shape[1]
     mask = call.arguments.get("attention_mask")
     # A mask of all tokens beside the ids of the new ones.
     is_part = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > length
     held = 0 if is_part else call.start_len
     return max(0, length - held) + new - 1
+
+
+def check_foreign(call: Request, held: int) -> None:
+    """Called at the end of a call that ran a ``generate`` from a folder or from the hub.
+
+    That runs in place of transformers' own, before any cache is made.
+
+    Args:
+        call: asks for a retrieval cache.
+        held: tokens that the cache, if one was given, held before.
+
+    Raises:
+        ValueError: it never used the cache.
+    """
+    cache = cache_argument(call.arguments)
+    grew = cache is not None and cache.get_seq_length() > held
+    if call.cache is None and not grew and not call.is_delegated:
+        raise ValueError(
+            f"custom_generate={call.arguments['custom_generate']!r} ran without the retrieval "
+            "cache: it must hand on the cache, or cache_implementation, to the model's generate; "
+            "leave custom_generate out, or use cache_implementation='dynamic'"
+        )
 
 
 def _place(call: Request) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ from hf_kvret.models.versions import cache_argument
 _wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 _turns: weakref.WeakKeyDictionary[nn.Module, _Turn] = weakref.WeakKeyDictionary()
 _turns_lock = threading.Lock()
+# Seconds after which a thread that waits looks whether the other one is still there.
+_PATIENCE = 1.0
 
 
 class _Turn:
@@ -55,11 +58,23 @@ class _Turn:
         return self._owner == threading.get_ident()
 
     def begin(self, module: nn.Module | None) -> None:
-        """Wait for the turn. A thread whose pass broke off still has it."""
+        """Wait for the turn. A thread whose pass broke off has it until another one asks."""
         if not self.is_mine:
-            self._lock.acquire()
+            while not self._lock.acquire(timeout=_PATIENCE):
+                self._end_broken()
             self._owner = threading.get_ident()
         self.module, self.positions = module, None
+
+    def _end_broken(self) -> None:
+        """Take the turn from a thread whose pass a KeyboardInterrupt or the like ended.
+
+        torch calls no hooks then. The pass has ended if its thread is not inside the module.
+        """
+        with _turns_lock:
+            owner, module = self._owner, self.module
+            if owner and module is not None and not _runs(owner, module):
+                self._owner, self.module = 0, None
+                self._lock.release()
 
     def end(self) -> None:
         """Let the next thread go on, if this one has the turn."""
@@ -67,6 +82,16 @@ class _Turn:
             self.module, self.positions, self.before = None, None, {}
             self._owner = 0
             self._lock.release()
+
+
+def _runs(thread: int, module: nn.Module) -> bool:
+    """Whether a thread is inside a call of ``module``."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _turn_of(model: nn.Module) -> _Turn:
@@ -104,10 +129,14 @@ def _hooked(model: PreTrainedModel) -> Iterable[nn.Module]:
     return {id(module): module for module in modules}.values()
 
 
-def _whole(module: nn.Module) -> nn.Module:
-    """The model that ``module`` is part of; itself where a copy of a model was not attached."""
+def _whole(module: Any) -> nn.Module:
+    """The model that ``module`` is part of; itself in a copy of a model, which has our hooks."""
     reference = _wholes.get(module)
-    return (reference and reference()) or module
+    whole = None if reference is None else reference()
+    if whole is None:
+        whole = module
+        _wholes.update({part: weakref.ref(module) for part in _hooked(module)})
+    return whole
 
 
 @contextmanager
@@ -117,7 +146,8 @@ def state_of_call(call: Request) -> Iterator[None]:
     Until ``note_prepared`` other threads with the same model wait.
     """
     model = call.model
-    if not kept(model):
+    # A function from a folder may call `generate` itself, in any thread.
+    if not kept(model) or isinstance(call.arguments.get("custom_generate"), str):
         yield
         return
     turn, cache = _turn_of(model), cache_argument(call.arguments)
@@ -159,14 +189,18 @@ def note_prepared(call: Request) -> None:
 # As in `noting`: a compiled model would trace them.
 @not_compiled
 def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Give the model what the cache keeps, at the outermost of its modules."""
-    cache = cache_argument(kwargs)
-    if not isinstance(cache, RetrievalCache):
-        return
-    model = _whole(module)
+    """Give the model what the cache keeps, at the outermost of its modules.
+
+    A pass with another cache only takes its turn: it writes what the model keeps, too.
+    """
+    cache, model = _cache_of(args, kwargs), _whole(module)
     turn = _turn_of(model)
-    if not turn.is_mine or turn.module in (None, module):
+    is_outermost = not turn.is_mine or turn.module in (None, module)
+    if is_outermost:
         turn.begin(module)
+    if cache is None:
+        return
+    if is_outermost:
         try:
             put(model, _state_of_pass(model, cache))
         except ValueError:
@@ -176,6 +210,12 @@ def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         turn.is_told = kwargs.get("position_ids") is not None
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         turn.positions = kwargs["position_ids"]
+
+
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache | None:
+    """The retrieval cache that a pass was given, by name or by position."""
+    values = (cache_argument(kwargs), *args)
+    return next((value for value in values if isinstance(value, RetrievalCache)), None)
 
 
 def _state_of_pass(model: Any, cache: RetrievalCache) -> dict[str, Any]:
@@ -192,16 +232,13 @@ def _after_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     """Note what the model keeps now, and let other threads go on; also after a pass that failed."""
-    cache = cache_argument(kwargs)
-    if not isinstance(cache, RetrievalCache):
-        return
-    model = _whole(module)
+    cache, model = _cache_of(args, kwargs), _whole(module)
     turn = _turn_of(model)
     if not turn.is_mine or turn.module is not module:
         return
     try:
         # Of a pass that failed there is none, and the cache has not gone on.
-        if output is not None:
+        if output is not None and cache is not None:
             _note(model, cache, turn, kwargs.get("attention_mask"))
     finally:
         turn.end()

@@ -13,7 +13,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.integration.prompt_check import other_inputs, picture_places
 from hf_kvret.integration.requests import is_using
 from hf_kvret.models.compiled import not_compiled
-from hf_kvret.models.versions import cache_argument, name_cache
+from hf_kvret.models.versions import cache_argument, cache_name_of, name_cache
 from hf_kvret_model_patches.decoders import decoder_of
 
 
@@ -44,13 +44,13 @@ def _watched(model: PreTrainedModel) -> Iterable[nn.Module]:
 
 # The hooks themselves may stand in a graph, with other caches; what is noted is no part of it.
 def _before_pass(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Remember where the pass begins, and that the cache and the model belong together."""
     cache = cache_argument(kwargs)
     if not isinstance(cache, RetrievalCache):
         return None
-    name_cache(kwargs)
+    name_cache(kwargs, cache_name_of(type(module)))  # type: ignore[arg-type]
     _note_start(module, cache, args, kwargs)
     return args, kwargs
 

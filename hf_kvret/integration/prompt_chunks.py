@@ -202,8 +202,9 @@ def chunk_prompt(
         caller_chunk = None
     elif caller_chunk is not None:
         _check_chunk(caller_chunk, length, cache.options.max_draft)
-        reason = _why_whole(model, cache, model_kwargs, length, caller_chunk)
-        _check_exact(caller_chunk, length, reason)
+        _check_exact(
+            caller_chunk, length, _why_whole(model, cache, model_kwargs, length, caller_chunk)
+        )
     elif length:
         size = prompt_chunk(cache.options, model, batch, length)
         reason = size and (

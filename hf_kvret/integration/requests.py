@@ -29,6 +29,8 @@ class Request:
         cache: the retrieval cache that the call uses, once that is known.
         switched: the call switched the model's attention to ours.
         start_len: tokens that the cache held before the call.
+        has_retrieved: the call used a retrieval cache to its end.
+        is_delegated: a call of ``generate`` inside this one did.
         prepared_state: what ``generate`` had the model keep for the first pass; None after that.
     """
 
@@ -37,6 +39,8 @@ class Request:
     cache: RetrievalCache | None = None
     switched: bool = False
     start_len: int = 0
+    has_retrieved: bool = False
+    is_delegated: bool = False
     prepared_state: dict[str, Any] | None = None
 
     def prompt_ids(self) -> torch.Tensor | None:
@@ -77,6 +81,9 @@ def request(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[Reque
     finally:
         with _lock:
             _under_way.remove(entry)
+            for owner, outer in _under_way:
+                if owner == entry[0] and outer.model is model:
+                    outer.is_delegated |= entry[1].has_retrieved or entry[1].is_delegated
 
 
 def current_request(model: PreTrainedModel) -> Request:

@@ -5,6 +5,8 @@ Nothing else in the library looks at a version of transformers.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -12,7 +14,9 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import cache_utils
+from transformers.cache_utils import Cache
 
 TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.11", "2.13")}
 """Oldest and newest minor version by package that the tests passed with, both included."""
@@ -55,18 +59,44 @@ def cache_argument(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
-def name_cache(arguments: MutableMapping[str, Any]) -> None:
-    """Give the cache among keyword arguments the name that this version of transformers expects.
+def name_cache(arguments: MutableMapping[str, Any], name: str = CACHE_NAME) -> None:
+    """Give the cache among keyword arguments the name that transformers expects.
+
+    Only a cache is renamed: a model may have an argument ``cache`` of its own.
+
+    Args:
+        arguments: changed in place.
+        name: that is expected; that of this version if it is left out.
 
     Raises:
-        ValueError: it has both names.
+        ValueError: there are caches under both names.
     """
-    other = next(name for name in CACHE_NAMES if name != CACHE_NAME)
-    if other not in arguments:
+    other = next(one for one in CACHE_NAMES if one != name)
+    if other not in arguments or not isinstance(arguments[other], Cache | None):
         return
-    if arguments.get(CACHE_NAME) is not None:
+    cache = arguments.pop(other)
+    if cache is not None and arguments.get(name) is not None:
         raise ValueError("cache and past_key_values are two names of one argument: pass one")
-    arguments[CACHE_NAME] = arguments.pop(other)
+    if cache is not None:
+        arguments[name] = cache
+
+
+@functools.cache
+def cache_name_of(kind: type[nn.Module]) -> str:
+    """What the forward pass of modules of a class calls the cache.
+
+    The name of this version, unless only the other is among its parameters: code from a hub may
+    know the old name alone.
+    """
+    parameters = inspect.signature(kind.forward).parameters
+    known = [name for name in CACHE_NAMES if name in parameters]
+    return CACHE_NAME if CACHE_NAME in known or not known else known[0]
+
+
+def _following(release: str) -> str:
+    """The minor version behind ``release``."""
+    major, minor = release.split(".")
+    return f"{major}.{int(minor) + 1}"
 
 
 def warn_untested() -> None:
@@ -78,6 +108,6 @@ def warn_untested() -> None:
             warnings.warn(
                 f"hf_kvret was tested with {package} {oldest} to {newest}, this is "
                 f"{module.__version__}: if something fails, install one of those "
-                f"(pip install '{package}>={oldest},<={newest}.*')",
+                f"(pip install '{package}>={oldest},<{_following(newest)}')",
                 stacklevel=3,
             )

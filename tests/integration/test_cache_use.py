@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,8 +229,11 @@ def test_a_model_that_drops_its_cache_in_silence_is_served_or_an_error(
         (43, 30, {"input_ids": 10, "attention_mask": 40}, 15, False),
         (44, 0, {"inputs": 40, "attention_mask": 40}, 45, True),
         # Embeddings, without ids in the result.
-        (44, 0, {}, 5, True),
-        (3, 0, {}, 5, False),
+        (44, 0, {"inputs_embeds": 40}, 5, True),
+        (40, 0, {"inputs_embeds": 40}, 5, False),
+        (44, 30, {"inputs_embeds": 40}, 5, True),
+        (44, 0, {"inputs_embeds": 40, "input_ids": 40}, 45, True),
+        (43, 0, {"inputs_embeds": 40, "input_ids": 40}, 45, False),
     ],
 )
 def test_the_end_of_a_call_compares_lengths(
@@ -245,6 +249,8 @@ def test_the_end_of_a_call_compares_lengths(
     with torch.no_grad():
         llama(prompt(1, held), past_key_values=cache)
     given = {name: prompt(1, length) for name, length in arguments.items()}
+    if "inputs_embeds" in given:
+        given["inputs_embeds"] = llama.get_input_embeddings()(given["inputs_embeds"])
     call = Request(llama, given, cache, start_len=start)
     if fits:
         check_end(call, prompt(1, result))
@@ -317,3 +323,54 @@ def test_prompts_of_embeddings_end_well(llama: PreTrainedModel) -> None:
         tokens = llama.generate(**run, max_new_tokens=5, past_key_values=cache, **GREEDY)
         assert torch.equal(tokens, expected)
         assert cache.get_seq_length() == 44
+
+
+def test_embeddings_whose_cache_is_dropped_behind_the_prompt_are_an_error(
+    llama: PreTrainedModel,
+) -> None:
+    Unfaithful(llama, 1, _drop)
+    embedded = llama.get_input_embeddings()(prompt(1, 40))
+    with pytest.raises(ValueError, match=r"without the cache of this call|ran forward passes"):
+        llama.generate(
+            inputs_embeds=embedded, past_key_values=new_cache(llama), max_new_tokens=20, **GREEDY
+        )
+
+
+FOREIGN = """
+def generate(model, inputs=None, **kwargs):
+    {body}
+"""
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_generate_from_a_folder_uses_the_cache_or_is_an_error(
+    llama: PreTrainedModel, tmp_path: Path, by_name: bool, uses: bool
+) -> None:
+    names = ("past_key_values", "cache", "cache_implementation", "cache_config")
+    handed = f"{{k: v for k, v in kwargs.items() if k in {names}}}" if uses else "{}"
+    call = f"model.generate(inputs, max_new_tokens=4, do_sample=False, **{handed})"
+    (tmp_path / "custom_generate").mkdir()
+    file = tmp_path / "custom_generate" / "generate.py"
+    file.write_text(FOREIGN.format(body=f"return {call}"))
+    cache = new_cache(llama)
+    named = {"cache_implementation": "flat", "cache_config": COVERING_OPTIONS}
+    run = {"custom_generate": str(tmp_path), "trust_remote_code": True, **GREEDY}
+    run |= named if by_name else {"past_key_values": cache}
+    if uses:
+        expected = llama.generate(prompt(1, 40), max_new_tokens=4, **GREEDY)
+        assert torch.equal(llama.generate(prompt(1, 40), **run), expected)
+    else:
+        with pytest.raises(ValueError, match="ran without the retrieval cache"):
+            llama.generate(prompt(1, 40), **run)
+
+
+def test_a_loop_of_the_callers_may_return_what_it_likes(llama: PreTrainedModel) -> None:
+    def padded(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model(input_ids, **{name: kwargs[name] for name in kwargs if name == CACHE_NAME})
+        return torch.nn.functional.pad(input_ids, (0, 30))
+
+    cache, run = new_cache(llama), {"max_new_tokens": 4, **GREEDY}
+    tokens = llama.generate(prompt(1, 40), past_key_values=cache, custom_generate=padded, **run)
+    assert tokens.shape == (1, 70) and cache.get_seq_length() == 40

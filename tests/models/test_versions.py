@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.requirements import Requirement
+from torch import nn
 
 import hf_kvret
 from hf_kvret.models import versions
@@ -76,6 +78,45 @@ def test_a_cache_under_both_names_is_refused() -> None:
         model.generate(prompt(1, 40), **RUN, **caches)
 
 
+def test_a_name_without_a_value_is_left_out() -> None:
+    """Wrappers pass ``past_key_values=None`` beside what they were given."""
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    for given, empty in (CACHE_NAMES, CACHE_NAMES[::-1]):
+        for kind in (transformers.DynamicCache, hf_kvret.FlatKVCache):
+            cache = kind(config=model.config)
+            model.generate(prompt(1, 40), **RUN, **{given: cache, empty: None})
+            assert cache.get_seq_length() == 43
+        cache = hf_kvret.FlatKVCache(model.config)
+        with torch.no_grad():
+            model(prompt(1, 40), **{given: cache, empty: None})
+        assert cache.get_seq_length() == 40
+
+
+def test_only_a_cache_is_renamed() -> None:
+    """A model may have an argument ``cache`` of its own."""
+    for name in CACHE_NAMES:
+        arguments: dict[str, Any] = {name: "on disk"}
+        versions.name_cache(arguments)
+        assert arguments == {name: "on disk"}
+
+
+def test_a_forward_that_knows_one_name_gets_that() -> None:
+    class Old(nn.Module):
+        def forward(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> Any: ...
+
+    class New(nn.Module):
+        def forward(self, input_ids: Any, cache: Any = None, **kwargs: Any) -> Any: ...
+
+    class Any_(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    assert versions.cache_name_of(Old) == "past_key_values"
+    assert versions.cache_name_of(New) == "cache"
+    assert versions.cache_name_of(Any_) == versions.CACHE_NAME
+    assert versions.cache_name_of(type(MODELS["llama"].build())) == versions.CACHE_NAME
+
+
 def test_either_name_reaches_transformers_own_caches() -> None:
     model = MODELS["llama"].build()
     for name in CACHE_NAMES:
@@ -115,7 +156,8 @@ def test_the_import_warns_once_of_an_untested_version(
     assert result.stderr.count("hf_kvret was tested with") == int(warns), result.stderr
     if warns:
         assert f"this is {installed}" in result.stderr
-        assert "pip install" in result.stderr
+        command = result.stderr.split("pip install '")[1].split("'")[0]
+        assert Requirement(command).specifier.contains(versions.TESTED[package][1] + ".0")
 
 
 def test_the_range_is_that_of_the_package_and_holds_this_version() -> None:
