@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import hf_kvret
+from hf_kvret.models.versions import as_argument
 from hf_kvret.survey import scan
 from hf_kvret.survey.conversation import (
     COVER,
@@ -243,18 +245,54 @@ def test_reset_forgets_the_state(talk: Conversation) -> None:
 
 
 @torch.no_grad()
-def test_a_pass_that_breaks_off_keeps_nobody_waiting(talk: Conversation) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_breaks_off_keeps_nobody_waiting(
+    talk: Conversation, error: type[BaseException]
+) -> None:
+    """torch calls no hooks after a KeyboardInterrupt."""
     model = talk.model
     hf_kvret.attach(model)
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("broken")
+        raise error("broken")
 
     hook = model.lm_head.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(error, match="broken"):
         model(**talk.first, past_key_values=flat(model))
     hook.remove()
-    thread = threading.Thread(target=lambda: talk.check(talk.filled()))
+    results: list[bool] = []
+
+    def other() -> None:
+        talk.check(talk.filled())
+        results.append(True)
+
+    thread = threading.Thread(target=other, daemon=True)
     thread.start()
     thread.join(60)
-    assert not thread.is_alive()
+    assert results == [True]
+
+
+@torch.no_grad()
+def test_a_copy_of_an_attached_model_keeps_a_state_of_its_own(talk: Conversation) -> None:
+    hf_kvret.attach(talk.model)
+    twin = copy.deepcopy(talk.model)
+    cache = flat(twin)
+    twin(**talk.first, past_key_values=cache)
+    ask(twin, talk.others[0])
+    twin(input_ids=talk.answer.ids[:, -NEW_TOKENS:-1], past_key_values=cache)
+    talk.check(cache, twin)
+
+
+@torch.no_grad()
+def test_a_cache_by_position_brings_its_state(talk: Conversation) -> None:
+    model = talk.model
+    hf_kvret.attach(model)
+    ids = talk.answer.ids[:, -NEW_TOKENS:-1]
+    results = []
+    for by_position in (False, True):
+        cache = flat(model)
+        model(**talk.first, past_key_values=cache)
+        ask(model, talk.others[0])
+        arguments = ([ids, None, None, cache], {}) if by_position else ([ids], as_argument(cache))
+        results.append(model.model(*arguments[0], **arguments[1]).last_hidden_state)
+    assert torch.equal(*results)
