@@ -39,7 +39,7 @@ def test_its_table_is_of_the_results_of_what_the_demo_asks() -> None:
 
 def test_its_bytes_in_all_are_those_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
     told = re.search(r"([\d.]+) against ([\d.]+) MiB for ([\d,]+) tokens", README)
-    coded = re.search(r'`store="higgs-host"`\), they are ([\d.]+)\.', README)
+    coded = re.search(r'`store="higgs-host"`\), the total is ([\d.]+) MiB', README)
     assert told and coded
     where = ["--stores", "host,higgs-host", "--device-memory", "4GB"]
     context = told[3].replace(",", "")

@@ -31,8 +31,9 @@ _COMMANDS = {
 def main() -> int:
     """Run the command of ``sys.argv``; returns the exit status."""
     words = sys.argv[1:]
-    known = bool(words) and (words[0] in _COMMANDS or words[0].startswith("-"))
-    if not known or words[0] in ("-h", "--help"):
+    first = words[0] if words else ""
+    asks_version = len(first) > 2 and "--version".startswith(first)
+    if first not in _COMMANDS and not asks_version:
         # Prints help or an error, and ends the program.
         make_parser().parse_args(words)
     from hf_kvret.cli import main as run

@@ -190,7 +190,7 @@ class NeedleInHaystack(Task):
     def table(cls, results: Results) -> str:
         """A line for each cache and set-up, and below it how many depths a mean is of.
 
-        A mean of fewer than the depths that are known says so: it is not finished.
+        A mean of fewer depths than others says so.
         """
         lengths = sorted({cell["length"] for cell, _ in results})
         count = len({cell["depth"] for cell, _ in results})
@@ -287,13 +287,10 @@ def _percent_of(shares: list[float], count: int) -> str:
 
 
 def _depths_note(count: int, rows: Sequence[Sequence[str]]) -> str:
-    """What the table's means are of, and how it shows cells that are not finished."""
+    """What the table's means are of, and how it shows those of fewer cells."""
     note = f"A length's mean is of {count} {'depth' if count == 1 else 'depths'}."
     if any(" of " in text or text == "-" for row in rows for text in row[2:-2]):
-        note += (
-            " Not all is finished: 3 of 5 in brackets is a mean of 3 cells where 5 are known, and "
-            "- has none. The same command with --json goes on."
-        )
+        note += " (n of m) is a mean of n cells where others have m, and - has none."
     return note
 
 
