@@ -288,7 +288,9 @@ def test_every_layer_holds_the_tokens_it_was_given() -> None:
     given: dict[int, list[torch.Tensor]] = {}
     update = cache.update
 
-    def noting(keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+    def noting(
+        keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> Any:
         given.setdefault(layer, []).append(keys.clone())
         return update(keys, values, layer, *args, **kwargs)
 
