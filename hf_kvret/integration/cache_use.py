@@ -99,9 +99,9 @@ def _least_added(call: Request, tokens: torch.Tensor) -> int:
     length = 0 if prompt is None else prompt.shape[1]
     mask = call.arguments.get("attention_mask")
     # A mask of all tokens beside the ids of the new ones.
-    is_part = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > length
-    held = 0 if is_part else call.start_len
-    return max(0, length - held) + new - 1
+    is_new_alone = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > length
+    cached_len = 0 if is_new_alone else call.start_len
+    return max(0, length - cached_len) + new - 1
 
 
 def check_foreign(call: Request, held: int) -> None:

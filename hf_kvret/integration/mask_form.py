@@ -49,8 +49,7 @@ def base_form(arguments: dict[str, Any]) -> MaskForm:
     """
     config = arguments.get("config")
     base = (None if config is None else recorded_base(config)) or _USUAL
-    sizes = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
-    batch, new, total = sizes
+    batch, new, total = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
     finished = MaskForm((batch, 1, new, total))
     if base in _ALWAYS_FINISHED:
         return finished

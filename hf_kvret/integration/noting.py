@@ -50,7 +50,7 @@ def _before_pass(
     cache = cache_argument(kwargs)
     if not isinstance(cache, RetrievalCache):
         return None
-    name_cache(kwargs, cache_name_of(type(module)))  # type: ignore[arg-type]
+    name_cache(kwargs, cache_name_of(module))
     _note_start(module, cache, args, kwargs)
     return args, kwargs
 

@@ -82,19 +82,19 @@ class OffsetWarning:
     """Warns once of a cache whose rows are coded though keys of a layer have an offset."""
 
     def __init__(self) -> None:
-        self._given = False
+        self._has_warned = False
 
     def check(self, first: FirstRows, layer: int, remedy: str) -> None:
         """Warn if the keys of a ``layer`` have an offset.
 
         ``remedy``: what to do then, or what is done.
         """
-        if self._given:
+        if self._has_warned:
             return
         ratio = offset_ratio(first)
         if ratio is None or ratio <= MOST_RATIO:
             return
-        self._given = True
+        self._has_warned = True
         _log.warning(
             "the keys of layer %d have a large offset that all tokens share: their energy is %.0f "
             "times that of what differs between tokens, and where it is more than %.0f times that, "
