@@ -237,7 +237,7 @@ def _after_pass(
     if not turn.is_mine or turn.module is not module:
         return
     try:
-        # Of a pass that failed there is none, and the cache has not gone on.
+        # A pass that failed has no output, and the cache has not gone on.
         if output is not None and cache is not None:
             _note(model, cache, turn, kwargs.get("attention_mask"))
     finally:

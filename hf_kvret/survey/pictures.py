@@ -32,7 +32,7 @@ def picture_model(name: str) -> PreTrainedModel:
     config = small_config(AutoConfig.for_model(name))
     text, vision = config.get_text_config(decoder=True), config.vision_config
     if getattr(vision, "out_hidden_size", None) is None:
-        # Of some towers this is the width of the text model, of others they are projected to it.
+        # Some towers have the width of the text model here, others are projected to it.
         vision.hidden_size = text.hidden_size if hasattr(vision, "embed_dim") else _WIDTH
     else:
         vision.hidden_size, vision.out_hidden_size = _WIDTH, text.hidden_size

@@ -167,7 +167,7 @@ def _callees(function: Any) -> list[Any]:
         return callees
     callees += map(_contents, function.__closure__ or ())
     package = function.__globals__.get("__name__", "").split(".")[0]
-    # What these packages call by their globals are other functions, and thousands of them.
+    # These packages call thousands of other functions by their globals.
     if package not in ("transformers", "torch"):
         callees += [function.__globals__.get(name) for name in function.__code__.co_names]
     return callees

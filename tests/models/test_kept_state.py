@@ -34,7 +34,7 @@ CHANGES = {
 # Modules that hold what models share.
 SHARED = ("modeling_rope_utils.py", "modeling_layers.py")
 
-# What need not be kept: by attribute, the reason.
+# The reason, by attribute, why it need not be kept.
 SETTINGS = {
     "problem_type": "the kind of loss, set in training",
     "padding_side": "a setting of the caller",
