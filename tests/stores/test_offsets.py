@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 HEADS, DIM = 2, 64
 SMALL: dict[str, Any] = {"top_k": 20, "sink": 2, "recent": 8, "flush": 4, "dense_below": 0}
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-# Each KV head has such keys in MODELS["qwen2"], whose length is about 8.
+# The length of the offset in each KV head. Keys of MODELS["qwen2"] are about 8 long.
 NORM = 200.0
 
 
