@@ -251,11 +251,11 @@ def test_a_manager_from_before_a_switch_is_not_started() -> None:
 
 
 def test_another_cache_beside_our_name_is_refused(llama: PreTrainedModel) -> None:
-    words = "past_key_values is a DynamicCache, cache_implementation='paris' asks for a Paris"
+    words = "the cache is a DynamicCache, cache_implementation='paris' asks for a Paris"
     cache = DynamicCache(config=llama.config)
     with pytest.raises(ValueError, match=words):
         llama.generate(_ids(), **RUN, cache_implementation="paris", past_key_values=cache)
-    words = "past_key_values is a FlatKVCache, cache_implementation='paris' asks for another"
+    words = "the cache is a FlatKVCache, cache_implementation='paris' asks for another"
     flat = FlatKVCache(llama.config)
     with pytest.raises(ValueError, match=words):
         llama.generate(_ids(), **RUN, cache_implementation="paris", past_key_values=flat)

@@ -256,8 +256,8 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
             # What was finished is worth seeing, also when a later cell could not be.
             if len(results):
                 print(f"\n{measurement.table(results)}")
-            if missing := len(measurement.waiting(results)):
-                print(f"\n{missing} of {len(measurement.cells())} cells are not finished")
+                if missing := len(measurement.waiting(results)):
+                    print(f"\n{missing} of {len(measurement.cells())} cells are not finished")
     for cell, reason in failed:
         print(f"\n{' '.join(map(str, cell.values()))}: {reason}")
     if known:
