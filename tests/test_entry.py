@@ -11,7 +11,7 @@ import pytest
 import hf_kvret_cli
 from hf_kvret import cli
 
-# What ends without torch; the whole program says the same.
+# These end without torch, and the whole program says the same.
 QUICK = [[], ["--help"], ["-h"], ["wrong"], ["wrong", "--help"]]
 
 

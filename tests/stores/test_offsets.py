@@ -72,7 +72,7 @@ def ratio(keys: torch.Tensor, valid: torch.Tensor | None = None) -> float:
 def test_an_offset_is_seen_in_any_channels_and_its_size_is_right(kind: str, length: int) -> None:
     norm = 100.0
     offset = constant(kind, HEADS, DIM)[:, None] * norm
-    # Of 64 numbers of variance one.
+    # The keys have 64 numbers of variance one.
     exact = 1 + norm**2 / DIM
     found = ratio(rotated(drawn(length) + offset))
     # A line of 5 frequencies takes some of the rest with it; half of a channel's offset turns away.
