@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 from hf_kvret.core.option_checks import (
@@ -23,12 +22,11 @@ from hf_kvret.core.option_checks import (
     check_select_heads,
     check_slots,
 )
-from hf_kvret.core.renamed import RenamesOptions, rename
 from hf_kvret.core.rest_kinds import REST_KINDS, RestKind
 
 
 @dataclass(frozen=True)
-class RetrievalConfig(metaclass=RenamesOptions):
+class RetrievalConfig:
     """Sizes of the regions, the budget, and where cold rows live. Lengths are in tokens.
 
     Attributes:
@@ -84,12 +82,8 @@ class RetrievalConfig(metaclass=RenamesOptions):
         track_recall: compare every selection with the exact top-k. Reads all keys: for study.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can (see
             ``DecodeGraph``); False: it never does.
-
-    An option may also be given by an old name that a class has in ``RENAMED``, see
-    ``RenamesOptions``.
     """
 
-    RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({})
     # Whether any length of context leads to retrieval.
     retrieves: ClassVar[bool] = True
 
@@ -147,7 +141,6 @@ class RetrievalConfig(metaclass=RenamesOptions):
     @classmethod
     def from_options(cls, **options: Any) -> Self:
         """The configuration with ``options`` set; an unknown name raises with the nearest one."""
-        options = cls.current_names(options)
         names = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in names:
@@ -168,15 +161,9 @@ class RetrievalConfig(metaclass=RenamesOptions):
             raise TypeError(f"{owner} takes a {cls.__name__}, got {type(options).__name__}")
         return options.replace(**changes) if changes else options
 
-    @classmethod
-    def from_saved(cls, options: Mapping[str, Any]) -> Self:
-        """The configuration that this or an earlier version saved: old names give no warning."""
-        return cls.from_options(**rename(options, cls.renames()))
-
     def replace(self, **options: Any) -> Self:
         """A copy with ``options`` changed, validated like a new one."""
-        changes = type(self).current_names(options)
-        return type(self).from_options(**{**dataclasses.asdict(self), **changes})
+        return type(self).from_options(**{**dataclasses.asdict(self), **options})
 
     @classmethod
     def takes_store(cls, store: str) -> bool:

@@ -349,7 +349,6 @@ def _check_options(
     cache: RetrievalCache, options: dict[str, Any], config: PreTrainedConfig
 ) -> None:
     """ValueError if ``cache_config`` contradicts the options of the cache passed with it."""
-    options = cache.config_class.current_names(options)
     target = cache.options_for(cache.options.replace(**options), config) if options else None
     for name in options:
         current = getattr(cache.options, name)

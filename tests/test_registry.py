@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvret
-from hf_kvret import CTkvrCache, FlatKVCache, ParisKVCache, RetrievalCache
+from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
 from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
@@ -120,19 +120,6 @@ def test_four_ways_to_ask_give_the_same_tokens(llama: PreTrainedModel, tmp_path:
     result = saved.generate(**inputs, do_sample=False, return_dict_in_generate=True)
     assert isinstance(result.past_key_values, ParisKVCache) and _reads_cold(result.past_key_values)
     assert torch.equal(result.sequences, expected)
-
-
-def test_an_option_by_its_old_name_works_in_every_way_to_ask(llama: PreTrainedModel) -> None:
-    call = {**_prompt(2), "do_sample": False, "max_new_tokens": 2}
-    call |= {"return_dict_in_generate": True, "cache_implementation": "ctkvr"}
-    asked = {**COVERING_OPTIONS, "probes": 2}
-    with pytest.warns(FutureWarning, match="'probes' is now called 'nprobe'"):
-        result = llama.generate(**call, cache_config=asked)
-    assert result.past_key_values.options.nprobe == 2
-    cache = CTkvrCache(llama.config, **COVERING_OPTIONS, nprobe=2)
-    del call["cache_implementation"]
-    with pytest.warns(FutureWarning, match="'probes' is now called 'nprobe'"):
-        llama.generate(**call, past_key_values=cache, cache_config=asked)
 
 
 def test_a_second_turn_works_beside_the_name_in_the_saved_config(llama: PreTrainedModel) -> None:

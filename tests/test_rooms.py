@@ -30,7 +30,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (KERNELS, "hf_kvret_model_patches", "hf_kvret.loading", "hf_kvret.version", "hf_kvret.models"),
     (
         "hf_kvret.core.option_checks",
-        "hf_kvret.core.renamed",
         "hf_kvret.core.rest_kinds",
         "hf_kvret.core.sizes",
         "hf_kvret.integration.adapters",

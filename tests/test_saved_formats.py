@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,10 +46,7 @@ def test_a_saved_cache_goes_on_with_the_same_tokens(name: str, model: PreTrained
     method = name.partition("-")[0]
     folder = make.SAVED / "caches" / name
     cls = hf_kvret.registered_methods()[method]
-    with warnings.catch_warnings():
-        # Who loads gave no option by an old name.
-        warnings.simplefilter("error", FutureWarning)
-        cache = cls.from_pretrained(folder, model.config, **make.place(method))
+    cache = cls.from_pretrained(folder, model.config, **make.place(method))
     assert cache.get_seq_length() == 53
     assert all(layer.cold_len for layer in cache.retrieval_layers)
     got = torch.tensor(make.continuation(model, cache))

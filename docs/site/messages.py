@@ -26,7 +26,6 @@ GROUPS = {
         "methods/*/config.py",
         "core/option_checks.py",
         "core/sizes.py",
-        "core/renamed.py",
     ],
     "Making a cache, and generate": [
         "registry.py",

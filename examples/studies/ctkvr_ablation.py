@@ -232,9 +232,7 @@ class CTkvrAblation(Ablation):
     centroids: tuple[str, ...] = values_option(
         ("1/8x", "1/4x", "1/2x", "1x", "2x"), "counts, or multiples of what is usual", _centroids
     )
-    nprobe: tuple[int, ...] = values_option(
-        (1, 2, 4, 8, 16), "centroids recalled", whole_number(1), old_name="--probes"
-    )
+    nprobe: tuple[int, ...] = values_option((1, 2, 4, 8, 16), "centroids recalled", whole_number(1))
     ratios: tuple[float, ...] = values_option(
         (1.0, 1.5, 2.5, 4.0), "keys of a list, as multiples of the budget", number(0)
     )

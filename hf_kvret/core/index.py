@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.contract import refuse_old_names
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import State
 from hf_kvret_kernels.ids import WrongIdError
@@ -92,24 +90,6 @@ class Estimates(NamedTuple):
     ids: torch.Tensor | None = None
 
 
-_NEW_NAMES = {
-    "observe": "add(block)",
-    "extend": "add(block)",
-    "select": "search(query, cold)",
-    "watch": "on_forward(queries, keys, start, valid, positions)",
-    "refresh": "before_search(cold)",
-    "learn": "after_search(ids)",
-    "candidates": "cost(n, budget)",
-    "keys_read": "cost(n, budget)",
-    "select_nbytes": "cost(n, budget)",
-    "positions": "RetrievalCache.needs_positions",
-    "whole": "a cache whose make_index returns None",
-    "settle": "before_capture() of the mixin CapturableIndex",
-    "broke_off": "capture_failed() of the mixin CapturableIndex",
-    "uncapturable": "the mixin CapturableIndex, or the attribute capture_obstacle",
-}
-
-
 class Index(State):
     """Finds the few cold tokens that a query attends to. One per retrieval layer.
 
@@ -127,23 +107,10 @@ class Index(State):
             can't be captured in a CUDA graph, as the message says it.
         needs_finite: whether a pass raises where rows are NaN or infinite, so that a load refuses
             a saved cache with such rows.
-
-    Raises:
-        TypeError: a subclass defines methods of an older version of this contract.
     """
 
     capture_obstacle: ClassVar[str] = ""
     needs_finite: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        refuse_old_names(cls, Index, _NEW_NAMES, "docs/your-index.md and the changelog")
-        hook = vars(cls).get("after_search")
-        if hook is not None and len(inspect.signature(hook).parameters) < 2:
-            raise TypeError(
-                f"{cls.__name__}.after_search takes no ids: it is after_search(self, ids) now, see "
-                "docs/your-index.md"
-            )
 
     @abstractmethod
     def add(self, block: TokenBlock) -> None:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.contract import refuse_old_names
 from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
@@ -19,12 +18,6 @@ from hf_kvret_kernels.soft_cap import soft_cap_
 
 # ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
-
-
-_NEW_NAMES = {
-    "settle": "before_capture()",
-    "uncapturable": "the property or attribute capture_obstacle",
-}
 
 
 def _nothing_below() -> Store | None:
@@ -42,17 +35,10 @@ class Store(State):
             taken in the same tokens just before, and it forgets tokens after this one. Set by the
             cache, also in a fork.
         codes_rows: whether rows come back as other numbers than they were given.
-
-    Raises:
-        TypeError: a subclass defines methods of the contract before this one.
     """
 
     below: Callable[[], Store | None] = staticmethod(_nothing_below)
     codes_rows: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        refuse_old_names(cls, Store, _NEW_NAMES, "the docstrings of Store and the changelog")
 
     @property
     def bus_share(self) -> float:

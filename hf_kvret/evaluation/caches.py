@@ -96,7 +96,6 @@ def choose_cache(
     options = dict(_option(text, part) for part in given)
     if name in registered_methods():
         config_class = registered_methods()[name].config_class
-        options = config_class.current_names(options)
         # What was asked for all caches may be nothing for this one, which has its own.
         asked = (defaults or {}).items()
         known = {option: value for option, value in asked if config_class.takes(option, value)}

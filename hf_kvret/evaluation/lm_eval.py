@@ -143,14 +143,11 @@ def _with_cache(gen_kwargs: Any, cache_config: dict[str, Any]) -> dict[str, Any]
             f"--gen_kwargs has cache_config={named!r}, no dict: give --cache-config "
             "'{\"top_k\": 256}' in front of --"
         )
-    config_class = methods[name].config_class
-    named = config_class.current_names(named)
-    cache_config = config_class.current_names(cache_config)
     twice = sorted({*named} & {*cache_config})
     if twice:
         raise ValueError(f"{twice[0]} is both in --cache-config and in --gen_kwargs: drop one")
     if config := named | cache_config:
-        config_class.from_options(**config)
+        methods[name].config_class.from_options(**config)
         merged["cache_config"] = config
     return merged
 

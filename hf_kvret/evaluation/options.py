@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,7 +32,6 @@ class _Declared:
     metavar: str | None
     aliases: tuple[str, ...]
     name: str | None
-    old_name: str | None
 
 
 def option(
@@ -45,7 +43,6 @@ def option(
     metavar: str | None = None,
     aliases: Sequence[str] = (),
     name: str | None = None,
-    old_name: str | None = None,
 ) -> Any:
     """A field that is an option of the command line; ``top_k`` is ``--top-k``.
 
@@ -58,11 +55,8 @@ def option(
         metavar: what stands for the value in the help.
         aliases: more names, as ``--new-tokens``.
         name: on the command line where it is not the field's; one without dashes is positional.
-        old_name: what it was called before, as ``--probes``: works with a warning, unlisted.
-            For options that have a default and take a value.
     """
-    assert old_name is None or (default is not MISSING and default is not False), old_name
-    declared = _Declared(help, kind, choices, metavar, tuple(aliases), name, old_name)
+    declared = _Declared(help, kind, choices, metavar, tuple(aliases), name)
     return field(default=default, metadata={_KEY: declared})
 
 
@@ -94,37 +88,12 @@ def add_options(parser: argparse.ArgumentParser, kind: type[DataclassInstance]) 
             given["default"] = one.default
         elif not positional:
             given["required"] = True
-        if declared.old_name is None:
-            parser.add_argument(*names, **given)
-            continue
-        # Not both: argparse refuses that.
-        either = parser.add_mutually_exclusive_group()
-        either.add_argument(*names, **given)
-        given |= {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        either.add_argument(declared.old_name, **given, action=_OldName, const=names[0])
+        parser.add_argument(*names, **given)
 
 
 def read_options(kind: type[_Options], parsed: argparse.Namespace) -> _Options:
     """The dataclass with the values that were parsed; errors are those of its own checks."""
     return kind(**{one.name: getattr(parsed, one.name) for one in _options(kind)})
-
-
-class _OldName(argparse.Action):
-    """Stores like the option that it was renamed to, ``const``, which has the same ``dest``."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        warnings.warn(
-            f"{option_string} is now called {self.const}; the old name will be removed",
-            FutureWarning,
-            stacklevel=2,
-        )
-        setattr(namespace, self.dest, values)
 
 
 def _options(kind: type[DataclassInstance]) -> list[Field[Any]]:

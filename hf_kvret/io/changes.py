@@ -20,8 +20,7 @@ _MOVABLE_OPTIONS = {"artifact", "revision", "artifact_sha256"}
 
 
 def forked(options: Any, changes: dict[str, Any]) -> Any:
-    """``options`` with ``changes``, also by old names; ValueError unless a fork may have them."""
-    changes = type(options).current_names(changes)
+    """``options`` with ``changes``; ValueError unless a fork may have them."""
     _check(changes, set(FORK_OPTIONS))
     return options.replace(**with_companions(changes))
 

@@ -38,14 +38,14 @@ def options_to_load(
         ValueError: options that no save writes, a change that a filled cache can't take, or factors
             of a rest that the caller doesn't name.
     """
-    changes = kind.current_names(dict(changes))
+    changes = dict(changes)
     check_load(changes, needs_artifact)
     changes = with_companions(changes)
     if changes.get("store", "split") not in ("auto", "split"):
         # The saved budget belongs to the saved store.
         changes = {"device_budget": None, **changes}
     try:
-        options = kind.from_saved(saved)
+        options = kind.from_options(**saved)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{directory} has options that no save writes: {error}") from error
     most = max((x for x in saved.values() if type(x) is int), key=abs, default=0)

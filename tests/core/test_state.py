@@ -11,9 +11,7 @@ import torch
 from hf_kvret import Index
 from hf_kvret.core.index import CapturableIndex, capture_obstacle_of
 from hf_kvret.core.state import State, number, part, tensor
-from hf_kvret.core.store import Store
 from hf_kvret.core.token_buffer import TokenBuffer, passed, tokens
-from hf_kvret.methods.flat import FlatIndex
 
 
 class Inner(State):
@@ -201,50 +199,6 @@ def test_a_subclass_adds_fields() -> None:
     state.more = torch.ones(2)
     assert "more" in state.state_dict() and "more" not in Outer.fields
     assert "keys" in state.state_dict()
-
-
-def test_an_index_of_the_older_contract_is_told_the_new_methods() -> None:
-    words = (
-        r"Old has methods of an older contract: select is now search\(query, cold\); learn is now"
-    )
-    # What ABCMeta remembers of this is asked for a subclass in the making, too.
-    assert issubclass(Index, Index)
-    with pytest.raises(TypeError, match=words):
-
-        class Old(Index):
-            def select(self) -> None: ...
-
-            def learn(self) -> None: ...
-
-    class Mixed:
-        whole = True
-
-    with pytest.raises(TypeError, match="Late has methods of an older contract: whole is"):
-
-        class Late(Mixed, Index): ...
-
-
-def test_an_index_whose_after_search_takes_no_ids_is_told_so() -> None:
-    with pytest.raises(TypeError, match=r"Old.after_search takes no ids.*\(self, ids\)"):
-
-        class Old(FlatIndex):
-            def after_search(self) -> None:  # type: ignore[override]
-                """As it was."""
-
-
-@pytest.mark.parametrize(
-    ("name", "now"),
-    [("settle", r"before_capture\(\)"), ("uncapturable", "the property or attribute capture_obst")],
-)
-def test_a_store_of_the_older_contract_is_told_the_new_methods(name: str, now: str) -> None:
-    with pytest.raises(
-        TypeError, match=f"Old has methods of an older contract: {name} is now {now}"
-    ):
-        type("Old", (Store,), {name: lambda self: None})
-    mixin = type("Mixin", (), {name: lambda self: None})
-    with pytest.raises(TypeError, match=f"Late has methods of an older contract: {name} is"):
-        type("Late", (mixin, Store), {})
-    assert issubclass(type("New", (Store,), {"capture_obstacle": "draws numbers"}), Store)
 
 
 def test_an_index_says_why_its_steps_are_not_captured() -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
-from hf_kvret import CTkvrCache, FlatKVCache, ParisKVCache
+from hf_kvret import FlatKVCache, ParisKVCache
 from hf_kvret.evaluation import caches
 from hf_kvret.evaluation.caches import choose_cache, choose_caches, known_caches
 
@@ -23,14 +23,6 @@ def test_options_reach_the_cache() -> None:
     made = choose_cache("flat:sink=0", {"top_k": 7, "sink": 9}).make(CONFIG, 100)
     assert isinstance(made, FlatKVCache)
     assert (made.options.top_k, made.options.sink) == (7, 0)
-
-
-def test_an_option_by_its_old_name_reaches_the_cache_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="'probes' is now called 'nprobe'"):
-        made = choose_cache("ctkvr:probes=7", {"nprobe": 3}).make(CONFIG, 100)
-    assert isinstance(made, CTkvrCache) and made.options.nprobe == 7
-    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="give nprobe alone"):
-        choose_cache("ctkvr:probes=7:nprobe=7")
 
 
 def test_opponents_are_transformers_own() -> None:

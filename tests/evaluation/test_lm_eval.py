@@ -191,13 +191,10 @@ def test_a_missing_lm_eval_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> 
         run_lm_eval(["--tasks", "x"])
 
 
-def test_an_option_by_its_old_name_stands_in_one_place_only() -> None:
+def test_an_option_stands_in_one_place_only() -> None:
     named = {"cache_implementation": "ctkvr", "cache_config": {"nprobe": 2}}
-    with pytest.warns(FutureWarning, match="'probes' is now called 'nprobe'"):
-        merged = _with_cache({"cache_implementation": "ctkvr"}, {"probes": 7})
-    assert merged["cache_config"] == {"nprobe": 7}
-    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="nprobe is both in"):
-        _with_cache(named, {"probes": 7})
+    with pytest.raises(ValueError, match="nprobe is both in"):
+        _with_cache(named, {"nprobe": 7})
 
 
 def test_the_command_line_splits_at_the_dashes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -34,33 +33,6 @@ class Walk(Common):
     modes: str = option("one", "how", name="--mode")
     quiet: bool = False
     """No option: not on the command line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """One whose option had another name."""
-
-    nprobe: int = option(4, "lists", kind=whole_number(1), old_name="--probes")
-
-
-def test_an_old_name_works_with_a_warning_and_is_not_listed() -> None:
-    with pytest.warns(FutureWarning, match="--probes is now called --nprobe"):
-        assert parse(Search, "--probes", "9") == Search(nprobe=9)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert parse(Search, "--nprobe", "9") == Search(nprobe=9)
-        assert parse(Search) == Search()
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    add_options(parser, Search)
-    assert "--nprobe" in parser.format_help() and "--probes" not in parser.format_help()
-
-
-def test_an_old_name_beside_the_new_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--nprobe", "9", "--probes", "9"], ["--probes", "9", "--nprobe", "9"]):
-        with warnings.catch_warnings(), pytest.raises(SystemExit):
-            warnings.simplefilter("ignore")
-            parse(Search, *words)
-        assert "not allowed with argument" in capsys.readouterr().err
 
 
 @dataclass(frozen=True)

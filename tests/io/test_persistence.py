@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,31 +194,20 @@ def test_plain_rows_are_coded_by_a_store_for_coded_rows(
     assert torch.equal(_continue(llama, plain), _continue(llama, whole))
 
 
-def test_options_are_saved_by_their_names_of_today_and_loaded_by_any(
+def test_options_come_back_and_a_filled_cache_keeps_them(
     llama: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """Only who gives an old name is warned."""
-    with pytest.warns(FutureWarning):
-        cache = CTkvrCache(llama.config, **SMALL, probes=2)
-    _prefill(llama, cache).save_pretrained(tmp_path)
+    cache = _prefill(llama, CTkvrCache(llama.config, **SMALL, nprobe=2))
+    cache.save_pretrained(tmp_path)
     description, _ = read_saved(tmp_path)
     assert description["format_version"] == 2
-    assert description["options"]["nprobe"] == 2 and "probes" not in description["options"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert CTkvrCache.from_pretrained(tmp_path, llama.config).options == cache.options
-        options = description["options"]
-        options["probes"] = options.pop("nprobe")
-        write_saved(tmp_path, description)
-        loaded = CTkvrCache.from_pretrained(tmp_path, llama.config)
-        loaded.save_pretrained(tmp_path / "again")
+    assert description["options"]["nprobe"] == 2
+    loaded = CTkvrCache.from_pretrained(tmp_path, llama.config)
     assert loaded.options == cache.options
-    again = json.loads((tmp_path / "again" / DESCRIPTION).read_text())
-    assert again["options"]["nprobe"] == 2 and "probes" not in again["options"]
-    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="nprobe: not an option that"):
-        loaded.fork(probes=3)
-    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="nprobe: not an option that"):
-        CTkvrCache.from_pretrained(tmp_path, llama.config, probes=3)
+    with pytest.raises(ValueError, match="nprobe: not an option that"):
+        loaded.fork(nprobe=3)
+    with pytest.raises(ValueError, match="nprobe: not an option that"):
+        CTkvrCache.from_pretrained(tmp_path, llama.config, nprobe=3)
 
 
 def test_published_options_come_back(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_options_of_passes_and_defaults_are_taken() -> None:
     options = LatentConfig.from_options(**defaults | PASSES)
     assert {name: getattr(options, name) for name in PASSES} == PASSES
     assert options.exact() == options
-    assert LatentConfig.from_saved(dataclasses.asdict(options)) == options
+    assert LatentConfig.from_options(**dataclasses.asdict(options)) == options
 
 
 def test_what_was_asked_for_all_caches_is_not_for_this_one() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Self
 
 from hf_kvret.config import RetrievalConfig
@@ -46,8 +45,6 @@ class CTkvrConfig(RetrievalConfig):
             selected, with lists over all keys.
         seed: of ``choice="random"`` and of the codes.
     """
-
-    RENAMED = MappingProxyType({"probes": "nprobe"})
 
     centroids: int = 2048
     tokens_per_centroid: int = 16

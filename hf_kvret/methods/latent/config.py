@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -36,16 +35,6 @@ class LatentConfig(RetrievalConfig):
                     "model's device and attends to all of them; leave it out, or take a method "
                     "that retrieves, as cache_implementation='flat'"
                 )
-
-    @classmethod
-    def from_saved(cls, options: Mapping[str, Any]) -> Self:
-        """As of every cache; options without a meaning, which were saved once, are left out."""
-        meaningful = {
-            name: value
-            for name, value in options.items()
-            if not hasattr(cls, name) or cls.takes(name, value)
-        }
-        return super().from_saved(meaningful)
 
     @classmethod
     def takes(cls, name: str, value: Any) -> bool:
