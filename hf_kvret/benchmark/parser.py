@@ -10,7 +10,6 @@ from hf_kvret.benchmark.memory import Memory
 from hf_kvret.benchmark.prefill import Prefill
 from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.measurement import Measurement, add_measurement
-from hf_kvret.evaluation.results import OLD_TITLES
 from hf_kvret.evaluation.scripts import SCRIPTS, add_script_name
 
 _KINDS: tuple[type[Measurement], ...] = (Decode, Batch, Prefill, Memory)
@@ -32,6 +31,6 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     measurements = parser.add_subparsers(required=True, metavar="MEASURE")
     for kind in _KINDS:
         add_measurement(measurements, kind)
-    for title in (*SCRIPTS, *OLD_TITLES):
+    for title in SCRIPTS:
         if title.startswith("bench "):
             add_script_name(measurements, title)

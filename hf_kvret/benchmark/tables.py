@@ -85,11 +85,10 @@ def timing_table(results: Results, unit: str) -> str:
         ("cache device MB", of(mb, "device_bytes")),
         ("cache host MB", of(mb, "host_bytes")),
     ]
-    # Only decode steps have kinds, and result files of earlier versions lack them and the mean.
+    # Only decode steps have kinds.
     if any("steps" in row for _, row in results):
-        # Beside the median, which knows nothing of flushes and captures.
-        mean = of(lambda row: ms(row["seconds_mean"]) if "seconds_mean" in row else "-")
-        columns.insert(len(SIZE) + 1, (f"mean {unit}", mean))
+        # The mean stands beside the median, which knows nothing of flushes and captures.
+        columns.insert(len(SIZE) + 1, (f"mean {unit}", of(ms, "seconds_mean")))
         columns.append(("steps", told_steps))
     if any(row.get("attention_seconds") for _, row in results):
         attention = of(
@@ -100,7 +99,7 @@ def timing_table(results: Results, unit: str) -> str:
         columns += [
             (f"scaled {unit}", of(_with_rounds, "scaled")),
             ("scaled tokens/s", of(per_second, "scaled", "tokens_per_second")),
-            ("scaled ms a layer", lambda cell, row: _layer_ms(row)),
+            ("scaled ms a layer", of(ms, "scaled", "seconds_per_layer")),
             ("scaled floor ms", of(ms, "scaled", "floor_seconds")),
             ("scaled time / floor", of(tenths, "scaled", "time_over_floor")),
             ("scaled device MB", of(mb, "scaled", "device_bytes")),
@@ -164,12 +163,6 @@ def plot_contexts(path: Path, results: Results, title: str, unit: str, key: str)
     if setup["layers"] < setup["of_layers"]:
         heading += f", {setup['layers']} of {setup['of_layers']} layers"
     plot_lines(path, lines, title=heading, x="context (tokens)", y=unit, log_x=True, log_y=True)
-
-
-def _layer_ms(row: Row) -> str:
-    # Files of earlier versions lack it where noise hid the layers.
-    seconds = row["scaled"].get("seconds_per_layer")
-    return "-" if seconds is None else ms(seconds)
 
 
 def _with_rounds(scaled: Row) -> str:

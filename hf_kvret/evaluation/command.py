@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from hf_kvret.evaluation.measurement import add_measurement
-from hf_kvret.evaluation.scripts import SCRIPTS, add_script_name
 from hf_kvret.evaluation.tasks import TASKS
 
 
@@ -20,6 +19,3 @@ def add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     tasks = parser.add_subparsers(required=True, metavar="TASK")
     for task in TASKS.values():
         add_measurement(tasks, task)
-    for title in SCRIPTS:
-        if title.startswith("eval "):
-            add_script_name(tasks, title)

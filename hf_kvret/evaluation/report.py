@@ -22,7 +22,7 @@ from hf_kvret.evaluation.outputs import (
     check_own,
 )
 from hf_kvret.evaluation.plots import plot_points, require_matplotlib
-from hf_kvret.evaluation.results import FORMAT, Results, read_results, why_no_results
+from hf_kvret.evaluation.results import Results, why_no_results
 from hf_kvret.evaluation.scripts import SCRIPTS, command_line, load_measurement
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.io.folder import replace_file
@@ -43,14 +43,7 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
         formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=file_path, metavar="DIR", help="holds the result files")
-    parser.add_argument(
-        "--add-checksums",
-        action="store_true",
-        help="give result files of earlier versions today's checksums of what they hold now",
-    )
-    parser.set_defaults(
-        run=lambda options: _report(options.folder, measurements, options.add_checksums)
-    )
+    parser.set_defaults(run=lambda options: _report(options.folder, measurements))
 
 
 _Known = Mapping[str, type[Measurement]]
@@ -211,25 +204,7 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
     return page
 
 
-def add_checksums(folder: Path) -> list[Path]:
-    """Write result files of older formats in ``folder`` anew, with today's checksums.
-
-    Returns:
-        Which these are.
-
-    Raises:
-        ValueError: one is damaged, as far as that can be seen by the checksums that it has.
-    """
-    paths = [path for path in sorted(folder.glob("*.json")) if why_no_results(path) is None]
-    old = [path for path in paths if read_results(path)["format"] < FORMAT]
-    for path in old:
-        Results.load(path).save(path)
-    return old
-
-
-def _report(folder: Path, measurements: _Known, seals: bool) -> int:
-    for path in add_checksums(folder) if seals else ():
-        print(f"added checksums to {path}")
+def _report(folder: Path, measurements: _Known) -> int:
     pages, skipped, failed = write_report(folder, measurements)
     lines = [
         *(f"wrote {page}" for page in pages),

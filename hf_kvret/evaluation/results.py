@@ -1,9 +1,8 @@
 """Results that survive an interruption: one JSON file, one entry a finished cell.
 
-Since format 2 every entry has a checksum, and so has what stands above them, so that a number that
-was changed by mistake or by a bad disk is found. Since format 3 that of an entry is also of what
-stands above, so that it fits no other file. A cell may be taken out, and is measured again. Files
-of older formats are read as they are, and get the checksums of today when a cell is added.
+Every entry has a checksum, and so has what stands above them, so that a number that was changed by
+mistake or by a bad disk is found. That of an entry is also of what stands above, so that it fits no
+other file. A cell may be taken out, and is measured again.
 """
 
 from __future__ import annotations
@@ -18,16 +17,12 @@ from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.io.folder import replace_file
 from hf_kvret.io.strict_json import plain_bytes, read_json
 
-FORMAT = 3
-_READABLE = (1, 2, FORMAT)
+FORMAT = 1
 _CHECKSUM = "checksum"
 _CHECKSUM_LEN = 16
 # What a page tells of a run; None and names that are missing stand for what was not there.
 _ENVIRONMENT = {"command", "processor", "threads", "accelerator", "python", "versions"}
 _FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
-
-OLD_TITLES = {"bench tune": "bench launch"}
-"""What files of earlier versions call a measurement, and its name now."""
 
 # What a cell is called: for instance {"cache": "paris", "length": 4096, "task": "vt"}.
 Cell = dict[str, Any]
@@ -156,11 +151,10 @@ def read_results(path: Path) -> dict[str, Any]:
             f"{path} is no result file of hf-kvret demo, eval, tune or bench: give another file"
         )
     version = content.get("format")
-    if version not in _READABLE or type(version) is not int:
+    if version != FORMAT or type(version) is not int:
         raise ValueError(
-            f"{path} has format {version!r}, this version reads "
-            f"{', '.join(map(str, _READABLE[:-1]))} and {FORMAT}: make it again, or upgrade "
-            "hf-kvret"
+            f"{path} has format {version!r}, this version reads {FORMAT}: make it again, or "
+            "upgrade hf-kvret"
         )
     if not all(map(_is_entry, content["cells"])):
         raise ValueError(
@@ -173,8 +167,7 @@ def read_results(path: Path) -> dict[str, Any]:
         )
     _check_checksums(path, content)
     _check_single(path, content["cells"])
-    name = content["name"]
-    return content | {"name": OLD_TITLES.get(name, name)}
+    return content
 
 
 def check_results(path: Path, name: str) -> dict[str, Any] | None:
@@ -212,30 +205,19 @@ def why_no_results(path: Path) -> str | None:
         return None if '"format"' in text and '"cells"' in text else "not JSON"
     if isinstance(content, dict) and {"format", "cells"} <= content.keys():
         return None
-    if isinstance(content, dict) and isinstance(content.get("name"), str):
-        return f"results of {content['name']!r}, made by an earlier version, without cells"
     return "no results of hf-kvret demo, eval, tune or bench"
 
 
 def _check_checksums(path: Path, content: dict[str, Any]) -> None:
     """ValueError for a part of a result file that is not as it was written."""
-    entries = content["cells"]
-    if content["format"] == 1:
-        if any(_CHECKSUM in part for part in (content, *entries)):
-            raise ValueError(
-                f"{path} has checksums, and says that it is of format 1, which has none: it is "
-                "damaged, restore it, or delete it and make it again"
-            )
-        return
     above = {name: one for name, one in content.items() if name not in ("cells", _CHECKSUM)}
     if content.get(_CHECKSUM) != _checksum(above):
         raise ValueError(
             f"{path} was changed: name, set-up and environments are not what its checksum says; "
             "restore it, or delete it and make it again"
         )
-    top = content[_CHECKSUM] if content["format"] > 2 else None
-    for entry in entries:
-        if entry.get(_CHECKSUM) != _cell_checksum(entry, top):
+    for entry in content["cells"]:
+        if entry.get(_CHECKSUM) != _cell_checksum(entry, content[_CHECKSUM]):
             raise ValueError(
                 f"{path} was changed: the cell {_in_words(entry['cell'])} is not what its checksum "
                 "says, or of another file; restore the file, or take that entry out, and the "
@@ -260,10 +242,9 @@ def _in_words(cell: Cell) -> str:
     return ", ".join(f"{name} {value}" for name, value in cell.items())
 
 
-def _cell_checksum(entry: dict[str, Any], above: str | None) -> str:
-    """Of an entry, in a file with the checksum ``above``; None for a file of format 2."""
-    plain = {name: one for name, one in entry.items() if name != _CHECKSUM}
-    return _checksum(plain if above is None else [above, plain])
+def _cell_checksum(entry: dict[str, Any], above: str) -> str:
+    """Of an entry, in a file with the checksum ``above``."""
+    return _checksum([above, {name: one for name, one in entry.items() if name != _CHECKSUM}])
 
 
 def _checksum(part: Any) -> str:

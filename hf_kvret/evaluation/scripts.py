@@ -14,7 +14,6 @@ from pathlib import Path
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.measurement import Measurement, fill_parser
 from hf_kvret.evaluation.program import kept_results, run_program
-from hf_kvret.evaluation.results import OLD_TITLES
 
 FOLDER = Path(__file__).parents[2] / "examples"
 """Of the checkout that the package is run from, where it is; code of others is never loaded."""
@@ -38,7 +37,7 @@ SCRIPTS = {
     "bench llama-cpp": "benchmarks/bench_llama_cpp.py",
     "bench save": "benchmarks/bench_save.py",
 }
-"""Each script by the name in its result files, which is that of the command that it once was."""
+"""Each script by the name in its result files."""
 
 
 def command_line(title: str) -> str:
@@ -85,14 +84,9 @@ def run_script(kind: type[Measurement], arguments: Sequence[str] | None = None) 
 def add_script_name(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], title: str
 ) -> None:
-    """Let ``hf-kvret bench NAME`` run the script, and ``hf-kvret eval NAME`` say where it is.
+    """Let ``hf-kvret bench NAME`` run the script ``title``.
 
-    The script is loaded when it is run; the help of the program doesn't list it. An old name says
-    on stderr what it is called now.
-
-    Args:
-        commands: those of ``bench`` or ``eval``.
-        title: of ``SCRIPTS`` or ``OLD_TITLES``.
+    The script is loaded when it is run; the help of the program doesn't list it.
     """
     # Whatever is given: nothing begins with this character.
     parser = commands.add_parser(title.partition(" ")[2], add_help=False, prefix_chars="\0")
@@ -101,14 +95,6 @@ def add_script_name(
 
 
 def _run(title: str, parsed: argparse.Namespace) -> int:
-    if title.startswith("eval "):
-        raise ValueError(
-            f"{title} is a script now: {command_line(title)} takes its options, in a checkout of "
-            "hf-kvret's repository"
-        )
-    if title in OLD_TITLES:
-        print(f"{title} is now called {OLD_TITLES[title]}", file=sys.stderr)
-        title = OLD_TITLES[title]
     # What an interruption leaves is said by the program.
     parsed.json = any(word.startswith("--json") for word in parsed.given)
     return run_script(load_measurement(title), parsed.given)

@@ -13,7 +13,7 @@ from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.inspection import plot_quality, quality_table
 from hf_kvret.cli import main
 from hf_kvret.evaluation.bundled import BUNDLED_MODEL
-from hf_kvret.evaluation.results import Results, _checksum
+from hf_kvret.evaluation.results import Results
 
 
 @pytest.fixture
@@ -195,25 +195,10 @@ def test_a_result_file_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "r.json"
     Results("eval x", {"seed": 1}, file).add({"cache": "full"}, {"score": 1.5})
     assert main(["inspect", "--verify", str(file)]) == 0
-    assert capsys.readouterr().out == "results  eval x, format 3\ncells    1: whole\n"
+    assert capsys.readouterr().out == "results  eval x, format 1\ncells    1: whole\n"
     file.write_text(file.read_text().replace("1.5", "1.7"))
     assert main(["inspect", "--verify", str(file)]) == 2
     assert "the cell cache full is not what its checksum says" in capsys.readouterr().err
-
-
-def test_what_checksums_of_older_results_can_not_tell_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = {"name": "eval x", "format": 1, "setup": {}, "environments": [], "cells": []}
-    (tmp_path / "r.json").write_text(json.dumps(content))
-    assert main(["inspect", "--verify", str(tmp_path / "r.json")]) == 0
-    assert "readable; format 1 has no checksums" in capsys.readouterr().out
-    above = {"name": "eval x", "setup": {}, "environments": [], "format": 2}
-    content = above | {"checksum": _checksum(above), "cells": []}
-    (tmp_path / "r.json").write_text(json.dumps(content))
-    assert main(["inspect", "--verify", str(tmp_path / "r.json")]) == 0
-    words = "cells    0: each whole; format 2 has nothing that ties them to this file\n"
-    assert capsys.readouterr().out.endswith(words)
 
 
 @pytest.mark.parametrize("option", [["--json"], ["--plot", "a.png"]])

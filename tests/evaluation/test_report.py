@@ -14,7 +14,7 @@ import pytest
 from hf_kvret.cli import main
 from hf_kvret.evaluation.outputs import write_table
 from hf_kvret.evaluation.report import write_report
-from hf_kvret.evaluation.results import Results, _checksum
+from hf_kvret.evaluation.results import Results, _cell_checksum
 from hf_kvret.evaluation.tasks import TASKS
 
 MEASUREMENTS = {f"eval {name}": task for name, task in TASKS.items()}
@@ -30,11 +30,11 @@ def _ruler(folder: Path) -> Path:
     return path
 
 
-def _format_1(content: dict[str, Any]) -> dict[str, Any]:
-    """As earlier versions wrote it, without checksums."""
-    cells = [{name: cell[name] for name in ("cell", "result")} for cell in content["cells"]]
-    rest = {name: one for name, one in content.items() if name != "checksum"}
-    return {**rest, "format": 1, "cells": cells}
+def _sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with right checksums of its cells."""
+    above = content["checksum"]
+    cells = [entry | {"checksum": _cell_checksum(entry, above)} for entry in content["cells"]]
+    return content | {"cells": cells}
 
 
 def test_a_page_has_table_picture_command_and_notes(
@@ -54,7 +54,7 @@ def test_a_page_has_table_picture_command_and_notes(
     assert (tmp_path / "images" / "overview.png").is_file()
     assert not (tmp_path / "other.md").exists()
     printed = capsys.readouterr().out
-    assert f"skipped {tmp_path / 'other.json'}: results of 'demo', made by an earlier" in printed
+    assert f"skipped {tmp_path / 'other.json'}: no results of hf-kvret demo" in printed
     # Pages of ours are made anew.
     assert main(["report", str(tmp_path)]) == 0
 
@@ -106,10 +106,10 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no result file \(but list.json\)"):
         write_report(tmp_path, MEASUREMENTS)
     (tmp_path / "mine.away").rename(path)
-    # Before checksums, a number could be missing unnoticed.
-    content = _format_1(json.loads(path.read_text()))
+    # A number may be missing though the checksums are right.
+    content = json.loads(path.read_text())
     del content["cells"][0]["result"]["score"]
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(_sealed(content)))
     with pytest.raises(ValueError, match=r"mine.json has a damaged cell, full vt .*no 'score'\)"):
         write_report(tmp_path, MEASUREMENTS)
     content["cells"][0] = {"cell": {}}
@@ -150,7 +150,7 @@ def test_damaged_results_are_named_and_the_others_have_their_pages(
     whole = json.dumps(content)
     content["cells"][1]["result"]["score"] = {"no": "number"}
     (tmp_path / "changed.json").write_text(json.dumps(content))
-    (tmp_path / "wrong.json").write_text(json.dumps(_format_1(content)))
+    (tmp_path / "wrong.json").write_text(json.dumps(_sealed(content)))
     (tmp_path / "cut.json").write_text(whole[:-2])
     (tmp_path / "odd.json").write_text(whole.replace('"environments": [', '"environments": [3, '))
     Results("eval weather", {}, tmp_path / "new.json").add({"cache": "full"}, {})
@@ -176,22 +176,3 @@ def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert done.returncode == 0 and "rror" not in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_checksums_are_added_to_what_has_none_or_old_ones(
-    version: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = _ruler(tmp_path)
-    whole = path.read_bytes()
-    content = _format_1(json.loads(whole))
-    if version == 2:
-        above = {name: content[name] for name in ("name", "setup", "environments")} | {"format": 2}
-        cells = [entry | {"checksum": _checksum(entry)} for entry in content["cells"]]
-        content = above | {"checksum": _checksum(above), "cells": cells}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    assert main(["report", "--add-checksums", str(tmp_path)]) == 0
-    assert f"added checksums to {path}\n" in capsys.readouterr().out
-    assert path.read_bytes() == whole
-    assert main(["report", "--add-checksums", str(tmp_path)]) == 0
-    assert "added checksums" not in capsys.readouterr().out

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_kvret.evaluation.outputs import check_file
-from hf_kvret.evaluation.results import Results, _checksum, read_results, why_no_results
+from hf_kvret.evaluation.results import Results, read_results, why_no_results
 
 CELL = {"cache": "full", "length": 64}
 PUBLISHED = Path(__file__).parents[2] / "docs" / "results"
@@ -21,14 +21,6 @@ def _two_cells(path: Path, setup: dict[str, Any]) -> dict[str, Any]:
     results.add(CELL | {"length": 128}, {"score": setup["seed"]})
     content: dict[str, Any] = json.loads(path.read_text())
     return content
-
-
-def _format_2(content: dict[str, Any]) -> dict[str, Any]:
-    """As earlier versions wrote it: the checksum of a cell is of nothing but the cell."""
-    above = {name: content[name] for name in ("name", "setup", "environments")} | {"format": 2}
-    cells = [{name: entry[name] for name in ("cell", "result")} for entry in content["cells"]]
-    cells = [entry | {"checksum": _checksum(entry)} for entry in cells]
-    return above | {"checksum": _checksum(above), "cells": cells}
 
 
 def test_finished_cells_are_found_again(tmp_path: Path) -> None:
@@ -94,8 +86,8 @@ def test_another_setup_or_task_is_refused_and_nothing_is_lost(tmp_path: Path) ->
         ("[1]", "no result file"),
         (json.dumps({"name": "demo", "results": []}), "no result file"),
         (
-            json.dumps({"name": "x", "setup": {}, "environments": [], "cells": [], "format": 9}),
-            "has format 9, this version reads 1, 2 and 3",
+            json.dumps({"name": "x", "setup": {}, "environments": [], "cells": [], "format": 2}),
+            "has format 2, this version reads 1: make it again",
         ),
     ],
 )
@@ -112,38 +104,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_results(tmp_path / "none.json")
 
 
-def test_results_of_a_measurement_that_was_renamed_go_on(tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    old = Results("bench tune", {"seed": 1}, file)
-    old.add({"cache": "a"}, {"x": 1})
-    assert Results.load(file).name == "bench launch"
-    assert Results("bench launch", {"seed": 1}, file).find({"cache": "a"}) == {"x": 1}
-
-
-def test_results_without_checksums_go_on_and_get_them(tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    Results("eval x", {"seed": 1}, file).add(CELL, {"score": 1})
-    content = json.loads(file.read_text())
-    old = {name: one for name, one in content.items() if name != "checksum"} | {"format": 1}
-    for entry in old["cells"]:
-        del entry["checksum"]
-    file.write_text(json.dumps(old))
-    again = Results("eval x", {"seed": 1}, file)
-    assert again.find(CELL) == {"score": 1}
-    again.add(CELL | {"length": 128}, {"score": 2})
-    content = json.loads(file.read_text())
-    assert content["format"] == 3 and all("checksum" in entry for entry in content["cells"])
-    assert len(read_results(file)["cells"]) == 2
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (('"score": 1.5', '"score": 1.7'), "the cell cache full, length 64 is not what its"),
         (('"length": 64', '"length": 65'), "the cell cache full, length 65 is not what its"),
         (('"seed": 1', '"seed": 3'), "name, set-up and environments are not what its checksum"),
-        (('"format": 3', '"format": 1'), "has checksums, and says that it is of format 1"),
-        (('"format": 3', '"format": 2'), "name, set-up and environments are not what its"),
+        (('"format": 1', '"format": true'), "has format True, this version reads 1"),
         (('"score": 1.5', '"score": 1.5, "score": 1.5'), "'score' is there twice"),
     ],
 )
@@ -182,45 +149,14 @@ def test_a_cell_of_another_file_is_refused(setup: dict[str, Any], tmp_path: Path
         read_results(file)
 
 
-@pytest.mark.parametrize("version", [3, 2, 1])
-def test_a_cell_that_stands_twice_is_refused(version: int, tmp_path: Path) -> None:
+def test_a_cell_that_stands_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     content = _two_cells(file, {"seed": 1})
-    if version < 3:
-        content = _format_2(content)
-    if version == 1:
-        del content["checksum"]
-        content["format"] = 1
-        for entry in content["cells"]:
-            del entry["checksum"]
-    file.write_text(json.dumps(content))
     assert len(read_results(file)["cells"]) == 2
     content["cells"].insert(1, dict(reversed(content["cells"][0].items())))
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"the cell cache full, length 64 is there twice; .* out"):
         Results("eval x", {"seed": 1}, file)
-
-
-def test_results_of_format_2_go_on_and_are_sealed_anew(tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    old = _format_2(_two_cells(file, {"seed": 1}))
-    file.write_text(json.dumps(old))
-    assert read_results(file) == old
-    old["cells"][1]["result"]["score"] += 1
-    file.write_text(json.dumps(old))
-    with pytest.raises(ValueError, match="length 128 is not what its checksum says"):
-        read_results(file)
-    old["cells"].pop()
-    file.write_text(json.dumps(old))
-    results = Results("eval x", {"seed": 1}, file)
-    results.add(CELL | {"length": 256}, {"score": 3})
-    content = read_results(file)
-    assert content["format"] == 3 and len(content["cells"]) == 2
-    # Nor does a cell of an old file fit a new one.
-    content["cells"][0] = old["cells"][0]
-    file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="length 64 is not what its checksum says"):
-        read_results(file)
 
 
 def test_published_results_are_read_as_they_are() -> None:

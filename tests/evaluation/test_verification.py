@@ -53,7 +53,7 @@ def test_all_that_is_there_is_verified(folder: Path) -> None:
         *("cache", "made", "records", "artifact", "sha256"),
         *("results", "cells", "results", "cells", "skipped"),
     ]
-    assert "results  b.json: eval x, format 3" in lines
+    assert "results  b.json: eval x, format 1" in lines
     assert (
         lines[-1]
         == "skipped  README.md, more, tokenizer.json: nothing tells whether these are whole"
@@ -103,4 +103,4 @@ def test_a_long_list_is_cut_and_can_not_command_the_terminal(folder: Path) -> No
 def test_what_a_file_says_can_not_command_the_terminal(tmp_path: Path) -> None:
     results = Results("eval \x1b[2Jx", {"seed": 1}, tmp_path / "a.json")
     results.add({"cache": "a"}, {"score": 1.5})
-    assert verify(tmp_path)[0] == r"results  a.json: eval \x1b[2Jx, format 3"
+    assert verify(tmp_path)[0] == r"results  a.json: eval \x1b[2Jx, format 1"

@@ -19,7 +19,7 @@ from hf_kvret.evaluation.help_text import shown_default
 from hf_kvret.evaluation.measurement import fill_parser
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.scripts import SCRIPTS, add_script_name, command_line, load_measurement
+from hf_kvret.evaluation.scripts import SCRIPTS, command_line, load_measurement
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
@@ -59,17 +59,8 @@ def test_every_script_is_there_and_is_what_it_is_called(title: str) -> None:
     assert load_measurement(title).title() == title
 
 
-@pytest.mark.parametrize("title", [title for title in SCRIPTS if title.startswith("eval ")])
-def test_the_old_command_says_where_the_script_is(title: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_script_name(parser.add_subparsers(), title)
-    parsed = parser.parse_args([title.split()[1], "--text", "x.txt", "--parts=a"])
-    with pytest.raises(ValueError, match=f"{command_line(title)} takes its options"):
-        parsed.run(parsed)
-
-
 @pytest.mark.parametrize("title", [title for title in SCRIPTS if title.startswith("bench ")])
-def test_the_old_command_runs_the_script(
+def test_a_bench_runs_its_script(
     title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main([*title.split(), "--table", "x/", "--plot", "x.gif"]) == 2
@@ -77,15 +68,6 @@ def test_the_old_command_runs_the_script(
     monkeypatch.setattr(scripts, "FOLDER", ROOT / "docs")
     assert main(title.split()) == 2
     assert "install it there with pip install -e" in capsys.readouterr().err
-
-
-def test_an_old_name_runs_the_script_and_says_its_new_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["bench", "tune", "--plot", "x.gif"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == "bench tune is now called bench launch"
-    assert "must end in .png, .svg, .pdf" in told[1] and len(told) == 2
 
 
 @pytest.mark.parametrize("title", PAGES)
