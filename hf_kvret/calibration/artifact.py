@@ -24,7 +24,6 @@ from hf_kvret.calibration.fields import (
 )
 from hf_kvret.calibration.files import (
     DESCRIPTION,
-    FORMAT_VERSION,
     read_description,
     read_tensors,
     write_folder,
@@ -53,7 +52,6 @@ class CalibrationArtifact:
         options: the method's calibration options, plain JSON.
         quality: a row of figures for each layer: ``layer``, its number in the model, and numbers,
             strings or None by name.
-        format_version: of the files that are written.
 
     Raises:
         TypeError, ValueError: a field that is not as above. Plain JSON is kept as a copy that went
@@ -66,15 +64,9 @@ class CalibrationArtifact:
     data: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     quality: Sequence[Mapping[str, Any]] = ()
-    format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         check_method(self.method)
-        if self.format_version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version={self.format_version!r}: this hf-kvret knows {FORMAT_VERSION}; "
-                "leave it out"
-            )
         # Copies, so that callers can't change a frozen artifact.
         object.__setattr__(self, "tensors", tensor_dict(self.tensors))
         object.__setattr__(self, "data", plain_json("data", self.data))

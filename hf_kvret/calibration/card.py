@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCardData
 
+from hf_kvret.calibration.files import FORMAT_VERSION
 from hf_kvret.calibration.hub import is_hub_id
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
         _facts("calibration data", artifact.data),
         "## For which model",
         _facts("the model's", model.facts),
-        f"Format version {artifact.format_version}; sha256 of the model's facts `{model.sha256}`; "
+        f"Format version {FORMAT_VERSION}; sha256 of the model's facts `{model.sha256}`; "
         + (
             f"{len(model.weights)} parameters sampled to tell its weights from others."
             if model.weights

@@ -3,8 +3,7 @@
 ``config.json`` names the tensor file, ``artifact-<version>.safetensors``, and replaces the older
 one in one step, so that a save that breaks off leaves the old artifact. It lists name, shape and
 dtype of every tensor and the sha256 of their file, and has a checksum of its own. On the hub, where
-a commit is one step, the tensor file is ``artifact.safetensors``, as it always was in format 1,
-whose ``config.json`` has no checksum and names no file.
+a commit is one step, the tensor file is ``artifact.safetensors``.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from safetensors.torch import load, save
 from hf_kvret.io.folder import VERSION_LEN, replacing
 from hf_kvret.io.strict_json import plain_bytes, read_json
 
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, FORMAT_VERSION)
+FORMAT_VERSION = 1
 TENSORS, DESCRIPTION, CARD = "artifact.safetensors", "config.json", "README.md"
 HUB_FILES = (TENSORS, DESCRIPTION, CARD)
 PATTERNS = (TENSORS, "artifact-*.safetensors", DESCRIPTION, CARD)
@@ -43,8 +41,9 @@ _KINDS = {
     "quality": list,
     "tensors": dict,
     "tensors_sha256": str,
+    "files": dict,
+    "description_sha256": str,
 }
-_KINDS_SINCE_2 = {"files": dict, "description_sha256": str}
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -160,13 +159,12 @@ def read_description(directory: Path) -> dict[str, Any]:
             f"perhaps), or damaged; {_AGAIN}"
         )
     version = description["format_version"]
-    if version not in READABLE_VERSIONS or type(version) is not int:
+    if version != FORMAT_VERSION or type(version) is not int:
         raise ValueError(
-            f"{path} has format version {version!r}, this hf-kvret reads "
-            f"{' and '.join(map(str, READABLE_VERSIONS))}: upgrade hf-kvret (git pull, then pip "
-            "install -c constraints.txt .), or calibrate again"
+            f"{path} has format version {version!r}, this hf-kvret reads {FORMAT_VERSION}: "
+            "calibrate again, or upgrade hf-kvret (git pull, then pip install -c constraints.txt .)"
         )
-    for name, kind in (_KINDS if version == 1 else _KINDS | _KINDS_SINCE_2).items():
+    for name, kind in _KINDS.items():
         if name not in description:
             raise ValueError(f"{path} has no {name!r}: it is damaged; {_AGAIN}")
         if not isinstance(description[name], kind):
@@ -174,10 +172,7 @@ def read_description(directory: Path) -> dict[str, Any]:
                 f"{path} has a {type(description[name]).__name__} for {name!r} where a "
                 f"{kind.__name__} belongs: it is damaged; {_AGAIN}"
             )
-    if version == 1:
-        if not description.keys().isdisjoint(_KINDS_SINCE_2):
-            raise ValueError(f"{path} has checksums that format 1 has not: it is damaged; {_AGAIN}")
-    elif description["description_sha256"] != _digest(description):
+    if description["description_sha256"] != _digest(description):
         raise ValueError(f"{path} was changed (its sha256 is not the one that it says): {_AGAIN}")
     return description
 
@@ -266,7 +261,7 @@ def _digest(description: Mapping[str, Any]) -> str:
 
 
 def _names_fixed_file(directory: Path) -> bool:
-    """Whether the artifact there, of format 1 or the hub, has its tensors in ``TENSORS``.
+    """Whether the artifact there, of the hub perhaps, has its tensors in ``TENSORS``.
 
     One that can't be read has none.
     """
@@ -278,8 +273,6 @@ def _names_fixed_file(directory: Path) -> bool:
 
 def _tensor_file(directory: Path, description: Mapping[str, Any]) -> str:
     """Name of the tensor file; ValueError for one that can't be of an artifact."""
-    if description["format_version"] == 1:
-        return TENSORS
     name = description["files"].get("tensors")
     if not isinstance(name, str) or not (name == TENSORS or _VERSIONED.fullmatch(name)):
         raise ValueError(

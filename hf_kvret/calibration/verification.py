@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hf_kvret.calibration import rest_factors
 from hf_kvret.calibration.artifact import CalibrationArtifact
-from hf_kvret.calibration.files import DESCRIPTION, TENSORS, read_description
+from hf_kvret.calibration.files import DESCRIPTION, read_description
 from hf_kvret.io.strict_json import read_json
 from hf_kvret.methods.a2ats import learned as a2ats
 from hf_kvret.methods.aqua import learned as aqua
@@ -32,9 +32,7 @@ def holds_artifact(path: Path) -> bool:
 
 def files_of_artifact(path: Path) -> set[str]:
     """Names of what ``verify_artifact`` reads of an artifact that is whole."""
-    description = read_description(path)
-    old = description["format_version"] == 1
-    return {DESCRIPTION, TENSORS if old else description["files"]["tensors"]}
+    return {DESCRIPTION, read_description(path)["files"]["tensors"]}
 
 
 def verify_artifact(directory: Path) -> list[str]:

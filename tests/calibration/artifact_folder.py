@@ -1,4 +1,4 @@
-"""The files of an artifact, found and changed as an older version or damage would."""
+"""The files of an artifact, found, and changed as damage would."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_kvret.calibration import CalibrationArtifact, files
+from hf_kvret.calibration import files
 
 DESCRIPTION, CARD = "config.json", "README.md"
 
@@ -16,7 +16,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object], *, seal: bool
     """Change ``config.json``; ``seal`` makes its checksum that of the change."""
     description = json.loads((folder / DESCRIPTION).read_text())
     change(description)
-    if seal and "description_sha256" in description:
+    if seal:
         description["description_sha256"] = files._digest(description)
     (folder / DESCRIPTION).write_text(json.dumps(description))
 
@@ -25,11 +25,3 @@ def tensor_file(folder: Path) -> Path:
     """The only tensor file of an artifact."""
     (path,) = folder.glob("artifact*.safetensors")
     return path
-
-
-def save_format_1(artifact: CalibrationArtifact, folder: Path) -> None:
-    """As versions before 0.2 did: one fixed name, no checksum of ``config.json``."""
-    artifact.save_pretrained(folder)
-    tensor_file(folder).rename(folder / "artifact.safetensors")
-    old = {"format_version": 1}
-    edit(folder, lambda d: (d.update(old), d.pop("files"), d.pop("description_sha256")))

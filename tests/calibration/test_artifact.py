@@ -49,7 +49,6 @@ def test_a_method_needs_a_plain_name(identity: ModelIdentity, method: Any) -> No
         ({"quality": [{"error": 1.0}]}, ValueError, r"quality\[0\]=.*'layer'"),
         ({"quality": [{"layer": 0}, 5]}, ValueError, r"quality\[1\]=5"),
         ({"quality": [{"layer": 0, "by head": [1, 2]}]}, ValueError, r"quality\[0\]: by head"),
-        ({"format_version": 3}, ValueError, "format_version=3"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_at_once(

@@ -40,7 +40,7 @@ DTYPES = (
 )
 BOMBS = (
     *(b"[" * 200_000, b'{"a":' * 100_000, b"\xff\xfe", b"", b"[" * 70 + b"]" * 70),
-    *(b'{"format_version": 2, "data": NaN}', b'{"format_version": ' + b"9" * 5000 + b"}"),
+    *(b'{"format_version": 1, "data": NaN}', b'{"format_version": ' + b"9" * 5000 + b"}"),
 )
 Tensors = dict[str, torch.Tensor]
 
@@ -247,23 +247,20 @@ MUTATIONS = (*TENSOR_LIES, *TOLD_LIES, *FILE_LIES, *DAMAGES)
 
 
 def _seal(description: dict[str, Any]) -> None:
-    if description.get("format_version") != 1:
-        description["description_sha256"] = files._digest(description)
+    description["description_sha256"] = files._digest(description)
 
 
 def _write(
-    rng: random.Random, mutation: Any, artifact: Artifact, version: int, folder: Path
+    rng: random.Random, mutation: Any, artifact: Artifact, of_hub: bool, folder: Path
 ) -> None:
     tensors, description = dict(artifact.tensors), copy.deepcopy(artifact.description)
     if mutation in TENSOR_LIES:
         mutation(rng, tensors)
     content = save({name: x.contiguous().clone() for name, x in tensors.items()})
     digest = hashlib.sha256(content).hexdigest()
-    name = "artifact.safetensors" if version == 1 else f"artifact-{digest[:12]}.safetensors"
+    name = "artifact.safetensors" if of_hub else f"artifact-{digest[:12]}.safetensors"
     description |= {"tensors": files._list(tensors), "tensors_sha256": digest}
-    description["format_version"] = version
-    if version == 2:
-        description["files"] = {"tensors": name}
+    description["files"] = {"tensors": name}
     if mutation in TOLD_LIES:
         mutation(rng, description)
     _seal(description)
@@ -307,10 +304,10 @@ def test_a_mutated_artifact_is_refused_or_the_same_or_works(
     for number in range(part, COUNT, PARTS):
         rng = random.Random(number)
         mutation = MUTATIONS[(number // PARTS + part) % len(MUTATIONS)]
-        method, version = rng.choice(METHODS), rng.choice((1, 2, 2))
-        what = f"case {number}, {mutation.__name__}, {method}, format {version}"
+        method, of_hub = rng.choice(METHODS), rng.choice((True, False))
+        what = f"case {number}, {mutation.__name__}, {method}, {of_hub=}"
         artifact, folder = whole[method], tmp_path / str(number)
-        _write(rng, mutation, artifact, version, folder)
+        _write(rng, mutation, artifact, of_hub, folder)
         try:
             cache = _cache(model, method, folder)
         except (OSError, ValueError) as error:
@@ -323,8 +320,7 @@ def test_a_mutated_artifact_is_refused_or_the_same_or_works(
         if loaded.sha256 == artifact.sha256:
             same += 1
         else:
-            # A checksum of format 1 says nothing about its description.
-            assert mutation not in DAMAGES or version == 1, f"{what}: loaded with other content"
+            assert mutation not in DAMAGES, f"{what}: loaded with other content"
             lies += 1
             with pytest.raises(ValueError, match="artifact_sha256 asks for"):
                 _cache(model, method, folder, artifact_sha256=artifact.sha256)
@@ -342,10 +338,11 @@ def test_what_is_not_mutated_is_served(
     method: str, model: PreTrainedModel, whole: dict[str, Artifact], tmp_path: Path
 ) -> None:
     """The programs above refuse what is wrong, and nothing else."""
-    for version in (1, 2):
-        _write(random.Random(0), None, whole[method], version, tmp_path / str(version))
+    for of_hub in (True, False):
+        folder = tmp_path / f"{of_hub}"
+        _write(random.Random(0), None, whole[method], of_hub, folder)
         pinned = {"artifact_sha256": whole[method].sha256}
-        logits = _served(model, _cache(model, method, tmp_path / str(version), **pinned))
+        logits = _served(model, _cache(model, method, folder, **pinned))
         plain = _served(model, _cache(model, method, SAVED / "artifacts" / method))
         assert torch.equal(logits, plain)
 
@@ -361,7 +358,7 @@ def test_codewords_and_rotations_of_nothing_are_refused(
             for name, x in whole["a2ats"].tensors.items()
         }
         lying = whole["a2ats"]._replace(tensors=tensors)
-        _write(random.Random(0), None, lying, 2, tmp_path / part)
+        _write(random.Random(0), None, lying, False, tmp_path / part)
         words = "codewords that are all equal" if part == "codewords" else "frequencies for layer 0"
         with pytest.raises(ValueError, match=words):
             _cache(model, "a2ats", tmp_path / part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from hf_kvret.calibration import CalibrationArtifact, ModelIdentity
 from hf_kvret.calibration.files import TENSORS, write_for_hub
 
-from .artifact_folder import CARD, DESCRIPTION, save_format_1, tensor_file
+from .artifact_folder import CARD, DESCRIPTION, tensor_file
 
 
 def test_a_saved_artifact_comes_back(artifact: CalibrationArtifact, tmp_path: Path) -> None:
@@ -109,7 +108,7 @@ class _Interruption(BaseException):
     """Ctrl-C, or the machine taking the process away."""
 
 
-@pytest.mark.parametrize("before", ["nothing", "format 1", "format 2"])
+@pytest.mark.parametrize("before", ["nothing", "hub", "folder"])
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_save_that_breaks_off_leaves_the_old_or_the_new(
     artifact: CalibrationArtifact,
@@ -123,9 +122,10 @@ def test_a_save_that_breaks_off_leaves_the_old_or_the_new(
     original = getattr(os, call)
     for count in range(20):
         home = tmp_path / str(count)
-        if before == "format 1":
-            save_format_1(artifact, home)
-        elif before == "format 2":
+        if before == "hub":
+            home.mkdir()
+            artifact._write(write_for_hub, home, "me/it")
+        elif before == "folder":
             artifact.save_pretrained(home)
         calls = []
 
@@ -152,22 +152,12 @@ def test_a_save_that_breaks_off_leaves_the_old_or_the_new(
         newer.save_pretrained(home)
         assert CalibrationArtifact.from_pretrained(home).sha256 == newer.sha256
         names = {path.name for path in home.iterdir()}
-        if before == "format 1":
+        if before == "hub":
             # Nothing says any more that a file of this name was ours.
             names.discard(TENSORS)
         assert len(names) == 3
     assert count > 2, "nothing was interrupted"
     assert CalibrationArtifact.from_pretrained(home).sha256 == newer.sha256
-
-
-def test_format_1_is_read_and_replaced(artifact: CalibrationArtifact, tmp_path: Path) -> None:
-    save_format_1(artifact, tmp_path)
-    assert json.loads((tmp_path / DESCRIPTION).read_text())["format_version"] == 1
-    assert CalibrationArtifact.from_pretrained(tmp_path).sha256 == artifact.sha256
-    newer = CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)})
-    newer.save_pretrained(tmp_path)
-    assert CalibrationArtifact.from_pretrained(tmp_path).sha256 == newer.sha256
-    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_an_artifact_is_never_written_through_a_link(
