@@ -129,7 +129,7 @@ def model_rows(tokens: int) -> list[Rows]:
 
 def rotated_length(dim: int, rotation: str) -> int:
     """P of rows of ``dim`` numbers."""
-    return paris.padded_dim(dim) if rotation == "padded" else -(-dim // 8) * 8
+    return 1 << (dim - 1).bit_length() if rotation == "padded" else -(-dim // 8) * 8
 
 
 def recalls(
@@ -140,13 +140,11 @@ def recalls(
     exact = (queries @ keys.T).topk(WANTED).indices
     length = rotated_length(keys.shape[1], rotation)
     signs, levels = paris.random_signs(length, 0), paris.magnitude_levels(8)
+    keys, queries = (torch.nn.functional.pad(x, (0, length - x.shape[1])) for x in (keys, queries))
     if rotation == "blocks":
-        # Places that the shuffle takes back.
+        # The shuffle takes these places back.
         order = torch.arange(length) * rotation_stride(length) % length
-        keys, queries = (
-            torch.zeros(len(x), length).index_copy(1, order[: x.shape[1]], x)
-            for x in (keys, queries)
-        )
+        keys, queries = (torch.zeros_like(x).index_copy(1, order, x) for x in (keys, queries))
     codes = paris.encode(keys[None, None], signs, levels, backend="naive")
     q_rot = paris.rotate(queries, signs, backend="naive")[None, None, :, None]
     counts = paris.count_centroids(codes.sign, backend="naive")

@@ -126,20 +126,6 @@ def test_each_block_has_its_share_of_the_last_coordinates(dim: int, part: int) -
 def test_long_vectors_are_rounded_up_to_bytes_and_short_ones_to_powers_of_two() -> None:
     dims = {1: 8, 80: 128, 96: 128, 128: 128, 129: 136, 160: 160, 250: 256, 576: 576, 1019: 1024}
     assert {dim: paris.rotated_dim(dim) for dim in dims} == dims
-    assert paris.padded_dim(160) == 256 and paris.padded_dim(576) == 1024
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_signs_of_a_padded_vector_still_pad(backend: str) -> None:
-    """So did earlier versions, whose saved codes of 160 numbers have 256 coordinates."""
-    signs, levels = paris.random_signs(256, seed=7).to(DEVICE), paris.magnitude_levels(8).to(DEVICE)
-    keys = randn(1, 2, 9, 160)
-    wide = torch.nn.functional.pad(keys, (0, 96))
-    rotated = paris.rotate(keys, signs, backend=backend)
-    torch.testing.assert_close(rotated, paris.rotate(wide, signs, backend=backend))
-    codes = paris.encode(keys, signs, levels, backend=backend)
-    assert codes.sign.shape == (1, 2, 9, 32)
-    assert torch.equal(codes.sign, paris.encode(wide, signs, levels, backend=backend).sign)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -17,7 +17,6 @@ from hf_kvret.methods.paris import ParisIndex
 from hf_kvret.methods.paris.ablations import UnrotatedIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, held_tokens
 from hf_kvret.testing.cold import cold_tokens
-from hf_kvret_kernels import paris
 
 HEADS, GROUP = 2, 2
 OURS, PAPER = ParisConfig(), ParisConfig.paper()
@@ -112,23 +111,6 @@ def test_tiers_are_six_as_long_as_a_byte_holds_their_points() -> None:
     with pytest.raises(ValueError, match="use subspace_dim=8 or cache_implementation='flat'"):
         OURS.replace(subspace_dim=4, tiers=(1.0,)).check_model(1024)
     OURS.check_model(672)
-
-
-def test_codes_that_were_saved_padded_go_on_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier versions padded 160 numbers to 256."""
-    keys, query = _peaked(300, 160)
-    valid = torch.ones(2, 300, dtype=torch.bool)
-    with monkeypatch.context() as earlier:
-        earlier.setattr(paris, "rotated_dim", paris.padded_dim)
-        saved = _index(OURS, keys[:, :, :200])
-        whole = _index(OURS, keys, cut=200)
-    loaded = ParisIndex(OURS)
-    loaded.load_state_dict(saved.state_dict())
-    loaded.add(TokenBlock(keys[:, :, 200:], keys[:, :, 200:], 200))
-    assert loaded.encode(keys).sign.shape[-1] == 32 == 256 // 8
-    cold = cold_tokens(valid, 0.2, 20)
-    assert torch.equal(loaded.search(query, cold), whole.search(query, cold))
-    assert _index(OURS, keys).encode(keys).sign.shape[-1] == 20
 
 
 @pytest.mark.parametrize("options", [OURS, PAPER], ids=["ours", "paper"])

@@ -49,7 +49,7 @@ class KeyCodes(Rerank):
     def add(self, block: TokenBlock) -> None:
         """Encode the keys of ``block``."""
         if self._mean is None:
-            self._start(block.mean_key(), paris.rotated_dim(block.keys.shape[-1]))
+            self._start(block.mean_key())
         assert self._signs is not None and self._levels is not None
         codes = paris.encode(
             block.keys, self._signs, self._levels, m=_SUBSPACE_DIM, mean=self._mean
@@ -92,12 +92,10 @@ class KeyCodes(Rerank):
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""
         assert self._mean is not None, "it is loaded"
-        # As long as they were when they were saved: earlier versions padded more of them.
-        self._start(self._mean, 8 * self._sign.rows.shape[-1])
+        self._start(self._mean)
 
-    def _start(self, mean: torch.Tensor, dim: int) -> None:
-        """``dim``: of rotated vectors."""
+    def _start(self, mean: torch.Tensor) -> None:
         self._mean = mean
-        self._signs = paris.random_signs(dim, self.seed)
-        self._signs = self._signs.to(mean.device)
+        dim = paris.rotated_dim(mean.shape[-1])
+        self._signs = paris.random_signs(dim, self.seed).to(mean.device)
         self._levels = paris.magnitude_levels(_SUBSPACE_DIM).to(mean.device)

@@ -11,7 +11,7 @@ P >= D the length of a rotated vector (``rotated_dim``), m = 4 or 8 coordinates 
 S = P / m subspaces, C candidates.
 """
 
-from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, padded_dim, rotated_dim
+from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, rotated_dim
 from hf_kvret_kernels.paris.encoding import decode, encode, random_signs, rotate
 from hf_kvret_kernels.paris.estimating import estimates
 from hf_kvret_kernels.paris.levels import magnitude_levels
@@ -34,7 +34,6 @@ __all__ = [
     "encode",
     "estimates",
     "magnitude_levels",
-    "padded_dim",
     "random_signs",
     "rerank",
     "rotate",

@@ -26,20 +26,10 @@ def rotated_dim(head_dim: int) -> int:
     Raises:
         ValueError: ``head_dim`` outside 1 to 1,024.
     """
-    if head_dim > _LARGEST_PADDED:
-        padded_dim(head_dim)
-        return -(-head_dim // 8) * 8
-    return padded_dim(head_dim)
-
-
-def padded_dim(head_dim: int) -> int:
-    """The next power of two of ``max(head_dim, 8)``: the length of a vector that is one block.
-
-    Raises:
-        ValueError: ``head_dim`` outside 1 to 1,024.
-    """
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head dim {head_dim}: Paris codes exist for 1 to {MAX_HEAD_DIM}")
+    if head_dim > _LARGEST_PADDED:
+        return -(-head_dim // 8) * 8
     return max(8, 1 << (head_dim - 1).bit_length())
 
 
@@ -75,16 +65,10 @@ def rotation_stride(dim: int) -> int:
 
 
 def check_widths(codes: ParisCodes, head_dim: int, m: int) -> None:
-    """ValueError unless the planes of ``codes`` are as long as those of keys of ``head_dim``.
-
-    As they are made today, or were: all keys were padded to a power of two.
-    """
+    """ValueError unless the planes of ``codes`` are as long as those of keys of ``head_dim``."""
     rotated = 8 * codes.sign.shape[-1]
     widths = codes.magnitude.shape[-1] * 8, codes.weight.shape[-1] * m
-    if rotated not in (rotated_dim(head_dim), padded_dim(head_dim)) or widths != (
-        3 * rotated,
-        rotated,
-    ):
+    if rotated != rotated_dim(head_dim) or widths != (3 * rotated, rotated):
         raise ValueError(
             f"codes of {rotated} signs, {widths[0] // 3} magnitudes and {widths[1]} weighed "
             f"numbers a key are not of keys of {head_dim} numbers in subspaces of {m}"
@@ -184,13 +168,8 @@ def check_rotated(name: str, dim: int) -> None:
 
 
 def check_signs_of(signs: torch.Tensor, head_dim: int, device: torch.device) -> int:
-    """P of signs that rotate vectors of ``head_dim``; ValueError where they are none.
-
-    Padded to a power of two is allowed at any head dim: so were the first saved caches.
-    """
-    dim = padded_dim(head_dim)
-    if signs.shape != (dim,):
-        dim = rotated_dim(head_dim)
+    """P of signs that rotate vectors of ``head_dim``; ValueError where they are none."""
+    dim = rotated_dim(head_dim)
     check_tensor("signs", signs, (dim,), [torch.float32], device)
     return dim
 

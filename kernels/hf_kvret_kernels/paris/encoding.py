@@ -42,7 +42,7 @@ def rotate(x: torch.Tensor, signs: torch.Tensor, *, backend: str = "auto") -> to
 
     Args:
         x: ``[..., D]`` fp32, bf16 or fp16, any strides.
-        signs: ``[P]`` fp32 with P = ``rotated_dim(D)`` or ``padded_dim(D)``, on x's device.
+        signs: ``[P]`` fp32 with P = ``rotated_dim(D)``, on x's device.
         backend: "auto", "naive" or "triton".
 
     Raises:
