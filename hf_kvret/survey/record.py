@@ -25,12 +25,12 @@ class Setup:
     Attributes:
         transformers: its version.
         torch: its version.
-        code: as ``code_state``; empty for trials from before it was noted.
+        code: as ``code_state``.
     """
 
     transformers: str
     torch: str
-    code: str = ""
+    code: str
 
     @classmethod
     def present(cls) -> Setup:
@@ -62,11 +62,8 @@ class Record:
             ValueError: the file is no record of trials.
         """
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            # One setup for all trials stands in files from before each had its own.
-            common = {name: kept[name] for name in ("transformers", "torch") if name in kept}
-            types = kept["types"].items()
-            setups = {name: Setup(**one.pop("setup", common)) for name, one in types}
+            types = json.loads(path.read_text(encoding="utf-8"))["types"].items()
+            setups = {name: Setup(**one.pop("setup")) for name, one in types}
             return cls({name: Trial(**one) for name, one in types}, setups)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -91,7 +88,7 @@ class Record:
         """Versions of transformers that ``names`` were tried with, and states of the code."""
         setups = {self.setups[name] for name in names}
         releases = ", ".join(sorted({one.transformers for one in setups}))
-        codes = ", ".join(sorted({one.code or "unknown" for one in setups}))
+        codes = ", ".join(sorted({one.code for one in setups}))
         return f"transformers {releases} and state {codes} of the code"
 
 

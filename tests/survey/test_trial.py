@@ -149,18 +149,6 @@ def test_a_change_of_our_code_makes_trials_stale(monkeypatch: pytest.MonkeyPatch
     assert setup.stale and Setup.present().code == "0123"
 
 
-def test_a_record_without_states_of_the_code_is_read_and_stale(
-    tmp_path: Path, tried: list[str]
-) -> None:
-    path = tmp_path / "trials.json"
-    old = {"transformers": "5.23.0", "torch": "2.13.0", "types": {"a": {"outcome": "equal"}}}
-    path.write_text(json.dumps(old))
-    kept = Record.read(path)
-    assert kept.setups == {"a": Setup("5.23.0", "2.13.0", "")} and kept.setups["a"].stale
-    try_types(["a"], path)
-    assert tried == ["a"] and not Record.read(path).setups["a"].stale
-
-
 def test_a_file_that_is_no_record_says_what_to_do(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     for text in ("{}", "[]", '{"types": {"a": {"outcome": "equal"}}}', "no JSON"):
