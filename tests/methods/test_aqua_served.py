@@ -114,7 +114,7 @@ def test_the_backbone_of_the_artifact_serves_even_where_its_predictors_knew_none
 def test_a_cache_that_was_saved_keeps_its_bits(
     model: PreTrainedModel, artifact_of: ArtifactOf, tmp_path: Path
 ) -> None:
-    """Also where the options of an older version say 2 and the artifact 16."""
+    """Also where the artifact says 16."""
     cache = _cache(model, artifact=artifact_of(bits=16), bits=2, backbone="higgs")
     _bits(model, cache)
     cache.save_pretrained(tmp_path)
