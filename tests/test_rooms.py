@@ -31,7 +31,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "hf_kvret.core.option_checks",
         "hf_kvret.core.renamed",
-        "hf_kvret.core.rest_kinds",
         "hf_kvret.core.sizes",
         "hf_kvret.integration.adapters",
         "hf_kvret.integration.compatibility",
@@ -60,7 +59,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "hf_kvret.calibration.command",
         "hf_kvret.calibration.command_options",
         "hf_kvret.calibration.inspection",
-        "hf_kvret.calibration.rest",
         "hf_kvret.calibration.sources",
         "hf_kvret.calibration.verification",
         "hf_kvret.survey.command",
