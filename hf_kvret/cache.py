@@ -16,12 +16,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_kvret.calibration import rest_factors
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.first_rows import FirstRows
 from hf_kvret.core.index import Index, makes_estimates
 from hf_kvret.core.latent import LatentLayer
-from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.layer import LayerOfModel, RetrievalLayer
 from hf_kvret.core.layer_stack import LayerStack
 from hf_kvret.core.model_state import ModelState
 from hf_kvret.core.token_record import TokenRecord
@@ -88,7 +87,8 @@ class RetrievalCache(Cache):
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         options = self.options = self.options_for(options, config)
         self.model_shape = model_shape(config)
-        widths = [shape.width for shape in retrieval_shapes(config).values()]
+        shapes = retrieval_shapes(config)
+        widths = [shape.width for shape in shapes.values()]
         self._stores = StoreChoice(
             options, len(ours), math.gcd(*head_dims(config)), sum(widths) / widths[0]
         )
@@ -97,6 +97,7 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             kinds = self.needs_positions(options, number), latent_rank(config)
             layers[number] = layer_class(options, make_index, make_store, *kinds)
+            layers[number].of_model = LayerOfModel(number, shapes[number])
         self._check_estimates(options, ours[0])
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
@@ -107,13 +108,12 @@ class RetrievalCache(Cache):
         self.model_state = ModelState()
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
-        rest_factors.tell_layers(layers, options, self.name, config)
         _log_missing_kernels()
 
     @classmethod
     def _check_estimates(cls, options: Any, layer: int) -> None:
         """ValueError where ``options`` need estimates that the index does not make."""
-        if options.uses_estimates:
+        if options.warn_lost_mass is not None:
             options.check_estimates(makes_estimates(cls.make_index(options, layer)))
 
     @classmethod
@@ -127,7 +127,7 @@ class RetrievalCache(Cache):
             options.check_model(dim)
         if rank := latent_rank(config):
             RetrievalConfig.check_model(options, rank)
-        return rest_factors.placed(options, config)
+        return options
 
     @classmethod
     def make_index(cls, options: Any, layer: int) -> Index | None:
@@ -152,7 +152,6 @@ class RetrievalCache(Cache):
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Called by ``generate``: raise for a model that the options don't fit."""
-        rest_factors.check_weights(self.options, model)
 
     @property
     def retrieval_layers(self) -> list[RetrievalLayer]:
@@ -314,11 +313,10 @@ class RetrievalCache(Cache):
         twin.saved_digests = {}
         twin.stack = LayerStack(twin.layers)
         if changes:
-            twin.options = rest_factors.placed(options, self._config)
+            twin.options = options
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):
                     layer.set_options(twin.options, partial(self.make_index, twin.options, number))
-            rest_factors.tell_layers(twin.layers, twin.options, self.name, self._config)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -381,9 +379,8 @@ class RetrievalCache(Cache):
             config: the model's configuration; another shape than the saved one is refused.
             device: where the model's queries are.
             model: that is to use the cache; compared with the one that filled it.
-            **changes: options to change, for instance ``store="host"``; and ``artifact``, or
-                ``rest_artifact``, which are not taken from the file. Without ``artifact`` the
-                model's own is used.
+            **changes: options to change, for instance ``store="host"``; and ``artifact``, which is
+                not taken from the file. Without it the model's own is used.
 
         Raises:
             FileNotFoundError: no cache there.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -18,11 +17,9 @@ from hf_kvret.core.option_checks import (
     check_lost_mass,
     check_prefill_chunk,
     check_rest,
-    check_rest_artifact,
     check_select_heads,
     check_slots,
 )
-from hf_kvret.core.rest_kinds import REST_KINDS, RestKind
 
 
 @dataclass(frozen=True)
@@ -65,17 +62,8 @@ class RetrievalConfig:
             or 16, which is the model's own dtype. With 16, ``"auto"`` codes nothing.
         rest: what stands for the cold tokens that a query does not select. None: nothing.
             ``"mean"``: one token of each KV head, with the mean key and the mean value of all cold
-            tokens and the weight of those that are left out. ``"left_out"``: the same with means of
-            exactly those, for which the selected rows are read once more. ``"index"``: as
-            ``"mean"``, with the weight that the index's own estimates give to what is left out.
-            ``"sample"``: the budget is sampled, with probabilities by the index's estimates, and
-            tokens that were drawn stand for those that were not.
+            tokens and the weight of those that are left out.
         rest_blocks: of ``rest="mean"``, a token for every so many cold slots; None: one for all.
-        rest_artifact: of ``rest="index"``, folder or hub id of factors that correct the estimates,
-            one for each query head, learned by ``hf-kvret calibrate rest``. None: no factors.
-        rest_revision: of that hub id: a branch, a tag or a commit's id.
-        rest_artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any
-            other is refused. None: none is refused.
         warn_lost_mass: warn once where the share of the attention that a layer does not compute
             exactly, as its index estimates it, is larger in the mean: above 0 and below 1. None:
             never.
@@ -99,11 +87,8 @@ class RetrievalConfig:
     slots: int | float = 1.0
     bits: int = 4
     device_budget: int | str | None = None
-    rest: Literal["mean", "left_out", "index", "sample"] | None = None
+    rest: Literal["mean"] | None = None
     rest_blocks: int | None = None
-    rest_artifact: str | None = None
-    rest_revision: str | None = None
-    rest_artifact_sha256: str | None = None
     warn_lost_mass: float | None = None
     track_recall: bool = False
     graph: Literal["auto", False] = "auto"
@@ -125,13 +110,8 @@ class RetrievalConfig:
             check_length("dense_below", self.dense_below, 0)
         check_prefill_chunk(self.prefill_chunk, self.max_draft)
         check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
-        if isinstance(self.rest_artifact, os.PathLike):
-            object.__setattr__(self, "rest_artifact", os.fspath(self.rest_artifact))
-        check_rest_artifact(
-            self.rest_artifact, self.rest_revision, self.rest_artifact_sha256, self.rest
-        )
         check_lost_mass(self.warn_lost_mass)
-        if self.uses_estimates and self.estimate_obstacle:
+        if self.warn_lost_mass is not None and self.estimate_obstacle:
             raise ValueError(_without_estimates(self, self.estimate_obstacle))
         if not isinstance(self.track_recall, bool):
             raise TypeError(f"track_recall must be True or False, got {self.track_recall!r}")
@@ -201,23 +181,13 @@ class RetrievalConfig:
         return ""
 
     @property
-    def rest_kind(self) -> RestKind:
-        """What ``rest`` asks for."""
-        return REST_KINDS[self.rest]
-
-    @property
-    def uses_estimates(self) -> bool:
-        """Whether the index is asked for estimates."""
-        return self.rest_kind.estimates or self.warn_lost_mass is not None
-
-    @property
     def needs_means(self) -> bool:
         """Whether means of what is not selected are asked for."""
-        return self.rest is not None or self.uses_estimates
+        return self.rest is not None or self.warn_lost_mass is not None
 
     def check_estimates(self, makes_them: bool) -> None:
         """ValueError where estimates are needed and the index does not make any."""
-        if self.uses_estimates and not makes_them:
+        if self.warn_lost_mass is not None and not makes_them:
             raise ValueError(_without_estimates(self, "its index has no method estimate"))
 
     @property
@@ -271,9 +241,6 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 
 
 def _without_estimates(config: RetrievalConfig, why: str) -> str:
-    """What is told where estimates are needed and there are none."""
+    """The message where estimates are needed and there are none."""
     asking = f"warn_lost_mass={config.warn_lost_mass}"
-    remedy = "leave it out"
-    if config.rest_kind.estimates:
-        asking, remedy = f"rest={config.rest!r}", "take rest='mean', which needs none"
-    return f"{asking}: {why}; {remedy}, or use flat, paris, lrqk or a2ats"
+    return f"{asking}: {why}; leave it out, or use flat, paris, lrqk or a2ats"

@@ -30,7 +30,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (KERNELS, "hf_kvret_model_patches", "hf_kvret.loading", "hf_kvret.version", "hf_kvret.models"),
     (
         "hf_kvret.core.option_checks",
-        "hf_kvret.core.rest_kinds",
         "hf_kvret.core.sizes",
         "hf_kvret.integration.adapters",
         "hf_kvret.integration.compatibility",
@@ -59,7 +58,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "hf_kvret.calibration.command",
         "hf_kvret.calibration.command_options",
         "hf_kvret.calibration.inspection",
-        "hf_kvret.calibration.rest",
         "hf_kvret.calibration.sources",
         "hf_kvret.calibration.verification",
         "hf_kvret.survey.command",

@@ -30,28 +30,18 @@ from hf_kvret.evaluation.subject import Subject
 
 OFF = "nothing"
 """What stands for the rest where nothing does."""
-_KINDS = (OFF, "mean", "left_out", "index", "sample")
 
 
-def rest_options(name: str, method: str = "") -> dict[str, Any]:
-    """Options of a cache of ``method`` for what stands for the rest, as ``--rests`` names it."""
-    kind, _, folder = name.partition(":")
-    options: dict[str, Any] = {"rest": kind, "rest_blocks": None, "rest_artifact": None}
-    options |= {"rest_revision": None, "rest_artifact_sha256": None}
-    if folder:
-        options["rest_artifact"] = str(Path(folder) / method)
-    if name == OFF:
-        options["rest"] = None
-    if name.isdigit():
-        options |= {"rest": "mean", "rest_blocks": int(name)}
-    return options
+def rest_options(name: str) -> dict[str, Any]:
+    """Options of a cache for what stands for the rest, as ``--rests`` names it."""
+    blocks = int(name) if name.isdigit() else None
+    return {"rest": None if name == OFF else "mean", "rest_blocks": blocks}
 
 
 def _known(name: str) -> str:
-    of_index = name.startswith("index:") and len(name) > len("index:")
-    if name not in _KINDS and not of_index and not (name.isdigit() and int(name)):
+    if name not in (OFF, "mean") and not (name.isdigit() and int(name)):
         raise argparse.ArgumentTypeError(
-            f"{name!r}: choose {', '.join(_KINDS)}, index:FOLDER, or tokens of a mean, as 512"
+            f"{name!r}: choose {OFF}, mean, or tokens of a mean, as 512"
         )
     return name
 
@@ -64,10 +54,7 @@ class RestTokens(Ablation):
     method = "flat"
     others = ("paris", "lrqk", "ctkvr", "a2ats")
     example = "recent=128"
-    chosen = (
-        *("rest", "rest_blocks", "top_k"),
-        *("rest_artifact", "rest_revision", "rest_artifact_sha256"),
-    )
+    chosen = ("rest", "rest_blocks", "top_k")
     instead = ": --rests and --shares name them"
     described = ("windows", "new_tokens", "step")
     tables = TABLES
@@ -81,9 +68,8 @@ class RestTokens(Ablation):
     windows: int = count_option(2, "at most this many contexts of each length")
     parts: tuple[str, ...] = parts_option(("tokens",))
     rests: tuple[str, ...] = values_option(
-        (OFF, "mean", "left_out", "512"),
-        "what stands for the rest: nothing, mean, left_out, index, sample, cold tokens of a mean, "
-        "or index:FOLDER, with factors in FOLDER/METHOD",
+        (OFF, "mean", "512"),
+        "what stands for the rest: nothing, mean, or cold tokens of a mean",
         _known,
     )
     shares: tuple[float, ...] = values_option(
@@ -116,7 +102,7 @@ class RestTokens(Ablation):
                 options = options.replace(top_k=top_k)
             begun = made(cell["cache"], type(cache), options)
             self._read[key] = read_contexts(subject, begun, windows, length)
-        changes = {"top_k": float(share), **rest_options(rest, type(cache).name)}
+        changes = {"top_k": float(share), **rest_options(rest)}
         return follow(self._read[key], windows, self.step, **changes)
 
 

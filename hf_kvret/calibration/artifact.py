@@ -95,12 +95,11 @@ class CalibrationArtifact:
         add_tensors(digest, self.tensors)
         return digest.hexdigest()
 
-    def check_sha256(self, sha256: str, prefix: str = "") -> None:
+    def check_sha256(self, sha256: str) -> None:
         """Refuse this artifact unless it is the one that is meant.
 
         Args:
             sha256: of that one.
-            prefix: of the options that name it, for the message.
 
         Raises:
             ValueError: its ``sha256`` is another; both are named.
@@ -108,9 +107,8 @@ class CalibrationArtifact:
         if self.sha256 != sha256:
             raise ValueError(
                 f"the {self.method} artifact of {self.model.name} has sha256 {self.sha256}, and "
-                f"{prefix}artifact_sha256 asks for {sha256}: load the artifact that was meant (a "
-                f"commit's id as {prefix}revision= pins it on the hub), or, where you trust this "
-                "one, give its sha256"
+                f"artifact_sha256 asks for {sha256}: load the artifact that was meant (a commit's "
+                "id as revision= pins it on the hub), or, where you trust this one, give its sha256"
             )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:

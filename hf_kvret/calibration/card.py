@@ -76,12 +76,10 @@ def _metadata(artifact: CalibrationArtifact) -> str:
 
 
 def _code(artifact: CalibrationArtifact, source: str) -> str:
-    """How to load it, and a cache with it: of the method that it is for, or of its own."""
-    user, options = artifact.method, {"artifact": source}
-    if artifact.method == "rest":
-        user, options = artifact.options["cache"], {"rest": "index", "rest_artifact": source}
-    method, source, user, config = (
-        json.dumps(text, ensure_ascii=False) for text in (artifact.method, source, user, options)
+    """How to load it, and a cache with it."""
+    method, source, config = (
+        json.dumps(text, ensure_ascii=False)
+        for text in (artifact.method, source, {"artifact": source})
     )
     return f"""```python
 from hf_kvret.calibration import CalibrationArtifact
@@ -97,7 +95,7 @@ or, in one step with the generation:
 import hf_kvret
 
 model.generate(
-    **inputs, cache_implementation={user}, cache_config={config}
+    **inputs, cache_implementation={method}, cache_config={config}
 )
 ```"""
 

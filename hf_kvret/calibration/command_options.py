@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from hf_kvret.calibration.rest import RestCalibration
 from hf_kvret.calibration.study import Calibration
 from hf_kvret.evaluation.arguments import (
     file_path,
@@ -185,24 +184,5 @@ class AquaOptions(CalibrateOptions):
         return AquaCalibration(**{name: getattr(self, name) for name in own})
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestOptions(CalibrateOptions):
-    """Factors of estimates, of any method that makes some."""
-
-    method: ClassVar[str] = "rest"
-    summary: ClassVar[str] = "how far a method's estimates of what it leaves out are off"
-    description: ClassVar[str] = (
-        "Learn a factor of each query head for the weight that rest='index' gives to tokens that "
-        "are not selected, from the weights that they really have in a text."
-    )
-    usual_uuid_tokens: ClassVar[int] = 0
-
-    cache: str = option("paris:top_k=0.03", "a method and its options", metavar="CACHE")
-
-    def calibration(self) -> RestCalibration:
-        """As the command line says."""
-        return RestCalibration(self.cache)
-
-
-METHODS: tuple[type[CalibrateOptions], ...] = (A2ATSOptions, AquaOptions, RestOptions)
+METHODS: tuple[type[CalibrateOptions], ...] = (A2ATSOptions, AquaOptions)
 """The methods that are calibrated."""

@@ -82,7 +82,6 @@ def calibrate(
     check_model(model)
     check_calibration(model)
     _check_lengths(model, corpus)
-    calibration = calibration.of_model(model)
     train_count = len(corpus.sequences) - corpus.held_out
     calibration.check([len(ids) for ids in corpus.sequences[:train_count]])
     ropes = check_rope(model)

@@ -48,11 +48,8 @@ def shared_artifact(
     revision: str | None,
     method: str,
     sha256: str | None = None,
-    prefix: str = "",
 ) -> CalibrationArtifact:
     """The artifact of a folder or hub id; read anew when a folder was rewritten.
-
-    ``prefix`` is that of the options that name it, for a message.
 
     Raises:
         OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
@@ -65,7 +62,7 @@ def shared_artifact(
         result = CalibrationArtifact.from_pretrained(artifact, method=method, revision=revision)
         _artifacts[key] = result
     if sha256 is not None:
-        result.check_sha256(sha256, prefix)
+        result.check_sha256(sha256)
     if not _newest or _newest[-1] is not result:
         _newest.append(result)
     return result

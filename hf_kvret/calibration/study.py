@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
@@ -69,11 +68,6 @@ class Calibration(ABC):
     """
 
     method: ClassVar[str]
-
-    def of_model(self, model: PreTrainedModel) -> Calibration:
-        """The calibration of this model, asked for first; ValueError for one it can't serve."""
-        del model
-        return self
 
     def check(self, lengths: Sequence[int]) -> None:
         """ValueError if training sequences of these lengths are too little.

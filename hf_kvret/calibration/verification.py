@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_kvret.calibration import rest_factors
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import DESCRIPTION, read_description
 from hf_kvret.io.strict_json import read_json
 from hf_kvret.methods.a2ats import learned as a2ats
 from hf_kvret.methods.aqua import learned as aqua
 
-_METHODS = {one.METHOD: one.check_whole for one in (a2ats, aqua, rest_factors)}
+_METHODS = {one.METHOD: one.check_whole for one in (a2ats, aqua)}
 
 
 def holds_artifact(path: Path) -> bool:

@@ -145,9 +145,9 @@ class Index(State):
     def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates | None:
         """What the index knows of the logits of the tokens that it found, and of the others.
 
-        Called after ``search`` with the same arguments where ``rest="index"``, ``rest="sample"`` or
-        ``stats()["lost_mass"]`` want it. What it says of tokens that are not valid does not matter.
-        None, as here: nothing, and options that need it are refused.
+        Called after a step with the arguments of its ``search``, for ``warn_lost_mass`` and, with
+        ``track_recall``, for ``stats()["lost_mass"]``. What it says of tokens that are not valid
+        does not matter. None, as here: nothing, and options that need it are refused.
         """
         return None
 

@@ -6,7 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -23,10 +23,23 @@ from hf_kvret.core.regions import MakeStore, Regions
 from hf_kvret.core.saved_regions import saved_rows
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.selected_attention import attend_selected
-from hf_kvret.core.stand_ins import LayerOfModel
+from hf_kvret.integration.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
 
 HANDLE = "hf_kvret_layer"
+
+
+class LayerOfModel(NamedTuple):
+    """Which layer of the model a retrieval layer is.
+
+    Attributes:
+        number: in the model.
+        shape: of the layer's heads, of which tensor parallelism gives each process a part; None:
+            not known.
+    """
+
+    number: int = 0
+    shape: AttentionShape | None = None
 
 
 class RetrievalLayer(CacheLayerMixin):
@@ -260,7 +273,7 @@ class RetrievalLayer(CacheLayerMixin):
         else:
             if first:
                 self.regions.take_step(key, value, call.scoring.valid)
-            given = self.regions, to_rows, call, self.counters, self.final_len, self.of_model
+            given = self.regions, to_rows, call, self.counters, self.final_len, self.of_model.number
             out = attend_selected(*given).to(query.dtype)
         self.waiting = False
         return out if as_it_is else call.from_rows(out)

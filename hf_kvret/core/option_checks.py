@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
 
-from hf_kvret.core.rest_kinds import REST_KINDS
 from hf_kvret.core.sizes import byte_count
 
 _BITS = (2, 3, 4, 16)
@@ -72,66 +70,44 @@ def check_select_heads(count: object, obstacle: str) -> None:
 
 def check_rest(rest: object, blocks: object, obstacle: str) -> None:
     """ValueError for a ``rest``, or ``blocks`` of it, that can't be, because of an ``obstacle``."""
-    kind = REST_KINDS.get(rest) if rest is None or isinstance(rest, str) else None
-    if kind is None:
-        names = ", ".join(repr(name) for name in REST_KINDS if name is not None)
-        raise ValueError(f"rest={rest!r}: choose {names} or None")
+    if rest not in (None, "mean"):
+        raise ValueError(f"rest={rest!r}: choose 'mean' or None")
     if rest is not None and obstacle:
         raise ValueError(f"rest={rest!r}: {obstacle}; leave it out")
     if blocks is None:
         return
     check_length("rest_blocks", blocks, 1)
-    if not kind.blocks:
+    if rest is None:
         raise ValueError(
-            f"rest_blocks={blocks} with rest={rest!r}: only rest='mean' makes a token for every so "
+            f"rest_blocks={blocks} with rest=None: only rest='mean' makes a token for every so "
             "many; give that, or rest_blocks=None"
         )
 
 
-def check_source(
-    artifact: object, revision: object, sha256: object, prefix: Literal["", "rest_"] = ""
-) -> None:
-    """Errors for what can't name an artifact; options have the ``prefix``.
+def check_source(artifact: object, revision: object, sha256: object) -> None:
+    """Errors for what can't name an artifact.
 
     Args:
         artifact: folder or hub id; None: none, and so no ``revision``.
         revision: on the hub.
         sha256: of the artifact that is meant, 64 small hexadecimal digits.
-        prefix: of their names.
     """
     for name, value in (("artifact", artifact), ("revision", revision)):
         if value is not None and (not isinstance(value, str) or not value):
-            raise TypeError(f"{prefix}{name} must be a name, got {value!r}")
+            raise TypeError(f"{name} must be a name, got {value!r}")
     if revision is not None and artifact is None:
         raise ValueError(
-            f"{prefix}revision={revision!r} without {prefix}artifact: name the artifact's hub id "
-            "too, or leave the revision out"
+            f"revision={revision!r} without artifact: name the artifact's hub id too, or leave the "
+            "revision out"
         )
     if sha256 is None:
         return
     if not isinstance(sha256, str):
-        raise TypeError(f"{prefix}artifact_sha256 must be a text, got {sha256!r}")
+        raise TypeError(f"artifact_sha256 must be a text, got {sha256!r}")
     if not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError(
-            f"{prefix}artifact_sha256={sha256!r}: give the 64 hexadecimal digits that `hf-kvret "
+            f"artifact_sha256={sha256!r}: give the 64 hexadecimal digits that `hf-kvret "
             "inspect` shows, or leave it out"
-        )
-
-
-def check_rest_artifact(
-    artifact: object, revision: object, sha256: object, rest: str | None
-) -> None:
-    """Errors for factors that can't be, or that this ``rest`` does not use."""
-    check_source(artifact, revision, sha256, "rest_")
-    if artifact is None and sha256 is not None:
-        raise ValueError(
-            f"rest_artifact_sha256={sha256!r} without rest_artifact: name its folder "
-            "or hub id too, or leave the digest out"
-        )
-    if artifact is not None and not REST_KINDS[rest].factors:
-        raise ValueError(
-            f"rest_artifact={artifact!r} with rest={rest!r}: its factors correct the estimates of "
-            "rest='index'; give that, or leave rest_artifact out"
         )
 
 

@@ -250,7 +250,7 @@ class Regions:
         self.rest.catch_up(cold, window.keys.shape[1], window.value_in_key)
         # Made here, not within a capture.
         self.rest.means()
-        if self.config.uses_estimates:
+        if self.config.warn_lost_mass is not None:
             self.rest.joint_means()
         return self.rest
 

@@ -8,9 +8,7 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.form import Form, check_range, damaged
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.state import State, number, tensor
-from hf_kvret.core.store import AttentionResult
 from hf_kvret_kernels.rest_tokens import RestMeans
-from hf_kvret_kernels.soft_cap import soft_cap_
 
 # Cold slots of a sum, where one mean is made of all: what is read again after a crop, at most.
 _BLOCK_LEN = 4096
@@ -21,8 +19,7 @@ _CHUNK_LEN, _READ_LEN = 64, 4096
 class RestSums(State):
     """Sums of keys and values of the cold tokens that may be retrieved, by blocks of slots.
 
-    In fp64: what is left out is the difference of two sums, maybe of one token in a million. What
-    lags behind is made of the store's rows.
+    In fp64, as there may be a million rows in a sum. What lags behind is made of the store's rows.
 
     Args:
         mean_len: cold slots of a mean; None: one mean of all tokens.
@@ -153,30 +150,6 @@ class RestSums(State):
                 keys.contiguous(), values.contiguous(), counts.int(), block_len
             )
         return self._means[block_len]
-
-    def left_out(self, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> AttentionResult:
-        """Attention of ``query [B, Hq, Q, Dk]`` to the mean of exactly what is left out.
-
-        ``ids [B, H, Q, K]`` name the selected tokens of ``cold``, whose rows are read for it.
-        Returns ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32; -inf where nothing is left out.
-        """
-        assert self._sums is not None and self._counts is not None, "nothing was added"
-        heads, queries = ids.shape[1:3]
-        total = self._sums.sum(2).repeat_interleave(heads // self._sums.shape[1], dim=1)
-        counts = self._counts.sum(1)[:, None, None] - (ids >= 0).sum(dim=-1)
-        means = []
-        for place in range(queries):
-            rows = cold.store.gather(ids[:, :, place : place + 1].contiguous())
-            sides = rows[: 1 if self._value.start == 0 else 2]
-            selected = [_sum(side[:, :, 0].to(query.device)) for side in sides]
-            count = counts[:, :, place].clamp(min=1).unsqueeze(-1)
-            means.append((total - torch.cat(selected, dim=-1)) / count)
-        mean = torch.stack(means, dim=2).float().unsqueeze(2)
-        grouped = query.float().unflatten(1, (heads, -1))
-        scores = soft_cap_((grouped * mean[..., self._key]).sum(-1) * cold.scale, cold.softcap)
-        logs = counts.clamp(min=0).log().unsqueeze(2)
-        out = mean[..., self._value].expand(*scores.shape, -1)
-        return out.flatten(1, 2), (scores + logs).flatten(1, 2)
 
     def _added_up(
         self, block: TokenBlock, counted: torch.Tensor | None

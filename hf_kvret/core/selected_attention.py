@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,18 +16,17 @@ from hf_kvret.core.head_groups import HeadGroups
 from hf_kvret.core.host_step import attend_on_host
 from hf_kvret.core.index import ColdTokens, Index, blamed_on
 from hf_kvret.core.merge import merge
+from hf_kvret.core.missed_mass import is_measured, measure_missed_mass
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.selection import selection
-from hf_kvret.core.stand_ins import LayerOfModel, Search
 from hf_kvret.core.store import AttentionResult
-from hf_kvret.core.unselected import Choice, Lost, choose, estimates_wanted, stand_ins
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention import prompt_pieces
 from hf_kvret_kernels.relevance import count_ids
-from hf_kvret_kernels.rest_tokens import RestTokens
+from hf_kvret_kernels.rest_tokens import RestTokens, rest_logits
 from hf_kvret_kernels.step_attention import step_attention
 
 
@@ -37,12 +36,12 @@ def attend_selected(
     call: AttentionCall,
     counters: LayerCounters,
     final_len: int = 0,
-    layer: LayerOfModel | None = None,
+    number: int = 0,
 ) -> torch.Tensor:
     """Attention of ``query [B, Hq, Q, Dk]`` to the window and to what the index finds.
 
-    ``counters`` are counted up; ``final_len`` as of ``compiling_ahead``; ``layer`` None: the first
-    one. Returns ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
+    ``counters`` are counted up; ``final_len`` as of ``compiling_ahead``; ``number`` of the layer in
+    the model. Returns ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
     """
     cold = regions.cold(call.scoring)
     index = None if cold is None else regions.ready_index(cold)
@@ -54,9 +53,8 @@ def attend_selected(
     searching = query if groups is None else groups.fold(query)
     # A group's queries see what those of any other group see at their position.
     position_queries = 1 if groups is None else groups.count
-    wants_estimates = estimates_wanted(regions, index, counters)
-    looks_closer = wants_estimates or not regions.config.rest_kind.fused
-    if (groups is None or call.sink_logits is None) and not looks_closer:
+    measured = is_measured(regions, index, counters)
+    if (groups is None or call.sink_logits is None) and not measured:
         rest = None
         if cold is not None and index is not None and regions.config.rest is not None:
             rest = regions.rest_sums(cold)
@@ -73,98 +71,124 @@ def attend_selected(
         if step is not None:
             out, host_ids = step
             if cold is not None and index is not None:
-                number = 0 if layer is None else layer.number
                 _note_search(regions, index, searching, host_ids, cold, counters, groups, number)
                 index.after_search(host_ids)
             return out if groups is None else groups.unfold(out)
-    layer = LayerOfModel() if layer is None else layer
     if cold is None:
-        return _attend_in_parts(regions, query, call, counters, None, None, False)
+        return _attend_in_parts(regions, query, call, None)[0]
     with compiling_ahead(regions, query, cold, call, final_len):
         if index is None:
-            finish = partial(attend_all, regions, query, cold, counters, layer.number)
-            return _attend_in_parts(regions, query, call, counters, None, finish, False)
-        search = Search(regions, searching, index, cold, layer, groups)
+            finish = partial(attend_all, regions, query, cold, counters, number)
+            return _attend_in_parts(regions, query, call, finish)[0]
+        search = Search(searching, index, cold, groups)
         try:
-            return _attend_in_parts(regions, query, call, counters, search, None, wants_estimates)
+            return _attend_to_search(regions, query, call, counters, search, number, measured)
         except WrongIdError as error:
             raise blamed_on(index, "search", error) from error
+
+
+class Search(NamedTuple):
+    """A step's search.
+
+    Attributes:
+        query: ``[B, Hq, Q, Dk]``, folded where heads select in ``groups``.
+        index: that searches.
+        cold: the tokens that it searches.
+        groups: of the query heads of a KV head; None: they select together.
+    """
+
+    query: torch.Tensor
+    index: Index
+    cold: ColdTokens
+    groups: HeadGroups | None
+
+
+def _attend_to_search(
+    regions: Regions,
+    query: torch.Tensor,
+    call: AttentionCall,
+    counters: LayerCounters,
+    search: Search,
+    number: int,
+    measured: bool,
+) -> torch.Tensor:
+    """See ``attend_selected``, with the index's search part by part.
+
+    ``measured``: whether the missed mass is counted.
+    """
+    searching, index, cold, groups = search
+    selected = counters.total(cold)
+    ids = index.search(searching, cold)
+    _note_search(regions, index, searching, ids, cold, counters, groups, number)
+    # First, so that a store elsewhere works while the device does all the rest.
+    finish = cold.store.begin(searching, ids, cold.scale, cold.softcap)
+    index.after_search(ids)
+    rest = _mean_tokens(regions, searching, ids, cold)
+    # With one position to see and no logits of heads, groups stay queries up to the end.
+    folded = groups is not None and query.shape[2] == 1 and call.sink_logits is None
+    unfolds = groups is not None and not folded
+    joins = isinstance(finish, Pieces) and not unfolds
+    if rest is not None and not joins:
+        pieces = rest.pieces()
+        finish = partial(_joined, finish, (pieces.outs, pieces.lses))
+    if groups is not None and unfolds:
+        finish = partial(_unfolded, groups, finish)
+    attending = searching if folded else query
+    tokens = rest if joins else None
+    out, lse = _attend_in_parts(regions, attending, call, finish, ids, selected, tokens, folded)
+    if measured:
+        own_lse = groups.unfold(lse) if groups is not None and folded else lse
+        measure_missed_mass(counters, regions, index, searching, ids, cold, own_lse, rest, groups)
+    return groups.unfold(out) if groups is not None and folded else out
 
 
 def _attend_in_parts(
     regions: Regions,
     query: torch.Tensor,
     call: AttentionCall,
-    counters: LayerCounters,
-    search: Search | None,
     finish_cold: Callable[[], AttentionResult] | None,
-    wants_estimates: bool,
-) -> torch.Tensor:
-    """See ``attend_selected``, part by part.
+    ids: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
+    rest: RestTokens | None = None,
+    folded: bool = False,
+) -> AttentionResult:
+    """Attention to the window, to what ``finish_cold`` attends to and to the ``rest`` tokens.
 
-    ``search`` is made here, or ``finish_cold`` attends to the cold tokens, or there are none.
+    ``selected`` counts the ``ids``. Only ``Pieces`` take ``rest``. Queries that are ``folded`` are
+    groups of heads at one position.
     """
-    searching, groups = query, None
-    # With one position to see and no logits of heads, groups stay queries up to the end.
-    stays_folded = query.shape[2] == 1 and call.sink_logits is None
-    choice: Choice | None = None
-    selected: torch.Tensor | None = None
-    rest_tokens: RestTokens | None = None
-    lost: Lost | None = None
-    if search is not None:
-        searching, groups, cold = search.query, search.groups, search.cold
-        selected = counters.total(cold)
-        choice = choose(search, wants_estimates)
-        ids = choice.ids
-        number = search.layer.number
-        _note_search(regions, search.index, searching, ids, cold, counters, groups, number)
-        # First, so that a store elsewhere works while the device does all the rest.
-        form = cold.scale, cold.softcap
-        if choice.log_weights is None:
-            finish_cold = cold.store.begin(searching, ids, *form)
-        else:
-            finish_cold = cold.store.begin_weighted(searching, ids, choice.log_weights, *form)
-        search.index.after_search(ids)
-        rest_tokens, lost = stand_ins(search, choice)
-        if choice.part is not None:
-            finish_cold = partial(_joined, finish_cold, choice.part)
-        if rest_tokens is not None and (
-            not isinstance(finish_cold, Pieces) or (groups is not None and not stays_folded)
-        ):
-            pieces = rest_tokens.pieces()
-            finish_cold = partial(_joined, finish_cold, (pieces.outs, pieces.lses))
-            rest_tokens = None
-    if groups is not None and finish_cold is not None and not stays_folded:
-        finish_cold, searching = partial(_unfolded, groups, finish_cold), query
     keys, values = regions.window.tokens()
-    # One query sees all that is held; there may be room behind it.
-    offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
+    # Queries of one position see all that is held; there may be room behind it.
+    one = folded or query.shape[2] == 1
+    offset = None if one else keys.shape[2] - query.shape[2]
     options: dict[str, Any] = {
         "scale": call.scoring.scale,
         "causal_offset": offset,
         "valid": regions.window.validity(call.scoring.valid),
         "softcap": call.scoring.softcap,
     }
-    chosen = None if choice is None else choice.ids
     if isinstance(finish_cold, Pieces):
         # Launched already: one launch more does all that is left.
-        options |= {"sink_logits": call.sink_logits, "ids": chosen, "selected": selected}
-        options["rest"] = rest_tokens
-        out, lse = step_attention(searching, keys, values, finish_cold, **options)
-    else:
-        near = prompt_pieces(searching, keys, values, **options)
-        parts = [(near.outs, near.lses)]
-        if chosen is not None and selected is not None:
-            count_ids(chosen, selected)
-        if finish_cold is not None:
-            parts.append(finish_cold())
-        out, lse = merge(parts, call.sink_logits, query.dtype)
-    if lost is not None:
-        if groups is not None:
-            lost = lost.unfolded(groups)
-            lse = groups.unfold(lse) if stays_folded else lse
-        counters.add_lost(*lost.shares(lse))
-    return groups.unfold(out) if groups is not None and stays_folded else out
+        options |= {"sink_logits": call.sink_logits, "ids": ids, "selected": selected}
+        return step_attention(query, keys, values, finish_cold, **options, rest=rest)
+    near = prompt_pieces(query, keys, values, **options)
+    parts = [(near.outs, near.lses)]
+    if ids is not None and selected is not None:
+        count_ids(ids, selected)
+    if finish_cold is not None:
+        parts.append(finish_cold())
+    return merge(parts, call.sink_logits, query.dtype)
+
+
+def _mean_tokens(
+    regions: Regions, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens
+) -> RestTokens | None:
+    """The means of all cold tokens, by blocks, with the weight of those that ids leave out."""
+    if regions.config.rest is None:
+        return None
+    means = regions.rest_sums(cold).means()
+    logits = rest_logits(query, means, ids, scale=cold.scale, softcap=cold.softcap)
+    return RestTokens(logits, means.values)
 
 
 def _joined(finish: Callable[[], AttentionResult], others: AttentionResult) -> AttentionResult:

@@ -89,22 +89,6 @@ class Store(State):
             work already, they save the launch that would merge them.
         """
 
-    def begin_weighted(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        log_weights: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Callable[[], AttentionResult]:
-        """As ``begin``, with ``log_weights [B, H, Q, k]`` fp32 of the tokens that ids name.
-
-        They are added to the logits of all query heads of a group, behind the cap. Here rows are
-        gathered to the query's device and attended to there; a store may do better.
-        """
-        result = weighted_attention(self, query, ids, log_weights, scale, softcap)
-        return lambda: result
-
     def attend(
         self,
         query: torch.Tensor,
@@ -290,32 +274,6 @@ def scores_of_gathered(
         logits = soft_cap_(logits, softcap).masked_fill_(none, float("-inf"))
         found.append(logits.flatten(1, 2).unsqueeze(2))
     return torch.cat(found, dim=2)
-
-
-def weighted_attention(
-    store: Store,
-    query: torch.Tensor,
-    ids: torch.Tensor,
-    log_weights: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-) -> AttentionResult:
-    """``Store.begin_weighted``, computed on the query's device, to which rows are fetched."""
-    heads = ids.shape[1]
-    outs, lses = [], []
-    # One query after the other, as of scores.
-    for place in range(query.shape[2]):
-        wanted = ids[:, :, place : place + 1].contiguous()
-        keys, values = (side[:, :, 0].to(query.device).float() for side in store.gather(wanted))
-        grouped = query[:, :, place].float().unflatten(1, (heads, -1))
-        logits = soft_cap_(grouped @ keys.transpose(-1, -2) * scale, softcap)
-        logits = (logits + log_weights[:, :, place, None]).masked_fill(wanted < 0, float("-inf"))
-        lse = logits.logsumexp(dim=-1)
-        # A query without tokens has out 0.
-        weights = (logits - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
-        outs.append((weights @ values).flatten(1, 2))
-        lses.append(lse.flatten(1, 2))
-    return torch.stack(outs, dim=2), torch.stack(lses, dim=2)
 
 
 def best_of(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:

@@ -26,11 +26,7 @@ from transformers.cache_utils import Cache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.registry import registered_methods
 
-TEXT_OPTIONS = {
-    f"{prefix}{name}"
-    for prefix in ("", "rest_")
-    for name in ("artifact", "revision", "artifact_sha256")
-}
+TEXT_OPTIONS = {"artifact", "revision", "artifact_sha256"}
 """Options that say which artifact: names, also those that look like numbers."""
 
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")

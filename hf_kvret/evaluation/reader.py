@@ -242,12 +242,9 @@ def _step_bytes(layer: RetrievalLayer) -> int:
     row = (keys.shape[3] + values.shape[3]) * keys.element_size()
     if regions.store is not None:
         row = regions.store.row_nbytes(row)
-    kind = layer.config.rest_kind
-    rows = keys.shape[0] * keys.shape[1] * selected * (2 if kind.again else 1)
+    rows = keys.shape[0] * keys.shape[1] * selected
     means = 0 if regions.rest is None else regions.rest.means_nbytes()
-    # Estimates read what the search has read once more.
-    searches = 2 if kind.estimates else 1
-    return read + searches * regions.search_cost().nbytes + rows * row + means
+    return read + regions.search_cost().nbytes + rows * row + means
 
 
 def _layer_bytes(layer: Any) -> int:

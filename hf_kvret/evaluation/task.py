@@ -159,25 +159,19 @@ def lengths_of(cells: Sequence[Cell]) -> list[int]:
 
 
 def artifact_sha256(choice: CacheChoice, subject: Subject) -> str | None:
-    """Which artifacts a cache works with; None where it needs none, or a task makes its own.
-
-    Of two, its own and that of rest factors, the digests stand with a comma between them.
-    """
-    options = choice.options
-    if options is None or not (hasattr(options, "artifact") or options.rest_artifact):
+    """Which artifact a cache works with; None where it needs none, or a task makes its own."""
+    if not hasattr(choice.options, "artifact"):
         return None
     home = Path(subject.model.config._name_or_path)
     if choice.lacks_artifact and not (home / choice.method).is_dir():
         return None
     cache = choice.make(subject.model.config, 1)
     assert isinstance(cache, RetrievalCache)
-    digests = []
-    for prefix in ("", "rest_"):
-        artifact = getattr(cache.options, f"{prefix}artifact", None)
-        if artifact is not None:
-            revision = getattr(cache.options, f"{prefix}revision")
-            digests.append(read_description(find_folder(artifact, revision=revision)))
-    return ", ".join(each["tensors_sha256"] for each in digests) or None
+    options: Any = cache.options
+    if options.artifact is None:
+        return None
+    folder = find_folder(options.artifact, revision=options.revision)
+    return str(read_description(folder)["tensors_sha256"])
 
 
 def check_artifacts(results: Results, artifacts: dict[str, str | None]) -> None:
@@ -187,7 +181,7 @@ def check_artifacts(results: Results, artifacts: dict[str, str | None]) -> None:
         if now is not None and then is not None and now != then:
             raise ValueError(
                 f"{results.path} has {cell['cache']} with another artifact (sha256 "
-                f"{_short(str(then))}, now {_short(now)}): give another --json, or delete the file"
+                f"{str(then)[:12]}, now {now[:12]}): give another --json, or delete the file"
             )
 
 
@@ -211,7 +205,3 @@ def mean_points(results: Results, score: str, best: float = 1.0) -> dict[str, tu
         )
         for cache, points in found.items()
     }
-
-
-def _short(digests: str) -> str:
-    return ", ".join(digest[:12] for digest in digests.split(", "))

@@ -8,8 +8,7 @@ from typing import Any
 _STORE_OPTIONS = {"store", "slots", "device_budget"}
 _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"),
-    "warn_lost_mass",
-    *("rest", "rest_blocks", "rest_artifact", "rest_revision", "rest_artifact_sha256"),
+    *("warn_lost_mass", "rest", "rest_blocks"),
 }
 _FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
 FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)
@@ -22,7 +21,7 @@ _MOVABLE_OPTIONS = {"artifact", "revision", "artifact_sha256"}
 def forked(options: Any, changes: dict[str, Any]) -> Any:
     """``options`` with ``changes``; ValueError unless a fork may have them."""
     _check(changes, set(FORK_OPTIONS))
-    return options.replace(**with_companions(changes))
+    return options.replace(**changes)
 
 
 def check_load(changes: dict[str, Any], has_artifact: bool) -> None:
@@ -34,16 +33,8 @@ def check_load(changes: dict[str, Any], has_artifact: bool) -> None:
 
 
 def with_companions(changes: dict[str, Any]) -> dict[str, Any]:
-    """``changes`` with what belongs to an artifact that they replace.
-
-    Its revision; and the digest of rest factors, where there are none any more.
-    """
-    for prefix in ("", "rest_"):
-        if f"{prefix}artifact" in changes:
-            changes = {f"{prefix}revision": None, **changes}
-    if changes.get("rest_artifact", "") is None:
-        changes = {"rest_artifact_sha256": None, **changes}
-    return changes
+    """``changes`` with the revision of an artifact that they replace."""
+    return {"revision": None, **changes} if "artifact" in changes else changes
 
 
 def _check(changes: dict[str, Any], free: set[str]) -> None:

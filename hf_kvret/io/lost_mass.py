@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.unselected import MEASURED_STEPS
+from hf_kvret.core.missed_mass import MEASURED_STEPS
 
 
 class LostMassWarning:

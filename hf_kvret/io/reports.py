@@ -113,13 +113,12 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     ``bytes_fetched``, and with ``track_recall`` the means ``recall_overlap``, ``recall_mass``,
     ``recall_best_mass`` (see ``Recall``). Also ``lost_mass``: the share of the attention that was
     not computed exactly, as the index estimates it, mean over queries, heads and steps; None: not
-    measured, as with ``rest="index"`` or ``"sample"``, ``warn_lost_mass`` and ``track_recall`` it
-    is. With the last ``exact_lost_mass`` is the same from all keys.
+    measured, as it is with ``warn_lost_mass`` and ``track_recall``. With the latter
+    ``exact_lost_mass`` is the same from all keys.
     """
     counters = layer.counters
     selected = 0 if counters.selected is None else int(counters.selected)
-    reads = 2 if layer.config.rest_kind.again else 1
-    rows = reads * selected + counters.exact_rows
+    rows = selected + counters.exact_rows
     stats: dict[str, Any] = {
         "steps": counters.steps,
         "queries": counters.queries,

@@ -35,8 +35,7 @@ def options_to_load(
         changes: of the caller.
 
     Raises:
-        ValueError: options that no save writes, a change that a filled cache can't take, or factors
-            of a rest that the caller doesn't name.
+        ValueError: options that no save writes, or a change that a filled cache can't take.
     """
     changes = dict(changes)
     check_load(changes, needs_artifact)
@@ -51,23 +50,12 @@ def options_to_load(
     most = max((x for x in saved.values() if type(x) is int), key=abs, default=0)
     if abs(most) > _MOST_NUMBER:
         raise ValueError(f"{directory} has options that no save writes: {most:.0e} is too large")
-    if options.rest_artifact is not None and "rest_artifact" not in changes:
-        if changes.get("rest", options.rest) == "index":
-            raise ValueError(
-                f"{_not_followed(directory, 'rest_', options.rest_artifact)}, or "
-                "rest_artifact=None to go on without factors"
-            )
-        changes = with_companions({"rest_artifact": None, **changes})
     hint = ""
     name = getattr(options, "artifact", None) if needs_artifact else None
     if name is not None and "artifact" not in changes:
-        hint = _not_followed(directory, "", name)
+        hint = (
+            f"{directory} was saved with artifact={name[:200]!r}, and what a file names is not "
+            "followed: pass artifact= to from_pretrained, with this name if you trust it"
+        )
         changes = with_companions({"artifact": None, **changes})
     return options.replace(**changes), hint
-
-
-def _not_followed(directory: Path, prefix: str, name: str) -> str:
-    return (
-        f"{directory} was saved with {prefix}artifact={name[:200]!r}, and what a file names is not "
-        f"followed: pass {prefix}artifact= to from_pretrained, with this name if you trust it"
-    )

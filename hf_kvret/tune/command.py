@@ -88,14 +88,14 @@ class Tune(Measurement):
     )
     rest: tuple[str, ...] = option(
         (OFF, "mean"),
-        "what stands for tokens that are not selected: off, mean, left_out",
-        kind=known_names((OFF, "mean", "left_out")),
+        "what stands for tokens that are not selected: off, mean",
+        kind=known_names((OFF, "mean")),
         metavar="REST",
     )
     artifact: str | None = option(
         None,
         "what a method learned about the model, a folder or a hub id, comma-separated for several; "
-        "the method is tried too, or with factors of the rest its rest=index",
+        "the method is tried too",
     )
     tokens: int = count_option(1024, "measured for variants of the last round, over all windows")
     windows: int = count_option(8, "contexts, at different places of the text")
@@ -132,7 +132,7 @@ class Tune(Measurement):
         Raises:
             ValueError: see ``variants.check_method`` and ``variants.make_variants``.
         """
-        artifacts, factors = find_artifacts(names(self.artifact or ""))
+        artifacts = find_artifacts(names(self.artifact or ""))
         methods, stores = names(self.methods), names(self.stores)
         known = {text.partition(":")[0].strip() for text in methods}
         methods += [method for method in artifacts if method not in known]
@@ -142,13 +142,7 @@ class Tune(Measurement):
         for text in methods:
             check_method(text, artifacts, self.model)
         budgets = self.top_k or ladder(self.context)
-        if unused := sorted(set(factors).difference(text.partition(":")[0] for text in methods)):
-            raise ValueError(
-                f"--artifact {factors[unused[0]]} has factors of the rest of {unused[0]}, which is "
-                f"not tried: add {unused[0]} to --methods, or leave the artifact out"
-            )
-        kinds = self.rest, artifacts, self.context, factors
-        return make_variants(methods, stores, budgets, *kinds)
+        return make_variants(methods, stores, budgets, self.rest, artifacts, self.context)
 
     def check(self) -> None:
         """Whatever can be said without the model."""
@@ -229,15 +223,11 @@ class Tune(Measurement):
     @cached_property
     def _artifacts(self) -> dict[str, str | None]:
         """The artifact of each variant, None for those without."""
-        known: dict[tuple[str, Any], str | None] = {}
+        known: dict[str, str | None] = {}
         for one in self.variants.values():
-            key = one.base.name, one.changes.get("rest_artifact")
-            if key not in known:
-                known[key] = artifact_sha256(one.choice, self.subject)
-        return {
-            name: known[one.base.name, one.changes.get("rest_artifact")]
-            for name, one in self.variants.items()
-        }
+            if one.base.name not in known:
+                known[one.base.name] = artifact_sha256(one.base, self.subject)
+        return {name: known[one.base.name] for name, one in self.variants.items()}
 
     @property
     def _new(self) -> int:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
-from hf_kvret.calibration import rest_factors
 from hf_kvret.calibration.files import read_description
 from hf_kvret.calibration.hub import find_folder
 from hf_kvret.config import RetrievalConfig
@@ -46,17 +44,6 @@ class Variant:
         """For ``cache_implementation``."""
         return self.base.method
 
-    @property
-    def choice(self) -> CacheChoice:
-        """A cache with the options of the fork."""
-        if not self.changes:
-            return self.base
-        assert self.base.options is not None, "it is a method of ours"
-        options, cls = self.base.options.replace(**self.changes), registered_methods()[self.method]
-        return replace(
-            self.base, options=options, make=lambda config, _: cls(config=config, options=options)
-        )
-
 
 def ladder(context: int) -> tuple[int, ...]:
     """Budgets for a context, ascending: 1/128 of it, twice that and so on to a half, and 3/4."""
@@ -64,25 +51,21 @@ def ladder(context: int) -> tuple[int, ...]:
     return tuple(budget for budget in (*shares, 3 * context // 4) if budget >= _LEAST_BUDGET)
 
 
-def find_artifacts(sources: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """By method, the folder or hub id of its artifact, and of the factors of its rest.
+def find_artifacts(sources: Sequence[str]) -> dict[str, str]:
+    """By method, the folder or hub id of its artifact.
 
     Raises:
         FileNotFoundError, ValueError: no artifact there; two of one method.
     """
     artifacts: dict[str, str] = {}
-    factors: dict[str, str] = {}
     for source in sources:
-        description = read_description(find_folder(source))
-        method, known, what = description["method"], artifacts, "of"
-        if method == rest_factors.METHOD:
-            method, known, what = str(description["options"].get("cache")), factors, "factors of"
-        if method in known:
+        method = read_description(find_folder(source))["method"]
+        if method in artifacts:
             raise ValueError(
-                f"--artifact {known[method]} and {source} are both {what} {method}: give one"
+                f"--artifact {artifacts[method]} and {source} are both of {method}: give one"
             )
-        known[method] = source
-    return artifacts, factors
+        artifacts[method] = source
+    return artifacts
 
 
 def check_method(text: str, artifacts: Mapping[str, str], model: str) -> None:
@@ -116,7 +99,6 @@ def make_variants(
     rests: Sequence[str],
     artifacts: Mapping[str, str],
     context: int,
-    factors: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Variant]:
     """Every combination by its name; those that share a filled cache stand together.
 
@@ -130,7 +112,6 @@ def make_variants(
         rests: values of ``rest``, ``"off"`` for None.
         artifacts: by method.
         context: tokens that are read before a method selects.
-        factors: of the rest, by method; with them ``rest="index"`` is tried, too.
 
     Raises:
         ValueError: an unknown or impossible option, one variant twice, or options that retrieve
@@ -143,10 +124,7 @@ def make_variants(
         method = text.partition(":")[0].strip()
         for store in stores:
             defaults = _defaults(method, store, artifacts)
-            kinds = [OFF if rest == OFF else f"rest={rest}" for rest in rests]
-            if method in factors:
-                kinds.append(f"rest=index:rest_artifact={factors[method]}")
-            for name in _names(text, store, budgets, kinds, defaults):
+            for name in _names(text, store, budgets, rests, defaults):
                 choice = _retrieving(choose_cache(name, defaults), defaults, context)
                 assert choice.options is not None
                 if (method, choice.options) in seen:
@@ -170,10 +148,10 @@ def _names(
     text: str,
     store: str,
     budgets: Sequence[int | float],
-    kinds: Sequence[str],
+    rests: Sequence[str],
     defaults: Mapping[str, Any],
 ) -> list[str]:
-    """The names of all variants of one method and store; ``kinds`` of rest as they are named."""
+    """The names of all variants of one method and store."""
     options = choose_cache(text, dict(defaults)).options
     assert options is not None
     given = {part.partition("=")[0].strip() for part in text.split(":")[1:]}
@@ -186,9 +164,9 @@ def _names(
     ends = [""] if "top_k" in given else [f":top_k={budget}" for budget in budgets]
     if "rest" not in given:
         ends = [
-            end + ("" if kind == OFF else f":{kind}")
-            for kind in kinds
-            if kind == OFF or not options.rest_obstacle
+            end + ("" if rest == OFF else f":rest={rest}")
+            for rest in rests
+            if rest == OFF or not options.rest_obstacle
             for end in ends
         ]
     return [start + end for end in ends]

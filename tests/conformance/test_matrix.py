@@ -87,7 +87,7 @@ def _possible(case: dict[str, Any]) -> bool:
     if case.get("method", "").startswith("aqua") and case.get("rest", "nothing") != "nothing":
         # It leaves nothing out, and says so.
         return False
-    if case.get("rest") in ("index", "sample") and case.get("method", "flat") not in ESTIMATING:
+    if case.get("rest") == "measured" and case.get("method", "flat") not in ESTIMATING:
         return False
     impossible = IMPOSSIBLE.get(RELEASE, {})
     return case.get("mode") not in impossible.get(case.get("model", ""), ())
@@ -96,9 +96,7 @@ def _possible(case: dict[str, Any]) -> bool:
 RESTS: dict[str, dict[str, Any]] = {
     "nothing": {"rest": None},
     "mean": {"rest": "mean"},
-    "left_out": {"rest": "left_out"},
-    "index": {"rest": "index"},
-    "sample": {"rest": "sample"},
+    "measured": {"rest": "mean", "warn_lost_mass": 0.99},
     # Few are selected, and each of the others is a mean of its own.
     "each": {"rest": "mean", "rest_blocks": 1, "top_k": 8},
 }

@@ -1,4 +1,4 @@
-"""Estimates of what is not selected, and the weight that they give it."""
+"""Estimates of what is not selected, and the missed mass that they make."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hf_kvret import (
 )
 from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.core.estimates import exact_left_out, left_out_logits
 from hf_kvret.core.index import ColdTokens, Estimates
+from hf_kvret.core.missed_mass import missed_logits
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 from hf_kvret.methods.flat import FlatIndex
@@ -27,7 +27,7 @@ from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.top_k import top_k
 
 from .test_rest import CONFIG, ERROR, Driver
-from .watched import RESTS, Watched
+from .watched import Watched
 
 ALL = 10**6
 METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
@@ -74,11 +74,12 @@ def lived(driver: Driver) -> list[torch.Tensor]:
     return [*outs, driver.forward(1), driver.forward(4)]
 
 
-@pytest.mark.parametrize("rest", RESTS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_budget_that_covers_all_is_full_attention(method: str, rest: str, artifact: str) -> None:
+def test_measuring_changes_no_attention_and_a_budget_of_all_misses_nothing(
+    method: str, artifact: str
+) -> None:
     plain = lived(begun(method, artifact, top_k=ALL))
-    driver = begun(method, artifact, top_k=ALL, rest=rest)
+    driver = begun(method, artifact, top_k=ALL, track_recall=True)
     for own, expected in zip(lived(driver), plain, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=ERROR)
     (stats,) = driver.cache.stats()["layers"]
@@ -127,50 +128,6 @@ def test_estimates_are_near_the_scores_and_on_their_scale(method: str, artifact:
     assert means < 0.25 * exact.std(-1).mean()
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_the_rest_weighs_as_much_as_its_estimates_say(softcap: float | None) -> None:
-    """With exact estimates the softmax's denominator is that of full attention."""
-    watched = Watched(Driver(softcap=softcap, rest="index"))
-    watched.forward(90, padded=11)
-    for count in (1, 3):
-        out = watched.forward(count)
-        query, cold = watched.asked()
-        driver, ids = watched.driver, watched.driver.ids
-        assert ids is not None
-        left = exact_left_out(query, ids, cold)
-        # The driver's reference gives rest tokens the logit log(n - k) + score of the mean.
-        regions = driver.layer.regions
-        assert regions is not None
-        means = regions.rest_sums(cold).means()
-        plain = Estimates(torch.full((*query.shape[:3], len(cold)), float("-inf")))
-        known, none_known = left_out_logits(query, plain, ids, cold, means)
-        assert (known == float("-inf")).all()
-        expected = driver.expected()
-        # exp(left) in place of exp(none_known), worked out from the two softmaxes.
-        near_lse, mean_value = _near(watched, ids), means.values.repeat_interleave(3, 1)
-        mean_share = (none_known - torch.logaddexp(near_lse, none_known)).exp().unsqueeze(-1)
-        near_out = (expected - mean_share * mean_value) / (1 - mean_share)
-        share = (left - torch.logaddexp(near_lse, left)).exp().unsqueeze(-1)
-        wanted = near_out * (1 - share) + share * mean_value
-        torch.testing.assert_close(out.double(), wanted.double(), rtol=1e-4, atol=1e-4)
-
-
-def _near(watched: Watched, ids: torch.Tensor) -> torch.Tensor:
-    """Log-sum-exp of what the last pass attended to exactly."""
-    query, cold = watched.asked()
-    regions = watched.driver.layer.regions
-    assert regions is not None
-    _, selected = cold.store.attend(query, ids, cold.scale, cold.softcap)
-    keys, _ = regions.window.tokens()
-    scores = exact_scores(query, keys, cold.scale, cold.softcap)
-    new, sinks = query.shape[2], regions.window.sink
-    recent = watched.driver.mask[:, None, None, -(keys.shape[2] - sinks) :].expand(-1, 1, new, -1)
-    causal = torch.ones(new, recent.shape[-1], dtype=torch.bool).tril(recent.shape[-1] - new)
-    full = torch.ones(*recent.shape[:3], sinks, dtype=torch.bool)
-    seen = torch.cat([full, recent & causal], dim=-1)
-    return torch.logaddexp(selected, scores.masked_fill(~seen, float("-inf")).logsumexp(-1))
-
-
 class SomeIndex(FlatIndex):
     """Knows the logits of every other token only, in an order of its own."""
 
@@ -190,9 +147,8 @@ class SomeKVCache(FlatKVCache):
         return SomeIndex()
 
 
-@pytest.mark.parametrize("rest", RESTS)
-def test_tokens_without_estimates_weigh_as_their_mean(rest: str) -> None:
-    watched = Watched(Driver(SomeKVCache, rest=rest))
+def test_tokens_without_estimates_weigh_as_their_mean() -> None:
+    watched = Watched(Driver(SomeKVCache, rest="mean"))
     watched.forward(90, padded=11)
     watched.forward(3)
     query, cold = watched.asked()
@@ -202,10 +158,7 @@ def test_tokens_without_estimates_weigh_as_their_mean(rest: str) -> None:
     means = regions.rest_sums(cold).means()
     estimates = watched.index.estimate(query, cold)
     assert estimates is not None and estimates.ids is not None
-    if rest == "sample":
-        # Nothing else can be drawn.
-        assert bool(((ids % 2 == 0) | (ids == -1)).all())
-    result = torch.logaddexp(*left_out_logits(query, estimates, ids, cold, means))
+    result = torch.logaddexp(*missed_logits(query, estimates, ids, cold, means))
     scores = exact_scores(
         query, torch.cat([k for _, k in cold.store.key_chunks()], 2), cold.scale
     ).double()

@@ -9,8 +9,6 @@ from hf_kvret.core.index import ColdTokens, Index
 
 from .test_rest import Driver, on
 
-RESTS = ("index", "sample")
-
 
 class Watched:
     """A driver that remembers what its index was asked in the last pass."""

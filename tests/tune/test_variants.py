@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvret.evaluation.bundled import BUNDLED_MODEL, REFERENCE_MODEL
+from hf_kvret.evaluation.bundled import BUNDLED_MODEL
 from hf_kvret.evaluation.caches import choose_cache
 from hf_kvret.registry import registered_methods
 from hf_kvret.tune.variants import (
@@ -93,15 +93,6 @@ def test_a_method_that_attends_to_all_has_one_variant() -> None:
     ]
 
 
-def test_factors_bring_the_rest_that_they_correct() -> None:
-    variants = made("paris", "flat", rests=["off", "mean"], factors={"paris": "learned"})
-    assert len(variants) == 2 * 2 + 2 * 3
-    one = variants["paris:top_k=64:rest=index:rest_artifact=learned"]
-    assert one.changes["rest"] == "index" and one.base is variants["paris:top_k=64"].base
-    assert one.cache_config == {"top_k": 64, "rest": "index", "rest_artifact": "learned"}
-    assert one.choice.options is not None and one.choice.options.rest_artifact == "learned"
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -137,10 +128,7 @@ def test_methods_are_checked_before_the_work(tmp_path: Path) -> None:
 
 def test_artifacts_are_known_by_their_method(tmp_path: Path) -> None:
     folder = str(BUNDLED_MODEL / "a2ats")
-    factors = str(REFERENCE_MODEL / "rest" / "paris")
-    assert find_artifacts([folder, factors]) == ({"a2ats": folder}, {"paris": factors})
-    with pytest.raises(ValueError, match="are both factors of paris: give one"):
-        find_artifacts([factors, factors])
+    assert find_artifacts([folder]) == {"a2ats": folder}
     with pytest.raises(ValueError, match="are both of a2ats: give one"):
         find_artifacts([folder, folder])
     with pytest.raises(FileNotFoundError):

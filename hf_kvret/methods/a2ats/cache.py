@@ -49,7 +49,6 @@ class A2ATSCache(RetrievalCache):
         Raises:
             ValueError: it has.
         """
-        super().check_model(model)
         options = self.options
         assert isinstance(options, A2ATSConfig) and options.artifact is not None
         load(options.artifact, options.revision, options.artifact_sha256).check_weights(model)
