@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import turns
-from kernel_clock import CacheFlush, time_calls
+from kernel_clock import CacheFlush, check_host_memory, time_calls
 from kernel_inputs import Draw, KernelShape
 from tqdm import tqdm
 from tune_search import MARGIN, TUNE_OPS, Timer, search
@@ -153,7 +152,7 @@ class Launch(Measurement):
         (cell,) = group
         sizes = (self.cold, cell["batch"], self.heads, self.group, self.head_dim)
         shape, rows = KernelShape(*sizes, DTYPES[self.dtype], cell["length"]), _place(cell)
-        turns.check_host_memory(shape.count("2 B H n D x") if rows == "host" else 0)
+        check_host_memory(shape.count("2 B H n D x") if rows == "host" else 0)
         case = TUNE_OPS[cell["op"]](shape, rows, Draw(torch.device(self.device), self.seed))
         found = search(case, self._timer)
         return [

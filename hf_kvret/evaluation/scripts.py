@@ -71,11 +71,18 @@ def script_parser(kind: type[Measurement]) -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     fill_parser(parser, kind)
+    parser.add_argument("--smallest", action="store_true", help=f"as {kind.smallest}")
     return parser
 
 
 def run_script(kind: type[Measurement], arguments: Sequence[str] | None = None) -> int:
-    """Run a script; returns the exit status, see ``run_program``."""
+    """Run a script; returns the exit status, see ``run_program``.
+
+    ``--smallest`` stands for ``kind.smallest``, the options of a run of seconds; others go on top.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    if "--smallest" in words:
+        arguments = [*kind.smallest.split(), *words]
     return run_program(script_parser(kind), arguments, kept_results)
 
 

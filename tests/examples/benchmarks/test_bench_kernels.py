@@ -11,7 +11,6 @@ import bench_kernels
 import kernel_clock
 import pytest
 import torch
-import turns
 from bench_kernels import OPS, Kernels
 from kernel_clock import CacheFlush, measure_products, time_calls, time_once
 from kernel_work import Call, KernelOp
@@ -126,7 +125,7 @@ def test_what_does_not_fit_into_memory_has_a_row_that_says_so(
     measure: Run,
 ) -> None:
     file = tmp_path / "k.json"
-    monkeypatch.setattr(turns, "available_host_memory", lambda: 10_000)
+    monkeypatch.setattr(kernel_clock, "available_host_memory", lambda: 10_000)
     arguments = ["--ops", "top_k", "--context", "64,1K", "--json", str(file)]
     assert measure(*arguments, "--plot", str(tmp_path / "k.png")) == 0
     small, large = rows_of(file).values()
@@ -295,7 +294,7 @@ def test_the_picture_prefers_our_ways_to_torch(
     def draw(path: Path, groups: list[str], bars: dict[str, Any], **rest: Any) -> None:
         drawn.update(groups=groups, bars=bars)
 
-    monkeypatch.setattr("kernel_tables.plot_groups", draw)
+    monkeypatch.setattr("bench_kernels.plot_groups", draw)
     Kernels.plot(tmp_path / "k.png", results)
     assert drawn["groups"] == [
         "codebook.\nlookup\nnaive",

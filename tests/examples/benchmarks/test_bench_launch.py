@@ -170,8 +170,8 @@ def test_a_size_that_lacks_memory_has_a_row_that_says_so(
     monkeypatch: pytest.MonkeyPatch,
     measure: Run,
 ) -> None:
-    check = bench_launch.turns.check_host_memory
-    monkeypatch.setattr(bench_launch.turns, "check_host_memory", lambda needed: check(10**18))
+    check = bench_launch.check_host_memory
+    monkeypatch.setattr(bench_launch, "check_host_memory", lambda needed: check(10**18))
     table = tmp_path / "t.md"
     assert measure("--context", "8", "--ops", "gather_scores", "--table", str(table)) == 0
     assert "out of memory (predicted: 1000000000.0 GB" in table.read_text()
