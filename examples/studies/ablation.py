@@ -218,7 +218,6 @@ def values_option(
     usual: tuple[_Value, ...],
     of: str,
     kind: Callable[[str], _Value],
-    old_name: str | None = None,
 ) -> Any:
     """Comma-separated values of one kind, no one twice."""
 
@@ -228,7 +227,7 @@ def values_option(
             raise argparse.ArgumentTypeError(f"the same value twice in {text!r}: name each once")
         return found
 
-    return option(usual, of, kind=read, old_name=old_name)
+    return option(usual, of, kind=read)
 
 
 def made(name: str, cache_class: type[RetrievalCache], options: RetrievalConfig) -> CacheChoice:
