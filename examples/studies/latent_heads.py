@@ -175,8 +175,8 @@ class LatentHeads(Ablation):
     )
     drawn = MappingProxyType({"rows": "tokens"})
     smallest = (
-        "--text examples/notebooks/text.txt --context 512 --windows 1 --new-tokens 16 --top-ks 8,16 "
-        "--select-heads 4,16 --caches flat:recent=16:flush=16"
+        "--text examples/notebooks/text.txt --context 512 --windows 1 --new-tokens 16 "
+        "--top-ks 8,16 --select-heads 4,16 --caches flat:recent=16:flush=16"
     )
 
     model: str = option("reference-latent", "a folder, a hub id, or a model of ours")

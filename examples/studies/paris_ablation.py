@@ -138,6 +138,11 @@ class ParisAblation(Ablation):
     once = ("drift",)
     tables = TABLES
     plots = PLOTS
+    smallest = (
+        "--model reference --text examples/notebooks/text.txt --context 256 --new-tokens 16 "
+        "--drift-tokens 32 --every 16 --ratios 0.1 --top-k 16 --clusters 4 "
+        "--caches paris:dense_below=0:recent=16:flush=16"
+    )
 
     # The paper's budget, and the only method that there is something to take away from.
     caches: str | None = caches_option("paris")
