@@ -5,7 +5,7 @@ every output written once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from machine_code import MULTIPROCESSORS
@@ -17,7 +17,6 @@ from step_kernels import (
     HIGGS_BITS,
     LIST_LEN,
     LRQK_K,
-    LRQK_RANK,
     NPROBE,
     PARIS_K,
     PARIS_SHARES,
@@ -26,12 +25,8 @@ from step_kernels import (
     StepShape,
 )
 
-Grid = Sequence[int]
-
-# Tokens of a program of the selecting kernels, of a sum of proxies' scores, of selected rows.
-_TOKENS, _PROXIES, _ROWS, _WINDOW_ROWS = 1024, 128, 32, 64
-_BINS = 2048
-"""Of scores."""
+# Tokens of a program of the selecting kernels, of a sum of proxies' scores, of a log-sum-exp.
+_TOKENS, _SUM = 1024, 128
 
 
 class Bytes(NamedTuple):
@@ -41,255 +36,150 @@ class Bytes(NamedTuple):
     written: int
 
 
-def moved_bytes(part: str, kernel: str, shape: StepShape, grid: Grid) -> Bytes:
-    """What a launch reads and writes.
+def moved_bytes(part: str, kernel: str, shape: StepShape, grid: Sequence[int]) -> Bytes:
+    """What a launch reads and writes; ``kernel`` is as in ``machine_code.Launch``.
 
-    Args:
-        kernel: as in ``machine_code.Launch``.
-
-    Raises:
-        KeyError: nobody has described this kernel in that part.
+    KeyError where nobody has described this kernel in that part.
     """
     operation = kernel.partition(" ")[0]
     try:
-        describe = _KERNELS[part][operation]
+        terms = _KERNELS[part][operation]
     except KeyError:
         raise KeyError(f"step_bytes.py has no {operation} in {part}: describe it there") from None
-    return Bytes(*describe(shape, grid))
+    sizes = _sizes(shape, grid)
+    return Bytes(*(_count(text, sizes) for text in terms))
 
 
-_Describe = Callable[[StepShape, Grid], tuple[int, int]]
-_Length = Callable[[StepShape], int]
+def _count(terms: str, sizes: dict[str, int]) -> int:
+    """A sum of products of numbers and names of ``sizes``: ``"4 B H n + B n"``."""
+    products = (
+        math.prod(sizes[word] if word in sizes else int(word) for word in term.split())
+        for term in terms.split("+")
+    )
+    return sum(products)
 
 
-def _selection(length: _Length, count: _Length, grouped: bool = False) -> dict[str, _Describe]:
-    """Of ``count`` in each KV head's row of fp32, or ``grouped`` in rows of its query heads."""
+def _sizes(s: StepShape, grid: Sequence[int]) -> dict[str, int]:
+    """Sizes by the names that the table below uses; ``g0`` to ``g2`` are those of the grid."""
 
-    def orders(s: StepShape) -> int:
-        return 4 * s.batch * s.heads * length(s)
-
-    def bins(s: StepShape) -> int:
-        return 4 * _BINS * s.batch * s.heads
-
-    def blocks(s: StepShape) -> int:
-        return 4 * s.batch * s.heads * math.ceil(length(s) / _TOKENS)
+    def pieces(length: int, least_len: int, waves: int) -> int:
+        """Of attention to ``length`` rows, ``waves`` programs a multiprocessor: ``split_plan``."""
+        fill = waves * MULTIPROCESSORS // (s.batch * s.heads)
+        return max(1, min(math.ceil(length / least_len), fill))
 
     return {
-        "top_k.count": lambda s, grid: (
-            (s.group if grouped else 1) * orders(s) + bins(s),
-            orders(s) + bins(s),
-        ),
-        "top_k.border": lambda s, grid: (orders(s), blocks(s)),
-        "top_k.compact": lambda s, grid: (
-            orders(s) + blocks(s),
-            4 * s.batch * s.heads * count(s),
-        ),
+        **{"B": s.batch, "H": s.heads, "Hq": s.query_heads, "G": s.group, "D": s.head_dim},
+        **{"n": s.cold_len, "blocks": math.ceil(s.cold_len / _TOKENS)},
+        **{f"g{axis}": size for axis, size in enumerate(grid)},
+        "sums": math.ceil(s.cold_len / _SUM),
+        # ParisKV: centroids of 16 subspaces, candidates, what a block plans to take of each sum.
+        "table": 16 * 256,
+        "best": s.candidates,
+        "best_sums": math.ceil(s.candidates / _SUM),
+        "planned": 2 * (1 << (16 * len(PARIS_SHARES) + 1).bit_length()) + 8,
+        "C": CODEWORDS,
+        "a2ats_k": s.a2ats_k,
+        # CTkvr: ids in its lists, tokens that it compares, and those that one launch takes.
+        "centroids": CENTROIDS,
+        "listed": NPROBE * LIST_LEN,
+        "recalled": RECALLED,
+        "recalled_sums": math.ceil(RECALLED / _TOKENS),
+        "taken": grid[0] // math.ceil(RECALLED / _TOKENS) * RECALLED,
+        "W": WINDOW_LEN,
+        "near": pieces(WINDOW_LEN, 64, 1) + 1,
+        f"pieces{PARIS_K}": pieces(PARIS_K, 32, 4),
+        f"pieces{LRQK_K}": pieces(LRQK_K, 32, 4),
     }
 
 
-def _piece_sums(length: _Length) -> dict[str, _Describe]:
-    """Log-sum-exps of pieces of the query heads' rows of fp32."""
+_Kernels = dict[str, tuple[str, str]]
+"""What each kernel reads and writes, as ``_count`` takes it."""
+_QUERY = "2 B Hq D"
+_WINDOW = f"4 B W H D + B W + {_QUERY}"
+
+
+def _selection(count: int | str, heads: str = "") -> _Kernels:
+    """Of ``count`` in each KV head's row of fp32; ``heads`` is "G" for rows of its query heads."""
     return {
-        "relevance.piece": lambda s, grid: (4 * s.batch * s.query_heads * length(s), 4 * grid[0])
+        "top_k.count": (f"4 B H n {heads} + 8192 B H", "4 B H n + 8192 B H"),
+        "top_k.border": ("4 B H n", "4 B H blocks"),
+        "top_k.compact": ("4 B H n + 4 B H blocks", f"4 B H {count}"),
     }
 
 
-def _attention(count: int, row_bytes: int, kernel: str) -> dict[str, _Describe]:
-    """Attention to ``count`` selected rows of each KV head, in pieces that others merge."""
-    return {
-        # An id, a page number and an address lead to a row.
-        kernel: lambda s, grid: (
-            s.batch * s.heads * count * (row_bytes + 16) + _query_bytes(s),
-            _pieces_bytes(s, grid[1]),
-        )
-    }
+def _best(length: str, count: int) -> _Kernels:
+    """The best of each block of candidates, an order and a place each; then those of all."""
+    chosen = f"8 B H g1 {count}"
+    read = f"4 G B H {length} + 4 G B H {length}_sums + {chosen}"
+    return {"top_k.best": (read, f"4 B H {count} + {chosen}")}
 
 
-def _piece_count(s: StepShape, length: int, least_len: int, waves: int) -> int:
-    """Of attention to ``length`` rows, ``waves`` programs a multiprocessor, as ``split_plan``."""
-    fill = waves * MULTIPROCESSORS // (s.batch * s.heads)
-    return max(1, min(math.ceil(length / least_len), fill))
-
-
-def _pieces_bytes(s: StepShape, count: int) -> int:
+def _pieces(count: str) -> str:
     """Of ``count`` pieces of each query: a mean and the logarithm of its weight, in fp32."""
-    return 4 * s.batch * s.query_heads * count * (s.head_dim + 1)
+    return f"4 B Hq {count} D + 4 B Hq {count}"
 
 
-def _finish(count: int) -> dict[str, _Describe]:
+def _attention(count: int, row_bytes: int) -> tuple[str, str]:
+    """To ``count`` rows of each KV head; an id, a page number and an address lead to a row."""
+    return f"{row_bytes + 16} B H {count} + {_QUERY}", _pieces("g1")
+
+
+def _finish(count: int) -> _Kernels:
     """The window, merged with ``count`` rows that were attended to; their ids are counted."""
-    return {
-        "step_attention.finish": lambda s, grid: (
-            _window_bytes(s)
-            + _pieces_bytes(s, _piece_count(s, count, _ROWS, 4))
-            + 4 * s.batch * s.heads * count,
-            _pieces_bytes(s, grid[2]) + _query_bytes(s) + 4 * s.batch * s.query_heads + 8,
-        )
-    }
+    read = f"{_WINDOW} + {_pieces(f'pieces{count}')} + 4 B H {count}"
+    return {"step_attention.finish": (read, f"{_pieces('g2')} + {_QUERY} + 4 B Hq + 8")}
 
 
-def _query_bytes(s: StepShape) -> int:
-    return 2 * s.batch * s.query_heads * s.head_dim
-
-
-def _rotated_bytes(s: StepShape) -> int:
-    return 2 * _query_bytes(s)
-
-
-def _table_bytes(s: StepShape) -> int:
-    """Of ParisKV: one number of 32 bits for each centroid of 16 subspaces."""
-    return 4 * 16 * 256 * s.batch * s.heads
-
-
-def _histogram_bytes(s: StepShape) -> int:
-    return 4 * 256 * s.batch * s.heads
-
-
-def _rows(s: StepShape) -> int:
-    """Cold tokens of all KV heads."""
-    return s.batch * s.heads * s.cold_len
-
-
-def _kept(s: StepShape) -> int:
-    """Candidates of all KV heads."""
-    return s.batch * s.heads * s.candidates
-
-
-def _collide(s: StepShape, grid: Grid) -> tuple[int, int]:
-    """Sums of all tokens; the last program of a row plans what is taken."""
-    # How many tokens of a block reach each sum, in two bytes, and how many come before it.
-    bins = 1 << (16 * len(PARIS_SHARES) + 1).bit_length()
-    planned = grid[0] * s.batch * s.heads * (2 * bins + 8)
-    read = 16 * _rows(s) + s.batch * s.cold_len + _table_bytes(s)
-    return read, _rows(s) + _histogram_bytes(s) + planned
-
-
-def _best(length: _Length, count: int, piece: int) -> dict[str, _Describe]:
-    """The best of each block of candidates, and by the last program those of all.
-
-    ``piece``: tokens of which there is a log-sum-exp.
-    """
-
-    def best(s: StepShape, grid: Grid) -> tuple[int, int]:
-        rows, sums = s.batch * s.heads, math.ceil(length(s) / piece)
-        # An order and a place of each, written and read again.
-        chosen = 8 * rows * grid[1] * count
-        return 4 * s.group * rows * (length(s) + sums) + chosen, 4 * rows * count + chosen
-
-    return {"top_k.best": best}
-
-
-def _score_table_bytes(s: StepShape) -> int:
-    """Of A²ATS: a score of fp32 for each codeword and query head."""
-    return 4 * s.batch * s.query_heads * CODEWORDS
-
-
-def _listed(s: StepShape, each: int) -> int:
-    """Bytes of the ids in the lists that CTkvr recalls, ``each`` of one."""
-    return each * s.batch * s.heads * NPROBE * LIST_LEN
-
-
-def _recalled(grid: Grid) -> int:
-    """Ids of the rows that one launch takes."""
-    return grid[0] // math.ceil(RECALLED / _TOKENS) * RECALLED
-
-
-def _window_bytes(s: StepShape) -> int:
-    """Of keys, values and mask of the window, and of the queries."""
-    return s.batch * WINDOW_LEN * (4 * s.heads * s.head_dim + 1) + _query_bytes(s)
-
-
-def _proxy_sums(s: StepShape) -> int:
-    return 4 * s.batch * s.query_heads * math.ceil(s.cold_len / _PROXIES)
-
-
-_KERNELS: dict[str, dict[str, _Describe]] = {
+_KERNELS: dict[str, _Kernels] = {
     "paris": {
-        "paris.bonus": lambda s, grid: (
-            _query_bytes(s) + _table_bytes(s),
-            _table_bytes(s) + _rotated_bytes(s) + _histogram_bytes(s),
+        "paris.bonus": (f"{_QUERY} + 4 B H table", "4 B H table + 4 B Hq D + 1024 B H"),
+        "paris.collide": (
+            "16 B H n + B n + 4 B H table",
+            "B H n + 1024 B H + g0 B H planned",
         ),
-        "paris.collide": _collide,
-        "paris.compact": lambda s, grid: (_rows(s) + 8 * grid[0] * grid[1], 4 * _kept(s)),
+        "paris.compact": ("B H n + 8 g0 g1", "4 B H best"),
         # An id, signs, magnitudes and weights of a candidate.
-        "paris.rerank": lambda s, grid: (
-            (4 + 16 + 48 + 32) * _kept(s) + _rotated_bytes(s),
-            4 * s.group * (_kept(s) + grid[0] * grid[1]),
-        ),
-        **_best(lambda s: s.candidates, PARIS_K, 128),
+        "paris.rerank": ("100 B H best + 4 B Hq D", "4 G B H best + 4 G g0 g1"),
+        **_best("best", PARIS_K),
     },
     "lrqk": {
-        "proxy.scores": lambda s, grid: (
-            2 * LRQK_RANK * _rows(s) + s.batch * s.cold_len,
-            4 * s.group * _rows(s) + _proxy_sums(s),
-        ),
-        "proxy.total": lambda s, grid: (_proxy_sums(s), 4 * s.batch * s.query_heads),
-        **_selection(lambda s: s.cold_len, lambda s: LRQK_K, grouped=True),
+        "proxy.scores": ("64 B H n + B n", "4 G B H n + 4 B Hq sums"),
+        "proxy.total": ("4 B Hq sums", "4 B Hq"),
+        **_selection(LRQK_K, "G"),
     },
     "a2ats": {
-        "proxy.scores": lambda s, grid: (
-            2 * s.heads * CODEWORDS * s.head_dim + _rotated_bytes(s),
-            _score_table_bytes(s),
-        ),
-        "codebook.count": lambda s, grid: (
-            2 * _rows(s) + s.batch * s.cold_len,
-            _score_table_bytes(s) // s.group,
-        ),
-        "codebook.share": lambda s, grid: (
-            _score_table_bytes(s) + _score_table_bytes(s) // s.group,
-            _score_table_bytes(s) // s.group,
-        ),
-        "codebook.lookup": lambda s, grid: (
-            2 * _rows(s) + s.batch * s.cold_len + _score_table_bytes(s) // s.group,
-            4 * _rows(s),
-        ),
-        **_selection(lambda s: s.cold_len, lambda s: s.a2ats_k),
+        "proxy.scores": ("2 H C D + 4 B Hq D", "4 B Hq C"),
+        "codebook.count": ("2 B H n + B n", "4 B H C"),
+        "codebook.share": ("4 B Hq C + 4 B H C", "4 B H C"),
+        "codebook.lookup": ("2 B H n + B n + 4 B H C", "4 B H n"),
+        **_selection("a2ats_k"),
     },
     "ctkvr": {
-        "centroid.similarity": lambda s, grid: (
-            s.batch * s.query_heads * CENTROIDS * (2 * s.head_dim + 4),
-            4 * s.batch * s.heads * CENTROIDS,
-        ),
-        "centroid.take": lambda s, grid: (_listed(s, 3), _listed(s, 4)),
+        "centroid.similarity": ("2 B Hq centroids D + 4 B Hq centroids", "4 B H centroids"),
+        "centroid.take": ("3 B H listed", "4 B H listed"),
         # A mark for each id, somewhere in a row of all tokens; rows come in several launches.
-        "centroid.mark": lambda s, grid: (_recalled(grid) * 5, _recalled(grid) * 4),
-        "centroid.keep": lambda s, grid: (_recalled(grid) * 8, _recalled(grid) * 4),
-        "gather_scores.gather_scores": lambda s, grid: (
-            s.batch * s.heads * RECALLED * (2 * s.head_dim + 16) + _query_bytes(s),
-            4 * s.batch * s.query_heads * RECALLED,
+        "centroid.mark": ("5 taken", "4 taken"),
+        "centroid.keep": ("8 taken", "4 taken"),
+        "gather_scores.gather_scores": (
+            f"2 B H recalled D + 16 B H recalled + {_QUERY}",
+            "4 B Hq recalled",
         ),
-        **_piece_sums(lambda s: RECALLED),
-        **_best(lambda s: RECALLED, CTKVR_K, _TOKENS),
+        "relevance.piece": ("4 B Hq recalled", "4 g0"),
+        **_best("recalled", CTKVR_K),
     },
-    "flat": {
-        **_piece_sums(lambda s: s.cold_len),
-        **_selection(lambda s: s.cold_len, lambda s: FLAT_K, grouped=True),
-    },
-    "count": {"relevance.count": lambda s, grid: (4 * s.batch * s.heads * PARIS_K, 8)},
-    "attend-100": _attention(PARIS_K, 512, "gather_attention.attend"),
-    "attend-2048": _attention(LRQK_K, 512, "gather_attention.attend"),
+    "flat": {"relevance.piece": ("4 B Hq n", "4 g0"), **_selection(FLAT_K, "G")},
+    "count": {"relevance.count": (f"4 B H {PARIS_K}", "8")},
+    "attend-100": {"gather_attention.attend": _attention(PARIS_K, 512)},
+    "attend-2048": {"gather_attention.attend": _attention(LRQK_K, 512)},
     # Codes of a key and a value, and a scale of two bytes for each.
-    "higgs": _attention(LRQK_K, 2 * (HIGGS_BITS * 128 // 8 + 2), "higgs.attend"),
+    "higgs": {"higgs.attend": _attention(LRQK_K, 2 * (HIGGS_BITS * 128 // 8 + 2))},
     "resident": {
-        "resident.assign": lambda s, grid: (
-            3 * 4 * s.batch * s.heads * LRQK_K,
-            4 * 4 * s.batch * s.heads * LRQK_K,
-        ),
-        "resident.fetch": lambda s, grid: (
-            (512 + 16) * s.batch * s.heads * LRQK_K,
-            512 * s.batch * s.heads * LRQK_K,
-        ),
+        "resident.assign": (f"12 B H {LRQK_K}", f"16 B H {LRQK_K}"),
+        "resident.fetch": (f"528 B H {LRQK_K}", f"512 B H {LRQK_K}"),
     },
     "finish-100": _finish(PARIS_K),
     "finish-2048": _finish(LRQK_K),
-    "window": {
-        "prompt_attention.attend": lambda s, grid: (_window_bytes(s), _pieces_bytes(s, grid[2]))
-    },
+    "window": {"prompt_attention.attend": (_WINDOW, _pieces("g2"))},
     # The window's pieces and one of what was selected.
-    "merge": {
-        "merge.merge": lambda s, grid: (
-            _pieces_bytes(s, _piece_count(s, WINDOW_LEN, _WINDOW_ROWS, 1) + 1),
-            _query_bytes(s),
-        )
-    },
+    "merge": {"merge.merge": (_pieces("near"), _QUERY)},
 }

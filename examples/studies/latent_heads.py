@@ -77,8 +77,8 @@ def follow_all(
 
     def watch(cache: RetrievalCache) -> None:
         for layer in cache.retrieval_layers:
-            index = layer.regions and layer.regions.index
-            assert index is not None
+            assert layer.regions is not None
+            index = layer.regions.index
             index.search = counted(index.search, heads, unions)  # type: ignore[method-assign]
 
     places: list[Logits] = []

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from bench_launch import TuneCase, label, search
 from tune_clock import Clock
-from tune_search import TuneCase, label, search
 
 from hf_kvret_kernels import tuning
 

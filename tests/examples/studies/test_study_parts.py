@@ -14,8 +14,15 @@ from distances import follow, read_contexts
 from latent_heads import LatentHeads, at, counted
 from lrqk_factors import VARIANTS, LayerStudy, Shared
 from misses import Misses
-from paris_ablation import SWITCHES, ParisAblation, variant
-from prefill_clusters import ClusterConfig, PrefillClusterIndex, RefittedClusterIndex, k_means
+from paris_ablation import (
+    SWITCHES,
+    ClusterConfig,
+    ParisAblation,
+    PrefillClusterIndex,
+    RefittedClusterIndex,
+    k_means,
+    variant,
+)
 from rest_tokens import RestTokens, follow_all, rest_options
 
 from hf_kvret import CTkvrConfig, FlatKVCache, LRQKConfig, ParisConfig, TokenBlock
