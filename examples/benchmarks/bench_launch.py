@@ -231,6 +231,10 @@ class Launch(Measurement):
         "python examples/benchmarks/bench_launch.py --device cuda --heads 8 --group 4 "
         "--head-dim 128 --batch 1,8,64",
     )
+    smallest: ClassVar[str] = (
+        "--device cpu --dry-run --ops gather_scores --context 8 --cold 64 --heads 1 --group 2 "
+        "--head-dim 16 --repeats 3 --batch 1"
+    )
 
     ops: tuple[str, ...] = option(
         tuple(TUNE_OPS), f"of {', '.join(TUNE_OPS)} (default: all)", kind=known_names(TUNE_OPS)

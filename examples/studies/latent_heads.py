@@ -78,8 +78,9 @@ def follow_all(
     def watch(cache: RetrievalCache) -> None:
         for layer in cache.retrieval_layers:
             assert layer.regions is not None
-            index = layer.regions.index
-            index.search = counted(index.search, heads, unions)  # type: ignore[method-assign]
+            # One index takes another search.
+            index: Any = layer.regions.index
+            index.search = counted(index.search, heads, unions)
 
     places: list[Logits] = []
     losses = []

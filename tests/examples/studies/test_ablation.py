@@ -19,7 +19,13 @@ from hf_kvret.evaluation.help_text import shown_default
 from hf_kvret.evaluation.measurement import fill_parser
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.scripts import SCRIPTS, add_script_name, command_line, load_measurement
+from hf_kvret.evaluation.scripts import (
+    SCRIPTS,
+    add_script_name,
+    command_line,
+    load_measurement,
+    script_parser,
+)
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
@@ -55,8 +61,11 @@ def test_a_script_runs_by_itself() -> None:
 
 
 @pytest.mark.parametrize("title", SCRIPTS)
-def test_every_script_is_there_and_is_what_it_is_called(title: str) -> None:
-    assert load_measurement(title).title() == title
+def test_every_script_is_there_and_has_a_smallest_run(title: str) -> None:
+    study = load_measurement(title)
+    assert study.title() == title
+    words = study.smallest.split()
+    assert words and vars(script_parser(study).parse_args(["--smallest", *words]))["smallest"]
 
 
 @pytest.mark.parametrize("title", [title for title in SCRIPTS if title.startswith("eval ")])
