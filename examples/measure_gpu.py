@@ -4,7 +4,7 @@
 
 Each part is a command of ``hf-kvret bench`` with a time limit of its own. Finished rows are kept,
 so after an interruption the same call goes on; a part that is done is not run again. ``--list``
-prints the commands, ``--only decode,step`` runs some of them. Without a GPU, ``--tiny`` runs all
+prints the commands, ``--only decode,batch`` runs some of them. Without a GPU, ``--tiny`` runs all
 parts of the plan that a CPU can run, with the shape tiny and short contexts: what it measures
 means nothing, it shows that the commands work.
 """
@@ -73,11 +73,6 @@ PLAN = (
         420,
         f"decode --context 128K,32K --caches {_PARIS},paris:top_k=100:graph=false,"
         f"dense,dense-graph,full {_STEPS}",
-    ),
-    Part(
-        "step",
-        240,
-        f"step --context 128K --caches dense,{_PARIS},lrqk,flat --fill random --warmup 8 --steps 8",
     ),
     Part("decode_512k", 300, f"decode --context 512K --caches {_PARIS},dense,dense-graph {_STEPS}"),
     Part(

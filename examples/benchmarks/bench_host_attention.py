@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import turns
 from host_ways import (
     TORCH_WAYS,
     check_ways,
@@ -20,6 +19,7 @@ from host_ways import (
     random_row_bandwidth,
     time_ways,
 )
+from kernel_clock import TimedTogether, size_of, torch_threads
 from kernel_inputs import PAGE_LEN, Draw, KernelShape
 
 from hf_kvret.benchmark import timed
@@ -42,7 +42,7 @@ _WORK_COPIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostAttention(turns.TimedTogether):
+class HostAttention(TimedTogether):
     """Attention over chosen rows in host memory: the compiled kernel against torch."""
 
     command: ClassVar[str] = "bench"
@@ -58,6 +58,9 @@ class HostAttention(turns.TimedTogether):
     examples: ClassVar[tuple[str, ...]] = (
         "python examples/benchmarks/bench_host_attention.py --k 256,1K,4K,16K --batch 1,8 "
         "--threads 2 --json host.json",
+    )
+    smallest: ClassVar[str] = (
+        "--k 16 --tokens 128 --heads 2 --dim 32 --repeats 1 --dtypes float32 --threads 1"
     )
 
     k: tuple[int, ...] = option((256, 1024, 4096, 16_384), "rows a head", kind=lengths)
@@ -94,7 +97,7 @@ class HostAttention(turns.TimedTogether):
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """torch runs on ``--threads`` threads."""
-        return turns.torch_threads(self._threads)
+        return torch_threads(self._threads)
 
     def setup(self) -> dict[str, Any]:
         sizes = ("tokens", "heads", "group", "dim", "repeats", "seed")
@@ -251,7 +254,7 @@ def _by_size(results: Results) -> Iterator[tuple[Cell, Row]]:
     """
     found: dict[str, tuple[Cell, dict[str, Any]]] = {}
     for cell, row in results:
-        size = turns.size_of(cell)
+        size = size_of(cell)
         found.setdefault(str(size), (size, {}))[1][cell["cache"]] = row
     for size, ways in found.values():
         failed = [row for row in ways.values() if "seconds" not in row]

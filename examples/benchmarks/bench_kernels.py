@@ -5,29 +5,38 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import turns
 from kernel_attention import ATTENTION_OPS, HIGGS_OPS
-from kernel_clock import CacheFlush, measure_products, time_calls, time_once
+from kernel_clock import (
+    CacheFlush,
+    TimedTogether,
+    check_host_memory,
+    check_ways,
+    measure_products,
+    size_of,
+    time_calls,
+    time_once,
+    torch_threads,
+)
 from kernel_codebook import CODEBOOK_OPS, SEARCH_OPS
 from kernel_inputs import Draw, KernelShape
 from kernel_paris import PARIS_OPS
-from kernel_tables import kernels_table, plot_kernels
 from kernel_work import KernelOp, Rates
 
 from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, names
-from hf_kvret.evaluation.measurement import Measurement, Outputs, Progress, Row
+from hf_kvret.evaluation.measurement import Progress, Row
 from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import load_measurement, run_script
+from hf_kvret.evaluation.scripts import run_script
 
 OPS: dict[str, KernelOp] = {
     op.name: op for op in (*CODEBOOK_OPS, *SEARCH_OPS, *PARIS_OPS, *HIGGS_OPS, *ATTENTION_OPS)
@@ -39,7 +48,7 @@ _SIZES = ("heads", "group", "head_dim", "top_k", "codewords", "rank")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels(turns.TimedTogether):
+class Kernels(TimedTogether):
     """Single operations against the bytes and multiply-adds that they can't do without."""
 
     command: ClassVar[str] = "bench"
@@ -57,7 +66,9 @@ class Kernels(turns.TimedTogether):
         "--json kernels.json",
         "python examples/benchmarks/bench_kernels.py --device cuda --batch 1,8 "
         "--json gpu.json --plot gpu.png",
-        "python examples/benchmarks/bench_kernels.py --compile-only --json kernels_sm90.json",
+    )
+    smallest: ClassVar[str] = (
+        "--device cpu --context 512 --repeats 1 --heads 1 --head-dim 32 --top-k 16 --codewords 16"
     )
 
     ops: str = option(
@@ -84,15 +95,6 @@ class Kernels(turns.TimedTogether):
     dtype: str = common.dtype_option("bfloat16")
     device: str = common.device_option()
     seed: int = common.seed_option()
-    compile_only: bool = option(
-        False,
-        "measure nothing: compile the kernels of a decode step for sm_90 and read their machine "
-        "code; goes with --json, --plot and --table alone",
-    )
-
-    def beside(self, outputs: Outputs) -> Any:
-        """With ``--compile-only`` the measurement that compiles, which is another script."""
-        return self._compiled() if self.compile_only else self
 
     def check(self) -> None:
         if self.top_k > min(self.context):
@@ -103,21 +105,9 @@ class Kernels(turns.TimedTogether):
         check_device(self.device)
         self.cells()
 
-    def _compiled(self) -> Measurement:
-        """ValueError for options that compiling has no use for."""
-        for one in fields(self):
-            if one.name != "compile_only" and getattr(self, one.name) != one.default:
-                raise ValueError(
-                    f"--{one.name.replace('_', '-')} with --compile-only: the kernels of a decode "
-                    "step are compiled in the shape of Llama-3.1-8B; leave it out, and choose "
-                    "parts, contexts and batches with "
-                    "python examples/benchmarks/bench_machine_code.py"
-                )
-        return load_measurement("bench machine-code")()
-
     def surroundings(self) -> AbstractContextManager[Any]:
         """torch runs on ``--threads`` threads."""
-        return turns.torch_threads(self.threads)
+        return torch_threads(self.threads)
 
     def setup(self) -> dict[str, Any]:
         machine = ("processor", "threads", "accelerator", "versions")
@@ -170,12 +160,10 @@ class Kernels(turns.TimedTogether):
         sizes |= {name: group[0][name] for name in ("length", "batch")}
         shape = KernelShape(dtype=DTYPES[self.dtype], **sizes)
         if device.type == "cpu":
-            turns.check_host_memory(op.held_bytes(shape))
+            check_host_memory(op.held_bytes(shape))
         call, ways = op.prepare(shape, Draw(device, self.seed)), [cell["cache"] for cell in group]
         told = f"{op.name} at {shape.length} tokens, batch {shape.batch}"
-        errors = turns.check_ways(
-            call.run, ways, "naive", call.error, lambda way: call.tolerance, told
-        )
+        errors = check_ways(call.run, ways, "naive", call.error, lambda way: call.tolerance, told)
         calls = {way: partial(call.run, way) for way in ways}
         # Not the first calls, which may have compiled something.
         once = {way: time_once(calls[way], device)[1] for way in ways}
@@ -207,6 +195,7 @@ class Kernels(turns.TimedTogether):
 
     @classmethod
     def table(cls, results: Results) -> str:
+        """A line for each operation, length, batch and way, with the machine's rates above."""
         return kernels_table(results)
 
     @classmethod
@@ -232,6 +221,120 @@ def choose_ops(wanted: Sequence[str]) -> dict[str, KernelOp]:
     if not found:
         raise ValueError(f"--ops is empty: choose of {', '.join(OPS)}")
     return found
+
+
+def kernels_table(results: Results) -> str:
+    """A line for each operation, length, batch and way, with the machine's rates above."""
+    ops = list(dict.fromkeys(cell["op"] for cell, _ in results))
+
+    def place(entry: tuple[Cell, Row]) -> tuple[int, int, int]:
+        return ops.index(entry[0]["op"]), entry[0]["batch"], entry[0]["length"]
+
+    def times(cell: Cell, row: Row) -> str:
+        naive = results.find(cell | {"cache": "naive"}) or {}
+        return f"{naive['seconds'] / row['seconds']:.3g}" if "seconds" in naive else "-"
+
+    columns: tuple[timed.Column, ...] = (
+        ("operation", lambda cell, row: cell["op"]),
+        ("tokens", lambda cell, row: f"{cell['length']:,}"),
+        ("batch", lambda cell, row: str(cell["batch"])),
+        ("way", lambda cell, row: cell["cache"]),
+        ("ms", lambda cell, row: _ms(row["seconds"])),
+        ("quartiles", lambda cell, row: timed.spread(row, _ms)),
+        ("naive / it", times),
+        ("MB to move", lambda cell, row: _megabytes(row["read_bytes"] + row["written_bytes"])),
+        ("GB/s", lambda cell, row: _three(row["bytes_per_second"] / 1e9)),
+        ("of bandwidth", lambda cell, row: f"{row['of_bandwidth']:.1%}"),
+        ("G mul-adds", lambda cell, row: _some(row, _three(row["multiply_adds"] / 1e9))),
+        ("of products", lambda cell, row: _some(row, f"{row['of_products']:.1%}")),
+        ("bound by", lambda cell, row: row["bound"]),
+        ("floor ms", lambda cell, row: _ms(row["floor_seconds"])),
+        ("time / floor", lambda cell, row: _three(row["seconds"] / row["floor_seconds"])),
+        ("sizes", lambda cell, row: row["sizes"]),
+    )
+    return timed.rows_table(columns, sorted(results, key=place), 4, _said(results))
+
+
+def plot_kernels(path: Path, results: Results) -> None:
+    """Floor over time in percent: a group of bars an operation, a bar for each size.
+
+    Of the ways, the quickest but plain torch is shown, or plain torch where nothing else was
+    measured.
+    """
+    shares: dict[str, dict[tuple[int, int], float]] = {}
+    for cell, row in results:
+        if "seconds" in row and _is_shown(results, cell):
+            # Several short lines, so that neighbours don't run into each other.
+            lines = "\n".join((cell["op"].replace(".", ".\n"), cell["cache"]))
+            share = 100 * row["floor_seconds"] / row["seconds"]
+            shares.setdefault(lines, {})[cell["batch"], cell["length"]] = share
+    bars = {
+        f"{length:,} tokens, batch {batch}": [
+            group.get((batch, length)) for group in shares.values()
+        ]
+        for batch, length in sorted({size for group in shares.values() for size in group})
+    }
+    title = f"operations against their floors, {_where(results.setup)}"
+    plot_groups(path, list(shares), bars, title=title, y="floor / time, %")
+
+
+def _is_shown(results: Results, cell: Cell) -> bool:
+    """Whether this way stands in the picture."""
+    rivals = [
+        (other["cache"] == "naive", row["seconds"], other["cache"])
+        for other, row in results
+        if "seconds" in row and size_of(other) == size_of(cell)
+    ]
+    return min(rivals)[2] == cell["cache"]
+
+
+def _said(results: Results) -> str:
+    setup = results.setup
+    text = (
+        f"{setup['heads']} KV heads of {setup['head_dim']} with {setup['group']} query heads each, "
+        f"{setup['dtype']}; {_where(setup)}."
+    )
+    measured = [row for _, row in results if "seconds" in row]
+    if not measured:
+        return text
+    products: dict[str, list[float]] = {}
+    for row in measured:
+        for name, rate in row["product_rates"].items():
+            products.setdefault(name, []).append(rate)
+    rates = ", ".join(f"{_span(found)} G in {name}" for name, found in products.items())
+    bandwidth = _span([row["bandwidth"] for row in measured])
+    return f"{text} Bandwidth {bandwidth} GB/s; multiply-adds a second: {rates}."
+
+
+def _where(setup: dict[str, Any]) -> str:
+    if setup["device"] != "cpu":
+        return str(setup["accelerator"] or setup["device"])
+    return timed.thread_count(setup["threads"])
+
+
+def _span(rates: list[float]) -> str:
+    """In billions."""
+    low, high = _three(min(rates) / 1e9), _three(max(rates) / 1e9)
+    return low if low == high else f"{low} to {high}"
+
+
+def _some(row: Row, text: str) -> str:
+    return text if row["multiply_adds"] else "-"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.3g}" if count < 1e9 else f"{count / 1e6:,.0f}"
+
+
+def _ms(seconds: float) -> str:
+    return _three(1e3 * seconds)
+
+
+def _three(value: float) -> str:
+    """Three digits that count, no powers of ten."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}" if value >= 1e-3 else f"{value:.2g}"
 
 
 MEASUREMENT = Kernels

@@ -46,6 +46,9 @@ class BesideLlamaCpp(Decode):
         "hf-kvret bench decode --opponents llama.cpp --device cpu --shape qwen3-0.6b "
         "--dtype bfloat16 --context 4K,16K --caches dense-cpp,paris",
     )
+    smallest: ClassVar[str] = (
+        "--device cpu --context 256 --steps 3 --warmup 1 --rounds 1 --caches dense"
+    )
 
     opponents: tuple[str, ...] = (LLAMA_CPP,)
     """No option: this is what they are."""

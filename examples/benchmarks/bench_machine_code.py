@@ -1,67 +1,58 @@
-"""``hf-kvret bench kernels --compile-only``: machine code of a decode step's kernels."""
+"""``hf-kvret bench machine-code``: machine code of a decode step's kernels."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import turns
-from compile_step import check_tools, compile_parts, tool_versions
-from kernel_launch import Launch
-from machine_model import H200
-from machine_tables import machine_table, plot_machine
-from step_kernels import LEAST_CONTEXT, PARTS, StepShape, told_steps
-from step_work import work_of
+from kernel_clock import TimedTogether
+from machine_code import COUNTS, Launch, check_tools, compile_parts, tool_versions
+from step_bytes import moved_bytes
+from step_kernels import LEAST_CONTEXT, PARTS, StepShape
 
+from hf_kvret.benchmark import timed
 from hf_kvret.evaluation import common_options as common
-from hf_kvret.evaluation.arguments import file_path, known_names
+from hf_kvret.evaluation.arguments import known_names
 from hf_kvret.evaluation.measurement import Progress, Row
 from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.scripts import run_script
 
+BANDWIDTH = 4.3e12
+"""Bytes a second of an H200: nine tenths of its data sheet's."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class MachineCodeOfStep(turns.TimedTogether):
-    """Machine code of the kernels of a decode step, and how long it may take to issue."""
+class MachineCodeOfStep(TimedTogether):
+    """Machine code of the kernels of a decode step, and the bytes that they can't do without."""
 
     command: ClassVar[str] = "bench"
     name: ClassVar[str] = "machine-code"
     summary: ClassVar[str] = "machine code of a decode step's kernels, compiled without a GPU"
     description: ClassVar[str] = (
         "Kernels of a decode step in the shape of Llama-3.1-8B, compiled for sm_90; no GPU is "
-        "needed. A row says of each kernel of a part what its machine code consists of, and how "
-        "long issuing it and moving its bytes take in a model of an H200. Nothing is measured."
+        "needed. A row says of each kernel of a part what its machine code consists of, and which "
+        "bytes it can't do without. Nothing is measured."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "python examples/benchmarks/bench_machine_code.py --parts merge,window --context 128K "
-        "--batch 1",
-        "hf-kvret bench kernels --compile-only --json kernels_sm90.json",
+        "hf-kvret bench machine-code --parts merge,window --context 128K --batch 1",
+        "hf-kvret bench machine-code --json kernels_sm90.json",
     )
+    smallest: ClassVar[str] = "--parts merge --context 128K --batch 1"
 
     parts: tuple[str, ...] = option(
         tuple(PARTS), f"of a step: {', '.join(PARTS)} (default: all)", kind=known_names(PARTS)
     )
     context: tuple[int, ...] = common.context_option((131_072, 1 << 20), "tokens of a sequence")
     batch: tuple[int, ...] = common.batch_option((1, 8))
-    before: Path | None = option(
-        None,
-        "results of an earlier run: its times stand beside those of the same kernels",
-        kind=file_path,
-        metavar="FILE",
-    )
 
     def check(self) -> None:
-        """Errors as of ``check_tools``; ValueError for a short context, or other earlier results.
-
-        Those are of another bench, or modelled with other figures of the chip.
-        """
+        """Errors as of ``check_tools``; ValueError for a short context."""
         check_tools()
-        _ = self._earlier
         if min(self.context) < LEAST_CONTEXT:
             raise ValueError(
                 f"--context {min(self.context)}: give at least {LEAST_CONTEXT:,} tokens, for which "
@@ -69,7 +60,7 @@ class MachineCodeOfStep(turns.TimedTogether):
             )
 
     def setup(self) -> dict[str, Any]:
-        return chip_figures() | tool_versions() | {"steps": told_steps()}
+        return {"bandwidth": BANDWIDTH, **tool_versions()}
 
     def cells(self) -> list[Cell]:
         return [
@@ -84,83 +75,108 @@ class MachineCodeOfStep(turns.TimedTogether):
         """Of all parts of a size; one process compiles them."""
         context, batch = group[0]["context"], group[0]["batch"]
         launches = compile_parts([cell["cache"] for cell in group], context, batch)
-        rows: list[Row] = []
-        for cell in group:
-            kernels = [kernel_row(one) for one in launches if one.part == cell["cache"]]
-            rows.append({"kernels": [self._beside_earlier(cell, one) for one in kernels]})
-        return rows
-
-    def _beside_earlier(self, cell: Cell, kernel: Row) -> Row:
-        """With the seconds that ``before`` has of the same kernel; None where it has none."""
-        if self._earlier is None:
-            return kernel
-        row = self._earlier.find(cell) or {}
-        same = [one for one in row.get("kernels", ()) if one["kernel"] == kernel["kernel"]]
-        return kernel | {
-            f"{name}_before": same[0][name] if same else None
-            for name in ("issue_seconds", "dram_seconds")
-        }
-
-    @cached_property
-    def _earlier(self) -> Results | None:
-        return None if self.before is None else load_kernels("--before", self.before)
+        return [
+            {"kernels": [kernel_row(one) for one in launches if one.part == cell["cache"]]}
+            for cell in group
+        ]
 
     @classmethod
     def table(cls, results: Results) -> str:
-        return machine_table(results)
+        """A line for each kernel of a part of a step, context and batch."""
+        return timed.rows_table(_COLUMNS, _kernels(results), 3, _introduction(results.setup))
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
-        plot_machine(path, results)
-
-
-def load_kernels(option: str, file: Path) -> Results:
-    """Results of this bench, modelled with the figures of now; ``option`` named the file.
-
-    Raises:
-        FileNotFoundError, ValueError: no file, results of another bench, or of other figures.
-    """
-    results = Results.load(file)
-    if results.name != MachineCodeOfStep.title():
-        raise ValueError(f"{option} {file} holds {results.name}: give {MachineCodeOfStep.title()}")
-    if any(results.setup.get(name) != value for name, value in chip_figures().items()):
-        raise ValueError(
-            f"{option} {file} was modelled with other figures of the chip than those in "
-            "machine_model.py: make it again from the code that it is of"
-        )
-    return results
-
-
-def chip_figures() -> dict[str, Any]:
-    """What times depend on, as plain JSON values."""
-    figures = ("multiprocessors", "clock", "bandwidth")
-    chip = {"chip": H200.name} | {name: getattr(H200, name) for name in figures}
-    return chip | {"rates": dict(H200.rates)}
+        """Megabytes that each part moves at the smallest batch."""
+        parts = list(dict.fromkeys(cell["cache"] for cell, _ in results))
+        least = min(cell["batch"] for cell, _ in results)
+        bars = {
+            f"{context:,} tokens": [
+                _megabytes(results.find({"cache": part, "context": context, "batch": least}))
+                for part in parts
+            ]
+            for context in sorted({cell["context"] for cell, _ in results})
+        }
+        title = f"bytes of a decode step's kernels, batch {least}"
+        plot_groups(path, parts, bars, title=title, y="MB a layer")
 
 
 def kernel_row(launch: Launch) -> Row:
     """A kernel of a part, as plain JSON values; seconds are of all its launches."""
     shape = StepShape(launch.context, launch.batch)
-    work = work_of(launch.part, launch.kernel, shape, launch.grid)
-    blocks = (*launch.outside_loops, *launch.loops)
-    counts = ("instructions", "shuffles", "shared_stores", "barriers")
-    kept = (
+    moved = moved_bytes(launch.part, launch.kernel, shape, launch.grid)
+    names = (
         *("kernel", "launches", "grid", "ctas", "warps", "registers", "spill_bytes"),
-        *("shared_bytes", "ctas_at_once", "load_bytes", "load_widths"),
+        *("shared_bytes", "ctas_at_once", "load_bytes", "load_widths", "loops"),
     )
     return (
-        {name: getattr(launch, name) for name in kept}
-        | {name: sum(getattr(block, name) for block in blocks) for name in counts}
-        | {f"loop_{name}": launch.in_loops(name) for name in counts}
-        | {"last_instructions": sum(one.instructions for one in blocks if one.of_last)}
-        | {"loops": len(launch.loops), "trips": list(work.trips), "last_ctas": work.last_ctas}
-        | {"read_bytes": work.read_bytes, "written_bytes": work.written_bytes}
-        | {
-            "issue_seconds": launch.issue_seconds(work.trips, work.last_ctas),
-            "dram_seconds": launch.launches * H200.dram_seconds(work.moved_bytes),
-        }
+        {name: getattr(launch, name) for name in names}
+        | launch.counts
+        | {f"loop_{name}": count for name, count in launch.loop_counts.items()}
+        | {"read_bytes": moved.read, "written_bytes": moved.written}
+        | {"floor_seconds": launch.launches * sum(moved) / BANDWIDTH}
     )
 
+
+def _kernels(results: Results) -> Iterator[tuple[Cell, Row]]:
+    for cell, row in sorted(results, key=lambda one: (one[0]["batch"], one[0]["context"])):
+        yield from ((cell, kernel) for kernel in row.get("kernels", [row]))
+
+
+def _megabytes(row: Row | None) -> float | None:
+    if row is None or "kernels" not in row:
+        return None
+    return sum(BANDWIDTH * kernel["floor_seconds"] for kernel in row["kernels"]) / 1e6
+
+
+def _introduction(setup: dict[str, Any]) -> str:
+    return (
+        f"Kernels of one layer's decode step in the shape of Llama-3.1-8B (8 KV heads of 128 with "
+        f"4 query heads each, bfloat16), compiled for sm_90 with triton {setup['triton']} and "
+        f"ptxas {setup['ptxas']}. Counts are of the machine code; a second number is of those in "
+        f"loops. *load bytes* is the width in which most bytes are loaded, *loads* counts all "
+        f"widths. *floor us* is the time of the bytes that a kernel can't do without, each once, "
+        f"at {setup['bandwidth'] / 1e12:g} TB/s. **Nothing was measured.** What a kernel reads and "
+        f"writes stands in step_bytes.py."
+    )
+
+
+def _both(name: str) -> Callable[[Cell, Row], str]:
+    def text(cell: Cell, row: Row) -> str:
+        return f"{row[name]}" + (f" / {row[f'loop_{name}']}" if row["loops"] else "")
+
+    return text
+
+
+def _name(cell: Cell, row: Row) -> str:
+    return row["kernel"] + (f" x{row['launches']}" if row["launches"] > 1 else "")
+
+
+def _widths(cell: Cell, row: Row) -> str:
+    """``"16: 8, 4: 3"``."""
+    ordered = sorted(row["load_widths"].items(), key=lambda one: -int(one[0]))
+    return ", ".join(f"{width}: {count}" for width, count in ordered)
+
+
+_COLUMNS: tuple[timed.Column, ...] = (
+    ("part", lambda cell, row: cell["cache"]),
+    ("tokens", lambda cell, row: f"{cell['context']:,}"),
+    ("batch", lambda cell, row: str(cell["batch"])),
+    ("kernel", _name),
+    ("grid", lambda cell, row: "x".join(map(str, row["grid"]))),
+    ("CTAs", lambda cell, row: f"{row['ctas']:,}"),
+    ("warps", lambda cell, row: str(row["warps"])),
+    ("registers", lambda cell, row: str(row["registers"])),
+    ("spill bytes", lambda cell, row: str(row["spill_bytes"])),
+    ("shared KiB", lambda cell, row: f"{row['shared_bytes'] / 1024:.3g}"),
+    ("CTAs an SM", lambda cell, row: str(row["ctas_at_once"])),
+    ("load bytes", lambda cell, row: str(row["load_bytes"])),
+    ("loads", _widths),
+    ("instructions", _both("instructions")),
+    *((title, _both(name)) for title, name in zip(("SHFL", "STS", "BAR"), COUNTS, strict=True)),
+    ("MB to move", lambda c, row: f"{(row['read_bytes'] + row['written_bytes']) / 1e6:.3g}"),
+    ("floor us", lambda cell, row: f"{1e6 * row['floor_seconds']:.3g}"),
+)
 
 MEASUREMENT = MachineCodeOfStep
 

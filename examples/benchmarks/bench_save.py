@@ -61,6 +61,7 @@ class Save(Measurement):
         "hf-kvret bench save --json save.json",
         "hf-kvret bench save --shape tiny --context 4K --repeats 3",
     )
+    smallest: ClassVar[str] = "--shape tiny --context 3K --repeats 2 --caches flat,paris:top_k=64"
 
     shape: str = option("qwen3-0.6b", f"of {', '.join(SHAPES)}, or a folder with config.json")
     caches: str = option("flat,paris", "retrieval caches, comma-separated, options after colons")

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import kernel_clock
 import torch
-import turns
 from kernel_clock import time_calls, wait_until_calm
 from kernel_inputs import PAGE_LEN, Draw, KernelShape
 from kernel_work import ATTENTION_ERRORS, distance
@@ -122,7 +122,7 @@ def check_ways(
     Raises:
         CheckFailed: one is further away than its tolerance, or not finite.
     """
-    return turns.check_ways(
+    return kernel_clock.check_ways(
         lambda name: (ways[name](query, rows, ids),),
         ways,
         "cpp",

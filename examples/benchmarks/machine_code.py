@@ -1,12 +1,35 @@
-"""Machine code as ``cuobjdump -sass`` prints it: instructions, loops, what a kernel consists of."""
+"""Machine code of a kernel as ``cuobjdump -sass`` prints it: instructions, loops, loads.
+
+``compile_parts`` compiles the kernels of a decode step for sm_90 without a GPU, in a process of its
+own: a driver that only names its target stays there, and so does TRITON_INTERPRET out of it. As a
+program it prints a list of ``Launch`` as JSON: ``python machine_code.py merge --context 131072
+--batch 1``.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+CAPABILITY = 90
+MULTIPROCESSORS = 132
+"""Of an H200."""
+# What a multiprocessor of compute capability 9.0 has, by the CUDA C++ Programming Guide.
+_REGISTERS, _REGISTER_STEP, _THREADS, _CTAS = 65_536, 256, 2048, 32
+_SHARED_BYTES, _RESERVED_BYTES, _SHARED_BYTES_OF_CTA = 228 << 10, 1 << 10, 227 << 10
 
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
 _TARGET = re.compile(r"(0x[0-9a-f]+)\)?$")
@@ -14,10 +37,11 @@ _GUARD = re.compile(r"^@!?U?P\w+\s+")
 _BITS = re.compile(r"\.(?:[US])?(8|16|32|64|128)\b")
 # Control never reaches what follows one of these, unless it is guarded.
 _LAST = ("EXIT", "RET", "BRA", "KILL", "BRX", "JMP")
-# Taken only where the lanes of a warp have gone different ways: into code behind the kernel.
+# The branch is taken only where the lanes of a warp have gone different ways.
 _SLOW_BRANCH = "BRA.DIV"
-LOADS = ("LDG", "LDGSTS", "LD")
-"""Instructions that load from global memory."""
+_LOADS = ("LDG", "LDGSTS", "LD")
+COUNTS = {"shuffles": ("SHFL",), "shared_stores": ("STS", "STSM"), "barriers": ("BAR",)}
+"""Instructions that are counted by name, beside all of them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +70,7 @@ class Instruction:
         """Bytes that a lane loads or stores; None for what has no memory operand."""
         if not self.name.startswith(("LD", "ST")) or self.name == "LDC":
             return None
-        # Of several the first is the size: an address may have one of its own.
+        # The first of several is the size: an address may have one of its own.
         bits = _BITS.search(self.opcode.replace("LTC128B", "").replace("LTC64B", ""))
         return int(bits[1]) // 8 if bits else 4
 
@@ -55,8 +79,8 @@ class Instruction:
         """The address that a branch leads to; None for every other instruction."""
         if self.name != "BRA" or self.opcode.startswith(_SLOW_BRANCH):
             return None
-        place = _TARGET.search(self.operands)
-        return int(place[1], 16) if place else None
+        address = _TARGET.search(self.operands)
+        return int(address[1], 16) if address else None
 
     @property
     def falls_through(self) -> bool:
@@ -80,7 +104,7 @@ def parse_sass(text: str) -> list[Instruction]:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """The instructions of a kernel, in the order of their addresses."""
+    """The instructions of a kernel, in the order of their addresses; others name them by index."""
 
     instructions: Sequence[Instruction]
 
@@ -91,30 +115,17 @@ class MachineCode:
 
     @cached_property
     def reachable(self) -> frozenset[int]:
-        """Places of the instructions that control may come to, subroutines left out."""
-        return self._reached({})
-
-    @cached_property
-    def of_last(self) -> frozenset[int]:
-        """Places that only the last CTA of several comes to, which knows by a ticket that it is.
-
-        The ticket is an atomic that gives what was there, and is followed by an invalidation of
-        the L1 cache: its CTA reads what the others wrote. The next guarded EXIT is for all others.
-        """
-        opcodes = [one.opcode for one in self.instructions]
-        tickets = [
-            place
-            for place, opcode in enumerate(opcodes[:-1])
-            if opcode.startswith("ATOMG") and opcodes[place + 1] == "CCTL.IVALL"
-        ]
-        for place in range(tickets[-1] + 1 if tickets else len(opcodes), len(opcodes)):
-            if self.instructions[place].name == "EXIT" and self.instructions[place].is_guarded:
-                return self.reachable - self._reached({place: []})
-        return frozenset()
+        """Instructions that control may come to, subroutines left out."""
+        known, pending = {0}, [0]
+        while pending:
+            following = set(self._followers[pending.pop()]) - known
+            known |= following
+            pending += following
+        return frozenset(known)
 
     @cached_property
     def loops(self) -> list[frozenset[int]]:
-        """Places of each outermost loop's instructions, the longest loop first.
+        """Instructions of each outermost loop, the longest loop first.
 
         A backward branch closes a loop if control can't come to it but through its target. The
         loop is all that leads from the target to the branch.
@@ -131,62 +142,257 @@ class MachineCode:
         ]
         return sorted(outermost, key=lambda body: (-len(body), min(body)))
 
-    def count(self, names: Collection[str], places: Collection[int] | None = None) -> int:
-        """How many instructions have one of these names, among ``places`` or in all."""
-        return sum(self.instructions[place].name in names for place in self._places(places))
+    def counts(self, indices: Collection[int]) -> dict[str, int]:
+        """``instructions`` and those of ``COUNTS`` among the ones at ``indices``."""
+        names = Counter(self.instructions[index].name for index in indices)
+        sums = {key: sum(names[name] for name in some) for key, some in COUNTS.items()}
+        return {"instructions": len(indices), **sums}
 
-    def load_widths(self, places: Collection[int] | None = None) -> dict[int, int]:
+    def load_widths(self) -> dict[int, int]:
         """How many loads from global memory there are of each width in bytes, widest first."""
-        found = [self.instructions[place] for place in self._places(places)]
-        widths = Counter(one.width for one in found if one.name in LOADS and one.width)
+        loads = [self.instructions[index] for index in self.reachable]
+        widths = Counter(one.width for one in loads if one.name in _LOADS and one.width)
         return dict(sorted(widths.items(), reverse=True))
-
-    def _places(self, places: Collection[int] | None) -> Collection[int]:
-        return self.reachable if places is None else places
-
-    def _reached(self, instead: Mapping[int, Sequence[int]]) -> frozenset[int]:
-        """From the first place on; some places have other followers than ``_followers``."""
-        known, waiting = {0}, [0]
-        while waiting:
-            leader = waiting.pop()
-            for place in instead.get(leader, self._followers[leader]):
-                if place not in known:
-                    known.add(place)
-                    waiting.append(place)
-        return frozenset(known)
 
     @cached_property
     def _followers(self) -> list[list[int]]:
-        """By place: the places that may come next."""
-        places = {one.address: place for place, one in enumerate(self.instructions)}
+        """By index: the instructions that may come next."""
+        indices = {one.address: index for index, one in enumerate(self.instructions)}
         followers = []
-        for place, one in enumerate(self.instructions):
-            following = [place + 1] if one.falls_through and place + 1 < len(places) else []
-            if one.target is not None and one.target in places:
-                following.append(places[one.target])
+        for index, one in enumerate(self.instructions):
+            following = [index + 1] if one.falls_through and index + 1 < len(indices) else []
+            if one.target is not None and one.target in indices:
+                following.append(indices[one.target])
             followers.append(following)
         return followers
 
     @cached_property
     def _leaders(self) -> dict[int, list[int]]:
-        """By place: the places that may come just before."""
+        """By index: the instructions that may come just before."""
         leaders: dict[int, list[int]] = {}
-        for place in self.reachable:
-            for following in self._followers[place]:
-                leaders.setdefault(following, []).append(place)
+        for index in self.reachable:
+            for following in self._followers[index]:
+                leaders.setdefault(following, []).append(index)
         return leaders
 
     def _body(self, head: int, tail: int) -> frozenset[int]:
         """Whatever leads to ``tail`` without passing ``head``, and both of them."""
-        body, waiting = {head, tail}, [tail] if tail != head else []
-        while waiting:
-            for place in self._leaders.get(waiting.pop(), []):
-                if place not in body:
-                    body.add(place)
-                    waiting.append(place)
+        body, pending = {head, tail}, [tail] if tail != head else []
+        while pending:
+            leading = set(self._leaders.get(pending.pop(), [])) - body
+            body |= leading
+            pending += leading
         return frozenset(body)
 
 
 def main_width(widths: dict[int, int]) -> int:
     """The width in which the most bytes are loaded; 0 where nothing is."""
     return max(widths, key=lambda width: (width * widths[width], width), default=0)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as a part of a step launches it.
+
+    Attributes:
+        part, context, batch: of the step.
+        kernel: operation and name, as ``"paris.collide"``; other machine code of the same name
+            later in the part has a number behind it, as ``"top_k.count_digits 2"``.
+        launches: how often the part launches this code.
+        grid: of the first launch.
+        warps, shared_bytes: of a CTA.
+        registers, spill_bytes: of a thread; ``spill_bytes`` is its stack, where it is used.
+        load_bytes: the width in which most bytes are loaded.
+        load_widths: loads from global memory by their width in bytes (text, as in JSON).
+        loops: how many outermost loops there are.
+        counts, loop_counts: of ``MachineCode.counts``, in all and in loops.
+    """
+
+    part: str
+    context: int
+    batch: int
+    kernel: str
+    launches: int
+    grid: Sequence[int]
+    warps: int
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+    load_bytes: int
+    load_widths: dict[str, int]
+    loops: int
+    counts: dict[str, int]
+    loop_counts: dict[str, int]
+
+    @property
+    def ctas(self) -> int:
+        """Of the grid."""
+        return math.prod(self.grid)
+
+    @property
+    def ctas_at_once(self) -> int:
+        """CTAs that fit on a multiprocessor; 0 where not even one does."""
+        of_warp = math.ceil(32 * self.registers / _REGISTER_STEP) * _REGISTER_STEP
+        return min(
+            _REGISTERS // max(1, of_warp * self.warps),
+            _SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES),
+            _THREADS // (32 * self.warps),
+            _CTAS,
+        )
+
+
+def check_tools() -> None:
+    """ModuleNotFoundError or FileNotFoundError where kernels can't be compiled or read here."""
+    if find_spec("triton") is None:
+        raise ModuleNotFoundError(
+            "compiling kernels takes triton: pip install triton (Linux only), no GPU is needed"
+        )
+    if not _tool("cuobjdump").is_file():
+        raise FileNotFoundError(
+            f"no {_tool('cuobjdump')}, which comes with triton's wheels: install triton with pip"
+        )
+
+
+def tool_versions() -> dict[str, str]:
+    """Of ``triton``, and of the ``ptxas`` that it runs for sm_90."""
+    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return {"triton": triton.__version__, "ptxas": str(get_ptxas(CAPABILITY).version)}
+
+
+def compile_parts(names: Sequence[str], context: int, batch: int) -> list[Launch]:
+    """The launches of parts of a step, compiled in a process of their own.
+
+    Raises:
+        ModuleNotFoundError, FileNotFoundError: see ``check_tools``.
+        RuntimeError: a kernel does not compile; has the end of what the process said.
+    """
+    check_tools()
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, *names, "--context", str(context), "--batch", str(batch)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return [Launch(**fields) for fields in json.loads(done.stdout)]
+
+
+def read_cubin(cubin: bytes) -> dict[str, Any]:
+    """Of the one kernel in ``cubin``: the fields of ``Launch`` that machine code alone decides."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        usage, sass = (_dump(option, file) for option in ("-res-usage", "-sass"))
+    code = MachineCode(parse_sass(sass))
+    return {
+        "registers": _usage(usage, "REG"),
+        # A stack that nothing is kept on is none.
+        "spill_bytes": _usage(usage, "STACK") if code.uses_stack else 0,
+        "load_bytes": main_width(code.load_widths()),
+        "load_widths": {str(width): count for width, count in code.load_widths().items()},
+        "loops": len(code.loops),
+        "counts": code.counts(code.reachable),
+        "loop_counts": code.counts(frozenset().union(*code.loops)),
+    }
+
+
+def _tool(name: str) -> Path:
+    spec = find_spec("triton")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+
+
+def _dump(option: str, file: Path) -> str:
+    command = [_tool("cuobjdump"), option, file]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _usage(text: str, name: str) -> int:
+    return int(text.split(f" {name}:")[1].split()[0])
+
+
+def label_of(module: str, name: str) -> str:
+    """``hf_kvret_kernels.paris.triton_collide`` and ``_collide_kernel`` to ``paris.collide``."""
+    operation = module.split(".")[1].removeprefix("_triton_")
+    return f"{operation}.{name.removeprefix('_').removesuffix('_kernel')}"
+
+
+_Compiled = tuple[str, tuple[int, int, int], Any]
+"""Label, grid and Triton's own object of a kernel."""
+
+
+def _compile_instead_of_launching() -> list[_Compiled]:
+    """Make Triton compile for sm_90 in this process; the list gets what it would launch."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    import hf_kvret_kernels._triton_shared as shared
+    from hf_kvret_kernels.prompt_attention import triton as prompt
+
+    class NamedTarget:
+        """A driver without a device."""
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", CAPABILITY, 32)
+
+    def device_limits(device: Any) -> tuple[int, int]:
+        return MULTIPROCESSORS, _SHARED_BYTES_OF_CTA
+
+    driver.set_active(NamedTarget())
+    shared.device_limits = prompt.device_limits = device_limits
+    compiled: list[_Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(function, *args, grid=grid, warmup=True, **options)
+        label = label_of(function.fn.__module__, function.fn.__name__)
+        compiled.append((label, (*grid, 1, 1)[:3], kernel))
+        return kernel
+
+    JITFunction.run = compile_only
+    return compiled
+
+
+def _launches(compiled: Sequence[_Compiled], part: str, context: int, batch: int) -> list[Launch]:
+    """The same machine code once, in the order of first launches."""
+    counts = Counter(kernel.hash for _, _, kernel in compiled)
+    names: Counter[str] = Counter()
+    launches = []
+    for label, grid, kernel in compiled:
+        if kernel.hash in counts:
+            names[label] += 1
+            kernel_name = label if names[label] == 1 else f"{label} {names[label]}"
+            sizes = kernel.metadata.num_warps, kernel.metadata.shared
+            code = read_cubin(kernel.asm["cubin"])
+            place = part, context, batch, kernel_name, counts.pop(kernel.hash), grid
+            launches.append(Launch(*place, *sizes, **code))
+    return launches
+
+
+def main() -> None:
+    """Print the launches of the parts named on the command line."""
+    from step_kernels import PARTS, WIDE_PARTS, StepShape
+
+    parts = PARTS | WIDE_PARTS
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=tuple(parts), metavar="PART")
+    parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    options = parser.parse_args()
+    compiled, launches = _compile_instead_of_launching(), []
+    for part in options.parts:
+        compiled.clear()
+        parts[part](StepShape(options.context, options.batch))
+        launches += _launches(compiled, part, options.context, options.batch)
+    print(json.dumps([asdict(launch) for launch in launches]))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,11 +6,9 @@ shapes and strides, and no memory.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -292,7 +290,7 @@ PARTS: dict[str, Callable[[StepShape], None]] = {
     "window": _window,
     "merge": _merge,
 }
-"""By name: what launches the kernels of a part. One more needs its work in ``step_work``.
+"""By name: what launches the kernels of a part. One more needs its bytes in ``step_bytes``.
 
 A "finish" follows attention to as many selected rows; "count", "window" and "merge" stand in its
 place where a store attends elsewhere, and gives its part when that is ready.
@@ -304,96 +302,4 @@ WIDE_PARTS: dict[str, Callable[[StepShape], None]] = {
     "paris-512x8": lambda shape: _wide_paris(shape, 2, 8, 512),
     "paris-288x40": lambda shape: _wide_paris(shape, 1, 40, 288),
 }
-"""By the numbers of a row and the query heads of one: compiled as well, but no step is modelled."""
-
-ATTENDED = {"attend-100": PARIS_K, "attend-2048": LRQK_K, "higgs": LRQK_K}
-"""Rows of a KV head that a part attends to. Where a step selects others, its largest kernel is
-scaled. Parts that only earlier results have stay here."""
-
-
-@dataclass(frozen=True)
-class LayerLaunches:
-    """What a layer's decode step launches for the cache, besides taking in the token.
-
-    Attributes:
-        parts: of ``PARTS``, in the order in which they are launched.
-        torch_launches: operations of torch in the index, as ``bench step`` counts them less the
-            Triton kernels; those of torch with several kernels count as these.
-        torch_bytes: that they move in a step, and ``torch_token_bytes`` for each cold token of a
-            sequence; 0 where they are small.
-    """
-
-    parts: tuple[str, ...]
-    torch_launches: int = 0
-    torch_bytes: int = 0
-    torch_token_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class MethodStep:
-    """A layer's decode step of a method.
-
-    Attributes:
-        launched: in this version.
-        selected: rows of a KV head that are attended to.
-        compared: rows of which a search reads the keys in the store.
-        replayed: whether a CUDA graph holds the step.
-        hosted: whether rows may lie in pinned host memory instead.
-    """
-
-    launched: LayerLaunches
-    selected: Callable[[StepShape], int]
-    compared: int = 0
-    replayed: bool = True
-    hosted: bool = True
-
-
-STEPS: dict[str, MethodStep] = {
-    "paris": MethodStep(
-        LayerLaunches(("paris", "attend-100", "finish-100")), lambda shape: PARIS_K
-    ),
-    "lrqk": MethodStep(
-        LayerLaunches(("lrqk", "attend-2048", "finish-2048"), torch_launches=5),
-        lambda shape: LRQK_K,
-    ),
-    "lrqk:store=higgs": MethodStep(
-        LayerLaunches(("lrqk", "higgs", "finish-2048"), torch_launches=5),
-        lambda shape: LRQK_K,
-        hosted=False,
-    ),
-    "a2ats": MethodStep(
-        LayerLaunches(
-            ("a2ats", "attend-2048", "finish-2048"),
-            torch_launches=48,
-            # The new key is compared with all codewords of 8 heads.
-            torch_bytes=2 * 8 * 128 * CODEWORDS,
-        ),
-        lambda shape: shape.a2ats_k,
-        replayed=False,
-    ),
-    "ctkvr": MethodStep(
-        LayerLaunches(("ctkvr", "attend-2048", "finish-2048"), torch_launches=8),
-        lambda shape: CTKVR_K,
-        compared=RECALLED,
-        replayed=False,
-    ),
-    "flat": MethodStep(
-        LayerLaunches(
-            ("flat", "attend-2048", "finish-2048"),
-            torch_launches=5,
-            # Keys of 8 heads are copied to fp32 and read again for the product; scores of 32 query
-            # heads are written, scaled and masked.
-            torch_token_bytes=8 * 128 * (2 + 4 + 4) + 4 * 32 * (1 + 2 + 2),
-        ),
-        lambda shape: FLAT_K,
-    ),
-}
-"""By the cache's name. A part that vanishes from ``PARTS`` must go here too."""
-
-_UNKNOWN = {part for step in STEPS.values() for part in step.launched.parts}.difference(PARTS)
-assert not _UNKNOWN, f"STEPS names parts that PARTS has not: {', '.join(sorted(_UNKNOWN))}"
-
-
-def told_steps() -> dict[str, dict[str, Any]]:
-    """What steps launch in this version, as plain JSON values, for results to keep."""
-    return {name: json.loads(json.dumps(asdict(step.launched))) for name, step in STEPS.items()}
+"""By the numbers of a row and the query heads of one: compiled too, but no step has them."""

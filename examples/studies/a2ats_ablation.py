@@ -1,8 +1,7 @@
 """What the parts of A2ATS are worth, and what they rest on. switches: recall of the exact top-k
 with and without windowed RoPE and query-aware codebooks (the paper's table 2), and with windowed
 RoPE and no codebooks. errors: score error of held-out text by layer (figure 3). alike: how alike
-codebooks are that different inputs have of their own, before RoPE and after it (figure 1).
-budget_of: whether KV heads choose, or their query heads and all attend to all (as published). It
+codebooks are that different inputs have of their own, before RoPE and after it (figure 1). It
 makes the four artifacts that it needs, from --calibration-text or from the start of --text, and
 measures on text that none of them has seen. Without --text the model reads documents of needles,
 which is what --model needle speaks.
@@ -16,38 +15,33 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from a2ats_parts import ExactKeysCache, likeness
-from ablation import caches_option, made, parts_option, values_option
+from ablation import caches_option, made, parts_option
 from calibrated import CalibratedAblation
 from follower import Follower
-from study_tables import Found, Plot, Table, bars_of, by_length, curves_of, layers_of, layers_table
+from study_tables import Found, Plot, Table, bars_of, by_length, layers_of, layers_table
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.evaluation.arguments import budget, length, length_or_none, whole_number
+from hf_kvret.evaluation.arguments import length, length_or_none, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import budget_option, count_option
 from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.plots import plot_heat_maps
 from hf_kvret.evaluation.results import Cell
 from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.stretches import share
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.evaluation.task import Choices
-from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
+from hf_kvret.methods.a2ats import A2ATSCache
 from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 
-PARTS = ("switches", "errors", "alike", "budget_of")
+PARTS = ("switches", "errors", "alike")
 FULL_METHOD = "windowed, query-aware"
 # A row beside those of the table, which shows what codewords cost and what windowed RoPE does.
 EXACT_KEYS = "windowed, exact keys"
-_OWNERS = ("head", "union")
 
 
 # By name: space, query-aware, what the paper calls it, and its mean accuracy in table 2, of another
@@ -88,12 +82,6 @@ def _recall_table(cells: Found) -> str:
     ]
     columns = (f"layer {layer}" for layer in layers)
     return markdown_table(["cache", "recall, codebooks", "context", *columns], rows)
-
-
-def _budget_table(cells: Found) -> str:
-    columns, rows = by_length(cells, _KINDS)
-    wide = [[cache, *name.split(", "), *numbers] for (cache, name), numbers in rows.items()]
-    return markdown_table(["cache", "budget of", "budget", *columns], wide)
 
 
 def _errors_table(cells: Found) -> str:
@@ -153,36 +141,15 @@ def _alike(cells: Found) -> dict[str, dict[int, float]]:
     return lines
 
 
-def _plot_inputs(path: Path, cells: Found) -> None:
-    """All pairs of inputs, mean over layers."""
-    maps = {
-        cell["variant"]: np.mean([layer["alike"] for layer in found["layers"]], axis=0)
-        for cell, found in cells
-    }
-    names = cells[0][1]["inputs"]
-    title = "A2ATS: codebooks of different inputs, mean over layers"
-    # The next tenth below all cosines, so that colours tell them apart.
-    low = float(np.floor(10 * min(values.min() for values in maps.values())) / 10)
-    plot_heat_maps(
-        path, maps, rows=names, columns=names, title=title, x="input", y="input", low=low
-    )
-
-
 TABLES: dict[str, Table] = {
     "switches": _switches_table,
     "errors": _errors_table,
     "alike": _alike_table,
-    "budget_of": _budget_table,
 }
 PLOTS: dict[str, Plot] = {
     "switches": bars_of("A2ATS: codebooks", wrapped=True),
     "errors": layers_of(_errors, "A2ATS: held-out text", "score error", low=0.0),
     "alike": layers_of(_alike, "A2ATS: codebooks of different inputs", "mean largest cosine"),
-    "inputs": _plot_inputs,
-    # Mass over the rows that were really read: heads of a group agree in part.
-    "budget_of": curves_of(
-        "A2ATS: who chooses", ("read_ratio", "rows read, share of cold"), ("mass", "mass")
-    ),
 }
 
 
@@ -204,14 +171,15 @@ class A2ATSAblation(CalibratedAblation):
     ignored = ("compare",)
     tables = TABLES
     plots = PLOTS
-    drawn = MappingProxyType({"inputs": "alike"})
+    smallest = (
+        "--model needle --context 256 --windows 1 --new-tokens 16 --calibration-tokens 1K "
+        "--calibration-length 256 --codewords 8 --rounds 2 --inputs 2 --input-tokens 128 "
+        "--input-codewords 8 --caches a2ats:dense_below=0:recent=16:flush=16"
+    )
 
     caches: str | None = caches_option("a2ats")
     top_k: int | float = budget_option(0.06)
     parts: tuple[str, ...] = parts_option(PARTS)
-    budgets: tuple[int | float, ...] = values_option(
-        (0.03, 0.06, 0.12), "of the part budget_of", budget
-    )
     uuid_tokens: int = option(8192, "of random UUIDs beside text", kind=length_or_none)
     codewords: int = count_option(1024, "of each KV head")
     rounds: int = option(30, "of k-means at most, for inputs too", kind=whole_number(0))
@@ -228,8 +196,6 @@ class A2ATSAblation(CalibratedAblation):
                 f"--input-codewords {self.input_codewords} of --input-tokens {self.input_tokens}: "
                 "no more than tokens"
             )
-        for top_k in self.budgets:
-            A2ATSConfig(top_k=top_k)
 
     def details(self) -> dict[str, Any]:
         return {**super().details(), "uuid_tokens": self.uuid_tokens if self.text else 0}
@@ -239,7 +205,6 @@ class A2ATSAblation(CalibratedAblation):
             "switches": [*SWITCHES, EXACT_KEYS],
             "errors": list(SWITCHES),
             "alike": list(PLACES),
-            "budget_of": [f"{owner}, {budget}" for budget in self.budgets for owner in _OWNERS],
         }[part]
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
@@ -259,14 +224,9 @@ class A2ATSAblation(CalibratedAblation):
             sizes = {"codewords": self.input_codewords, "rounds": self.rounds}
             found = likeness(subject, inputs, rotated=PLACES[name], seed=self.seed, **sizes)
             return {"inputs": list(inputs), "layers": found}
-        options: dict[str, Any] = {}
-        if part == "budget_of":
-            owner, top_k = name.split(", ")
-            options = {"budget_of": owner, "top_k": int(top_k) if top_k.isdigit() else float(top_k)}
-            name = FULL_METHOD
         # A text that is too short is found before the work, not after it.
         windows = self.contexts(subject, part, cell["length"])
-        follower = Follower(subject, self._choice(name, subject, choice, options), self.method)
+        follower = Follower(subject, self._choice(name, subject, choice), self.method)
         for window in windows:
             follower.follow(window, cell["length"], self.pace)
         measured = follower.result()
@@ -285,15 +245,12 @@ class A2ATSAblation(CalibratedAblation):
         options["compare"] = False
         return A2ATSCalibration(self.codewords, self.rope_window, self.rounds, **options)
 
-    def _choice(
-        self, name: str, subject: Subject, given: CacheChoice, options: dict[str, Any]
-    ) -> CacheChoice:
-        """The cache ``given`` with the artifact of a row, and ``options`` on top."""
+    def _choice(self, name: str, subject: Subject, given: CacheChoice) -> CacheChoice:
+        """The cache ``given`` with the artifact of a row."""
         row, kind = (FULL_METHOD, ExactKeysCache) if name == EXACT_KEYS else (name, A2ATSCache)
         assert given.options is not None
-        options["artifact"], _ = self.artifact(row, subject)
         # Bars show the name; the path would fill them.
-        return made(name, kind, given.options.replace(**options))
+        return made(name, kind, given.options.replace(artifact=self.artifact(row, subject)[0]))
 
 
 MEASUREMENT = A2ATSAblation

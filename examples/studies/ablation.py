@@ -149,15 +149,9 @@ class Ablation(Task):
                     )
 
     @classmethod
-    def sections(cls, results: Results) -> Mapping[str, Table]:
-        """What makes the table of each part."""
-        return cls.tables
-
-    @classmethod
     def table(cls, results: Results) -> str:
-        sections = cls.sections(results)
-        found = {part: of_part(results, part) for part in sections}
-        return "\n\n".join(sections[part](cells) for part, cells in found.items() if cells)
+        found = {part: of_part(results, part) for part in cls.tables}
+        return "\n\n".join(cls.tables[part](cells) for part, cells in found.items() if cells)
 
     @classmethod
     def pictures(cls, path: Path) -> list[Path]:

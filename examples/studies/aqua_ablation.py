@@ -1,52 +1,53 @@
-"""What AQUA-KV's predictors are worth, and what its cache takes. bits: perplexity of aqua, of HIGGS
-without predictors, of round-to-nearest and KIVI-style codes, and of transformers' quantized
-caches where they are installed, at 2, 3 and 4 bits (the paper's table 2). parts: other
+"""What AQUA-KV's predictors are worth. bits: perplexity of aqua, of HIGGS without predictors, of
+round-to-nearest and KIVI-style codes, at 2, 3 and 4 bits (the paper's table 2). parts: other
 predictors, bits of the first layer, sinks, RoPE, anchors, inputs of the predictors, at 2 bits
-(tables 1 and 5). variance: what predictors explain, by layer (figure 2). layers: what it costs
-to code one layer alone. memory: bits a value at 131,072 tokens of the shapes of 8B and 70B, on
-paper and of tensors. It makes the artifacts that it needs, from --calibration-text or from the
-start of --text, and reads text that none of them has seen.
+(tables 1 and 5). variance: what predictors explain, by layer (figure 2). It makes the artifacts
+that it needs, from --calibration-text or from the start of --text, and reads text that none of
+them has seen.
 
     python examples/studies/aqua_ablation.py --text wiki.test.raw --calibration-text novel.txt \\
         --json ablation.json --plot ablation.png
-    python examples/studies/aqua_ablation.py --parts memory --memory-tokens 128K
+    python examples/studies/aqua_ablation.py --model needle --parts bits
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from statistics import fmean
 from typing import Any
 
+import torch
 from ablation import caches_option, made, not_here, parts_option
-from aqua_measures import PREDICTORS, measure, one_layer_each, read_through
-from aqua_tables import PLOTS, TABLES, alone_table
-from aqua_variants import ALONE, EXPLAINED, Variant, ablation_variants, bit_variants
+from aqua_tables import PLOTS, TABLES
+from aqua_variants import EXPLAINED, Variant, ablation_variants, bit_variants
 from calibrated import CalibratedAblation
-from study_tables import Found, of_part
+from tqdm import tqdm
 
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.evaluation.arguments import length, number, whole_number
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.common_options import budget_option, context_option, count_option
 from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.results import Cell
 from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.integration.compatibility import retrieval_layers, retrieval_shapes
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.methods.aqua.calibrator import AquaCalibration
 
-PARTS = ("bits", "parts", "variance", "layers", "memory")
+PARTS = ("bits", "parts", "variance")
 # The paper's 256 of 1024 numbers of a token's keys.
 _RANK_SHARE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class AquaAblation(CalibratedAblation):
-    """What AQUA-KV's predictors are worth, and what its cache takes."""
+    """What AQUA-KV's predictors are worth."""
 
     name = "aqua-ablation"
     method = "aqua"
@@ -57,12 +58,16 @@ class AquaAblation(CalibratedAblation):
     )
     described = (
         *("windows", "step", "calibration_tokens", "calibration_length", "rank", "hidden"),
-        *("mlp_steps", "ridge", "memory_tokens", "memory_layers"),
+        *("mlp_steps", "ridge"),
     )
-    # These look at artifacts, and at layers of random numbers.
-    apart = ("variance", "memory")
+    # It looks at artifacts alone.
+    apart = ("variance",)
     tables = TABLES
     plots = PLOTS
+    smallest = (
+        "--model needle --context 256 --windows 1 --parts bits,variance --step 16 "
+        "--calibration-tokens 1K --calibration-length 256 --caches aqua:recent=16:flush=16"
+    )
 
     caches: str | None = caches_option("aqua")
     top_k: int | float = budget_option(1.0)
@@ -80,9 +85,6 @@ class AquaAblation(CalibratedAblation):
     )
     mlp_steps: int = option(200, "of training; 1000 or more for a large one", kind=whole_number(0))
     ridge: float = option(AquaCalibration().ridge, "in mean variances of an input", kind=number(0))
-    memory_tokens: int = option(16_384, "that fill layers of memory", kind=length)
-    # The first, and one that is predicted.
-    memory_layers: int = option(3, "of the shape of 8B and 70B", kind=whole_number(2))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,8 +105,6 @@ class AquaAblation(CalibratedAblation):
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, name = cell["part"], cell["variant"]
-        if part == "memory":
-            return measure(name, self.memory_tokens, self.memory_layers)
         if part == "variance":
             quality = self.artifact(EXPLAINED[name], subject)[1].quality
             return {"layers": [dict(one) for one in quality]}
@@ -114,8 +114,6 @@ class AquaAblation(CalibratedAblation):
         assert isinstance(given, AquaConfig)
         if "dense_below" not in choice.name:
             given = given.replace(dense_below=0)
-        if part == "layers":
-            return one_layer_each(subject, given.replace(**variant.cache), windows, self.step)
         chosen = self._choice(variant, name, subject, given)
         return read_through(subject, chosen, windows, self.step)
 
@@ -158,19 +156,96 @@ class AquaAblation(CalibratedAblation):
             options["artifact"] = self.artifact(variant.learned, subject)[0]
         return made(name, AquaKVCache, given.replace(**options))
 
-    @classmethod
-    def sections(cls, results: Results) -> Mapping[str, Callable[[Found], str]]:
-        # What a layer costs alone stands beside what predictors would find of it.
-        explained = of_part(results, "variance")
-        return {**cls.tables, "layers": partial(alone_table, explained=explained)}
-
 
 def _variants(part: str) -> dict[str, Any]:
     """The variants of a part by name."""
-    if part in ("variance", "memory"):
-        return dict(EXPLAINED if part == "variance" else PREDICTORS)
-    found = ablation_variants() if part == "parts" else bit_variants()
-    return {name: found[name] for name in (ALONE if part == "layers" else found)}
+    if part == "variance":
+        return dict(EXPLAINED)
+    return ablation_variants() if part == "parts" else bit_variants()
+
+
+def read_through(
+    subject: Subject, choice: CacheChoice, windows: Sequence[torch.Tensor], step: int
+) -> dict[str, Any]:
+    """Perplexity over ``windows [n]``, alike in length, each read ``step`` tokens a forward pass.
+
+    They are read from their start, so that a token attends to what the cache has made of those
+    before it, as the paper has it; all but the first token of a window count. Returns ``ppl``,
+    ``nats``, ``tokens``, ``window_nats`` of each window, ``seconds`` of all forward passes, and of
+    the last window's end:
+
+    ``bits`` that a number of a key or value takes in the cold part (``value_bits``), ``full_bits``
+    that it takes in the model's dtype; ``held_ratio``, all bytes as a share of full keys and
+    values, spare room and predictors included; ``predictor_bytes``.
+
+    Raises:
+        ValueError: nothing was cold; a step that the cache would not take as drafted tokens.
+    """
+    means, count, seconds = [], 0, 0.0
+    for window in tqdm(windows, leave=False, unit="window", desc=choice.name):
+        reader = Reader(subject.model, choice, len(window))
+        reader.check_step(step)
+        losses = _losses(reader, window, step)
+        means.append(losses.double().mean().item())
+        count += len(losses)
+        seconds += reader.seconds
+    usage = reader.usage()
+    cache = reader.cache
+    shared = cache.memory().shared if isinstance(cache, RetrievalCache) else 0
+    nats = fmean(means)
+    return {
+        "ppl": math.exp(nats),
+        "nats": nats,
+        "tokens": count,
+        "window_nats": means,
+        "bits": value_bits(reader),
+        "full_bits": 8 * subject.model.dtype.itemsize,
+        "held_ratio": (usage.device_bytes + usage.host_bytes) / usage.full_bytes,
+        "predictor_bytes": shared,
+        "seconds": seconds,
+    }
+
+
+def value_bits(reader: Reader) -> float:
+    """Bits that a number of a coded key or value takes, mean over layers; whole tokens alone.
+
+    Of ours the rows as they are kept, with positions; of full attention its dtype. Windows of
+    recent tokens don't count.
+
+    Raises:
+        ValueError: ours has nothing cold.
+    """
+    cache = reader.cache
+    if isinstance(cache, RetrievalCache):
+        held, numbers = 0, 0
+        for layer in cache.retrieval_layers:
+            regions = layer.regions
+            if regions is None or regions.store is None or not regions.cold_len:
+                regions_as = "smaller regions as aqua:recent=32:flush=32"
+                raise ValueError(f"nothing was cold: take a longer --context, or {regions_as}")
+            keys, values = regions.window.keys, regions.window.values
+            # Beside these a store tells a few numbers about their making.
+            held += sum(x.nbytes for x in regions.store.state_dict().values() if x.ndim >= 3)
+            numbers += (
+                len(keys) * keys.shape[1] * regions.cold_len * (keys.shape[3] + values.shape[3])
+            )
+        return 8 * held / numbers
+    return 8.0 * reader.model.dtype.itemsize
+
+
+def _losses(reader: Reader, window: torch.Tensor, step: int) -> torch.Tensor:
+    """``[len(window) - 1]`` in nats."""
+    found, last = [], None
+    pieces = tqdm(window.split(step), leave=False, desc=reader.choice.name, mininterval=1)
+    for tokens in pieces:
+        new = reader.feed(tokens, keep=len(tokens))
+        # The logits before a step foretell the first of its tokens, its own all others.
+        foretold = new[:-1] if last is None else torch.cat([last, new[:-1]])
+        truth = (tokens if last is not None else tokens[1:]).to(foretold.device)
+        losses = torch.nn.functional.cross_entropy(foretold.float(), truth, reduction="none")
+        found.append(losses.cpu())
+        last = new[-1:]
+    return torch.cat(found)
 
 
 MEASUREMENT = AquaAblation

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from aqua_measures import KINDS, PUBLISHED_TOKENS, SHAPES, bits_measured, bits_on_paper
 from aqua_variants import BITS, FULL, PAPER_8B, USUAL, ablation_rows
 from study_tables import Found, Plot, Table, layers_of, layers_table, shown
 
@@ -138,45 +136,6 @@ def _figure(result: dict[str, Any], name: str) -> dict[int, float]:
     return {one["layer"]: one[name] for one in layers if one.get(name) is not None}
 
 
-def alone_table(cells: Found, explained: Found | None = None) -> str:
-    """What a layer costs that is coded alone, beside what predictors would find of it."""
-    usual = next((found for cell, found in explained or [] if cell["variant"] == "2 bits"), None)
-    names = ("key_explained", "value_explained", "key_error_unpredicted", "key_error")
-    figures = {name: {} if usual is None else _figure(usual, name) for name in names}
-    rows = []
-    for cell, found in cells:
-        for one in found["layers"]:
-            row = [cell["cache"], str(cell["length"]), cell["variant"], str(one["layer"])]
-            row += [f"{one['ppl']:.3f}", _shown_rise(one, found["full"])]
-            row += [shown(known.get(one["layer"]), ".3f") for known in figures.values()]
-            rows.append(row)
-    header = ["cache", "context", "coded alone", "layer", "perplexity", "rise", "keys explained"]
-    header += ["values explained", "error of keys, nothing predicted", "error of keys"]
-    return markdown_table(header, rows)
-
-
-def _memory(cells: Found) -> Iterator[tuple[str, str, dict[str, float], dict[str, float]]]:
-    """Shape, predictors, and bits of a number of keys and values: on paper, and of real tensors."""
-    for cell, found in cells:
-        for name, shape in SHAPES.items():
-            paper = bits_on_paper(shape, PUBLISHED_TOKENS, cell["variant"])
-            yield name, cell["variant"], paper, bits_measured(shape, found, PUBLISHED_TOKENS)
-
-
-def _memory_table(cells: Found) -> str:
-    rows = []
-    told = {cell["variant"]: (len(found["layers"]), found["tokens"]) for cell, found in cells}
-    for name, predictors, paper, real in _memory(cells):
-        layers, tokens = told[predictors]
-        ways = {"on paper": paper, f"measured, {layers} layers, {tokens} tokens": real}
-        for how, bits in ways.items():
-            shown_bits = (f"{bits[kind]:.4f}" for kind in (*KINDS, "all"))
-            size, full = (SHAPES[name].gibibytes(PUBLISHED_TOKENS, n) for n in (bits["all"], 16))
-            rows.append([name, predictors, how, *shown_bits, f"{size:.2f} of {full:.0f}"])
-    header = ["shape", "predictors in", "bits a value", *KINDS, "all"]
-    return markdown_table([*header, f"GiB at {PUBLISHED_TOKENS} tokens"], rows)
-
-
 def _plot_bits(path: Path, cells: Found) -> None:
     """Rise of perplexity over the bits that a value really takes."""
     lines: dict[str, tuple[list[float], list[float]]] = {}
@@ -215,33 +174,10 @@ def _both_explained(cells: Found) -> dict[str, dict[int, float]]:
     }
 
 
-def _plot_alone(path: Path, cells: Found) -> None:
-    groups: list[str] = []
-    bars: dict[str, list[float | None]] = {}
-    for cell, found in cells:
-        groups = [f"layer {one['layer']}" for one in found["layers"]]
-        rises = [_percent(one, found["full"]) for one in found["layers"]]
-        bars[f"{cell['variant']}, {cell['length']}"] = rises
-    plot_groups(path, groups, bars, title="One layer coded alone", y="rise of perplexity, %")
-
-
-def _plot_memory(path: Path, cells: Found) -> None:
-    names, predictors, papers, reals = zip(*_memory(cells), strict=True)
-    groups = [f"{name}, {kind}" for name, kind in zip(names, predictors, strict=True)]
-    bars = {
-        "on paper": [bits["all"] for bits in papers],
-        "measured": [bits["all"] for bits in reals],
-    }
-    title = f"AQUA-KV at {PUBLISHED_TOKENS} tokens"
-    plot_groups(path, groups, bars, title=title, y="bits a value")
-
-
 TABLES: dict[str, Table] = {
     "bits": _bits_table,
     "parts": _parts_table,
     "variance": _variance_tables,
-    "layers": alone_table,
-    "memory": _memory_table,
 }
 PLOTS: dict[str, Plot] = {
     "bits": _plot_bits,
@@ -249,6 +185,4 @@ PLOTS: dict[str, Plot] = {
     "variance": layers_of(
         _both_explained, "AQUA-KV: held-out tokens", "explained variance", high=1.0
     ),
-    "layers": _plot_alone,
-    "memory": _plot_memory,
 }

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
-
-from hf_kvret.evaluation.caches import choose_cache
 
 FULL, USUAL = "full", "aqua"
 BITS = (2, 3, 4)
@@ -97,13 +94,8 @@ EXPLAINED: dict[str, Mapping[str, Any]] = {
 """By what predictors read: the layer below as it is, or as so many bits leave it; and for values
 which of the two, from 2 bits."""
 
-ALONE = (f"higgs, {_FEW} bits",)
-"""What codes one layer while the others are as they are."""
-
 _BACKBONES = {"higgs": "higgs", "round-to-nearest": "minmax", "kivi": "kivi"}
-# Backends of transformers' quantized cache, with the bits they have.
-_BACKENDS = {"quanto": (2, 4), "hqq": (2, 3, 4)}
-# Perplexities of Llama 3.1 8B, 5.61 in full (table 2); of Quanto there are none.
+# Perplexities of Llama 3.1 8B (table 2).
 PAPER_8B = {
     "full": 5.61,
     **{"aqua, 2 bits": 5.72, "aqua, 3 bits": 5.64, "aqua, 4 bits": 5.61},
@@ -113,17 +105,13 @@ PAPER_8B = {
 
 
 def bit_variants() -> dict[str, Variant]:
-    """The rows of table 2 by name, ``METHOD, N bits``; transformers' where they are installed."""
+    """The rows of table 2 by name, ``METHOD, N bits``."""
     found = {FULL: _FULL}
     for bits in BITS:
         found[f"{USUAL}, {bits} bits"] = Variant({"bits": bits}, {"bits": bits})
         for name, backbone in _BACKBONES.items():
             cache = {"bits": bits, "predictor": "none", "backbone": backbone}
             found[f"{name}, {bits} bits"] = Variant(None, cache)
-        for backend, known in _BACKENDS.items():
-            other = f"quantized:backend={backend}:nbits={bits}"
-            if bits in known and _works(other):
-                found[f"{backend}, {bits} bits"] = Variant(None, other=other)
     return found
 
 
@@ -140,10 +128,3 @@ def ablation_rows() -> list[tuple[str, str, str, float | None]]:
         for group, variants in ABLATIONS.items()
         for name, variant in variants.items()
     ]
-
-
-def _works(cache: str) -> bool:
-    with suppress(ModuleNotFoundError):
-        choose_cache(cache)
-        return True
-    return False

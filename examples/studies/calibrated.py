@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from ablation import Ablation, check_needles, needle_tokens, not_here
@@ -23,7 +23,6 @@ from hf_kvret.calibration.study import Calibration
 from hf_kvret.evaluation.arguments import file_path, length
 from hf_kvret.evaluation.common_options import text_option
 from hf_kvret.evaluation.contexts import describe_file
-from hf_kvret.evaluation.measurement import Outputs
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell
 from hf_kvret.evaluation.subject import Subject
@@ -31,9 +30,6 @@ from hf_kvret.evaluation.task import Choices
 
 # Of the calibration's text, for figures of quality.
 _HELD_OUT = 0.1
-# Consecutive tokens that two different texts rarely have in common, and the most they may.
-_RUN = 32
-_MOST_SHARED = 0.5
 # Of few KV heads, so that a text passes a small model once.
 _LAYERS_AT_ONCE = 8
 # Seeds of what is drawn, so that no two drafts are alike.
@@ -54,7 +50,7 @@ class CalibratedAblation(Ablation):
 
     artifacts: Path | None = option(
         None,
-        "keep the artifacts here, or find them; default: a folder named after --json",
+        "keep the artifacts here, or find them; default: they are gone in the end",
         kind=file_path,
         metavar="DIR",
     )
@@ -70,6 +66,16 @@ class CalibratedAblation(Ablation):
             raise ValueError(
                 f"--calibration-text {self.calibration_text}: give --text too, the contexts to "
                 "measure on come from it"
+            )
+        if self.text is not None and self.calibration_text == self.text:
+            raise ValueError(
+                f"--calibration-text {self.text} is --text, too: leave it out, and contexts begin "
+                "after the tokens that are learned from"
+            )
+        if self.artifacts is not None and ":" in str(self.artifacts.absolute()):
+            raise ValueError(
+                f"--artifacts {self.artifacts}: a colon in the path would end the option of a "
+                "cache; give another folder"
             )
 
     @cached_property
@@ -114,21 +120,8 @@ class CalibratedAblation(Ablation):
         self._found[name] = found
         return found
 
-    def beside(self, outputs: Outputs) -> Self:
-        if self.artifacts is not None or outputs.json is None:
-            return self
-        return replace(self, artifacts=outputs.json.with_name(f"{outputs.json.stem}-artifacts"))
-
     def folders(self) -> dict[str, Path]:
         return {} if self.artifacts is None else {"--artifacts": self.artifacts}
-
-    def check(self) -> None:
-        super().check()
-        if self.artifacts is not None and ":" in str(self.artifacts.absolute()):
-            raise ValueError(
-                f"--artifacts {self.artifacts}: a colon in the path would end the option of a "
-                "cache; give another folder"
-            )
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         # Caches are not tried: their artifacts may not be there yet.
@@ -185,10 +178,7 @@ class CalibratedAblation(Ablation):
                 f"than the {size} of a context: give a shorter --context, fewer "
                 "--calibration-tokens, or a longer text"
             )
-        windows = list(ids[: found * size].view(found, size))
-        if self.calibration_text is not None:
-            self._check_apart(subject, windows)
-        return windows
+        return list(ids[: found * size].view(found, size))
 
     def pieces(self, subject: Subject, count: int, size: int) -> dict[str, torch.Tensor]:
         """``count`` inputs ``[size]`` int64 by name, and one of UUIDs where the model reads text.
@@ -229,23 +219,3 @@ class CalibratedAblation(Ablation):
             return ids
         bos = 0 if tokenizer.bos_token_id is None else 1
         return torch.cat([ids[:bos], ids[self.calibration_tokens :]])
-
-    def _check_apart(self, subject: Subject, windows: list[torch.Tensor]) -> None:
-        """ValueError where contexts repeat what is learned from, whatever the files are called."""
-        known = set(_runs(torch.cat(self.corpus(subject).sequences)))
-        for window in windows:
-            runs = _runs(window)
-            shared = sum(run in known for run in runs) / max(1, len(runs))
-            if shared > _MOST_SHARED:
-                raise ValueError(
-                    f"--text {self.text}: {shared:.0%} of a context stands in --calibration-text "
-                    f"{self.calibration_text} word for word; give another text, or leave that one "
-                    "out, and contexts begin after the tokens that are learned from"
-                )
-
-
-def _runs(ids: torch.Tensor) -> list[bytes]:
-    """All runs of consecutive tokens, to be compared."""
-    plain = ids.contiguous().numpy().tobytes()
-    width = ids.element_size()
-    return [plain[width * start : width * (start + _RUN)] for start in range(len(ids) - _RUN + 1)]

@@ -1,14 +1,12 @@
 """What each part of CTkvr is worth: recall of the exact top-k without it, or with another. choice:
 which queries of the prompt are centroids (the paper's table 4). centroids, probes: how many
 there are, and how many a query recalls (figure 10). rerank: how the recalled tokens are
-compared, and how many there are (figure 11). budget: tables 1 and 6. questions: whether a
-question's queries become centroids. update: new centroids over --turns (table 5). pending:
-recall of the prompt's and of generated tokens along --long-tokens, without the pending list and
-without the watch on coverage. Without --text the model reads documents of needles with questions
+compared, and how many there are (figure 11). budget: tables 1 and 6. update: new centroids over
+--turns (table 5). Without --text the model reads documents of needles with questions
 after them, which is what --model needle speaks.
 
     python examples/studies/ctkvr_ablation.py --text novel.txt --json a.json --plot a.png
-    python examples/studies/ctkvr_ablation.py --model needle --parts choice,questions
+    python examples/studies/ctkvr_ablation.py --model needle --parts choice,update
 """
 
 from __future__ import annotations
@@ -18,20 +16,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any
 
+import torch
 from ablation import Ablation, caches_option, made, parts_option, values_option
-from follower import CTkvrFollower, SplitCTkvrCache, starts_of
+from follower import Follower
 from study_tables import CANDIDATES, Found, Plot, Table, bars_of, by_length, curves_of, stretches_of
+from tqdm import tqdm
 
 from hf_kvret.evaluation.arguments import budget, number, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import budget_option, count_option
-from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.following import full_choices
 from hf_kvret.evaluation.results import Cell
 from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.evaluation.stretches import Pace, mean_of, share
+from hf_kvret.evaluation.stretches import share
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
@@ -47,13 +46,6 @@ UPDATES: dict[str, dict[str, Any]] = {
     "off, questions": {"update": 0, "questions": True},
     "every 8, of all keys, questions": {"update": 8, "update_lists": "all", "questions": True},
 }
-UPKEEP: dict[str, dict[str, Any]] = {
-    "as given": {},
-    "no pending list": {"pending": 0},
-    "published lists, pending and coverage": _PUBLISHED,
-    "published lists and pending": {**_PUBLISHED, "coverage": 0.0},
-    "as published": {**_PUBLISHED, "pending": 0, "coverage": 0.0},
-}
 # Those that choose fixed options; the numbers of the other parts come from the command line.
 FIXED: dict[str, dict[str, dict[str, Any]]] = {
     # Without a mask as published; with it an early centroid can list early tokens only.
@@ -61,12 +53,10 @@ FIXED: dict[str, dict[str, dict[str, Any]]] = {
         **{name: {"choice": name, "causal": False} for name in CHOICES},
         **{f"{name}, causal": {"choice": name, "causal": True} for name in CHOICES[1:]},
     },
-    "questions": {"on": {"questions": True}, "off": {"questions": False}},
     "update": UPDATES,
-    "pending": UPKEEP,
 }
 # The part of ``nprobe`` keeps the name that stands in measured results.
-PARTS = ("choice", "centroids", "probes", "rerank", "budget", "questions", "update", "pending")
+PARTS = ("choice", "centroids", "probes", "rerank", "budget", "update")
 _RERANKS = ("auto", "codes")
 # The rank in a list does not depend on its length, so without a rerank one length says all.
 _BY_RANK = "lists"
@@ -81,13 +71,8 @@ def changed(part: str, name: str, given: CTkvrConfig, length: int) -> CTkvrConfi
     """What ``given`` becomes in the variant ``name`` after a context of ``length`` tokens.
 
     A text that is followed a few tokens at a time asks nothing, so its passes count as questions
-    only where a variant says so. ValueError for a part that ``given`` has off.
+    only where a variant says so.
     """
-    if part == "pending" and not (given.pending and given.coverage):
-        raise ValueError(
-            f"pending={given.pending}, coverage={given.coverage}: there is nothing to switch off; "
-            "leave these options out, or the part pending out of --parts"
-        )
     changes: dict[str, Any]
     if part in FIXED:
         changes = FIXED[part][name]
@@ -133,7 +118,6 @@ PLAIN = {
     "probes": "C', recalled centroids",
     "rerank": "rerank",
     "budget": "budget",
-    "questions": "question's centroids",
 }
 # The paper's accuracies, of other models on other tasks: where, and by variant.
 _PAPER: dict[str, tuple[str, dict[str, str]]] = {
@@ -141,7 +125,6 @@ _PAPER: dict[str, tuple[str, dict[str, str]]] = {
     "probes": ("table 15", {"2": "0.8854", "4": "0.8958", "6": "0.8988", "8": "0.8990"}),
     "budget": ("tables 1 and 6", {"512": "84.70", "1024": "85.25", "0.04": "85.58"}),
 }
-_PLACES = {"prompt_recall": "of the prompt", "generated_recall": "that were generated"}
 _KINDS = ("recall", "mass", "tokens equal", "candidates", "rows read", "candidates / read")
 
 
@@ -172,40 +155,46 @@ def _turns_table(cells: Found) -> str:
     return markdown_table(["cache", "update", "context", *turns, *names], rows)
 
 
-def _long_tables(cells: Found) -> str:
-    """Recall along the generation, of tokens in either place."""
-    ends = sorted({one["end"] for _, found in cells for one in found["stretches"]})
-    tables = []
-    for name, place in _PLACES.items():
-        rows = []
-        for cell, found in cells:
-            known = {one["end"]: share(one[name]) for one in found["stretches"]}
-            row = [cell["cache"], cell["variant"], str(cell["length"])]
-            row += [known.get(end, "-") for end in ends]
-            mean, builds = share(mean_of(found["stretches"], name)), str(found["list_builds"])
-            rows.append([*row, mean, builds])
-        header = ["cache", f"recall of tokens {place}", "context", *(f"to {end}" for end in ends)]
-        tables.append(markdown_table([*header, "mean", "times lists were made"], rows))
-    return "\n\n".join(tables)
-
-
-def _plot_long(name: str) -> Plot:
-    title = f"CTkvr: tokens {_PLACES[name]}"
-    return stretches_of(title, x="tokens after the prompt", name=name, low=-0.03)
-
-
 TABLES: dict[str, Table] = {
     **dict.fromkeys(PLAIN, _plain_table),
     "update": _turns_table,
-    "pending": _long_tables,
 }
 PLOTS: dict[str, Plot] = {
     **{part: bars_of(f"CTkvr: {title}") for part, title in PLAIN.items()},
     "rerank": curves_of("CTkvr: how recalled tokens are compared", *CANDIDATES),
     "update": stretches_of("CTkvr: new centroids over turns", x="turn", numbered=True),
-    "pending": _plot_long("prompt_recall"),
-    "generated": _plot_long("generated_recall"),
 }
+
+
+@dataclass
+class TurnFollower(Follower):
+    """A follower of whole turns, which counts how often lists were made."""
+
+    _builds: int = 0
+
+    def talk(self, window: torch.Tensor, length: int, turns: int, new: int, measured: int) -> None:
+        """Read ``window[:length]``, then so many ``turns``, and measure in each.
+
+        A turn has ``new`` tokens of text, read in one pass, and ``measured`` after them, one at a
+        time.
+        """
+        # A fork finishes the index, so that the first turn is no part of the prompt.
+        reader, stretches = self.reader(window, length).fork(), []
+        expected = full_choices(self.subject.model, window, start=length)
+        for turn in tqdm(range(turns), leave=False, desc=self.choice.name, unit="turn"):
+            asked = length + turn * (new + measured) + new
+            end = asked + measured
+            reader.feed(window[asked - new : asked])
+            right = expected[asked - length : end - length]
+            reader, found = self.measure(reader, window[asked:end], right, 1)
+            stretches.append(found | {"end": (turn + 1) * measured})
+            assert isinstance(reader.cache, CTkvrCache)
+            self._builds += sum(one["list_builds"] for one in reader.cache.stats()["layers"])
+        self.samples.append(stretches)
+
+    def result(self) -> dict[str, Any]:
+        """As ``Follower.result``, with ``list_builds`` of all layers."""
+        return {**super().result(), "list_builds": self._builds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,15 +204,16 @@ class CTkvrAblation(Ablation):
     name = "ctkvr-ablation"
     method = "ctkvr"
     example = "causal=false"
-    described = (
-        *("windows", "new_tokens", "step", "questions", "question_tokens", "answer_tokens"),
-        *("turns", "turn_tokens", "turn_measured", "long_tokens", "every"),
-    )
-    # These follow thousands of tokens.
-    once = ("update", "pending")
+    described = (*("windows", "new_tokens", "step", "turns", "turn_tokens", "turn_measured"),)
+    # It follows thousands of tokens.
+    once = ("update",)
     tables = TABLES
     plots = PLOTS
-    drawn = MappingProxyType({"generated": "pending"})
+    smallest = (
+        "--model needle --context 256 --top-k 16 --new-tokens 16 --turns 2 --turn-tokens 16 "
+        "--turn-measured 8 --parts probes,rerank,update --nprobe 2 --ratios 2 "
+        "--caches ctkvr:dense_below=0:recent=16:flush=16"
+    )
 
     caches: str | None = caches_option("ctkvr")
     # A share of the cold tokens like that of 1,024 of 32K.
@@ -240,30 +230,16 @@ class CTkvrAblation(Ablation):
         (512, 1024, 0.04), "of the part budget", budget
     )
     step: int = count_option(8, "tokens a forward pass; turns and answers take 1")
-    questions: int = count_option(4, "passages that come again, each on a fork")
-    question_tokens: int = option(48, "of a passage", kind=whole_number(2))
-    answer_tokens: int = count_option(32, "that follow it and are measured")
     turns: int = count_option(8, "of the update part")
     turn_tokens: int = count_option(256, "of new text in a turn")
     turn_measured: int = count_option(64, "tokens after it that are measured")
-    long_tokens: int = count_option(4000, "of the pending part")
-    every: int = count_option(400, "of them a number")
-
-    @property
-    def long(self) -> Pace:
-        """Of the pending part."""
-        return Pace(self.long_tokens, self.every, self.step)
 
     def __post_init__(self) -> None:
-        # Refuse steps that cross the end of a stretch, and values that CTkvr refuses.
-        _ = self.long
+        # Refuse values that CTkvr refuses.
         known = {"nprobe": self.nprobe, "list_ratio": self.ratios, "top_k": self.budgets}
         for name, values in known.items():
             for value in values:
                 CTkvrConfig().replace(**{name: value})
-        if "questions" in self.parts:
-            for length in self.context:
-                starts_of(self.questions, self.question_tokens + self.answer_tokens, length)
 
     def variants(self, part: str) -> Sequence[str]:
         if part in FIXED:
@@ -275,24 +251,19 @@ class CTkvrAblation(Ablation):
 
     def following(self, part: str) -> int:
         turns = self.turns * (self.turn_tokens + self.turn_measured)
-        others = {"questions": 0, "update": turns, "pending": self.long_tokens}
-        return others.get(part, self.new_tokens)
+        return turns if part == "update" else self.new_tokens
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, length = cell["part"], cell["length"]
         assert isinstance(choice.options, CTkvrConfig)
         options = changed(part, cell["variant"], choice.options, length)
-        # A split cache tells prompt and generation apart.
-        cache_class = SplitCTkvrCache if part == "pending" else CTkvrCache
-        chosen = made(f"{part}: {cell['variant']}", cache_class, options)
-        follower = CTkvrFollower(subject, chosen, self.method)
+        chosen = made(f"{part}: {cell['variant']}", CTkvrCache, options)
+        follower = (TurnFollower if part == "update" else Follower)(subject, chosen, self.method)
         for window in self.contexts(subject, part, length):
-            if part == "questions":
-                follower.ask(window, self.questions, self.question_tokens, self.answer_tokens)
-            elif part == "update":
+            if isinstance(follower, TurnFollower):
                 follower.talk(window, length, self.turns, self.turn_tokens, self.turn_measured)
             else:
-                follower.follow(window, length, self.long if part == "pending" else self.pace)
+                follower.follow(window, length, self.pace)
         return follower.result()
 
 

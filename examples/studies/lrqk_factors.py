@@ -12,19 +12,20 @@ at its end, which is what --model needle speaks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from ablation import Ablation, caches_option, not_here, parts_option, values_option
-from lrqk_proxies import ALTERNATING, OPTIMUM, PER_HEAD, VARIANTS, LayerStudy
 from study_tables import Found
 from tqdm import tqdm
 
+from hf_kvret.core.recall import exact_scores
 from hf_kvret.evaluation.arguments import whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import (
@@ -35,13 +36,19 @@ from hf_kvret.evaluation.common_options import (
 )
 from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.recording import read_layers
+from hf_kvret.evaluation.recording import RecordedLayer, read_layers
 from hf_kvret.evaluation.results import Cell
 from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.evaluation.task import Choices
 from hf_kvret.methods.lrqk import LRQKConfig
+from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
+from hf_kvret.methods.lrqk.factors import Factors, alternating, closed_form
+from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
+from hf_kvret.methods.lrqk.proxies import Proxies as RoundedProxies
+from hf_kvret_kernels.relevance import group_relevance
+from hf_kvret_kernels.soft_cap import soft_cap_
 
 # Options of the cache that count here; variants choose the others, or nothing depends on them.
 _COUNT = ("top_k", "recency", "half_life", "iterations", "penalty", "seed")
@@ -51,36 +58,224 @@ _COUNT = ("top_k", "recency", "half_life", "iterations", "penalty", "seed")
 _ROUNDING = 1e-6
 # As many lines as there are colours; with more variants than that, these are drawn.
 _LINES = 10
-_DRAWN = (
-    *(PER_HEAD, *ALTERNATING, f"{PER_HEAD} r/G"),
-    *("shared", "shared int8", "shared weighted", "shared unseen"),
-)
 # On a logarithmic scale, errors below this are rounding and would hide the others.
 _LEAST_SHOWN = 1e-5
 
 Key = tuple[str, int, str, int]
 
 
+@dataclass(frozen=True, eq=False)
+class Proxies:
+    """What stands for the keys of a layer.
+
+    Attributes:
+        to_query: ``[F, D, r]`` fp32, of one set of factors for each KV head, or each query head.
+        rows: ``[F, l, r]`` fp32, of the keys less ``mean``.
+        mean: ``[Hkv, 1, D]`` fp32, a key whose part of a score is exact; 0 for none.
+    """
+
+    to_query: torch.Tensor
+    rows: torch.Tensor
+    mean: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStudy(RecordedLayer):
+    """A recorded layer whose last ``last`` queries select, each among the tokens before it."""
+
+    last: int
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.keys.shape[-1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.queries.shape[0] // self.keys.shape[0]
+
+    @cached_property
+    def query_gram(self) -> torch.Tensor:
+        """``[Hq, D, D]`` fp64, of all queries alike."""
+        return gram(self.queries)
+
+    @cached_property
+    def key_gram(self) -> torch.Tensor:
+        """``[Hq, D, D]`` fp64, of each query head's keys."""
+        return self.spread(gram(self.keys))
+
+    def spread(self, parts: torch.Tensor) -> torch.Tensor:
+        """``[Hq, ...]``: what each query head has of ``parts [F, ...]``."""
+        return parts.repeat_interleave(self.queries.shape[0] // parts.shape[0], dim=0)
+
+    def proxies(self, factors: Factors, center: bool = False) -> Proxies:
+        """By maps ``[F, D, r]``, kept in fp32; of keys less their mean where ``center`` says."""
+        mean = self.keys.mean(1, keepdim=True)
+        mean = mean if center else torch.zeros_like(mean)
+        sets = len(factors.to_key) // len(self.keys)
+        rows = (self.keys - mean).repeat_interleave(sets, dim=0) @ factors.to_key
+        return Proxies(factors.to_query, rows, mean)
+
+    def errors(self, proxies: Proxies) -> torch.Tensor:
+        """``[Hq]`` fp64: relative Frobenius errors of the scores of all queries with all keys.
+
+        What proxies miss is ``Q R^T`` with ``R = K - mean - rows to_query^T``.
+        """
+        sets = len(proxies.rows) // len(self.keys)
+        keys = (self.keys.double() - proxies.mean).repeat_interleave(sets, dim=0)
+        left = self.spread(gram(keys - proxies.rows.double() @ proxies.to_query.double().mT))
+        whole = (self.query_gram * self.key_gram).sum((-2, -1))
+        return ((self.query_gram * left).sum((-2, -1)) / whole).clamp(min=0.0).sqrt()
+
+    def judge(self, proxies: Proxies, top_k: int) -> dict[str, Any]:
+        """How good proxies are, as plain JSON values.
+
+        ``errors`` of each query head, ``error`` their mean. Of the last queries ``recall``, the
+        share of the exact top-k that was selected, and ``mass`` and ``best_mass``, the share of the
+        attention mass on the selected tokens and on the exact top-k: means over heads and queries.
+        ``numbers`` are kept for a token and KV head.
+        """
+        heads, asking = self.keys.shape[0], self.queries[:, -self.last :]
+        dots = (asking @ self.spread(proxies.to_query)) @ self.spread(proxies.rows).mT
+        dots = dots + asking @ self.spread(proxies.mean).mT
+        exact = self._logits(exact_scores(asking[None], self.keys[None], 1.0)[0])
+        best, chosen = (
+            group_relevance(logits[None], heads)[0].topk(top_k, dim=-1).indices
+            for logits in (exact, self._logits(dots))
+        )
+        marks = torch.zeros(*chosen.shape[:2], exact.shape[-1], dtype=torch.bool)
+        marks = marks.to(chosen.device).scatter_(-1, chosen, True)
+        shares, errors = exact.softmax(dim=-1), self.errors(proxies).tolist()
+        return {
+            "error": fmean(errors),
+            "recall": float(marks.gather(-1, best).float().mean()),
+            "mass": float(shares.gather(-1, self.spread(chosen)).sum(-1).mean()),
+            "best_mass": float(shares.gather(-1, self.spread(best)).sum(-1).mean()),
+            "numbers": len(proxies.rows) // heads * proxies.rows.shape[-1],
+            "errors": errors,
+        }
+
+    def _logits(self, dots: torch.Tensor) -> torch.Tensor:
+        """Scaled, capped, and -inf from a query's own token on, ``[Hq, N, l]`` fp32."""
+        scores = soft_cap_(dots * self.scale, self.softcap)
+        places = torch.arange(dots.shape[-1], device=dots.device)
+        return scores.masked_fill(places >= places[-self.last :, None], float("-inf"))
+
+
+def gram(rows: torch.Tensor) -> torch.Tensor:
+    """``X^T X`` in fp64 of ``rows [..., l, D]``."""
+    rows = rows.double()
+    return rows.mT @ rows
+
+
+Variant = Callable[[LayerStudy, int, LRQKConfig], Proxies]
+"""A way to make proxies of a rank, which is at most the head dim.
+
+The options say what the variant leaves open: rounds, penalty, recency, half-life, seed.
+"""
+
+
+def _per_head(study: LayerStudy, rank: int, options: LRQKConfig) -> Proxies:
+    """The closed form for each query head."""
+    return study.proxies(closed_form(study.query_gram, study.key_gram, rank))
+
+
+def _per_head_at_equal_bytes(study: LayerStudy, rank: int, options: LRQKConfig) -> Proxies:
+    """The same with rank r / G, rounded down: all heads of a group take what a shared set takes."""
+    return _per_head(study, max(1, rank // study.group), options)
+
+
+def _alternating(study: LayerStudy, rank: int, options: LRQKConfig, *, start: str) -> Proxies:
+    """The paper's algorithm 1 for each query head, from one of its three starts (B.6)."""
+    drawn, chance = STARTS[start], RandomSource(options.seed)
+    of_queries, of_keys = Moments(drawn.random), Moments(drawn.random)
+    of_queries.add(study.queries[None], rank, chance)
+    of_keys.add(study.spread(study.keys)[None], rank, chance)
+    starts = drawn.sketches(of_queries, of_keys, rank)
+    assert of_queries.gram is not None and of_keys.gram is not None
+    grams = of_queries.gram, of_keys.gram
+    factors = alternating(*grams, *starts, options.iterations, options.penalty)
+    return study.proxies(Factors(factors.to_query[0], factors.to_key[0]))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The closed form for each KV head, from the Grams that an index adds up.
+
+    Attributes:
+        center: leave the mean key out.
+        weighted: the newest queries weigh more, by ``recency``; else all alike.
+        seen: the last queries, which select, and their keys are in the Grams.
+        dtype: of proxies, a ``LRQKConfig.proxy_dtype``; None keeps fp32.
+    """
+
+    center: bool = False
+    weighted: bool = False
+    seen: bool = True
+    dtype: str | None = None
+
+    def __call__(self, study: LayerStudy, rank: int, options: LRQKConfig) -> Proxies:
+        proxies = study.proxies(self.fit(study, rank, options), self.center)
+        if self.dtype is None:
+            return proxies
+        rounded = RoundedProxies(self.dtype)
+        rounded.replace([proxies.rows[None]])
+        return replace(proxies, rows=rounded.values(rounded.rows)[0])
+
+    def fit(self, study: LayerStudy, rank: int, options: LRQKConfig) -> Factors:
+        """Maps ``[Hkv, D, r]``."""
+        end = study.keys.shape[1] - (0 if self.seen else study.last)
+        of_queries = QueryGrams(study.keys.shape[0], options.half_life)
+        of_queries.add(study.queries[None, :, :end], None)
+        of_keys = KeyGrams()
+        of_keys.add(study.keys[None, :, :end], None)
+        queries = of_queries.weighted(options.recency if self.weighted else 0.0)
+        factors = closed_form(queries, of_keys.matrix(self.center), rank)
+        return Factors(factors.to_query[0], factors.to_key[0])
+
+
+ALTERNATING: Mapping[str, Variant] = {
+    f"als {start}": partial(_alternating, start=start) for start in STARTS
+}
+PER_HEAD = "closed per head"
+VARIANTS: Mapping[str, Variant] = {
+    PER_HEAD: _per_head,
+    **ALTERNATING,
+    f"{PER_HEAD} r/G": _per_head_at_equal_bytes,
+    "shared": Shared(),
+    "shared bf16": Shared(dtype="bfloat16"),
+    "shared int8": Shared(dtype="int8"),
+    "shared centered": Shared(center=True),
+    "shared weighted": Shared(weighted=True),
+    "shared centered weighted": Shared(center=True, weighted=True),
+    "shared unseen": Shared(seen=False),
+    "shared weighted unseen": Shared(weighted=True, seen=False),
+}
+_DRAWN = (
+    *(PER_HEAD, *ALTERNATING, f"{PER_HEAD} r/G"),
+    *("shared", "shared int8", "shared weighted", "shared unseen"),
+)
+
+
 def _tables(cells: Found) -> str:
     """Errors, then recall and mass: a row for each rank and variant, a column a layer."""
     known = _by_rank(cells)
     numbers = sorted({one["layer"] for layers in known.values() for one in layers})
-    several = len({cache for cache, *_ in known}) > 1
     parts = []
     for title, name, means in (
-        ("relative error of the scores:", "error", {"centered_error": "less mean score"}),
+        ("relative error of the scores:", "error", {}),
         ("recall of the exact top-k:", "recall", {"mass": "mass", "best_mass": "best mass"}),
     ):
         rows = []
         for (cache, length, variant, rank), layers in known.items():
-            row = [f"{length}", f"{rank}", variant, f"{_mean(layers, 'numbers'):g}"]
+            row = [cache, f"{length}", f"{rank}", variant, f"{_mean(layers, 'numbers'):g}"]
             values = {one["layer"]: one[name] for one in layers}
             row += [f"{values[n]:.4f}" if n in values else "-" for n in numbers]
-            row += [f"{_mean(layers, mean):.4f}" for mean in (name, *means)]
-            rows.append([cache, *row] if several else row)
-        head = ["cache"] if several else []
-        head += ["tokens", "rank", "variant", "numbers", *(f"layer {n}" for n in numbers), "mean"]
-        parts += [title, markdown_table([*head, *means.values()], rows)]
+            rows.append([*row, *(f"{_mean(layers, mean):.4f}" for mean in (name, *means))])
+        head = ["cache", "tokens", "rank", "variant", "numbers"]
+        head += [*(f"layer {n}" for n in numbers), "mean", *means.values()]
+        parts += [title, markdown_table(head, rows)]
     return "\n\n".join([*parts, *_checks(known)])
 
 
@@ -115,25 +310,20 @@ def _by_rank(cells: Found) -> dict[Key, list[dict[str, Any]]]:
 
 
 def _checks(known: dict[Key, list[dict[str, Any]]]) -> list[str]:
-    """What must hold, counted over layers, ranks and starts; nothing where it was not measured."""
-    kept, furthest = [], []
-    for (cache, length, variant, rank), layers in known.items():
-        closed = known.get((cache, length, PER_HEAD, rank), [])
-        for ours, theirs in zip(closed, layers, strict=bool(closed)):
-            pairs = list(zip(ours["errors"], theirs["errors"], strict=True))
-            if variant == OPTIMUM:
-                furthest.append(max(abs(one - other) for one, other in pairs))
-            elif variant in ALTERNATING:
-                kept.append(all(one <= other + _ROUNDING for one, other in pairs))
-    lines = []
-    if furthest:
-        lines.append(f"closed form and optimum: errors at most {max(furthest):.1e} apart in a head")
-    if kept:
-        lines.append(
-            f"closed form no worse than ALS in any head (up to {_ROUNDING:g}): {sum(kept)} of "
-            f"{len(kept)} layer x rank x start"
+    """In how many layers, ranks and starts no head of the closed form misses more than ALS."""
+    kept = [
+        all(
+            one <= other + _ROUNDING
+            for one, other in zip(ours["errors"], theirs["errors"], strict=True)
         )
-    return lines
+        for (cache, length, variant, rank), layers in known.items()
+        if variant in ALTERNATING and (cache, length, PER_HEAD, rank) in known
+        for ours, theirs in zip(known[cache, length, PER_HEAD, rank], layers, strict=True)
+    ]
+    if not kept:
+        return []
+    claim = f"closed form no worse than ALS in any head (up to {_ROUNDING:g})"
+    return [f"{claim}: {sum(kept)} of {len(kept)} layer x rank x start"]
 
 
 def _mean(layers: list[dict[str, Any]], name: str) -> float:
@@ -161,6 +351,7 @@ class LRQKFactors(Ablation):
     tables = TABLES
     plots = PLOTS
     drawn = MappingProxyType({"error": "", "recall": ""})
+    smallest = "--model needle --context 300 --top-k 20 --queries 32 --ranks 8"
 
     caches: str | None = caches_option("lrqk")
     top_k: int | float = budget_option(100)

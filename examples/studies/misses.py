@@ -84,6 +84,10 @@ class Misses(Task):
         "python examples/studies/misses.py --text novel.txt --context 4K --top-ks 128,256 "
         "--caches lrqk,paris",
     )
+    smallest: ClassVar[str] = (
+        "--model reference --text examples/notebooks/text.txt --context 256 --new-tokens 24 "
+        "--every 8 --top-ks 16 --slots 1 --caches lrqk:dense_below=0:recent=16:flush=16"
+    )
 
     # Budgets and stores are what this compares.
     caches: str | None = option("lrqk,paris", "comma-separated, options after colons")

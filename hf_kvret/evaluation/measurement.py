@@ -68,6 +68,7 @@ class Measurement(ABC):
         summary: one line for ``--help``.
         description: the text of the command's own ``--help``; the class's docstring without one.
         examples: commands below it.
+        smallest: of a script, the options of its smallest run.
     """
 
     command: ClassVar[str]
@@ -75,6 +76,7 @@ class Measurement(ABC):
     summary: ClassVar[str]
     description: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
+    smallest: ClassVar[str] = ""
 
     @classmethod
     def title(cls) -> str:

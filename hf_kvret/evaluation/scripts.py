@@ -25,11 +25,8 @@ SCRIPTS = {
     "eval a2ats-ablation": "studies/a2ats_ablation.py",
     "eval aqua-ablation": "studies/aqua_ablation.py",
     "eval misses": "studies/misses.py",
-    "bench index-build": "benchmarks/bench_index_build.py",
     "eval latent-heads": "studies/latent_heads.py",
     "eval rest-tokens": "studies/rest_tokens.py",
-    "bench step": "benchmarks/bench_step.py",
-    "bench step-modelled": "benchmarks/bench_step_modelled.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
     "bench launch": "benchmarks/bench_launch.py",
@@ -73,11 +70,18 @@ def script_parser(kind: type[Measurement]) -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     fill_parser(parser, kind)
+    parser.add_argument("--smallest", action="store_true", help=f"as {kind.smallest}")
     return parser
 
 
 def run_script(kind: type[Measurement], arguments: Sequence[str] | None = None) -> int:
-    """Run a script; returns the exit status, see ``run_program``."""
+    """Run a script; returns the exit status, see ``run_program``.
+
+    ``--smallest`` stands for ``kind.smallest``, the options of a run of seconds; others go on top.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    if "--smallest" in words:
+        arguments = [*kind.smallest.split(), *words]
     return run_program(script_parser(kind), arguments, kept_results)
 
 

@@ -79,17 +79,17 @@ def test_a_part_that_is_done_is_not_run_again(
 
     def pretend(part: object, out: Path, tiny: bool, seconds: float) -> tuple[str, float]:
         ran.append((part.name, seconds))
-        return ("failed: no", 5.0) if part.name == "step" else ("done", 100.0)
+        return ("failed: no", 5.0) if part.name == "decode_512k" else ("done", 100.0)
 
     monkeypatch.setattr(plan, "run_part", pretend)
     parts = list(plan.PLAN[1:5])
     states = [row[1] for row in plan.measure(parts, tmp_path, True, 234.5)]
-    # 420, 240 and 300 seconds are their own limits; 29.5 are too few for the fourth.
-    assert ran == [("decode", 234.5), ("step", 134.5), ("decode_512k", 129.5)]
+    # 420, 300 and 500 seconds are their own limits; 29.5 are too few for the fourth.
+    assert ran == [("decode", 234.5), ("decode_512k", 134.5), ("decode_1m", 129.5)]
     assert states == ["done", "failed: no", "done", "not begun: the budget is spent"]
     ran.clear()
     states = [row[1] for row in plan.measure(parts, tmp_path, True, 10_000)]
-    assert ran == [("step", 240), ("decode_1m", 500)]
+    assert ran == [("decode_512k", 300), ("batch", 580)]
     assert states == ["done before", "failed: no", "done before", "done"]
     # Another command is another measurement.
     ran.clear()

@@ -39,9 +39,8 @@ def bench() -> Callable[..., int]:
         for title in SCRIPTS:
             if title.startswith("bench "):
                 add_measurement(commands, load_measurement(title))
-        without = ("host-attention", "save", "machine-code", "step-modelled")
+        without = ("host-attention", "save", "machine-code")
         given = "--device" in arguments or arguments[0] in without
-        given = given or "--compile-only" in arguments or "--modelled" in arguments
         options = parser.parse_args([*arguments, *([] if given else ["--device", "cpu"])])
         return options.run(options)
 

@@ -69,12 +69,6 @@ def test_floors_are_the_bytes_and_products_counted_by_hand(name: str) -> None:
     assert OPS[name].work(SHAPE) == COUNTED[name]
 
 
-@pytest.mark.parametrize("name", ["codebook.encode", "codebook.score_table", "proxy.top_places"])
-def test_what_a_method_keeps_in_a_dtype_of_its_own_has_it_with_every_model(name: str) -> None:
-    for dtype in (torch.float32, torch.float16):
-        assert OPS[name].work(dataclasses.replace(SHAPE, dtype=dtype)) == COUNTED[name]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", COUNTED)
 def test_written_bytes_are_those_of_what_the_call_returns(name: str, dtype: torch.dtype) -> None:
@@ -133,13 +127,6 @@ def test_top_k_may_choose_among_equal_scores_but_not_twice_nor_out_of_range() ->
     assert not call.error([outside], [want]) <= call.tolerance
 
 
-def test_inputs_are_the_same_for_a_seed_and_others_for_another() -> None:
-    first, again, other = (
-        OPS["gather_scores"].prepare(SHAPE, Draw(CPU, seed)).run("naive")[0] for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again) and not torch.equal(first, other)
-
-
 def test_the_higher_floor_binds() -> None:
     work = Work(read_bytes=300, written_bytes=100, multiply_adds=6000)
     slow_memory = Rates(100.0, {"float32": 1000.0, "bfloat16": 3000.0})
@@ -148,21 +135,6 @@ def test_the_higher_floor_binds() -> None:
     assert (work.seconds(slow_memory), work.bound(slow_memory)) == (4.0, "bytes")
     slow_products = Rates(100.0, {"float32": 1000.0})
     assert (work.seconds(slow_products), work.bound(slow_products)) == (6.0, "products")
-
-
-def test_encoding_with_many_codewords_is_bound_by_products_and_looking_up_by_bytes() -> None:
-    shape = dataclasses.replace(SHAPE, length=1 << 17, head_dim=128, codewords=4096)
-    # Of an H200: 4.8 TB/s, and half of 990 TFLOPS in bf16.
-    rates = Rates(4.8e12, {"bfloat16": 495e12})
-    assert OPS["codebook.encode"].work(shape).bound(rates) == "products"
-    assert OPS["codebook.lookup_scores"].work(shape).bound(rates) == "bytes"
-
-
-def test_rows_of_a_store_are_in_the_memory_that_a_call_takes() -> None:
-    for name in ("gather_attention", "gather_scores"):
-        call, store = OPS[name].work(SHAPE).moved_bytes, 600 * 64
-        assert OPS[name].held_bytes(SHAPE) == 4 * call + store
-    assert OPS["top_k"].held_bytes(SHAPE) == 4 * (2400 + 240)
 
 
 def test_distance_is_that_of_the_worst_row_and_infinities_must_agree() -> None:

@@ -7,19 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import bench_launch
 import kernel_clock
 import pytest
 import torch
 from bench_launch import Launch
-from kernel_inputs import Draw, KernelShape
 from tune_clock import Clock
-from tune_search import TUNE_OPS
 
-from hf_kvret.evaluation.report import write_report
-from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._dispatch import interpreted
 
@@ -102,33 +96,6 @@ def test_choices_are_written_read_back_and_used(
 
 
 @needs_interpreter
-def test_all_values_of_all_fields_are_launched(
-    mine: Path, tmp_path: Path, small_blocks_win: Clock, measure: Run
-) -> None:
-    assert measure("--context", "32", "--ops", "gather_attention") == 0
-    tried = {pair for turn in small_blocks_win.turns for name in turn for pair in name.split(", ")}
-    space = tuning.operations()["gather_attention"].space
-    wanted = {f"{name}={value}" for name, values in space.items() for value in values}
-    # The machine has no use for copies, so their size does not count.
-    assert {pair for pair in wanted if not pair.startswith("copy_rows")} <= tried
-
-
-@needs_interpreter
-def test_the_clock_of_the_command_times_each_candidate(
-    mine: Path, tmp_path: Path, measure: Run
-) -> None:
-    file = tmp_path / "t.json"
-    assert measure("--context", "8", "--ops", "gather_scores", "--json", str(file)) == 0
-    [(cell, row)] = Results.load(file)
-    assert cell == {
-        "op": "gather_scores", "cache": "rows on device", "batch": 1, "length": 8
-    }  # fmt: skip
-    assert row["rule_seconds"] > 0 and row["best_seconds"] > 0 and len(row["timed"]) >= 5
-    assert row["worth_it"] == (row["ratio"] >= 1.05)
-    assert json.loads(mine.read_text())["entries"][0]["size"] == row["size"]
-
-
-@needs_interpreter
 def test_a_dry_run_writes_nothing_and_finished_sizes_are_kept(
     mine: Path,
     tmp_path: Path,
@@ -147,35 +114,6 @@ def test_a_dry_run_writes_nothing_and_finished_sizes_are_kept(
     assert measure("--context", "8,32", *arguments) == 0
     assert len(small_blocks_win.turns) > timed
     assert len(json.loads(mine.read_text())["entries"]) == 2
-
-
-@needs_interpreter
-def test_a_result_has_a_page(
-    mine: Path, tmp_path: Path, small_blocks_win: Clock, measure: Run
-) -> None:
-    files = ["--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
-    assert measure("--context", "8", "--ops", "gather_scores,prompt_attention", *files) == 0
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    (page, overview), skipped, _ = write_report(tmp_path, {"bench launch": Launch})
-    assert not skipped
-    assert "what is other than in the rule" in page.read_text()
-    assert "bench launch" in overview.read_text() and "rows on device" in overview.read_text()
-
-
-@needs_interpreter
-def test_a_size_that_lacks_memory_has_a_row_that_says_so(
-    mine: Path,
-    tmp_path: Path,
-    small_blocks_win: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    measure: Run,
-) -> None:
-    check = bench_launch.turns.check_host_memory
-    monkeypatch.setattr(bench_launch.turns, "check_host_memory", lambda needed: check(10**18))
-    table = tmp_path / "t.md"
-    assert measure("--context", "8", "--ops", "gather_scores", "--table", str(table)) == 0
-    assert "out of memory (predicted: 1000000000.0 GB" in table.read_text()
-    assert not mine.exists() and not small_blocks_win.turns
 
 
 def test_a_cpu_has_nothing_to_tune(
@@ -210,64 +148,3 @@ def test_mistakes_are_named_before_the_work(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert message in refused("launch", *SMALL, "--context", "8", *arguments)
     assert not mine.exists()
-
-
-def test_a_folder_that_can_t_be_written_is_told_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "file" / "mine"))
-    assert "HF_KVRET_TUNING" in refused("launch", *SMALL, "--context", "8")
-
-
-@needs_interpreter
-@pytest.mark.parametrize("op", ["prompt_attention", "prompt_attention.masked"])
-def test_a_window_is_attended_to_as_a_decode_step_does(
-    monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
-    """Its one query sees all tokens: the kernel without a causal bound is another one."""
-    from hf_kvret_kernels.prompt_attention import triton
-
-    asked: list[int | None] = []
-    launch = triton.prompt_attention
-
-    def note(*arguments: Any, **options: Any) -> Any:
-        asked.append(arguments[4])
-        return launch(*arguments, **options)
-
-    monkeypatch.setattr(triton, "prompt_attention", note)
-    shape = KernelShape(
-        length=64,
-        batch=1,
-        heads=1,
-        group=2,
-        head_dim=16,
-        dtype=torch.float32,
-        top_k=8,
-    )
-    made = TUNE_OPS[op](shape, "device", Draw(torch.device("cpu"), 0))
-    out, _ = made.run(made.rule)
-    assert asked == [None] and out.isfinite().all()
-
-
-def test_a_file_of_a_newer_version_is_told_before_the_work(
-    mine: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    mine.parent.mkdir()
-    mine.write_text('{"format": 2}')
-    assert "has format 2, of a newer version" in refused("launch", *SMALL, "--context", "8")
-    assert mine.read_text() == '{"format": 2}'
-
-
-def test_without_a_home_no_folder_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delenv("HF_KVRET_TUNING", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(tuning.files.os.path, "expanduser", lambda path: path)
-    monkeypatch.chdir(tmp_path)
-    assert "no home folder is known" in refused("launch", *SMALL, "--context", "8")
-    assert not list(tmp_path.iterdir())

@@ -6,7 +6,6 @@ takes ``layers * (1 ms + 1 µs for each token of context)``, with flash attentio
 
 from __future__ import annotations
 
-import os
 import re
 import stat
 import sys
@@ -19,10 +18,8 @@ import bench_llama_cpp
 import llama_bench
 import pytest
 import torch
-from bench_llama_cpp import BesideLlamaCpp
 from llama_bench import LlamaBench
 
-from hf_kvret.benchmark import model_measurement
 from hf_kvret.cli import main
 from hf_kvret.evaluation.measurement import CheckFailed
 from hf_kvret.evaluation.results import Results
@@ -150,31 +147,6 @@ def test_fewer_layers_are_scaled(
     assert row["scaled"]["device_bytes"] == pytest.approx(row["device_bytes"] * 6 / 4)
 
 
-def test_models_are_gone_afterwards(
-    bench: Callable[..., int], fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[Path] = []
-
-    def noting(path: Path, model: Any) -> None:
-        path.touch()
-        written.append(path)
-
-    monkeypatch.setattr(llama_bench, "write_gguf", noting)
-    assert bench("llama-cpp", *QUICK, "--rounds", "2") == 0
-    # One, for all rounds and both types of rows.
-    assert len(written) == 1 and not written[0].parent.exists()
-
-
-def test_the_program_is_found_on_the_path(
-    bench: Callable[..., int], fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LLAMA_BENCH")
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    file = tmp_path / "d.json"
-    assert bench("llama-cpp", *QUICK, "--rounds", "1", "--json", str(file)) == 0
-    assert ("llama.cpp f16", 256) in rows_of(file)
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -206,62 +178,12 @@ def subject() -> Any:
     return SimpleNamespace(layers=2, model=None, weights=SimpleNamespace(held=0))
 
 
-def test_a_program_that_fails_has_a_row_that_says_so(
-    bench: Callable[..., int], program: MakeProgram, fake: Path, tmp_path: Path
-) -> None:
-    file, message = tmp_path / "d.json", "ended with status 1: failed to load model"
-    given = ["llama-cpp", *QUICK, "--rounds", "1", "--json", str(file)]
-    good = fake.read_text().partition("\n")[2]
-    program("import sys; sys.exit('a line\\nfailed to load model')")
-    assert bench(*given) == 1
-    rows = rows_of(file)
-    assert message in rows["llama.cpp f16", 256]["check_failed"]
-    assert rows["dense", 256]["seconds"] > 0
-    assert message in BesideLlamaCpp.table(Results.load(file))
-    # The same command tries them again.
-    program(good)
-    assert bench(*given) == 0
-    assert rows_of(file)["llama.cpp f16", 256]["seconds"] > 0
-
-
-def test_a_model_that_does_not_fit_is_a_row_that_says_so(
-    bench: Callable[..., int], fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "d.json"
-
-    def short(self: BesideLlamaCpp, cell: dict[str, Any]) -> str | None:
-        return "no memory" if cell["cache"] in self.benches else None
-
-    monkeypatch.setattr(BesideLlamaCpp, "shortage", short)
-    assert bench("llama-cpp", *QUICK, "--rounds", "1", "--json", str(file)) == 0
-    assert rows_of(file)["llama.cpp q8_0", 256]["out_of_memory"] == "no memory"
-
-
 def test_a_disk_without_room_is_named(
     fake: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(llama_bench.shutil, "disk_usage", lambda folder: used)
     assert "set TMPDIR to a folder with more room" in refused("llama-cpp", *QUICK)
-
-
-def test_memory_is_predicted_with_the_copy_that_the_program_keeps(
-    fake: Path, bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def noting(need: Any, place: torch.device) -> None:
-        asked.append(need.device)
-
-    monkeypatch.setattr(bench_llama_cpp, "shortage", noting)
-    assert bench("llama-cpp", *QUICK, "--rounds", "1") == 0
-    weights = model_measurement.weight_bytes(
-        model_measurement.load_shape("tiny").config, torch.float32
-    )
-    assert asked == [
-        weights.held + 2 * 2 * 2 * 2 * 64 * 2 * 259,
-        weights.held + 2 * 2 * 2 * 2 * 64 * 259 * 34 // 32,
-    ]
 
 
 @pytest.mark.parametrize(
@@ -276,13 +198,6 @@ def test_mistakes_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         bench("llama-cpp", *QUICK, *arguments)
-
-
-def test_only_a_cpu_has_this_opponent(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_measurement, "check_device", lambda device: None)
-    measured = BesideLlamaCpp(caches="dense", device="cuda")
-    with pytest.raises(ValueError, match="measured on a CPU, and the model is on 'cuda'"):
-        measured.check()
 
 
 def test_without_a_program_the_error_names_the_remedy(

@@ -14,7 +14,7 @@ from hf_kvret.evaluation.results import Results
 from hf_kvret.io import tensor_file
 
 Bench = Callable[..., int]
-SMALL = ["--shape=tiny", "--context=3K", "--repeats=2", "--caches=flat,paris:top_k=64"]
+SMALL = Save.smallest.split()
 
 
 def test_every_way_is_timed_and_compared(bench: Bench, tmp_path: Path) -> None:

@@ -68,8 +68,7 @@ def test_loads_are_counted_by_width_and_stores_are_none() -> None:
         "EXIT",
     )
     assert code.load_widths() == {16: 2, 4: 1}
-    assert code.load_widths([0, 2]) == {16: 1, 4: 1}
-    assert code.count(("LDS", "STG")) == 2
+    assert code.counts(code.reachable)["instructions"] == 6
 
 
 def test_the_main_width_carries_most_bytes() -> None:
@@ -111,21 +110,10 @@ def test_a_loop_in_a_loop_counts_as_part_of_it_and_the_longest_comes_first() -> 
         *("@P2 BRA 0x20", "EXIT"),
     )
     assert places(code) == [[2, 3, 4, 5, 6], [1]]
-    assert [code.count(("SHFL",), loop) for loop in code.loops] == [1, 0]
-    assert [code.count(("BAR",), loop) for loop in code.loops] == [1, 0]
+    counts = {"instructions": 5, "shuffles": 1, "shared_stores": 1, "barriers": 1}
+    assert code.counts(code.loops[0]) == counts
 
 
 def test_two_branches_back_to_one_place_are_one_loop() -> None:
     code = code_of("MOV R0, RZ", "@P0 BRA 0x0", "MOV R1, RZ", "@P1 BRA 0x0", "EXIT")
     assert places(code) == [[0, 1, 2, 3]]
-
-
-def test_the_last_of_several_alone_comes_to_what_lies_behind_its_ticket() -> None:
-    ticket = ("ATOMG.E.ADD.STRONG.GPU PT, R2, desc[UR6][R16.64], R5", "CCTL.IVALL")
-    code = code_of("@P0 BRA 0x30", *ticket, "@P1 EXIT", "MOV R0, RZ", "@P2 BRA 0x40", "EXIT")
-    assert sorted(code.of_last) == [4, 5, 6]
-    assert places(code) == [[4, 5]]
-    # Without an EXIT for the others, or without a reading of what they wrote, all do the rest.
-    assert code_of(*ticket, "@P1 BRA 0x40", "MOV R0, RZ", "EXIT").of_last == frozenset()
-    assert code_of(ticket[0], "@P1 EXIT", "MOV R0, RZ", "EXIT").of_last == frozenset()
-    assert code_of("@P1 EXIT", *ticket, "MOV R0, RZ", "EXIT").of_last == frozenset()

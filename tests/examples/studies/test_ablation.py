@@ -19,7 +19,12 @@ from hf_kvret.evaluation.help_text import shown_default
 from hf_kvret.evaluation.measurement import fill_parser
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.scripts import SCRIPTS, command_line, load_measurement
+from hf_kvret.evaluation.scripts import (
+    SCRIPTS,
+    command_line,
+    load_measurement,
+    script_parser,
+)
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
@@ -55,8 +60,11 @@ def test_a_script_runs_by_itself() -> None:
 
 
 @pytest.mark.parametrize("title", SCRIPTS)
-def test_every_script_is_there_and_is_what_it_is_called(title: str) -> None:
-    assert load_measurement(title).title() == title
+def test_every_script_is_there_and_has_a_smallest_run(title: str) -> None:
+    study = load_measurement(title)
+    assert study.title() == title
+    words = study.smallest.split()
+    assert words and vars(script_parser(study).parse_args(["--smallest", *words]))["smallest"]
 
 
 @pytest.mark.parametrize("title", [title for title in SCRIPTS if title.startswith("bench ")])
@@ -70,13 +78,18 @@ def test_a_bench_runs_its_script(
     assert "install it there with pip install -e" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("title", PAGES)
-def test_the_table_of_committed_results_is_the_one_on_their_page(title: str) -> None:
-    """Results that were made before the studies were scripts are shown as they were."""
-    page = RESULTS / f"{PAGES[title]}.md"
-    results = Results.load(page.with_suffix(".json"))
-    head = f"# {title}: {PAGES[title]}"
-    assert page.read_text().startswith(f"{head}\n\n{load_measurement(title).table(results)}\n\n")
+def _committed() -> list[Path]:
+    """Results of scripts that have a page."""
+    files = [path for path in sorted(RESULTS.glob("*.json")) if path.with_suffix(".md").is_file()]
+    return [path for path in files if json.loads(path.read_text())["name"] in SCRIPTS]
+
+
+@pytest.mark.parametrize("file", _committed(), ids=lambda path: path.stem)
+def test_the_table_of_committed_results_is_the_one_on_their_page(file: Path) -> None:
+    results = Results.load(file)
+    head = f"# {results.name}: {file.stem}"
+    table = load_measurement(results.name).table(results)
+    assert file.with_suffix(".md").read_text().startswith(f"{head}\n\n{table}\n\n")
 
 
 @pytest.fixture
@@ -131,14 +144,9 @@ def test_without_a_checkout_the_page_of_a_study_alone_is_missing(
 
 @pytest.mark.parametrize("name", ["a2ats-ablation", "aqua-ablation"])
 def test_a_folder_of_artifacts_is_tried(name: str, refused: Any, tmp_path: Path) -> None:
-    """The one that is named, and the one that is named after the results."""
     folder = tmp_path / "x-artifacts"
     folder.write_text("")
     given = ["--model", "needle", "--artifacts", str(folder)]
-    assert f"--artifacts {folder} is a file: give a folder" in refused(
-        load_measurement(f"eval {name}"), *given
-    )
-    given = ["--model", "needle", "--json", str(tmp_path / "x.json")]
     assert f"--artifacts {folder} is a file: give a folder" in refused(
         load_measurement(f"eval {name}"), *given
     )
@@ -148,9 +156,9 @@ def test_a_folder_of_artifacts_is_tried(name: str, refused: Any, tmp_path: Path)
     ("name", "part"),
     [
         ("lrqk-factors", "recall"),
-        ("aqua-ablation", "memory"),
-        ("a2ats-ablation", "inputs"),
-        ("ctkvr-ablation", "generated"),
+        ("aqua-ablation", "variance"),
+        ("a2ats-ablation", "alike"),
+        ("ctkvr-ablation", "update"),
         ("paris-ablation", "drift"),
     ],
 )
