@@ -38,7 +38,6 @@ GROUPS = {
         "core/precision.py",
         "core/regions.py",
         "core/rest.py",
-        "core/token_record.py",
         "core/window.py",
         "integration/*.py",
         "models/*.py",
@@ -50,7 +49,6 @@ GROUPS = {
         "io/*.py",
         "core/saved_regions.py",
         "core/form.py",
-        "core/input_record.py",
     ],
     "The command line": [
         "cli.py",
