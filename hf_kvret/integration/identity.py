@@ -156,9 +156,10 @@ def _weights(
 
 def _digests(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, str]:
     """Hex digests of 16 elements of up to ``count`` of ``tensors``, of those that can be read."""
-    parts = {name: plain_tensor(tensor) for name, tensor in tensors.items()}
+    plain = ((name, plain_tensor(tensor)) for name, tensor in tensors.items())
+    parts = {name: part for name, part in plain if part is not None}
     digests = {}
-    for name in chosen((name for name, part in parts.items() if part is not None), count):
+    for name in chosen(parts, count):
         part = parts[name]
         digest = hashlib.sha256(f"{part.dtype} {tuple(part.shape)}".encode())
         digest.update(sampled(part.view(_INTEGERS[part.element_size()])).cpu().numpy().tobytes())

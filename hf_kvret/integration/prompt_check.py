@@ -49,7 +49,7 @@ def check_origin(
     if prompt is None:
         return
     mask = prompt_mask(call, prepared)
-    if mask is None or mask.ndim != 2:
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         mask = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
     # As `generate` itself finds that only the new tokens were given.
     is_whole = mask.shape[1] == prompt.shape[1]

@@ -46,7 +46,7 @@ def restore_origin(
     length = cache.get_seq_length()
     try:
         cache.identity = None if identity is None else CacheIdentity.from_json(identity)
-        if tokens is not None:
+        if tokens is not None and length:
             ids, shape = tensors["tokens.ids"], [cache.retrieval_layers[0].batch_size, length]
             if ids.dtype != torch.int32 or list(ids.shape) != shape or int(ids.min()) < UNKNOWN:
                 raise ValueError(f"ids of {ids.dtype} {list(ids.shape)} for tokens of {shape}")
