@@ -33,7 +33,7 @@ from hf_kvret.integration.compatibility import (
     model_shape,
     retrieval_shapes,
 )
-from hf_kvret.integration.identity import CacheIdentity, Meeting, check_identity, identity_of
+from hf_kvret.integration.identity import CacheIdentity, check_identity, identity_of
 from hf_kvret.io import persistence
 from hf_kvret.io.changes import forked
 from hf_kvret.io.lost_mass import LostMassWarning
@@ -62,7 +62,7 @@ class RetrievalCache(Cache):
     Attributes:
         stack: the layers, and the forward pass under way.
         identity: the model that filled it; None while it is empty, and where nobody saw which.
-        met: the model that was last compared with it.
+        met: identity of the model that was last compared with it.
         tokens: ids of the tokens in it, as far as it saw them.
         model_state: what the model must keep of the conversation in its next pass.
 
@@ -103,7 +103,7 @@ class RetrievalCache(Cache):
         self.saved_digests: dict[str, str] = {}
         self._lost_mass = LostMassWarning()
         self.identity: CacheIdentity | None = None
-        self.met = Meeting()
+        self.met: CacheIdentity | None = None
         self.tokens = TokenRecord()
         self.model_state = ModelState()
         super().__init__(layers=layers)
@@ -212,9 +212,7 @@ class RetrievalCache(Cache):
         self.identity = None
         self.tokens.reset()
 
-    def meet(
-        self, model: PreTrainedModel, owner: str = "past_key_values", read: bool = True
-    ) -> None:
+    def meet(self, model: PreTrainedModel, owner: str = "past_key_values") -> None:
         """Note ``model`` as the one that fills the cache; ValueError if another one did.
 
         ``generate`` does it by itself; after ``attach`` so do passes of several tokens, and the
@@ -223,15 +221,14 @@ class RetrievalCache(Cache):
         Args:
             model: that is to use the cache.
             owner: the cache, in messages.
-            read: read a sample of the weights; False trusts their version counters.
         """
-        current = identity_of(model, read)
+        current = identity_of(model)
         if not self.get_seq_length():
             self.forget_origin()
             self.identity = current
-        elif self.identity is not None and current is not self.met.identity:
-            check_identity(self.identity, model, owner, read)
-        self.met = Meeting(model, current)
+        elif self.identity is not None and current is not self.met:
+            check_identity(self.identity, current, owner)
+        self.met = current
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""

@@ -25,8 +25,7 @@ from hf_kvret.integration.model_state import (
     release_state,
     state_of_call,
 )
-from hf_kvret.integration.noting import unwatch, watch
-from hf_kvret.integration.prompt_check import check_origin
+from hf_kvret.integration.prompt_check import check_origin, unwatch, watch
 from hf_kvret.integration.prompt_chunks import chunk_prompt, drafts, forget_chunk
 from hf_kvret.integration.requests import (
     Request,

@@ -31,13 +31,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "hf_kvret.core.option_checks",
         "hf_kvret.core.sizes",
-        "hf_kvret.integration.adapters",
         "hf_kvret.integration.compatibility",
         "hf_kvret.integration.identity",
         "hf_kvret.integration.model_facts",
-        "hf_kvret.integration.sampled_tensors",
-        "hf_kvret.integration.stored_weights",
-        "hf_kvret.integration.weights",
     ),
     ("hf_kvret.config",),
     ("hf_kvret.core",),

@@ -37,7 +37,6 @@ GROUPS = {
         "core/precision.py",
         "core/regions.py",
         "core/rest.py",
-        "core/token_record.py",
         "core/window.py",
         "integration/*.py",
         "models/*.py",
@@ -49,7 +48,6 @@ GROUPS = {
         "io/*.py",
         "core/saved_regions.py",
         "core/form.py",
-        "core/input_record.py",
     ],
     "The command line": [
         "cli.py",

@@ -9,8 +9,7 @@ artifact.check_weights(model)
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import FORMAT_VERSION
-from hf_kvret.calibration.identity import ModelIdentity
-from hf_kvret.integration.weights import WeightSample, WeightsReport
+from hf_kvret.calibration.identity import ModelIdentity, WeightSample, WeightsReport
 
 __all__ = [
     "FORMAT_VERSION",

@@ -30,8 +30,7 @@ from hf_kvret.calibration.files import (
     write_for_hub,
 )
 from hf_kvret.calibration.hub import find_folder, upload_folder
-from hf_kvret.calibration.identity import ModelIdentity
-from hf_kvret.integration.weights import WeightsReport, compare_weights
+from hf_kvret.calibration.identity import ModelIdentity, WeightsReport, compare_weights
 from hf_kvret.io.strict_json import plain_bytes
 from hf_kvret.version import __version__
 

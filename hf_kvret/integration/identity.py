@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import sys
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hf_kvret.integration.adapters import (
-    AdapterHash,
-    active_adapters,
-    base_buffers,
-    base_parameters,
-    stamp,
-)
-from hf_kvret.integration.model_facts import in_words, model_facts, printable
-from hf_kvret.integration.sampled_tensors import plain_parts, sampled_bytes
-from hf_kvret.integration.stored_weights import stored_tensors
-from hf_kvret.integration.weights import (
-    SAMPLED_PARAMETERS,
-    WeightSample,
-    chosen,
-    compare_samples,
-    compare_weights,
-    sample_bytes,
-    sample_numbers,
-    sample_weights,
-    tower_parameters,
-    without_wrapper,
-)
+from hf_kvret.integration.model_facts import facts_difference, model_facts, model_name, printable
 from hf_kvret_model_patches.decoders import decoder_of
 
 if TYPE_CHECKING:
@@ -48,304 +27,202 @@ _QUANTIZATION = (
     *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
     *("activation_scheme", "weight_block_size", "weights", "quant_type"),
 )
+SAMPLED_PARAMETERS, SAMPLED_NUMBERS = 32, 16
+# Prime of Knuth's multiplicative hash: its multiples modulo the size are spread evenly.
+_STRIDE = 2_654_435_761
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The newest identity of each model and decoder.
+_newest: weakref.WeakKeyDictionary[nn.Module, CacheIdentity] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class CacheIdentity:
-    """The model that filled a cache.
+    """The model that filled a cache, as plain JSON.
 
     Attributes:
         name: hub id or name of the model, for display only.
         facts: facts that must agree, by name: type, counts and widths, kinds of layers, RoPE,
-            ``dtype`` and ``quantization.<setting>``. Plain JSON.
-        adapters: active ones.
-        weights: sampled numbers of the base model, and bytes of what it keeps in another form.
-        towers: the same of what makes hidden states of pictures and sounds, names seen from the
-            model; empty for a text model.
-        left_out: reasons why weights of the base model could not be read, by name of some.
+            ``dtype``, ``quantization.<setting>``, and ``adapters`` that are active.
+        weights: digests of 16 numbers each, or of codes of quantized weights, by parameter.
     """
 
     name: str
     facts: Mapping[str, Any]
-    adapters: tuple[AdapterHash, ...] = ()
-    weights: tuple[WeightSample, ...] = ()
-    towers: tuple[WeightSample, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """The same as plain JSON."""
-        return {
-            "name": self.name,
-            "facts": dict(self.facts),
-            "adapters": [asdict(adapter) for adapter in self.adapters],
-            "weights": [sample.as_json() for sample in self.weights],
-            **({"towers": [sample.as_json() for sample in self.towers]} if self.towers else {}),
-            **({"left_out": dict(self.left_out)} if self.left_out else {}),
-        }
+    weights: Mapping[str, str]
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> CacheIdentity:
-        """The inverse of ``to_json``; KeyError, TypeError or ValueError for anything else."""
-        facts = {str(name): value for name, value in dict(plain["facts"]).items()}
-        adapters = tuple(
-            AdapterHash(
-                str(adapter["name"]), str(adapter["sha256"]), bool(adapter.get("merged", False))
-            )
-            for adapter in plain["adapters"]
-        )
-        weights, towers = (
-            tuple(WeightSample.from_json(sample) for sample in samples)
-            for samples in (plain["weights"], plain.get("towers", ()))
-        )
-        left_out = {
-            str(name): str(reason) for name, reason in dict(plain.get("left_out", {})).items()
-        }
-        return cls(str(plain["name"]), facts, adapters, weights, towers, left_out)
+        """The inverse of ``asdict``; KeyError, TypeError or ValueError for anything else."""
+        return cls(str(plain["name"]), dict(plain["facts"]), dict(plain["weights"]))
 
     def difference(self, other: CacheIdentity) -> str:
-        """In words, what ``other`` has otherwise but for weights; empty if nothing."""
-        for name in [*self.facts, *(name for name in other.facts if name not in self.facts)]:
-            theirs, ours = self.facts.get(name), other.facts.get(name)
-            if theirs != ours:
-                return in_words(name, theirs, ours)
-        both = self.adapters, other.adapters
-        # Where some could not be read, only their number is compared.
-        unread = any(not one.sha256 for part in both for one in part)
-        contents = [len(part) if unread else sorted(one.content for one in part) for part in both]
-        if contents[0] == contents[1]:
+        """In words, what ``other`` has otherwise; empty if nothing."""
+        if why := facts_difference(self.facts, other.facts):
+            return why
+        names = self.weights.keys() & other.weights.keys()
+        unequal = [name for name in sorted(names) if self.weights[name] != other.weights[name]]
+        if not unequal:
             return ""
-        theirs, ours = _adapters_in_words(self), _adapters_in_words(other)
-        return f"filled with {theirs}, this model has {ours}" + (
-            " of other weights" if theirs == ours else ""
+        return (
+            f"filled by other weights: {len(unequal)} of {len(names)} sampled parameters differ, "
+            f"{printable(unequal[0])} is the first"
         )
 
 
-class Meeting:
-    """The model that a cache last met, not kept alive; a copy of another process met none.
-
-    Attributes:
-        identity: of the model, as it went through.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel | None = None, identity: CacheIdentity | None = None
-    ) -> None:
-        self.identity = identity
-        self._model = None if model is None else weakref.ref(model)
-        self._decoder = None if model is None else weakref.ref(decoder_of(model))
-
-    def whole(self, module: Any) -> Any:
-        """The model that was met, if ``module`` is that, in PEFT's or not, or its text model."""
-        if self._model is None or self._decoder is None:
-            return None
-        model = self._model()
-        is_same = module is self._decoder() or without_wrapper(module) is without_wrapper(model)
-        return model if is_same else None
-
-    def __reduce__(self) -> tuple[type[Meeting], tuple[()]]:
-        return Meeting, ()
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Identity of a decoder, and what tells that it is still the same."""
-
-    identity: CacheIdentity
-    # The sampled tensors: their modules, their names in these, and of which of their parts.
-    watched: tuple[tuple[weakref.ref[nn.Module], str, str], ...]
-    stamps: tuple[Any, ...]
-    numbers: bytes
-    # Whether the model around the decoder was looked at.
-    is_whole: bool
-
-
-_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-
-
-def identity_of(model: PreTrainedModel, read: bool = True) -> CacheIdentity:
+def identity_of(model: PreTrainedModel) -> CacheIdentity:
     """The identity of ``model`` as it is now; the same object as long as nothing changes.
 
-    The first call for a model reads a few hundred numbers of its weights and all weights of active
-    adapters. Later calls look at the version counters of these.
-
-    Args:
-        model: to look at.
-        read: read these numbers, and some of the adapters', again: only so it is seen that weights
-            were written through ``parameter.data``.
+    Reads a few hundred numbers of its weights, among them those of active adapters.
     """
     model = without_wrapper(model)
     decoder = decoder_of(model)
-    adapters = active_adapters(decoder, read)
-    known = _known.get(decoder)
-    is_whole = model is not decoder
-    if (
-        known is None
-        or (is_whole and not known.is_whole)
-        or known.stamps != _stamps(known.watched)
-        or (read and known.numbers != _numbers(known.watched))
-    ):
-        known = _known[decoder] = _examine(model, decoder, adapters)
-    elif known.identity.adapters != adapters:
-        identity = replace(known.identity, adapters=adapters)
-        known = _known[decoder] = replace(known, identity=identity)
-    return known.identity
+    facts = {name: fact for name, fact in model_facts(model.config).items() if name != "vocab_size"}
+    facts |= {"dtype": str(decoder.dtype).removeprefix("torch."), **_quantization(model)}
+    if adapters := _active_adapters(decoder):
+        facts["adapters"] = sorted(set(adapters.values()))
+    identity = CacheIdentity(model_name(model), facts, _weights(model, decoder, tuple(adapters)))
+    if _newest.get(model) != identity:
+        _newest[model] = _newest[decoder] = identity
+    return _newest[model]
 
 
-def check_identity(
-    identity: CacheIdentity, model: PreTrainedModel, owner: str, read: bool = True
-) -> CacheIdentity:
-    """The identity of ``model``, which must be the one that filled a cache.
+def newest_identity(module: nn.Module) -> CacheIdentity | None:
+    """What ``identity_of`` last gave for a model or its decoder; None if it was not asked."""
+    return _newest.get(without_wrapper(module))
 
-    Logs a warning of what can't be compared.
 
-    Args:
-        identity: of the model that filled it.
-        model: that is to use it.
-        owner: the cache, in messages.
-        read: as of ``identity_of``.
+def check_identity(identity: CacheIdentity, current: CacheIdentity, owner: str) -> None:
+    """ValueError where the ``current`` model is not the one that filled a cache, ``owner``.
 
-    Raises:
-        ValueError: another model, other adapters or other weights.
+    A warning tells which weights can't be compared.
     """
-    model = without_wrapper(model)
-    current = identity_of(model, read)
-    if current is identity:
-        return current
-    report = compare_weights(identity.weights, model)
-    # A text model alone goes on with a cache that one with a vision tower filled.
-    is_composite = bool(tower_parameters(model, decoder_of(model)))
-    towers = compare_samples(identity.towers if is_composite else (), model)
-    why = identity.difference(current)
-    for part, kind in ((report, "weights"), (towers, "weights of its vision or audio tower")):
-        if not why and part.differing:
-            why = (
-                f"filled by other {kind}: {len(part.differing)} of {part.compared} sampled "
-                f"parameters differ, {part.example}"
-            )
-    if why:
+    if why := identity.difference(current):
         raise ValueError(
             f"{owner} was {why}. Use the model that filled it ({printable(identity.name)}), or "
             "fill a new cache; cache.forget_origin(), of one loaded without model=, makes it go on "
             "with any model of this shape and dtype, whose tokens may then be wrong"
         )
-    skipped = {**report.skipped, **towers.skipped}
-    if skipped or not report.compared:
-        reasons = dict.fromkeys(skipped.values())
+    missing = identity.weights.keys() - current.weights.keys()
+    if missing or not identity.weights:
         _log.warning(
-            "%s: %d of %d sampled parameters of the model could not be compared%s",
-            owner,
-            len(skipped),
-            len(identity.weights) + len(identity.towers),
-            f" ({', '.join(reasons)})" if reasons else "; check yourself that it filled the cache",
+            "%s: %d of %d sampled parameters of the model that filled it could not be compared, as "
+            "they are offloaded or in shards: check yourself that it is the same",
+            *(owner, len(missing), len(identity.weights)),
         )
-    unread = {one.name for one in (*identity.adapters, *current.adapters) if not one.sha256}
-    if unread:
-        _log.warning(
-            "%s: weights of the adapters %s could not be read (offloaded or in shards), so they "
-            "are not compared. Check yourself that they are those that filled it",
-            owner,
-            ", ".join(sorted(unread)),
-        )
-    if identity.left_out:
-        _log.warning(
-            "%s: parameters of the model that filled it could not be read, so they are not "
-            "compared: %s (%s). Check yourself that this model has the same",
-            owner,
-            printable(", ".join(list(identity.left_out)[:3]))
-            + (", ..." * (len(identity.left_out) > 3)),
-            printable(", ".join(dict.fromkeys(identity.left_out.values()))),
-        )
-    return current
-
-
-def _examine(
-    model: PreTrainedModel, decoder: nn.Module, adapters: tuple[AdapterHash, ...]
-) -> _Known:
-    facts = {name: fact for name, fact in model_facts(model.config).items() if name != "vocab_size"}
-    facts["dtype"] = str(decoder.dtype).removeprefix("torch.")
-    facts |= _quantization(model)
-    packed, reasons = stored_tensors(decoder)
-    try:
-        weights = sample_weights(model)
-    except ValueError:
-        # They hold NaN: `generate` says so by itself, and a sample of it compares with nothing.
-        weights = ()
-    weights += sample_bytes(packed, SAMPLED_PARAMETERS)
-    outer = tower_parameters(model, decoder)
-    towers: tuple[WeightSample, ...] = ()
-    with suppress(ValueError):
-        towers = sample_numbers(outer, SAMPLED_PARAMETERS // 2)
-    left_out = {name: reasons[name] for name in chosen(reasons, SAMPLED_PARAMETERS)}
-    name = getattr(model.config, "_name_or_path", "") or model.config.model_type
-    if Path(name).exists():
-        name = Path(name).resolve().name
-    base = {**base_parameters(decoder), **base_buffers(decoder)}
-    sampled = [_source(sample, base) for sample in weights]
-    sampled += [(outer[sample.name], "") for sample in towers]
-    places = {
-        id(tensor): (weakref.ref(module), name)
-        for module in model.modules()
-        for name, tensor in (
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        )
-    }
-    watched = tuple((*places[id(tensor)], part) for tensor, part in sampled)
-    return _Known(
-        CacheIdentity(name, facts, adapters, weights, towers, left_out),
-        watched,
-        _stamps(watched),
-        _numbers(watched),
-        model is not decoder,
-    )
-
-
-def _source(sample: WeightSample, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, str]:
-    """The tensor of ``tensors`` that a sample was read from, and of which of its parts."""
-    name, part = sample.name, ""
-    while name not in tensors:
-        name, _, inner = name.rpartition(".")
-        part = f"{inner}.{part}" if part else inner
-    return tensors[name], part
-
-
-def _current(watched: tuple[weakref.ref[nn.Module], str, str]) -> torch.Tensor | None:
-    module, name, _ = watched
-    return getattr(module(), name, None)
-
-
-def _stamps(watched: tuple[tuple[weakref.ref[nn.Module], str, str], ...]) -> tuple[Any, ...]:
-    tensors = (_current(one) for one in watched)
-    return tuple(None if tensor is None else stamp(tensor) for tensor in tensors)
-
-
-def _numbers(watched: tuple[tuple[weakref.ref[nn.Module], str, str], ...]) -> bytes:
-    """Bytes of the sampled tensors, read from their devices."""
-    parts = []
-    for one in watched:
-        tensor = _current(one)
-        plain = {} if tensor is None else plain_parts(tensor)
-        if one[-1] in plain:
-            parts.append(plain[one[-1]])
-    return sampled_bytes(parts)
 
 
 def _quantization(model: PreTrainedModel) -> dict[str, Any]:
     """Settings of the model's quantization that count, by dotted name; empty without."""
-    config = getattr(model.config, "quantization_config", None)
-    if config is None:
-        return {}
+    config = getattr(model.config, "quantization_config", None) or {}
     settings = config if isinstance(config, Mapping) else config.to_dict()
-    plain = (bool, int, float, str)
+    names = [name for name in _QUANTIZATION if settings.get(name) is not None]
+    return {f"quantization.{name}": str(settings[name]) for name in names}
+
+
+def _active_adapters(decoder: nn.Module) -> dict[str, str]:
+    """Name, scaling and state of adapters that layers compute with, by prefix of parameters."""
+    adapters = {}
+    for path, layer in adapter_layers(decoder).items():
+        merged, active = getattr(layer, "merged_adapters", ()), layer.active_adapters
+        scaling = getattr(layer, "scaling", None)
+        # Where some are merged, a layer computes with these alone.
+        for name in merged or ([active] if isinstance(active, str) else active):
+            scale = scaling.get(name) if isinstance(scaling, Mapping) else scaling
+            for part in layer.adapter_layer_names:
+                if not layer.disable_adapters and name in (getattr(layer, part, None) or ()):
+                    words = f"{name}{' (merged)' * bool(merged)}, scaled by {scale}"
+                    adapters[f"{path}.{part}.{name}."] = words
+    return adapters
+
+
+def _weights(
+    model: PreTrainedModel, decoder: PreTrainedModel, adapters: tuple[str, ...]
+) -> dict[str, str]:
+    """Digests of weights of the decoder, seen from it, of others, and of active adapters.
+
+    The head is left out: nothing of it is in a cache.
+    """
+    head = model.get_output_embeddings()
+    inner = {id(one) for part in (decoder, head) if part is not None for one in part.parameters()}
+    base = {name: one for name, one in base_parameters(model).items() if id(one) not in inner}
+    base |= base_parameters(decoder)
+    # GPTQ and AWQ keep their codes in buffers.
+    buffers = decoder.named_buffers()
+    base |= {name: one for name, one in buffers if one.ndim > 1 and not one.is_floating_point()}
+    named = decoder.named_parameters() if adapters else ()
+    own = {name: one for name, one in named if f"{name}.".startswith(adapters)}
+    return _digests(base, 2 * SAMPLED_PARAMETERS) | _digests(own, SAMPLED_PARAMETERS)
+
+
+def _digests(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, str]:
+    """Hex digests of 16 elements of up to ``count`` of ``tensors``, of those that can be read."""
+    plain = ((name, plain_tensor(tensor)) for name, tensor in tensors.items())
+    parts = {name: part for name, part in plain if part is not None}
+    digests = {}
+    for name in chosen(parts, count):
+        part = parts[name]
+        digest = hashlib.sha256(f"{part.dtype} {tuple(part.shape)}".encode())
+        digest.update(sampled(part.view(_INTEGERS[part.element_size()])).cpu().numpy().tobytes())
+        digests[name] = digest.hexdigest()[:16]
+    return digests
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The first plain tensor that holds ``tensor``; None if none can be read.
+
+    Shards are not read: they differ by rank.
+    """
+    if hasattr(tensor, "device_mesh"):
+        return None
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = (getattr(tensor, name, None) for name in tensor.__tensor_flatten__()[0])
+        plain = (plain_tensor(one) for one in inner if isinstance(one, torch.Tensor))
+        return next((one for one in plain if one is not None), None)
+    wraps = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if wraps or not tensor.numel() or tensor.is_meta or tensor.layout != torch.strided:
+        return None
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def chosen(names: Iterable[str], count: int) -> list[str]:
+    """Up to ``count`` of ``names``, sorted; the same ones at every call."""
+    # Ordered by the hash of the name: 32 of some hundred then cover all kinds of layers.
+    by_hash = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return sorted(by_hash[:count])
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """``[16]`` elements of a plain tensor, at fixed places."""
+    places = torch.arange(1, SAMPLED_NUMBERS + 1, device=tensor.device) * _STRIDE
+    return tensor.take(places % tensor.numel())
+
+
+def base_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters of ``module`` without those of adapters, by the names they have without these."""
+    own = tuple(
+        f"{path}.{attribute}."
+        for path, layer in adapter_layers(module).items()
+        for attribute in layer.adapter_layer_names
+    )
     return {
-        f"quantization.{name}": str(value) if not isinstance(value, plain) else value
-        for name, value in settings.items()
-        if name in _QUANTIZATION and value is not None
+        # Under these names PEFT keeps the module that it wraps.
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter
+        for name, parameter in module.named_parameters()
+        if not name.startswith(own)
     }
 
 
-def _adapters_in_words(identity: CacheIdentity) -> str:
-    names = [str(adapter) for adapter in identity.adapters]
-    if not names:
-        return "no adapter"
-    return ("the adapter " if len(names) == 1 else "the adapters ") + printable(", ".join(names))
+def adapter_layers(module: nn.Module) -> dict[str, Any]:
+    """Modules in ``module`` that PEFT put around others, by path."""
+    if "peft" not in sys.modules:
+        return {}
+    return {
+        path: layer
+        for path, layer in module.named_modules()
+        if hasattr(layer, "adapter_layer_names") and hasattr(layer, "active_adapters")
+    }
+
+
+def without_wrapper(model: Any) -> Any:
+    """The model of transformers in a PeftModel, whose names begin otherwise; others as they are."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

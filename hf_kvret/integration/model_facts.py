@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_kvret.integration.compatibility import is_latent, layer_shapes, one_or_all
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _COUNTS = {
     "num_hidden_layers": "layers",
@@ -20,6 +21,7 @@ _COUNTS = {
     "kv_lora_rank": "numbers in a latent",
     "qk_nope_head_dim": "numbers in a head without RoPE",
 }
+_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_interleave")
 
 
 def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
@@ -49,15 +51,10 @@ def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
         "no_rope_layers": list(getattr(text, "no_rope_layers", None) or ()) or None,
         **_rope_facts(text),
         "vocab_size": text.vocab_size,
-        **(_latent_facts(text) if is_latent(config) else {}),
+        # How a row is divided, what heads make of it, and in which order RoPE leaves its numbers.
+        **({name: getattr(text, name, None) for name in _LATENT} if is_latent(config) else {}),
     }
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _latent_facts(text: PreTrainedConfig) -> dict[str, Any]:
-    """How a row is divided, what heads make of it, and in which order RoPE leaves its numbers."""
-    names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_interleave")
-    return {name: getattr(text, name, None) for name in names}
 
 
 def _rope_facts(text: PreTrainedConfig) -> dict[str, Any]:
@@ -83,8 +80,21 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def in_words(name: str, theirs: Any, ours: Any) -> str:
-    """What a fact was where something was made, and what it is in this model."""
+def facts_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """The first fact in which a model (``ours``) is another one, in words; empty if none."""
+    for name in [*theirs, *(name for name in ours if name not in theirs)]:
+        if theirs.get(name) != ours.get(name):
+            return _in_words(name, theirs.get(name), ours.get(name))
+    return ""
+
+
+def model_name(model: PreTrainedModel, name: str | None = None) -> str:
+    """``name``, or where a model was loaded from, or its type; of a folder only the last part."""
+    name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
+def _in_words(name: str, theirs: Any, ours: Any) -> str:
     if name == "model_type":
         return f"made for a {_shown(theirs)} model, this one is {ours}"
     if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):

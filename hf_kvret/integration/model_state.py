@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.integration.identity import without_wrapper
 from hf_kvret.integration.requests import Request, current_request, is_using, prompt_of
-from hf_kvret.integration.weights import decoder_of, without_wrapper
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.kept_state import is_shift, kept, put, take
 from hf_kvret.models.position_shift import shifts
 from hf_kvret.models.versions import cache_argument
+from hf_kvret_model_patches.decoders import decoder_of
 
 # The model that a hooked module is part of.
 _wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -106,21 +107,31 @@ def keep_state(model: PreTrainedModel) -> None:
         return
     for module in _hooked(model):
         _wholes[module] = weakref.ref(model)
-        if _before_pass not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_before_pass, with_kwargs=True)
-            module.register_forward_hook(_after_pass, with_kwargs=True, always_call=True)
+        add_hooks(module, _before_pass, _after_pass)
 
 
 def release_state(model: PreTrainedModel) -> None:
     """Undo ``keep_state``. Harmless on a model without its hooks."""
     for module in _hooked(without_wrapper(model)):
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _before_pass]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for key in [key for key, hook in module._forward_hooks.items() if hook is _after_pass]:
-            del module._forward_hooks[key]
-            module._forward_hooks_with_kwargs.pop(key, None)
-            module._forward_hooks_always_called.pop(key, None)
+        remove_hooks(module, _before_pass, _after_pass)
+
+
+def add_hooks(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Have ``before`` and ``after`` called around passes, also failed ones; once if done twice."""
+    if before not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def remove_hooks(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Undo ``add_hooks``. Harmless on a module without these hooks."""
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is before]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key in [key for key, hook in module._forward_hooks.items() if hook is after]:
+        del module._forward_hooks[key]
+        module._forward_hooks_with_kwargs.pop(key, None)
+        module._forward_hooks_always_called.pop(key, None)
 
 
 def _hooked(model: PreTrainedModel) -> Iterable[nn.Module]:
@@ -186,7 +197,7 @@ def note_prepared(call: Request) -> None:
     turn.end()
 
 
-# As in `noting`: a compiled model would trace them.
+# As in `prompt_check`: a compiled model would trace them.
 @not_compiled
 def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Give the model what the cache keeps, at the outermost of its modules.

@@ -1,224 +1,194 @@
-"""What `generate` is given, compared with what its cache holds."""
+"""What models are given, noted in their cache and compared by ``generate`` with what it holds."""
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.core.token_record import PADDING
-from hf_kvret.integration.requests import Request
-from hf_kvret.models.versions import CACHE_NAMES
+from hf_kvret.core.token_record import EMBEDDINGS, InputDigest
+from hf_kvret.integration.identity import newest_identity
+from hf_kvret.integration.model_state import add_hooks, remove_hooks
+from hf_kvret.integration.requests import Request, is_using, prompt_mask
+from hf_kvret.models.compiled import not_compiled
+from hf_kvret.models.versions import cache_argument, cache_name_of, name_cache
+from hf_kvret_model_patches.decoders import decoder_of
 
-_log = logging.getLogger(__name__)
-
-# Tensors that are not the model's inputs beside ids, or that are compared by themselves.
-_NOT_COMPARED = {
-    *("input_ids", "inputs", "inputs_embeds", "attention_mask", *CACHE_NAMES),
-    *("labels", "cache_position", "logits_to_keep", "inputs_tensor"),
-    *("negative_prompt_ids", "negative_prompt_attention_mask", "encoder_outputs"),
-    *("decoder_input_ids", "decoder_attention_mask"),
-}
 # In configurations, names of ids that stand for a part of a picture, a video or a sound.
-_MARK = re.compile(r"(image|img|video|audio|vision|media|speech|sound)\w*_token\w*_(id|index)$")
-# Those of its borders do not.
-_BORDER = re.compile(r"start|begin|end|^bo|^eo")
+_MARK = re.compile(
+    "(image|img|video|audio|vision|media|speech|sound)"
+    "(_context|_placeholder|_patch)?_token_(id|index)$"
+)
 
 
 def check_origin(
     call: Request, cache: RetrievalCache, outlives: bool, prepared: torch.Tensor | None = None
 ) -> None:
-    """Compare model and prompt of ``call`` with those that filled ``cache``, and note what is new.
+    """ValueError where ``call`` of ``generate`` has another model, text or other input than filled
+    its ``cache``. What is new and no text is noted.
 
     Args:
-        call: of ``generate``.
+        call: is about to begin.
         cache: that it uses.
-        outlives: the caller keeps the cache, so other inputs than ids are worth hashing.
-        prepared: the attention mask as ``generate`` prepared it, for a call without one: it masks
-            padding tokens.
-
-    Raises:
-        ValueError: another model, or a prompt that does not begin with the tokens, pictures and
-            positions in the cache.
+        outlives: the caller keeps the cache, so inputs that are no text are worth a digest.
+        prepared: the attention mask as ``generate`` prepared it, which masks padding tokens.
     """
     cache.meet(call.model)
-    cache_len = cache.get_seq_length()
-    cache.tokens.crop(cache_len)
-    # A call that failed before its first pass noted inputs of tokens that never came.
-    cache.tokens.inputs.crop(cache_len)
-    ids = call.prompt_ids() if call.arguments.get("inputs_embeds") is None else None
-    if ids is None:
-        if cache_len and cache.tokens.warn_once("embeddings"):
-            _log.warning(
-                "the prompt comes as embeddings, which can't be compared with the %d tokens in "
-                "past_key_values: if it does not begin with them, the answer is wrong",
-                cache_len,
-            )
+    record, cache_len = cache.tokens, cache.get_seq_length()
+    # A pass or a call that broke off may have noted more.
+    record.owner = None
+    record.crop(cache_len)
+    embeddings = call.arguments.get(EMBEDDINGS)
+    ids = call.prompt_ids() if embeddings is None else None
+    prompt = ids if embeddings is None else embeddings
+    if prompt is None:
         return
-    mask = _mask(call, ids, prepared)
-    length = ids.shape[1]
+    mask = prompt_mask(call, prepared)
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        mask = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
     # As `generate` itself finds that only the new tokens were given.
-    whole = mask is None or mask.shape[1] == length
-    inputs = other_inputs(call.arguments) if outlives or len(cache.tokens.inputs.entries) else {}
-    own = vars(call.model.generation_config)
-    inputs = {name: value for name, value in inputs.items() if name not in own}
-    if cache_len and whole:
-        _check_ids(cache, ids, mask, cache_len)
-        _check_inputs(call, cache, ids, mask, inputs)
-    count = length - cache_len if whole else length
-    if inputs and count > 0:
-        places = picture_places(call.model, ids[:, length - count :], cache_len)
-        cache.tokens.inputs.note(inputs, (len(ids), length), cache_len, count, mask, places)
+    is_whole = mask.shape[1] == prompt.shape[1]
+    first = 0 if is_whole else cache_len
+    inputs = _other_inputs(call.arguments) if outlives or record.passes else {}
+    if cache_len and is_whole and ids is not None:
+        _check_ids(cache, ids, mask)
+    if cache_len and is_whole and inputs:
+        _check_inputs(call.model, cache, inputs, ids)
+    if inputs and first + prompt.shape[1] > cache_len:
+        record.passes += (InputDigest.of(inputs, cache_len, first + prompt.shape[1], first),)
 
 
-def other_inputs(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors among ``arguments`` that a model is given beside ids, mask and cache."""
+def watch(model: PreTrainedModel) -> None:
+    """Have the passes of ``model`` noted in their caches. Doing it twice is harmless."""
+    # Adapters of PEFT call the decoder past the model's hooks.
+    for module in (model, decoder_of(model)):
+        add_hooks(module, _before_pass, _after_pass)
+
+
+def unwatch(model: PreTrainedModel) -> None:
+    """Undo ``watch``. Harmless on a model that is not watched."""
+    for module in (model, decoder_of(model)):
+        remove_hooks(module, _before_pass, _after_pass)
+
+
+# The hooks themselves may stand in a graph, with other caches; what is noted is no part of it.
+def _before_pass(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Begin a pass, and compare the model where the cache does not know it."""
+    cache = cache_argument(kwargs)
+    if not isinstance(cache, RetrievalCache):
+        return None
+    name_cache(kwargs, cache_name_of(module))
+    _begin(module, cache, args, kwargs)
+    return args, kwargs
+
+
+@not_compiled
+def _begin(
+    module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    start = cache.get_seq_length()
+    if not cache.tokens.begin(module, start):
+        return
+    # Steps of one token with the model that is known are not compared: that would cost more than
+    # to note them.
+    given = _given(args, kwargs)
+    is_step = start > 0 and given is not None and given.shape[1] == 1
+    is_known = cache.met is not None and newest_identity(module) is cache.met
+    if not (is_known and (is_step or is_using(cache))):
+        cache.meet(module)
+
+
+def _after_pass(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    cache = cache_argument(kwargs)
+    if isinstance(cache, RetrievalCache):
+        _end(module, cache, args, kwargs, output)
+
+
+@not_compiled
+def _end(
+    module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Note what a pass was given, unless it failed or is a part of another."""
+    record = cache.tokens
+    if record.owner is not module:
+        return
+    record.owner = None
+    start, end, given = record.start, cache.get_seq_length(), _given(args, kwargs)
+    # Of other counts: the model adds tokens of its own.
+    if output is None or given is None or given.shape[1] != end - start:
+        return
+    if not given.is_floating_point():
+        record.note(given, start)
+    # `generate` was told all of them at once.
+    inputs = _other_inputs(kwargs) if end - start > 1 and not is_using(cache) else {}
+    if inputs:
+        record.passes += (InputDigest.of(inputs, start, end, start),)
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """``[B, n]`` ids or ``[B, n, width]`` embeddings that a model was given."""
+    given = kwargs.get(EMBEDDINGS)
+    if given is None:
+        given = kwargs.get("input_ids", args[0] if args else None)
+    return given if isinstance(given, torch.Tensor) and given.ndim > 1 else None
+
+
+def _other_inputs(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors of real numbers among ``arguments``: pictures, sounds, embeddings."""
     return {
         name: value
         for name, value in arguments.items()
-        if isinstance(value, torch.Tensor) and value.numel() and name not in _NOT_COMPARED
+        if isinstance(value, torch.Tensor)
+        and (value.is_floating_point() and value.numel() > 0 and name != "attention_mask")
     }
 
 
-def _check_ids(
-    cache: RetrievalCache, ids: torch.Tensor, mask: torch.Tensor | None, cache_len: int
-) -> None:
+def _check_ids(cache: RetrievalCache, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    cache_len = cache.get_seq_length()
     difference = cache.tokens.difference(ids, mask, cache_len)
-    if difference is not None and difference.cache_id == PADDING:
-        raise ValueError(
-            f"the prompt differs from the tokens in past_key_values: in row {difference.row} at "
-            f"position {difference.slot} it has id {difference.prompt_id}, the cache holds padding "
-            "that its tokens have not seen. Pass an attention_mask of the whole conversation that "
-            "is 0 there, or begin anew with cache.reset()"
-        )
-    if difference is not None:
-        row, slot, prompt_id, cache_id = difference
-        # Layers with a sliding window or a state can't be cut.
-        can_cut = len(cache.retrieval_layers) == len(cache.layers)
-        cut = f"cut the cache to what they share with cache.crop({slot - cache_len}), or "
-        raise ValueError(
-            f"the prompt differs from the tokens in past_key_values: in row {row} at position "
-            f"{slot} it has id {prompt_id}, the cache holds {cache_id}. Pass the conversation that "
-            f"the cache holds and the new tokens behind it, or {cut if can_cut else ''}begin anew "
-            "with cache.reset()"
-        )
-    hidden = None if mask is None else cache.tokens.hidden(ids, mask, cache_len)
-    if hidden is not None and cache.tokens.warn_once("hidden"):
-        _log.warning(
-            "the attention mask hides the token in row %d at position %d, which later tokens in "
-            "past_key_values have seen: they stay as they are. If they should not have seen it, "
-            "begin anew with cache.reset()",
-            *hidden,
-        )
-    unknown = cache.tokens.unknown(cache_len)
-    if unknown and cache.tokens.warn_once("unknown"):
-        _log.warning(
-            "%d of the %d tokens in past_key_values came as embeddings, by hand or from a file "
-            "without them: the prompt can't be compared with these. If it has others there, the "
-            "answer is wrong",
-            unknown,
-            cache_len,
-        )
-
-
-def picture_places(model: Any, new: torch.Tensor, start: int) -> tuple[int, int] | None:
-    """First slot and count of those that stand for pictures or sounds; None if none does.
-
-    Args:
-        model: whose configuration says what marks them.
-        new: ids ``[B, n]`` of the slots from ``start`` on.
-        start: of the first.
-    """
-    marks = _marks(model)
-    if not marks:
-        return None
-    marked = torch.isin(new, torch.tensor(marks, device=new.device)).any(dim=0).nonzero()
-    if not len(marked):
-        return None
-    first, last = int(marked[0]), int(marked[-1])
-    return start + first, last + 1 - first
+    if difference is None:
+        return
+    row, slot, prompt_id, cache_id = difference
+    # Layers with a sliding window or a state can't be cut.
+    can_cut = len(cache.retrieval_layers) == len(cache.layers)
+    cut = f"cut the cache to what they share with cache.crop({slot - cache_len}), or "
+    raise ValueError(
+        f"the prompt differs from the tokens in past_key_values: in row {row} at position {slot} "
+        f"it has id {prompt_id}, the cache holds {cache_id}. Pass the conversation that the cache "
+        f"holds and the new tokens behind it, with the attention_mask of its padding, or "
+        f"{cut if can_cut else ''}begin anew with cache.reset()"
+    )
 
 
 def _check_inputs(
-    call: Request,
-    cache: RetrievalCache,
-    ids: torch.Tensor,
-    mask: torch.Tensor | None,
-    inputs: dict[str, torch.Tensor],
+    model: Any, cache: RetrievalCache, inputs: Mapping[str, torch.Tensor], ids: torch.Tensor | None
 ) -> None:
-    record, shape = cache.tokens.inputs, (len(ids), ids.shape[1])
-    if not record.entries:
+    """Compare pictures and sounds, or the embeddings of a prompt without ids."""
+    passes, cache_len = cache.tokens.passes, cache.get_seq_length()
+    equal = [InputDigest.of(inputs, one.start, one.end) == one for one in passes]
+    # A new picture is that of new tokens that stand for one.
+    is_new = ids is not None and _stand_for_pictures(model, ids[:, cache_len:])
+    if all(equal) or is_new or (ids is not None and any(equal)):
         return
-    if "position_ids" not in inputs:
-        _check_own_positions(call, cache, ids, mask)
-    entry = record.difference(inputs, shape, mask)
-    picture = None if entry is not None else record.unknown_picture(inputs, shape)
-    if picture is not None:
-        cache_len = cache.get_seq_length()
-        if not _marks(call.model):
-            if cache.tokens.warn_once("pictures"):
-                _log.warning(
-                    "%s is not what past_key_values was filled with, and the model's configuration "
-                    "does not say which tokens stand for it: it is taken for that of new tokens. "
-                    "If it is in place of the old, the answer is wrong",
-                    picture.name,
-                )
-        elif picture_places(call.model, ids[:, cache_len:], cache_len) is None:
-            entry = picture
-    if entry is not None:
-        raise ValueError(
-            f"{entry.name} is not what the tokens {entry.start} to {entry.end - 1} in "
-            "past_key_values were filled with: pass the same, leave it out if the new tokens need "
-            "none, or begin anew with cache.reset()"
-        )
+    start, end, _ = passes[equal.index(False)]
+    raise ValueError(
+        f"{', '.join(sorted(inputs))} is not what the tokens {start} to {end - 1} in "
+        "past_key_values were filled with: pass the same, leave it out if the new tokens need "
+        "none, or begin anew with cache.reset()"
+    )
 
 
-def _check_own_positions(
-    call: Request, cache: RetrievalCache, ids: torch.Tensor, mask: torch.Tensor | None
-) -> None:
-    """Compare positions that the caller gave before with those that ``generate`` counts now."""
-    record = cache.tokens.inputs
-    own = [entry for entry in record.entries if entry.name == "position_ids" and entry.by_token]
-    if not own:
-        return
-    config = call.model.config
-    counted = config is config.get_text_config(decoder=True) and mask is not None
-    if counted and mask is not None and all(entry.parts == 1 for entry in own):
-        positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-        entry = record.difference({"position_ids": positions}, (len(ids), ids.shape[1]), mask)
-        if entry is not None:
-            raise ValueError(
-                f"position_ids is missing: the tokens {entry.start} to {entry.end - 1} in "
-                "past_key_values were filled with others than generate counts by itself. Pass "
-                "position_ids of the whole conversation, or begin anew with cache.reset()"
-            )
-    elif cache.tokens.warn_once("positions"):
-        _log.warning(
-            "past_key_values was filled with position_ids of %d tokens, and the prompt has none: "
-            "pass those of the whole conversation, if they are not what the model makes by itself",
-            sum(entry.count for entry in own),
-        )
-
-
-def _marks(model: Any) -> list[int]:
-    """Ids that stand for pictures and sounds; empty if the configuration does not say them."""
-    return [
-        value
-        for name, value in vars(model.config).items()
-        if isinstance(value, int) and _MARK.search(name) and not _BORDER.search(name)
-    ]
-
-
-def _mask(call: Request, ids: torch.Tensor, prepared: torch.Tensor | None) -> torch.Tensor | None:
-    """``[B, T]`` mask that the call uses, 0 is padding; None for masks of another kind."""
-    mask = call.arguments.get("attention_mask")
-    if mask is None and isinstance(prepared, torch.Tensor) and prepared.ndim == 2:
-        # Rows were repeated for beams.
-        mask = prepared[:: max(1, len(prepared) // len(ids))]
-    if mask is None:
-        return torch.ones_like(ids)
-    return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+def _stand_for_pictures(model: Any, ids: torch.Tensor) -> bool:
+    """Whether some of ``ids`` stand for pictures or sounds, by the model's configuration."""
+    names = [name for name in vars(model.config) if _MARK.search(name)]
+    marks = [value for name in names if isinstance(value := getattr(model.config, name), int)]
+    return bool(torch.isin(ids, torch.tensor(marks, device=ids.device)).any())

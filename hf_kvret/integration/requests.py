@@ -137,13 +137,19 @@ def check_prompt_form(call: Request, cache_len: int) -> None:
 
 def check_prompt_rows(call: Request, cache_len: int, prepared: Any) -> None:
     """``check_rows`` of the mask that ``call`` was given, or that transformers ``prepared``."""
+    mask = prompt_mask(call, prepared)
+    if mask is not None:
+        check_rows(mask, cache_len)
+
+
+def prompt_mask(call: Request, prepared: Any) -> Any:
+    """The attention mask that ``call`` was given, or that transformers ``prepared``; or None."""
     mask = call.arguments.get("attention_mask")
     if mask is None and isinstance(prepared, torch.Tensor) and prepared.ndim == 2:
         prompt = _token_prompt(call)
         # Rows were repeated for beams.
         mask = prepared[:: 1 if prompt is None else max(1, len(prepared) // len(prompt))]
-    if mask is not None:
-        check_rows(mask, cache_len)
+    return mask
 
 
 def _token_prompt(call: Request) -> torch.Tensor | None:

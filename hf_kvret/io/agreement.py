@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,6 @@ from hf_kvret.io import foreign_layers
 
 if TYPE_CHECKING:
     from hf_kvret.cache import RetrievalCache
-
-_log = logging.getLogger(__name__)
 
 
 def check_agreement(directory: Path, cache: RetrievalCache, value_dim: int | None = None) -> None:
@@ -34,26 +31,6 @@ def check_agreement(directory: Path, cache: RetrievalCache, value_dim: int | Non
         for number, layer in enumerate(cache.layers):
             if not isinstance(layer, RetrievalLayer):
                 _check_finite(f"{directory}: layer {number}: ", layer)
-
-
-def tell_dtype(directory: Path, cache: RetrievalCache) -> None:
-    """Log a warning where rows are in another dtype than the model that filled the cache.
-
-    Autocast, or layers that are in a dtype of their own, make such caches, too.
-    """
-    regions = next((each.regions for each in cache.retrieval_layers if each.regions), None)
-    if regions is None or cache.identity is None:
-        return
-    dtype = str(regions.window.keys.dtype).removeprefix("torch.")
-    filled = cache.identity.facts.get("dtype", dtype)
-    if filled != dtype:
-        _log.warning(
-            "the cache in %s holds tokens in %s, and a %s model filled it: where that was not "
-            "under autocast, the file is damaged or crafted, and the next pass is refused",
-            directory,
-            dtype,
-            str(filled)[:40],
-        )
 
 
 def _check_finite(place: str, layer: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_kvret.core.token_record import TokenRecord
+from hf_kvret.core.token_record import UNKNOWN, InputDigest
 from hf_kvret.integration.identity import CacheIdentity
 
 if TYPE_CHECKING:
@@ -15,71 +17,50 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+ORIGIN_TENSORS = ("tokens.ids",)
+"""Names of the tensors of ``saved_origin``, where it has ``tokens``."""
 
-def saved_origin(cache: RetrievalCache) -> dict[str, Any]:
-    """``identity`` (of the model) and ``tokens``, each a dict of plain JSON or None.
 
-    Values may be tensors, at any depth of dicts; they are saved beside those of the cache.
-    """
-    return {
-        "identity": None if cache.identity is None else cache.identity.to_json(),
-        "tokens": cache.tokens.to_json(cache.get_seq_length()),
+def saved_origin(cache: RetrievalCache) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """``identity`` (of the model) and ``tokens``, each plain JSON or None; their CPU tensors."""
+    length = cache.get_seq_length()
+    ids = cache.tokens.ids(length) if length else None
+    plain = {
+        "identity": None if cache.identity is None else asdict(cache.identity),
+        "tokens": None if ids is None else {"passes": cache.tokens.passes},
     }
+    return plain, {} if ids is None else {"tokens.ids": ids.cpu().contiguous()}
 
 
 def restore_origin(
-    cache: RetrievalCache, description: dict[str, Any], tensors: dict[str, torch.Tensor]
+    cache: RetrievalCache,
+    origin: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
 ) -> None:
-    """Give ``cache`` the ``identity`` and ``tokens`` that ``saved_origin`` gave.
+    """Give ``cache``, restored but for these, what ``saved_origin`` gave; ids on ``device``.
 
-    Logs a warning of what will not be compared because it was not saved.
-
-    Args:
-        cache: restored but for these.
-        description: ``cache.json`` of format 2, with ``identity`` and ``tokens``, tensors left out.
-        tensors: those of both, named ``identity.<path>`` and ``tokens.<path>``, a path being keys
-            with dots between them.
-
-    Raises:
-        ValueError: they are not what ``saved_origin`` makes.
+    A warning tells of a model that is not known; ValueError for what no save writes.
     """
-    identity, tokens = description.get("identity"), description.get("tokens")
+    identity, tokens = origin["identity"], origin["tokens"]
     length = cache.get_seq_length()
     try:
         cache.identity = None if identity is None else CacheIdentity.from_json(identity)
-        if tokens is not None:
-            parts = {name: tensors[f"tokens.{name}"] for name in ("ids", "chain")}
-            cache.tokens = TokenRecord.from_json(tokens, parts)
+        if tokens is not None and length:
+            ids, shape = tensors["tokens.ids"], [cache.retrieval_layers[0].batch_size, length]
+            if ids.dtype != torch.int32 or list(ids.shape) != shape or int(ids.min()) < UNKNOWN:
+                raise ValueError(f"ids of {ids.dtype} {list(ids.shape)} for tokens of {shape}")
+            cache.tokens.note(ids.to(device), 0)
+            cache.tokens.passes = tuple(
+                InputDigest(int(start), int(end), str(sha256))
+                for start, end, sha256 in tokens["passes"]
+            )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"what the saved cache was filled by and with is damaged ({error}): save it again"
         ) from error
-    if tokens is not None:
-        shape, ids = [cache.retrieval_layers[0].batch_size, length], parts["ids"]
-        if list(ids.shape) != shape:
-            raise ValueError(
-                f"the saved cache holds tokens of shape {shape}, and ids of {list(ids.shape)}: it "
-                "is damaged; save it again"
-            )
-    if length:
-        unknown = cache.tokens.unknown(length)
-        _tell(identity is None, unknown, length)
-        if unknown:
-            # `generate` need not say it again.
-            cache.tokens.warn_once("unknown")
-
-
-def _tell(no_model: bool, unknown: int, length: int) -> None:
-    """Log what of a loaded cache can't be compared."""
-    if no_model:
+    if length and identity is None:
         _log.warning(
             "the saved cache does not say which model filled it, so no model is compared with it: "
             "a wrong one gives wrong tokens. Save it with save_pretrained(..., model=model)"
-        )
-    if unknown:
-        _log.warning(
-            "the saved cache does not say the ids of %d of its %d tokens (given as embeddings, by "
-            "hand, or saved by an older version), so no prompt is compared with these",
-            unknown,
-            length,
         )

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.io import foreign_layers
-from hf_kvret.io.agreement import check_agreement, tell_dtype
+from hf_kvret.io.agreement import check_agreement
 from hf_kvret.io.description import (
     DESCRIPTION,
     OLD_TENSORS,
@@ -34,7 +34,7 @@ from hf_kvret.io.description import (
     written,
 )
 from hf_kvret.io.folder import replacing
-from hf_kvret.io.origin import restore_origin, saved_origin
+from hf_kvret.io.origin import ORIGIN_TENSORS, restore_origin, saved_origin
 from hf_kvret.io.saved_options import options_to_load
 from hf_kvret.io.tensor_file import DTYPES, TensorFile, version_of, write_tensors
 from hf_kvret.models.ranks import check_save
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     CacheType = TypeVar("CacheType", bound=RetrievalCache)
 
-ORIGIN_TENSORS = ("tokens.ids", "tokens.chain")
-"""Tensors of ``saved_origin``, where it has ``tokens``."""
 MODEL_STATE = "model_state."
 """Begins the names of what the model keeps of the conversation, where it keeps any."""
 # No other spelling of a number.
@@ -81,7 +79,7 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None
                 parts, plain = foreign_layers.parts_of(layer)
             tensors |= {f"layers.{number}.{name}": tensor for name, tensor in parts.items()}
             layers.append(LayerValues(type(layer).__name__, plain))
-        origin, more = _split_origin(saved_origin(cache))
+        origin, more = saved_origin(cache)
         state = cache.model_state.state_dict(cache.get_seq_length())
         more |= {f"{MODEL_STATE}{name}": tensor for name, tensor in state.items()}
         with replacement.new_file() as file:
@@ -152,9 +150,8 @@ def _load(
     text = config.get_text_config(decoder=True)
     check_agreement(directory, cache, getattr(text, "v_head_dim", None))
     tensors = next(parts)
-    restore_origin(cache, dict(description.origin), tensors)
+    restore_origin(cache, description.origin, tensors, device)
     _restore_model_state(directory, cache, tensors, device)
-    tell_dtype(directory, cache)
     return cache
 
 
@@ -276,23 +273,6 @@ def note_saved(cache: RetrievalCache, directory: Path, digest: str) -> None:
 
 def _place(directory: Path) -> str:
     return os.path.realpath(directory)
-
-
-def _split_origin(origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """``origin`` without its tensors, and these by path, ``identity.<key>`` for instance."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def plain(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-        rest = {}
-        for name, value in values.items():
-            path = f"{prefix}{name}"
-            if isinstance(value, torch.Tensor):
-                tensors[path] = value.detach().cpu().contiguous()
-            else:
-                rest[name] = plain(value, f"{path}.") if isinstance(value, dict) else value
-        return rest
-
-    return plain(origin, ""), tensors
 
 
 def _read_old(path: Path, description: Description) -> dict[str, torch.Tensor]:

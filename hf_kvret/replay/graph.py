@@ -30,7 +30,7 @@ _logged_reasons: set[str] = set()
 # what models keep, which a step of one token that is told its position neither reads nor changes.
 _HARMLESS = (
     "transformers.utils.output_capturing",
-    "hf_kvret.integration.noting",
+    "hf_kvret.integration.prompt_check",
     "hf_kvret.integration.model_state",
 )
 # Why captures failed, by model and kind of cache, so that generate does not try again each time.
@@ -214,11 +214,11 @@ class DecodeGraph:
         for layer in self._all:
             layer.set_place(frame.place)
         # A replay would write the ids where they were at the capture; see `__call__`.
-        self._cache.tokens.paused = True
+        self._cache.tokens.begin(self, self._cache.get_seq_length())
         try:
             return self._model(**frame.inputs)
         finally:
-            self._cache.tokens.paused = False
+            self._cache.tokens.owner = None
             for layer in self._all:
                 layer.set_place(None)
 

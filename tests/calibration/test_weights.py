@@ -9,13 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvret.integration.weights import (
-    SAMPLED_NUMBERS,
-    SAMPLED_PARAMETERS,
-    WeightSample,
-    compare_weights,
-    sample_weights,
-)
+from hf_kvret.calibration.identity import WeightSample, compare_weights, sample_weights
+from hf_kvret.integration.identity import SAMPLED_NUMBERS, SAMPLED_PARAMETERS
 from hf_kvret.testing import MODELS
 
 HALVES = (torch.bfloat16, torch.float16)

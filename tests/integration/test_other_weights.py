@@ -13,9 +13,7 @@ from torch import nn
 
 import hf_kvret
 from hf_kvret import RetrievalCache
-from hf_kvret.integration.identity import identity_of
-from hf_kvret.integration.sampled_tensors import plain_parts
-from hf_kvret.integration.stored_weights import stored_tensors
+from hf_kvret.integration.identity import plain_tensor
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -154,7 +152,7 @@ def test_other_quantized_weights_are_refused(
     one, other = quantized(llama, keep), quantized(llama, keep, noise=0.1)
     cache, ids = filled(one)
     cache = saved(cache, tmp_path, one)
-    with pytest.raises(ValueError, match=f"{OTHER}.* has byte "):
+    with pytest.raises(ValueError, match=OTHER):
         other.generate(ids, past_key_values=cache.fork(), **RUN)
     again = quantized(llama, keep)
     again.generate(ids, past_key_values=cache.fork(), **RUN)
@@ -189,28 +187,10 @@ class Opened(Wrapper):
 
 def test_tensors_inside_a_wrapper_are_found() -> None:
     inner = torch.randn(4, 8)
-    assert plain_parts(Wrapper(inner)) == {}
-    (codes,) = plain_parts(Opened(inner)).values()
-    assert torch.equal(codes, inner.view(torch.uint8))
-    module = nn.Module()
-    module.a, module.b = nn.Parameter(inner), nn.Parameter(inner.to("meta"))
-    module.register_parameter("c", nn.Parameter((inner > 0).to(torch.int8), requires_grad=False))
-    tensors, reasons = stored_tensors(module)
-    assert tensors.keys() == {"c"} and reasons == {"b": "offloaded"}
-
-
-def test_weights_that_can_not_be_read_are_named_at_the_next_meeting(
-    llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache, ids = filled(llama)
-    offloaded = copy.deepcopy(llama)
-    up = offloaded.model.layers[0].mlp.up_proj
-    up.weight = nn.Parameter(up.weight.to("meta"))
-    cache.identity = identity_of(offloaded)
-    loaded = saved(cache, tmp_path, llama)
-    assert not caplog.text
-    llama.generate(ids, past_key_values=loaded.fork(), **RUN)
-    assert "are not compared: layers.0.mlp.up_proj.weight (offloaded)" in caplog.text
+    assert plain_tensor(Wrapper(inner)) is None
+    codes = plain_tensor(Opened(inner))
+    assert codes is not None and torch.equal(codes, inner.view(torch.uint8))
+    assert plain_tensor(inner.to("meta")) is None
 
 
 def test_another_vision_tower_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,7 +202,7 @@ def test_another_vision_tower_is_refused(tmp_path: Path, caplog: pytest.LogCaptu
             if "visual" in name:
                 parameter.add_(0.5 * torch.randn_like(parameter))
     loaded = saved(cache, tmp_path, model)
-    with pytest.raises(ValueError, match="other weights of its vision or audio tower"):
+    with pytest.raises(ValueError, match=OTHER):
         other.generate(ids, past_key_values=loaded, **RUN)
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -239,7 +219,7 @@ def test_a_text_model_between_leaves_the_tower_that_filled_it() -> None:
     with torch.no_grad():
         for parameter in other.model.visual.parameters():
             parameter.mul_(1.5)
-    with pytest.raises(ValueError, match="other weights of its vision or audio tower"):
+    with pytest.raises(ValueError, match=OTHER):
         other.generate(ids, past_key_values=cache, **RUN)
 
 
@@ -249,7 +229,7 @@ def test_a_tower_that_can_not_be_read_is_a_warning(caplog: pytest.LogCaptureFixt
     other = copy.deepcopy(model)
     other.model.visual.to("meta")
     cache.meet(other)
-    assert "16 of 42 sampled parameters of the model could not be compared" in caplog.text
+    assert " sampled parameters of the model that filled it could not be compared" in caplog.text
 
 
 def test_many_small_changes_are_compared_with_what_filled_it(llama: Any) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_kvret.core.token_record import chain
 from hf_kvret.testing.saved import read_saved, saved_file, write_saved
 
 DESCRIPTION = "cache.json"
@@ -286,9 +285,7 @@ def deep(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> No
     names = ["identity", "identity", "tokens", "tokens", "options", "model", "library"]
     node = content[chance.choice([name for name in names if content[name]])]
     if node is content["tokens"] and chance.random() < 0.7:
-        digests = ["0" * 64] * chance.choice([1, 2])
-        entry = {"name": "position_ids", "start": 0, "count": 3, "by_token": True}
-        node["inputs"] = [{**entry, "sha256": digests}]
+        node["passes"] = [[0, 3, "0" * 64]] * chance.choice([1, 2])
     while True:
         place = chance.choice(sorted(node) if isinstance(node, dict) else range(len(node)))
         if node[place] and isinstance(node[place], dict | list) and chance.random() < 0.8:
@@ -302,7 +299,7 @@ def deep(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> No
 
 
 def other_ids(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
-    """Other tokens than those that filled it, with a chain of hashes that is right."""
+    """Other tokens than those that filled it."""
     ids = tensors["tokens.ids"].clone()
     kind = chance.randrange(4)
     if kind == 0:
@@ -313,8 +310,7 @@ def other_ids(chance: random.Random, tensors: Tensors, content: dict[str, Any]) 
         numbers = [-1, -2, -3, 0, 127, 128, 10**6, 2**31 - 1, -(2**31)]
         start = chance.randrange(ids.shape[1])
         ids[chance.randrange(len(ids)) :, start:] = chance.choice(numbers)
-    links = chain(ids) if len(ids) else torch.zeros(0, 0, 32, dtype=torch.uint8)
-    tensors |= {"tokens.ids": ids, "tokens.chain": links}
+    tensors["tokens.ids"] = ids
 
 
 CRAFTS: list[Craft] = [

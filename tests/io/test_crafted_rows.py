@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -67,21 +66,6 @@ def test_rows_of_another_form_are_refused(
     write_saved(tmp_path, content, change(tensors))
     with pytest.raises(ValueError, match=message):
         FlatKVCache.from_pretrained(tmp_path, llama.config)
-
-
-def test_rows_in_another_dtype_than_the_models_are_told(
-    llama: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Autocast, or layers in another dtype, make such caches: they are not refused."""
-    _saved(llama, FlatKVCache, tmp_path)
-    with caplog.at_level(logging.WARNING, "hf_kvret"):
-        FlatKVCache.from_pretrained(tmp_path, llama.config)
-    assert not caplog.text
-    content, tensors = read_saved(tmp_path)
-    write_saved(tmp_path, content, _rows(torch.Tensor.half)(tensors))
-    with caplog.at_level(logging.WARNING, "hf_kvret"):
-        FlatKVCache.from_pretrained(tmp_path, llama.config)
-    assert "holds tokens in float16, and a float32 model filled it" in caplog.text
 
 
 def test_a_model_with_a_kv_head_for_each_query_head_is_served(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from hf_kvret.testing.saved import read_saved, write_saved
 from hf_kvret.testing.scenario import prompt
 
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
-_INPUT = {"name": "position_ids", "start": 0, "count": 1, "by_token": True, "sha256": ["x"]}
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +34,16 @@ def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _first_weights(content: dict[str, Any]) -> Any:
-    return content["identity"]["weights"][0]
-
-
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda x: x["tokens"].update(inputs=[{**_INPUT, "start": float("inf")}]),
-        lambda x: x["tokens"].update(inputs=[{**_INPUT, "count": -float("inf")}]),
-        lambda x: x["tokens"].update(inputs=5),
-        lambda x: x["tokens"].update(inputs=None),
-        lambda x: _first_weights(x).update(shape=[float("inf")]),
-        lambda x: _first_weights(x).update(values=[10**400] * 16),
-        lambda x: _first_weights(x).update(values=[[]]),
+        lambda x: x["tokens"].update(passes=[[float("inf"), 1, "x"]]),
+        lambda x: x["tokens"].update(passes=[[0, 1]]),
+        lambda x: x["tokens"].update(passes=5),
+        lambda x: x["tokens"].update(passes=None),
+        lambda x: x["tokens"].pop("passes"),
         lambda x: x["identity"].update(facts=1),
-        lambda x: x["identity"].update(adapters=[3]),
+        lambda x: x["identity"].update(weights=[3]),
         lambda x: x["identity"].update(weights={}, name=None, facts=[["a"]]),
     ],
 )
@@ -68,7 +61,6 @@ def test_an_origin_that_no_save_writes_is_refused(
 def test_ids_of_no_token_are_refused(rows: int, saved: Path, model: PreTrainedModel) -> None:
     content, tensors = read_saved(saved)
     tensors["tokens.ids"] = torch.zeros(rows, 0, dtype=torch.int32)
-    tensors["tokens.chain"] = torch.zeros(rows, 0, 32, dtype=torch.uint8)
     write_saved(saved, content, tensors)
-    with pytest.raises(ValueError, match=r"token ids of torch.int32 \[., 0\] are not those"):
+    with pytest.raises(ValueError, match=r"ids of torch.int32 \[., 0\] for tokens of \[2, 60\]"):
         FlatKVCache.from_pretrained(saved, model.config)

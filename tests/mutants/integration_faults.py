@@ -74,14 +74,14 @@ FAULTS = (
     Fault(
         "another-document-accepted",
         "hf_kvret/integration/prompt_check.py",
-        "    if difference is not None:",
-        "    if False:",
+        "    if difference is None:",
+        "    if True:",
     ),
     Fault(
         "another-adapter-accepted",
         "hf_kvret/integration/identity.py",
-        "if contents[0] == contents[1]:",
-        "if True:",
+        "if adapters := _active_adapters(decoder):",
+        "if adapters := {}:",
     ),
     Fault(
         "tokens-of-replayed-steps-unseen",
