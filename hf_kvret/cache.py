@@ -335,7 +335,7 @@ class RetrievalCache(Cache):
         overwrite: bool | None = None,
         model: PreTrainedModel | None = None,
     ) -> None:
-        """Write the filled cache to ``directory``: ``cache.json``, and a file that it names.
+        """Write the filled cache to ``directory``: ``cache.json``, and shards that it names.
 
         A crash, a kill or a full disk leaves what was there before, or the new cache as a whole.
         Other files of the folder stay, but for leftovers of broken saves.

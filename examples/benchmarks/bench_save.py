@@ -36,7 +36,7 @@ from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.fits.filling import skipped_layers
 from hf_kvret.integration.compatibility import latent_rank, layer_shape
-from hf_kvret.io import origin, tensor_file
+from hf_kvret.io import origin, shards
 from hf_kvret.testing.saved import read_saved
 
 _WORKS = ("save", "load")
@@ -236,7 +236,7 @@ class _Turn:
 
 def _without_checksums() -> AbstractContextManager[Any]:
     """Inside, every checksum is 0 and takes no time."""
-    return mock.patch.object(tensor_file, "crc32", lambda *_: 0)
+    return mock.patch.object(shards, "crc32", lambda *_: 0)
 
 
 def _timed(work: Callable[[], _Result]) -> tuple[_Result, float]:

@@ -20,6 +20,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -61,12 +62,19 @@ class Replacement:
         self._loose.add(Path(file.name))
         return file
 
+    def new_folder(self) -> Path:
+        """A new, empty folder for files that other libraries write; gone after the save."""
+        path = _unfinished_path(self._directory, self._stem)
+        path.mkdir()
+        self._loose.add(path)
+        return path
+
     def keep(self, file: IO[bytes], version: str, suffix: str) -> str:
         """Sync and close a file of ``new_file``; returns its name, for the naming file.
 
         Args:
             file: with its whole content, open or closed.
-            version: ``VERSION_LEN`` hexadecimal digits, of the content best.
+            version: ``VERSION_LEN`` hexadecimal digits, which no file of other content has.
             suffix: of the name, ``".safetensors"`` for instance.
         """
         if not re.fullmatch(f"[0-9a-f]{{{VERSION_LEN}}}", version):
@@ -221,8 +229,12 @@ def make_folder(directory: Path) -> None:
         _sync_folder(path.parent)
 
 
+def _unfinished_path(directory: Path, stem: str) -> Path:
+    return directory / f".{stem}-{secrets.token_hex(8)}{_UNFINISHED}"
+
+
 def _new_file(directory: Path, stem: str) -> IO[bytes]:
-    path = directory / f".{stem}-{secrets.token_hex(8)}{_UNFINISHED}"
+    path = _unfinished_path(directory, stem)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     # O_EXCL: never through a link; the usual rights, which the umask cuts.
     return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
@@ -259,10 +271,13 @@ def _sync_folder(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove an ordinary file. Where that fails it stays, for the next save to try."""
+    """Remove a file, or an unfinished folder. What can't be removed waits for the next save."""
     with suppress(OSError):
-        if stat.S_ISREG(path.lstat().st_mode):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
             path.unlink()
+        elif stat.S_ISDIR(mode) and path.name.endswith(_UNFINISHED):
+            shutil.rmtree(path)
 
 
 @contextmanager

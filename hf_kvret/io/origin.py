@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ORIGIN_TENSORS = ("tokens.ids",)
-"""Names of the tensors of ``saved_origin``, where it has ``tokens``."""
-
 
 def saved_origin(cache: RetrievalCache) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """``identity`` (of the model) and ``tokens``, each plain JSON or None; their CPU tensors."""

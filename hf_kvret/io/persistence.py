@@ -1,8 +1,8 @@
 """Saving a filled cache and loading it again, also in another process.
 
-A folder holds ``cache.json``, which says what the cache is, and a file of tensors that it names,
-``layers.<number>.<part>``, with a checksum for every block; see docs/formats.md. Whatever is read
-is checked before it is used, and nothing that a file says becomes code or the name of an attribute.
+A folder holds ``cache.json``, which says what the cache is, and the shards of tensors that it
+names; see docs/formats.md. Whatever is read is checked before it is used, and nothing that a file
+says becomes code or the name of an attribute.
 """
 
 from __future__ import annotations
@@ -10,33 +10,29 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.state import Tensors
 from hf_kvret.io import foreign_layers
 from hf_kvret.io.agreement import check_agreement
 from hf_kvret.io.description import (
     DESCRIPTION,
-    OLD_TENSORS,
     STEM,
-    SUFFIX,
     Description,
-    LayerValues,
     digest_of,
-    format_of,
-    written,
+    encoded,
+    is_of_cache,
 )
-from hf_kvret.io.folder import replacing
-from hf_kvret.io.origin import ORIGIN_TENSORS, restore_origin, saved_origin
+from hf_kvret.io.folder import Replacement, replacing
+from hf_kvret.io.origin import restore_origin, saved_origin
 from hf_kvret.io.saved_options import options_to_load
-from hf_kvret.io.tensor_file import DTYPES, TensorFile, version_of, write_tensors
+from hf_kvret.io.shards import ShardWriter
 from hf_kvret.models.ranks import check_save
 
 if TYPE_CHECKING:
@@ -44,11 +40,8 @@ if TYPE_CHECKING:
 
     CacheType = TypeVar("CacheType", bound=RetrievalCache)
 
-MODEL_STATE = "model_state."
-"""Begins the names of what the model keeps of the conversation, where it keeps any."""
-# No other spelling of a number.
-_OF_A_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\..")
-_AGAIN = "save the cache again"
+# Begins the names of what the model keeps of the conversation, where it keeps any.
+_MODEL_STATE = "model_state."
 
 
 def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:
@@ -69,33 +62,39 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None
     # Numbers are on the CPU also where another default device was set; as in `load`.
     with torch.device("cpu"), replacing(directory, DESCRIPTION, STEM) as replacement:
         _check_overwrite(cache, directory, overwrite)
-        tensors: dict[str, torch.Tensor] = {}
-        layers = []
-        no_values: dict[str, Any] = {}
-        for number, layer in enumerate(cache.layers):
-            if isinstance(layer, RetrievalLayer):
-                parts, plain = layer.state_dict(), no_values
-            else:
-                parts, plain = foreign_layers.parts_of(layer)
-            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in parts.items()}
-            layers.append(LayerValues(type(layer).__name__, plain))
-        origin, more = saved_origin(cache)
-        state = cache.model_state.state_dict(cache.get_seq_length())
-        more |= {f"{MODEL_STATE}{name}": tensor for name, tensor in state.items()}
-        with replacement.new_file() as file:
-            entries = write_tensors(file, tensors | more)
-        name = replacement.keep(file, version_of(entries), SUFFIX)
-        options = dataclasses.asdict(cache.options_to_load())
-        form = cache.name, cache.model_shape, options, layers
-        # Of format 1 only: another file of that name is not ours.
-        obsolete = [OLD_TENSORS] if format_of(directory) == 1 else []
-        content = written(*form, entries, name, origin)
+        content = encoded(_write(cache, replacement))
         digest = hashlib.sha256(content).hexdigest()
         try:
-            replacement.commit(content, obsolete)
+            replacement.commit(content)
         finally:
             if digest_of(directory) == digest:
                 note_saved(cache, directory, digest)
+
+
+def _write(cache: RetrievalCache, replacement: Replacement) -> dict[str, Any]:
+    """Write the tensors of ``cache``; returns the content of its ``cache.json``."""
+    writer, layers = ShardWriter(replacement), []
+    for number, layer in enumerate(cache.layers):
+        values: dict[str, Any] = {}
+        if isinstance(layer, RetrievalLayer):
+            tensors = layer.state_dict()
+        else:
+            tensors, values = foreign_layers.parts_of(layer)
+        writer.add(f"layers.{number}.", tensors)
+        layers.append({"type": type(layer).__name__, "values": values})
+    origin, tensors = saved_origin(cache)
+    writer.add("", tensors)
+    writer.add(_MODEL_STATE, cache.model_state.state_dict(cache.get_seq_length()))
+    writer.finish()
+    return {
+        "method": cache.name,
+        "model": cache.model_shape,
+        "options": dataclasses.asdict(cache.options_to_load()),
+        **origin,
+        "layers": layers,
+        "files": writer.files,
+        "tensors": writer.checksums,
+    }
 
 
 def load(
@@ -113,7 +112,8 @@ def load(
         description = Description.read(directory)
         try:
             with torch.device("cpu"):
-                cache = _load(cls, directory, description, config, device, changes)
+                cache, hint = _empty_cache(cls, directory, description.content, config, changes)
+                _fill(cache, directory, description, config, device, hint)
             return cache, description.digest
         except FileNotFoundError:
             # Another process may have replaced the cache in the meantime.
@@ -121,49 +121,41 @@ def load(
                 raise
 
 
-def _load(
-    cls: type[CacheType],
+def _fill(
+    cache: RetrievalCache,
     directory: Path,
     description: Description,
     config: PreTrainedConfig,
     device: torch.device,
-    changes: dict[str, Any],
-) -> CacheType:
-    cache, hint = _empty_cache(cls, directory, description, config, changes)
-    parts = read_parts(directory, description)
-    layers = zip(cache.layers, description.layers, strict=True)
-    for number, (layer, saved) in enumerate(layers):
-        tensors = next(parts)
+    hint: str,
+) -> None:
+    """Give a new ``cache`` what is saved; ``hint``: more to say where a layer won't fit."""
+    tensors, content = description.tensors(directory), description.content
+    for number, layer in enumerate(cache.layers):
+        values, part = content["layers"][number]["values"], tensors.part(f"layers.{number}.")
         try:
             if isinstance(layer, RetrievalLayer):
-                layer.load_state_dict(tensors, device)
+                layer.load_state_dict(part, device)
             else:
-                foreign_layers.restore(layer, saved.values, tensors, device)
+                foreign_layers.restore(layer, values, part, device)
         except KeyError as missing:
             raise ValueError(
-                f"{directory / description.file} has no layers.{number}.{missing.args[0]}: the "
-                "file is damaged or from another version; save the cache again"
+                f"{directory} has no layers.{number}.{missing.args[0]}: it is damaged or from "
+                "another version; save the cache again"
             ) from missing
         except ValueError as error:
             more = f"; {hint}" if hint else ""
             raise ValueError(f"{directory}: layer {number}: {error}{more}") from error
     text = config.get_text_config(decoder=True)
     check_agreement(directory, cache, getattr(text, "v_head_dim", None))
-    tensors = next(parts)
-    restore_origin(cache, description.origin, tensors, device)
-    _restore_model_state(directory, cache, tensors, device)
-    return cache
+    restore_origin(cache, content, tensors.others("layers."), device)
+    _restore_model_state(directory, cache, tensors.part(_MODEL_STATE), device)
 
 
 def _restore_model_state(
-    directory: Path, cache: RetrievalCache, tensors: dict[str, torch.Tensor], device: torch.device
+    directory: Path, cache: RetrievalCache, state: Tensors, device: torch.device
 ) -> None:
-    """Give ``cache`` what of ``tensors`` its model keeps; ValueError for what none does."""
-    state = {
-        name.removeprefix(MODEL_STATE): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(MODEL_STATE)
-    }
+    """Give ``cache`` the ``state`` that its model keeps; ValueError for what none does."""
     if not state:
         return
     length = cache.get_seq_length()
@@ -178,17 +170,17 @@ def _restore_model_state(
 def _empty_cache(
     cls: type[CacheType],
     directory: Path,
-    description: Description,
+    content: Mapping[str, Any],
     config: PreTrainedConfig,
     changes: dict[str, Any],
 ) -> tuple[CacheType, str]:
     """A new cache with the saved options and ``changes``, and the hint of ``options_to_load``."""
-    if description.method != cls.name:
+    if content["method"] != cls.name:
         raise ValueError(
-            f"{directory} holds a {description.method[:80]!r} cache, not {cls.name!r}: load it "
+            f"{directory} holds a {content['method'][:80]!r} cache, not {cls.name!r}: load it "
             "with the class of that method"
         )
-    given = cls.config_class, cls.needs_artifact, description.options, changes
+    given = cls.config_class, cls.needs_artifact, content["options"], changes
     options, hint = options_to_load(directory, *given)
     try:
         cache = cls(config, options)
@@ -196,54 +188,9 @@ def _empty_cache(
         if not hint:
             raise
         raise ValueError(f"{hint} (without it: {error})") from error
-    types = [layer.type for layer in description.layers]
-    _check_model(directory, cache, dict(description.model), types)
+    types = [layer["type"] for layer in content["layers"]]
+    _check_model(directory, cache, content["model"], types)
     return cache, hint
-
-
-def read_parts(directory: Path, description: Description) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of each layer, without their prefix, and at last those that are of no layer.
-
-    Args:
-        directory: of the cache.
-        description: of it.
-
-    Raises:
-        FileNotFoundError: the file of tensors is missing.
-        ValueError: it is damaged.
-    """
-    path = directory / description.file
-    if not path.is_file():
-        raise FileNotFoundError(f"no saved cache in {directory}: {description.file} is missing")
-    is_old = description.format_version == 1
-    everything = _read_old(path, description) if is_old else {}
-    groups: list[list[str]] = [[] for _ in range(len(description.layers) + 1)]
-    origin = ORIGIN_TENSORS if description.origin["tokens"] is not None else ()
-    for name in description.shapes:
-        of_no_layer = name in origin or name.startswith(MODEL_STATE)
-        groups[-1 if of_no_layer else _layer_of(name, len(description.layers))].append(name)
-    prefixes = [f"layers.{number}." for number in range(len(description.layers))] + [""]
-    if is_old:
-        every = ({name: everything[name] for name in names} for names in groups)
-        yield from _named(every, prefixes)
-        return
-    with TensorFile(path, description.tensors) as file:
-        yield from _named(file.groups(groups), prefixes)
-
-
-def _named(
-    groups: Iterator[dict[str, torch.Tensor]], prefixes: list[str]
-) -> Iterator[dict[str, torch.Tensor]]:
-    for prefix, group in zip(prefixes, groups, strict=True):
-        yield {name.removeprefix(prefix): tensor for name, tensor in group.items()}
-
-
-def _layer_of(name: str, layers: int) -> int:
-    """Number of the layer, of so many, that a tensor is of; ValueError for a name of none."""
-    match = _OF_A_LAYER.match(name)
-    if match is None or int(match[1]) >= layers:
-        raise ValueError(f"there is a tensor {name[:80]!r}, which no save writes: {_AGAIN}")
-    return int(match[1])
 
 
 def _check_overwrite(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:
@@ -251,7 +198,7 @@ def _check_overwrite(cache: RetrievalCache, directory: Path, overwrite: bool | N
     there = digest_of(directory)
     if there is None:
         return
-    if format_of(directory) is None:
+    if not is_of_cache(directory):
         raise ValueError(
             f"{directory / DESCRIPTION} is not of a saved cache, or damaged, and would be "
             "replaced: give another folder, or remove it"
@@ -273,31 +220,6 @@ def note_saved(cache: RetrievalCache, directory: Path, digest: str) -> None:
 
 def _place(directory: Path) -> str:
     return os.path.realpath(directory)
-
-
-def _read_old(path: Path, description: Description) -> dict[str, torch.Tensor]:
-    """The tensors of format 1."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            forms = {name: file.get_slice(name) for name in names}
-            if {name: form.get_shape() for name, form in forms.items()} != description.shapes:
-                raise ValueError(
-                    f"{path} does not hold what {DESCRIPTION} says: the files are of different "
-                    "caches or damaged; save the cache again"
-                )
-            strange = [name for name in names if forms[name].get_dtype() not in DTYPES]
-            if strange:
-                raise ValueError(
-                    f"{path} has a tensor of dtype {forms[strange[0]].get_dtype()}, which no cache "
-                    "has: it is damaged; save the cache again"
-                )
-            tensors = {name: file.get_tensor(name) for name in names}
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} is corrupt or truncated ({error}): save the cache again"
-        ) from error
-    return tensors
 
 
 def _check_model(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
-from hf_kvret.io.description import DESCRIPTION, Description
-from hf_kvret.io.persistence import read_parts
+from hf_kvret.io.description import DESCRIPTION, FORMAT_VERSION, Description
 
 
 def holds_cache(path: Path) -> bool:
@@ -16,14 +14,11 @@ def holds_cache(path: Path) -> bool:
 
 def files_of_cache(path: Path) -> set[str]:
     """Names of what ``verify_cache`` reads of a cache that is whole."""
-    with warnings.catch_warnings():
-        # Of format 1, as the check has said already.
-        warnings.simplefilter("ignore")
-        return {DESCRIPTION, Description.read(path).file}
+    return {DESCRIPTION, *Description.read(path).content["files"]}
 
 
 def verify_cache(directory: Path) -> list[str]:
-    """Lines that say what was checked: every byte, by its checksum, and the form of all.
+    """Lines that say what was checked: every byte, by its checksum.
 
     Whether tensors fit one another and the model shows when the cache is loaded.
 
@@ -33,18 +28,14 @@ def verify_cache(directory: Path) -> list[str]:
         ValueError: damage, with its place.
     """
     description = Description.read(directory)
-    count = nbytes = 0
-    for parts in read_parts(directory, description):
-        count += len(parts)
-        nbytes += sum(tensor.nbytes for tensor in parts.values())
-    known = [name for name, value in description.origin.items() if value is not None]
-    checked = "whole" if description.format_version > 1 else "readable; format 1 has no checksums"
+    content, tensors = description.content, description.tensors(directory)
+    names = tensors.names()
+    nbytes = sum(tensors.read(name).nbytes for name in names)
+    records = [name for name in ("identity", "tokens") if content[name] is not None]
+    versions = [f"{str(name)[:80]} {str(value)[:80]}" for name, value in content["library"].items()]
     return [
-        f"cache    {description.method}, format {description.format_version}, "
-        f"{len(description.layers)} layers",
-        f"tensors  {count}, {nbytes / 2**20:.2f} MiB: {checked}",
-        f"made by  {', '.join(f'{name} {value}' for name, value in description.library.items())}"
-        if description.library
-        else "made by  unknown versions",
-        f"records  {' and '.join(known) or 'neither identity nor tokens'}",
+        f"cache    {content['method']}, format {FORMAT_VERSION}, {len(content['layers'])} layers",
+        f"tensors  {len(names)}, {nbytes / 2**20:.2f} MiB: whole",
+        f"made by  {', '.join(versions)}",
+        f"records  {' and '.join(records) or 'neither identity nor tokens'}",
     ]

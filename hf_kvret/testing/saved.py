@@ -8,43 +8,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from hf_kvret.io.description import DESCRIPTION, STEM, SUFFIX, checksum
-from hf_kvret.io.tensor_file import version_of, write_tensors
+from hf_kvret.io import description, shards
+
+NAME = f"{description.STEM}-0123456789ab{shards.SUFFIX}"
+"""The file of tensors that ``write_saved`` writes."""
 
 
 def saved_file(folder: Path) -> Path:
-    """The file of tensors that ``cache.json`` in ``folder`` names."""
-    return folder / json.loads((folder / DESCRIPTION).read_text())["files"]["tensors"]
+    """The first shard that ``cache.json`` in ``folder`` names."""
+    return folder / json.loads((folder / description.DESCRIPTION).read_text())["files"][0]
 
 
 def read_saved(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """``cache.json`` in ``folder``, and the tensors of the file that it names."""
-    return json.loads((folder / DESCRIPTION).read_text()), load_file(saved_file(folder))
+    """``cache.json`` in ``folder``, and the tensors of the shards that it names."""
+    content = json.loads((folder / description.DESCRIPTION).read_text())
+    tensors = {}
+    for name in content["files"]:
+        # Copies: a test may replace the file that is mapped.
+        tensors |= {one: x.clone() for one, x in load_file(folder / name).items()}
+    return content, tensors
 
 
 def write_saved(
     folder: Path,
-    description: Mapping[str, Any],
+    content: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a saved cache whose checksums are right, whatever it says.
 
     Args:
         folder: where to; made if needed.
-        description: ``cache.json``; what it says of files and tensors is replaced with ``tensors``.
+        content: ``cache.json``; what it says of files and tensors is replaced with ``tensors``.
         tensors: None to leave files as they are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    content = dict(description)
+    content = dict(content)
     if tensors is not None:
-        unfinished = folder / "unfinished"
-        with unfinished.open("wb") as file:
-            entries = write_tensors(file, tensors)
-        name = f"{STEM}-{version_of(entries)}{SUFFIX}"
-        unfinished.replace(folder / name)
-        content["files"] = {"tensors": name}
-        content["tensors"] = {each: entry.to_json() for each, entry in entries.items()}
-    content["checksum"] = checksum(content)
-    (folder / DESCRIPTION).write_text(json.dumps(content))
+        tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        save_file(tensors, folder / NAME)
+        content["files"] = [NAME]
+        content["tensors"] = {name: shards.checksum(name, x) for name, x in tensors.items()}
+    content["checksum"] = description.checksum(content)
+    (folder / description.DESCRIPTION).write_text(json.dumps(content))

@@ -168,12 +168,10 @@ def test_another_method_is_refused_before_its_tensors_are_read(saved: Path) -> N
         "[" * 200_000,
         '{"a":' * 100_000,
         '{"format_version": ' + "9" * 5000 + "}",
-        '{"format_version": 1, "format_version": 1}',
         '{"format_version": 1, "data": NaN}',
         '{"format_version": 1, "data": 1e999}',
-        "[" * 70 + "]" * 70,
     ],
-    ids=["deep list", "deep dict", "digits", "twice", "NaN", "overflow", "nested"],
+    ids=["deep list", "deep dict", "digits", "NaN", "overflow"],
 )
 def test_json_that_is_made_to_do_damage_is_refused(saved: Path, text: str) -> None:
     (saved / DESCRIPTION).write_text(text)

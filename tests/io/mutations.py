@@ -7,7 +7,6 @@ folder of a saved cache, given a source of chance and, for some, another cache o
 from __future__ import annotations
 
 import json
-import math
 import random
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from hf_kvret.testing.saved import read_saved, saved_file, write_saved
 
@@ -122,7 +120,7 @@ def no_file(chance: random.Random, folder: Path, other: Path) -> None:
 def strange_json(chance: random.Random, folder: Path, other: Path) -> None:
     path = folder / DESCRIPTION
     text = path.read_text()
-    version = '"format_version": 2'
+    version = '"format_version": 1'
     assert version in text
     path.write_bytes(
         chance.choice(
@@ -131,7 +129,7 @@ def strange_json(chance: random.Random, folder: Path, other: Path) -> None:
                 lambda: b'{"a":' * 100_000,
                 lambda: text.replace(version, '"format_version": ' + "9" * 5000).encode(),
                 lambda: text.replace(version, '"format_version": NaN').encode(),
-                lambda: text.replace(version, f'{version}, "format_version": 1').encode(),
+                lambda: text.replace(version, f'{version}, "format_version": 2').encode(),
                 lambda: (text.rstrip()[:-1] + ', "x": [' + "0," * 10**6 + "0]}").encode(),
                 lambda: b"\xff\xfe" + text.encode(),
                 lambda: b"\xef\xbb\xbf" + text.encode(),
@@ -235,7 +233,7 @@ def renamed(chance: random.Random, tensors: Tensors, content: dict[str, Any]) ->
 
 
 def version(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
-    content["format_version"] = chance.choice([0, 1, 3, "2", 2.0, True, None, [], {}, -1, 10**30])
+    content["format_version"] = chance.choice([0, 2, 3, "1", 1.0, True, None, [], {}, -1, 10**30])
 
 
 def option(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
@@ -322,70 +320,50 @@ CRAFTS: list[Craft] = [
 ]
 
 
-def entries(chance: random.Random, folder: Path) -> None:
+def checksums(chance: random.Random, folder: Path) -> None:
     """Make other entries of tensors, or of files, with the checksum of the description right."""
     content, _ = read_saved(folder)
     tensors = content["tensors"]
     name = chance.choice(sorted(tensors))
-    kind = chance.randrange(7)
+    kind = chance.randrange(5)
     if kind == 0:
-        shapes = [[2**40], [2**62, 4], [2**63], [0], [2**32, 2**32], [1] * 70, [-1], [1.5], "x"]
-        tensors[name]["shape"] = chance.choice(shapes)
+        tensors[name] = chance.choice(["", "0", "00000000", "x" * 8, *VALUES])
     elif kind == 1:
-        tensors[name]["dtype"] = chance.choice(["F64", "I8", "BOOL", "F8_E4M3", "U64", "F4", 3])
-    elif kind == 2:
-        tensors[name]["crc32"] = chance.choice(["", "0", "00000000", 0, None, "x" * 8])
-    elif kind == 3:
-        tensors[name] = chance.choice(VALUES)
-    elif kind == 4:
         tensors[name + "x"] = tensors.pop(name)
-    elif kind == 5:
+    elif kind == 2:
+        del tensors[name]
+    elif kind == 3:
         bad = ["../x", "/etc/passwd", "cache-.safetensors", "cache.json", "cache-0123456789ab.x"]
-        content["files"]["tensors"] = chance.choice([*bad, *VALUES])
+        content["files"] = chance.choice([[], content["files"] * 2, [chance.choice(bad)], *VALUES])
     else:
         tensors[name], other = tensors[chance.choice(sorted(tensors))], tensors[name]
         tensors[name + "y"] = other
     write_saved(folder, content)
 
 
-def huge(chance: random.Random, folder: Path) -> None:
-    """Claim a shape of any size, perhaps with as many checksums."""
-    content, _ = read_saved(folder)
-    entry = content["tensors"][chance.choice(sorted(content["tensors"]))]
-    sizes = [0, 1, 2, 2**20, 2**31, 2**32, 2**40, 2**47, 2**48, 2**62, 2**63]
-    shape = [chance.choice(sizes) for _ in range(chance.randrange(1, 9))]
-    blocks = -(-(4 * math.prod(shape)) // (1 << 20))
-    entry |= {"shape": shape, "crc32": "01234567" * min(blocks, chance.choice([1, 10**5]))}
-    write_saved(folder, content)
+def header(chance: random.Random, folder: Path) -> None:
+    """Claim another shape, dtype or place of a tensor in the header of the file."""
+    path = saved_file(folder)
+    start, content = _body(path), path.read_bytes()
+    values = json.loads(content[8:start])
+    entry = values[chance.choice(sorted(set(values) - {"__metadata__"}))]
+    sizes = [0, 1, 2, 2**20, 2**31, 2**32, 2**40, 2**47, 2**48, 2**62, 2**63, -1, 1.5]
+    kind = chance.randrange(3)
+    if kind == 0:
+        entry["shape"] = [chance.choice(sizes) for _ in range(chance.randrange(70))]
+    elif kind == 1:
+        entry["dtype"] = chance.choice(["F64", "I8", "BOOL", "F8_E4M3", "U64", "F4", "C64", 3])
+    else:
+        entry["data_offsets"] = [chance.choice(sizes), chance.choice(sizes)]
+    text = json.dumps(values).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[start:])
 
 
-IN_FOLDER = [entries, huge]
+IN_FOLDER = [checksums, header]
 
 
-def craft(chance: random.Random, folder: Path, mutation: Craft, version: int) -> None:
-    """Apply ``mutation`` and write the cache anew in a format, checksums and all."""
+def craft(chance: random.Random, folder: Path, mutation: Craft) -> None:
+    """Apply ``mutation`` and write the cache again, checksums and all."""
     content, tensors = read_saved(folder)
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     mutation(chance, tensors, content)
-    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    if version == 2:
-        write_saved(folder, content, tensors)
-        return
-    if content.get("format_version") == 2:
-        content["format_version"] = 1
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("tokens.")}
-    content["tensors"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    save_file(tensors, folder / "cache.safetensors")
-    (folder / DESCRIPTION).write_text(json.dumps(content))
-
-
-def fp8_in_format_1(chance: random.Random, folder: Path) -> None:
-    """Write a cache of format 1 with a dtype that no cache has."""
-    content, _ = read_saved(folder)
-    tensors = load_file(saved_file(folder))
-    name = chance.choice(sorted(tensors))
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    content |= {"format_version": 1}
-    content["tensors"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    save_file(tensors, folder / "cache.safetensors")
-    (folder / DESCRIPTION).write_text(json.dumps(content))
+    write_saved(folder, content, tensors)

@@ -11,7 +11,6 @@ import dataclasses
 import random
 import runpy
 import shutil
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +78,7 @@ class Base:
     content: dict[str, torch.Tensor]
 
     def load(self, folder: Path) -> RetrievalCache:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*holds a cache of format 1")
-            return self.kind.from_pretrained(folder, self.model.config, **self.options)
+        return self.kind.from_pretrained(folder, self.model.config, **self.options)
 
 
 def _content(cache: RetrievalCache) -> dict[str, torch.Tensor]:
@@ -200,8 +197,7 @@ def test_a_mutated_cache_is_refused_or_serves(
     elif mutation in mutations.IN_FOLDER:
         mutation(chance, folder)
     else:
-        format_1 = not any(layer["values"] for layer in _layers(base)) and chance.random() < 0.2
-        mutations.craft(chance, folder, mutation, 1 if format_1 else 2)
+        mutations.craft(chance, folder, mutation)
     try:
         cache = base.load(folder)
     except (ValueError, OSError) as refused:
@@ -221,10 +217,6 @@ def test_a_mutated_cache_is_refused_or_serves(
         # The first pass of several tokens tells that another model filled it.
         assert mutation is mutations.deep
         assert str(refused).startswith(("past_key_values was made for", "past_key_values was fill"))
-
-
-def _layers(base: Base) -> list[dict[str, Any]]:
-    return read_saved(base.folder)[0]["layers"]
 
 
 def _ids() -> list[Any]:
@@ -255,7 +247,7 @@ def test_crafted_ids_are_refused_or_serve(
     for part, craft in crafts[::every]:
         folder = tmp_path / "case"
         shutil.copytree(base.folder, folder)
-        mutations.craft(random.Random(0), folder, craft, 2)
+        mutations.craft(random.Random(0), folder, craft)
         try:
             cache = base.load(folder)
         except ValueError:
@@ -270,28 +262,13 @@ def test_crafted_ids_are_refused_or_serve(
 
 
 @pytest.mark.parametrize("number", range(SAMPLED_BASES))
-def test_what_is_not_mutated_loads_in_either_format(
-    bases: Any, number: int, tmp_path: Path
-) -> None:
+def test_what_is_not_mutated_loads(bases: Any, number: int, tmp_path: Path) -> None:
     """So that the mutations above are what is refused."""
     base = bases(number)
     folder = tmp_path / "case"
     shutil.copytree(base.folder, folder)
-    formats = [2] if any(layer["values"] for layer in _layers(base)) else [2, 1]
-    for version in formats:
-        mutations.craft(random.Random(0), folder, lambda *_: None, version)
-        cache = base.load(folder)
-        assert _equal(_content(cache), base.content)
-        shutil.rmtree(folder)
-        shutil.copytree(base.folder, folder)
+    mutations.craft(random.Random(0), folder, lambda *_: None)
+    cache = base.load(folder)
+    assert _equal(_content(cache), base.content)
     with torch.no_grad():
         _passes(base.model, cache)
-
-
-def test_no_float_of_8_bits_is_loaded(bases: Any, tmp_path: Path) -> None:
-    base = bases(0)
-    folder = tmp_path / "case"
-    shutil.copytree(base.folder, folder)
-    mutations.fp8_in_format_1(random.Random(1), folder)
-    with pytest.raises(ValueError, match="of dtype F8_E4M3, which no cache has"):
-        base.load(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +99,10 @@ def test_what_is_no_cache_is_not_replaced(
     assert [each.name for each in tmp_path.iterdir()] == ["cache.json"]
 
 
-def test_other_files_stay_and_those_of_format_1_go(llama: PreTrainedModel, tmp_path: Path) -> None:
-    source = Path(__file__).parents[1] / "fixtures" / "saved" / "caches" / "flat-device"
-    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+def test_other_files_stay_and_those_of_the_older_cache_go(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    _filled(llama, salt=1).save_pretrained(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     _filled(llama).save_pretrained(tmp_path, overwrite=True)
     names = {path.name for path in tmp_path.iterdir()}
@@ -110,7 +110,7 @@ def test_other_files_stay_and_those_of_format_1_go(llama: PreTrainedModel, tmp_p
 
 
 def test_names_that_are_nearly_ours_stay(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """Also where an older cache is replaced, which is not of format 1."""
+    """Also where an older cache is replaced."""
     cache, names = _filled(llama), ("cache.safetensors", "cache-202411250228.zip", "cache.zip")
     cache.save_pretrained(tmp_path)
     for name in names:
@@ -168,7 +168,7 @@ def test_verify_finds_damage_anywhere(
     _filled(llama).save_pretrained(tmp_path)
     code, shown = _verify(tmp_path, capsys)
     assert code == 0
-    assert "flat, format 2, 2 layers" in shown and "MiB: whole" in shown
+    assert "flat, format 1, 2 layers" in shown and "MiB: whole" in shown
     assert "hf_kvret" in shown and "records  identity and tokens" in shown
     for path in (saved_file(tmp_path), tmp_path / "cache.json"):
         content = path.read_bytes()
@@ -182,12 +182,7 @@ def test_verify_finds_damage_anywhere(
     assert _verify(tmp_path, capsys)[0] == 0
 
 
-def test_verify_says_what_it_cannot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
-    old = Path(__file__).parents[1] / "fixtures" / "saved" / "caches" / "flat-device"
-    code, shown = _verify(old, capsys)
-    assert code == 0 and "format 1 has no checksums" in shown
+def test_verify_says_what_it_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, shown = _verify(tmp_path, capsys)
     assert code != 0 and "--verify checks saved caches" in shown
 

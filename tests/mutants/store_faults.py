@@ -30,10 +30,10 @@ FAULTS = (
         "mask = self._token > length",
     ),
     Fault(
-        "damaged-block-accepted",
-        "hf_kvret/io/tensor_file.py",
-        'if f"{crc32(block):08x}" != digits:',
-        'if f"{crc32(block):08x}" == "":',
+        "damaged-tensor-accepted",
+        "hf_kvret/io/shards.py",
+        "if checksum(name, tensor) != self._checksums[name]:",
+        "if not checksum(name, tensor):",
     ),
     Fault(
         "unfinished-files-of-broken-saves-stay",

@@ -11,7 +11,7 @@ import pytest
 from bench_save import Save
 
 from hf_kvret.evaluation.results import Results
-from hf_kvret.io import tensor_file
+from hf_kvret.io import shards
 
 Bench = Callable[..., int]
 SMALL = Save.smallest.split()
@@ -52,5 +52,5 @@ def test_what_can_not_be_saved_is_said(bench: Bench) -> None:
 
 def test_without_checksums_the_same_is_loaded() -> None:
     with bench_save._without_checksums():
-        assert tensor_file.crc32(b"abc") == 0
-    assert tensor_file.crc32(b"abc") == 0x352441C2
+        assert shards.crc32(b"abc") == 0
+    assert shards.crc32(b"abc") == 0x352441C2
