@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -87,7 +88,8 @@ def attend_selected(
             raise blamed_on(index, "search", error) from error
 
 
-class Search(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Search:
     """A step's search.
 
     Attributes:
@@ -116,7 +118,7 @@ def _attend_to_search(
 
     ``measured``: whether the missed mass is counted.
     """
-    searching, index, cold, groups = search
+    searching, index, cold, groups = search.query, search.index, search.cold, search.groups
     selected = counters.total(cold)
     ids = index.search(searching, cold)
     _note_search(regions, index, searching, ids, cold, counters, groups, number)

@@ -40,8 +40,6 @@ class LayerTokens:
             rows and queries are rotated. Models may order these anew when they rotate, or scale
             queries after it: ``key_before`` and ``query_before`` are what the same order and the
             same scale would be without rotation.
-        scale: factor of dot products, as the attention function was told; None: ``D ** -0.5``.
-        softcap: of scores, as it was told; None: there is none.
     """
 
     query_before: torch.Tensor
@@ -54,8 +52,6 @@ class LayerTokens:
     hidden: torch.Tensor | None
     position_ids: torch.Tensor | None
     latent: nn.Module | None = None
-    scale: float | None = None
-    softcap: float | None = None
 
 
 Callback = Callable[[int, LayerTokens], None]
@@ -137,8 +133,6 @@ class Frame:
         key: torch.Tensor,
         value: torch.Tensor,
         position_ids: torch.Tensor | None,
-        scale: float | None = None,
-        softcap: float | None = None,
     ) -> None:
         """Put together what the layer was given, and report it."""
         if self.attended:
@@ -158,8 +152,6 @@ class Frame:
             hidden=_detached(self.hidden),
             position_ids=_detached(position_ids),
             latent=self.module if isinstance(self, LatentFrame) else None,
-            scale=scale,
-            softcap=softcap,
         )
         self._report(tokens)
 

@@ -149,8 +149,7 @@ def _seen_interface(
 
     @functools.wraps(function)
     def attend(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
-        told = (more.get(name) for name in ("position_ids", "scaling", "softcap"))
-        frame.attend(query, key, value, *told)
+        frame.attend(query, key, value, more.get("position_ids"))
         return function(module, query, key, value, *rest, **more)
 
     return attend

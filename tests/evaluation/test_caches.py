@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from hf_kvret import FlatKVCache, ParisKVCache
 from hf_kvret.evaluation import caches
 from hf_kvret.evaluation.caches import choose_cache, choose_caches, known_caches
+from hf_kvret.methods.a2ats import A2ATSConfig
 
 CONFIG = LlamaConfig(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
@@ -23,6 +24,13 @@ def test_options_reach_the_cache() -> None:
     made = choose_cache("flat:sink=0", {"top_k": 7, "sink": 9}).make(CONFIG, 100)
     assert isinstance(made, FlatKVCache)
     assert (made.options.top_k, made.options.sink) == (7, 0)
+
+
+def test_names_of_an_artifact_stay_names() -> None:
+    pin = "12" * 32
+    options = choose_cache(f"a2ats:artifact=7:revision=123:artifact_sha256={pin}").options
+    assert isinstance(options, A2ATSConfig)
+    assert (options.artifact, options.revision, options.artifact_sha256) == ("7", "123", pin)
 
 
 def test_opponents_are_transformers_own() -> None:

@@ -56,8 +56,14 @@ FAULTS = (
     Fault(
         "drafts-see-the-future",
         "hf_kvret/core/selected_attention.py",
-        "offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None",
+        "offset = None if one else keys.shape[2] - query.shape[2]",
         "offset = None",
+    ),
+    Fault(
+        "groups-of-heads-seen-as-drafts",
+        "hf_kvret/core/selected_attention.py",
+        "one = folded or query.shape[2] == 1",
+        "one = query.shape[2] == 1",
     ),
     Fault(
         "shared-layer-forgets-its-past",
