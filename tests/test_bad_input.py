@@ -15,9 +15,11 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
+from transformers.utils import is_psutil_available
 
 import hf_kvret
 from hf_kvret import FlatConfig, FlatKVCache, ParisConfig, ParisKVCache
+from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.stores import store_names
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED
 
@@ -232,14 +234,28 @@ def test_continuous_batching_refuses_retrieval(way: str) -> None:
         BATCHED[way](model, GenerationConfig(max_new_tokens=2, eos_token_id=-1))
 
 
-def test_a_manager_from_before_a_switch_is_not_started() -> None:
-    model = MODELS["llama"].build()
+def batching_manager(model: PreTrainedModel) -> Any:
     sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=128)
     config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, do_sample=False)
-    manager = model.init_continuous_batching(config, sizes)
+    return model.init_continuous_batching(config, sizes)
+
+
+def test_a_manager_from_before_a_switch_is_not_started() -> None:
+    model = MODELS["llama"].build()
+    manager = batching_manager(model)
     hf_kvret.attach(model)
     with pytest.raises(ValueError, match="keeps a paged cache"):
         manager.start()
+
+
+@pytest.mark.skipif(
+    CACHE_NAME == "past_key_values" and not is_psutil_available(),
+    reason="without psutil transformers before 5.24 takes it that a CPU has no memory",
+)
+def test_the_manager_of_a_restored_model_serves() -> None:
+    model = MODELS["llama"].build()
+    manager = batching_manager(model)
+    hf_kvret.attach(model)
     hf_kvret.restore(model)
     manager.start()
     try:
