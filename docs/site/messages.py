@@ -87,7 +87,6 @@ PASSED_ON = (
     "core/selected_attention.py",
     "evaluation/caches.py",
     "evaluation/report.py",
-    "evaluation/ruler/aggregation.py",
     "evaluation/verification.py",
     "fits/command.py",
     "io/description.py",

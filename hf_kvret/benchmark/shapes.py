@@ -163,7 +163,7 @@ def load_shape(name: str, *, option: str = "--shape", experts: bool = False) -> 
     )
     if "/" not in name and not Path(name).is_dir():
         raise ValueError(unknown)
-    cached = needs_cache(option, name, "config.json")
+    cached = needs_cache(option, name)
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=cached)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

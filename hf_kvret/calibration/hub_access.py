@@ -15,13 +15,11 @@ from hf_kvret.calibration.hub import CLIENT_ERROR, is_hub_id
 _TIMEOUT_SECONDS = 10.0
 
 
-def needs_cache(option: str, name: str, file: str, repo_type: str = "model") -> bool:
-    """Whether the repository ``name`` can only be had of the cache, as the hub can't be asked.
+def needs_cache(option: str, name: str) -> bool:
+    """Whether the model ``name`` can only be had of the cache, as the hub can't be asked.
 
     Args:
         option: what the user gave ``name`` to, as ``--model``.
-        file: tells that the repository is in the cache.
-        repo_type: ``"model"`` or ``"dataset"``.
 
     Raises:
         NotADirectoryError: ``name`` is a file.
@@ -37,10 +35,10 @@ def needs_cache(option: str, name: str, file: str, repo_type: str = "model") -> 
             f"{option} {name}: no such folder, and no hub id either (owner/name); check the "
             "spelling"
         )
-    reason = why_unreachable(name, repo_type)
+    reason = why_unreachable(name)
     if reason is None:
         return False
-    if isinstance(try_to_load_from_cache(name, file, repo_type=repo_type), str):
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return True
     raise ConnectionError(
         f"{option} {name}: no such folder, not in the cache, and the hub can't be asked "

@@ -18,8 +18,8 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.evaluation.needles import NeedleLanguage
-from hf_kvret.evaluation.ruler.niah import NOISE
-from hf_kvret.evaluation.ruler.words import adjective_noun_pairs
+from hf_kvret.evaluation.ruler.prompts import NOISE
+from hf_kvret.evaluation.ruler.texts import adjective_noun_pairs
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.texts import read_text
 

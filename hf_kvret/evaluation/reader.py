@@ -150,21 +150,15 @@ class Reader:
         count: int,
         stop: Collection[int] = (),
         *,
-        barred: Collection[int] = (),
         done: Callable[[list[int]], bool] = lambda given: False,
     ) -> list[int]:
         """Up to ``count`` greedy tokens after feeding ``tokens [n]``; ends before one of ``stop``.
 
-        The first one is none of ``barred``. ``done`` is asked after each token, whether all those
-        given will do.
+        ``done`` is asked after each token, whether all those given will do.
         """
         given: list[int] = []
         while len(given) < count:
-            logits = self.feed(tokens)[-1]
-            if barred and not given:
-                places = torch.tensor(sorted(barred), device=logits.device)
-                logits = logits.index_fill(0, places, float("-inf"))
-            best = int(logits.argmax())
+            best = int(self.feed(tokens)[-1].argmax())
             if best in stop:
                 break
             given.append(best)

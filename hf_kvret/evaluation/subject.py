@@ -110,7 +110,7 @@ def load_subject(
     place = str(model_folder(name))
     if name in _BUNDLED and not (_BUNDLED[name] / "model.safetensors").is_file():
         raise FileNotFoundError(_where(name))
-    cached = needs_cache("--model", place, "config.json")
+    cached = needs_cache("--model", place)
     if name not in _BUNDLED:
         print(f"loading the model {name} ...", file=sys.stderr)
     try:

@@ -46,8 +46,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 def chat_parts(tokenizer: PreTrainedTokenizerBase) -> Chat:
     """What the chat template puts before and after a user's message.
 
-    The message is not given to the template itself, as some would strip it: passage_count's prompt
-    ends with a blank.
+    The message is not given to the template itself, as some would strip its blanks.
 
     Raises:
         ValueError: the tokenizer has no chat template, or one that doesn't show the message as it

@@ -31,7 +31,6 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     [
         ("eval ppl --text {text} --model nobody/none", "--model nobody/none"),
         ("bench decode --shape nobody/none", "--shape nobody/none"),
-        ("eval longbench --hub-id nobody/none", "--hub-id nobody/none"),
         ("calibrate a2ats --text {text} --out {out} --model nobody/none", "--model nobody/none"),
         ("calibrate a2ats --model needle --out {out} --push-to-hub me/x", "--push-to-hub me/x"),
     ],
@@ -56,19 +55,19 @@ def test_what_is_in_the_cache_is_taken_from_there(
 ) -> None:
     assert why_unreachable("me/mine") is not None
     monkeypatch.setattr(hub_access, "try_to_load_from_cache", lambda *given, **more: "config.json")
-    assert needs_cache("--model", "me/mine", "config.json")
+    assert needs_cache("--model", "me/mine")
 
 
 def test_folders_are_not_asked_for_and_no_id_is_told(tmp_path: Path) -> None:
-    assert not needs_cache("--model", str(tmp_path), "config.json")
+    assert not needs_cache("--model", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"--model .*none: no such folder, and no hub id"):
-        needs_cache("--model", str(tmp_path / "none"), "config.json")
+        needs_cache("--model", str(tmp_path / "none"))
 
 
 def test_the_users_own_wish_to_be_offline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_access, "is_offline_mode", lambda: True)
     with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set"):
-        needs_cache("--model", "me/mine", "config.json")
+        needs_cache("--model", "me/mine")
 
 
 def test_a_model_that_is_a_file_is_said_to_be_one(
@@ -82,7 +81,7 @@ def test_a_model_that_is_a_file_is_said_to_be_one(
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         with pytest.raises(NotADirectoryError, match=r"--shape novel\.txt is a file"):
-            needs_cache("--shape", "novel.txt", "config.json")
+            needs_cache("--shape", "novel.txt")
 
 
 @pytest.mark.parametrize("offline", [False, True])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_kvret.evaluation.ruler import RulerData, Sample, generate
-from hf_kvret.evaluation.ruler.words import single_words
+from hf_kvret.evaluation.ruler.texts import single_words
 
 CWE_OPENING = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

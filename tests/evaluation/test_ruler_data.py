@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_kvret.evaluation.ruler import TASKS, RulerData, generate
-from hf_kvret.evaluation.ruler.data import (
+from hf_kvret.evaluation.ruler.texts import (
     read_english_words,
     read_essay_words,
     read_hotpot,
@@ -51,7 +51,7 @@ def test_essays_are_words_in_order_in_every_format(
 def test_english_words_are_read_in_every_format(tmp_path: Path, name: str, content: object) -> None:
     data = RulerData(english_words=put(tmp_path / name, content))
     assert read_english_words(data, "cwe") == ["apple", "pear"]
-    assert read_english_words(RulerData(), "cwe") is None
+    assert read_english_words(RulerData(), "cwe") == []
 
 
 SQUAD = {
@@ -80,7 +80,7 @@ SQUAD = {
 
 def test_squad_keeps_answerable_questions_and_all_paragraphs(tmp_path: Path) -> None:
     questions = read_squad(RulerData(squad=put(tmp_path / "s.json", SQUAD)), "qa_1")
-    assert questions.documents == ("Apple text.", "Melon text.", "Zebra text.")
+    assert questions.documents == ["Apple text.", "Melon text.", "Zebra text."]
     assert [item.query for item in questions.questions] == ["Q0?", "Q2?"]
     assert questions.questions[0].outputs == ("a", "b")
     assert [item.gold for item in questions.questions] == [(2,), (0,)]
@@ -95,7 +95,7 @@ HOTPOT = [
 
 def test_hotpot_documents_are_title_and_sentences_once_each(tmp_path: Path) -> None:
     questions = read_hotpot(RulerData(hotpot=put(tmp_path / "h.json", HOTPOT)), "qa_2")
-    assert questions.documents == ("A\nz.", "B\nx. y.")
+    assert questions.documents == ["A\nz.", "B\nx. y."]
     assert [item.gold for item in questions.questions] == [(1, 0), (0,)]
     assert [item.outputs for item in questions.questions] == [("a",), ("b",)]
 

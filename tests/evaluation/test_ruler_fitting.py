@@ -16,13 +16,12 @@ from hf_kvret.evaluation.ruler.fitting import (
     largest_size,
     smaller,
 )
-from hf_kvret.evaluation.ruler.prompts import Draft
-from hf_kvret.evaluation.ruler.task import TASKS
+from hf_kvret.evaluation.ruler.task import TASKS, Draft
 
 
 def job(length: int) -> Job:
     """One that counts words; the task's answer takes 30."""
-    return Job(TASKS["vt"], length, 1, lambda text: len(text.split()), Draws(1), None)
+    return Job(TASKS["vt"], length, 1, lambda text: len(text.split()), Draws(1))
 
 
 def words(count: int) -> Draft:
@@ -71,15 +70,15 @@ def test_a_sample_that_is_too_long_is_drawn_again_smaller() -> None:
         sizes.append(size)
         return words(size)
 
-    fitted = draw_fitting(job(100), build, 90, 10)
+    draft, length = draw_fitting(job(100), build, 90, 10)
     assert sizes == [90, 80, 70]
-    assert fitted.length == 100
-    assert fitted.draft == words(70)
+    assert length == 100
+    assert draft == words(70)
 
 
 def test_the_smallest_size_is_drawn_again_before_a_length_is_too_short() -> None:
     counts = iter([80, 75, 69])
-    assert draw_fitting(job(100), lambda size: words(next(counts)), 10, 10).length == 99
+    assert draw_fitting(job(100), lambda size: words(next(counts)), 10, 10)[1] == 99
 
     drawn: list[int] = []
 
@@ -122,6 +121,6 @@ def test_draws_are_those_of_the_seeded_modules() -> None:
     assert ours == modules
 
     first, second = list(items), list(items)
-    draws.fresh().shuffle(first)
-    draws.fresh().shuffle(second)
+    draws.shuffle(first)
+    draws.shuffle(second)
     assert first == second != items

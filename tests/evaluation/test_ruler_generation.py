@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from hf_kvret.evaluation.ruler import TASKS, RulerData, Sample, generate
-from hf_kvret.evaluation.ruler.words import single_words
+from hf_kvret.evaluation.ruler.texts import single_words
 
 EXPECTED_TASKS = {
     **{f"niah_single_{i}": (128, "all") for i in (1, 2, 3)},

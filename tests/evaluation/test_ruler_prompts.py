@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_kvret.evaluation.ruler.prompts import Template
+from hf_kvret.evaluation.ruler.fitting import Template
 
 TEXT = "Read {kind}:\n{context}\nWhat is {query}?"
 
@@ -14,7 +14,7 @@ def chat(message: str) -> str:
 
 
 def test_the_prefix_stands_behind_the_end_of_the_chat_template() -> None:
-    template = Template.make(TEXT, " The {query} is", chat)
+    template = Template(TEXT, " The {query} is", chat)
     draft = template.fill("some {braces}", ("a",), kind="this", query="it")
     assert draft.context == "<sys>{x} You are kind.<user>Read this:\nsome {braces}"
     assert draft.question == "\nWhat is it?<end><bot>"
@@ -24,17 +24,16 @@ def test_the_prefix_stands_behind_the_end_of_the_chat_template() -> None:
 
 
 def test_without_a_chat_template_there_is_the_task_alone() -> None:
-    draft = Template.make(TEXT, "", None).fill("c", ("a",), kind="k", query="q")
+    draft = Template(TEXT, "", None).fill("c", ("a",), kind="k", query="q")
     assert draft.prompt == "Read k:\nc\nWhat is q?"
 
 
 def test_an_example_goes_between_chat_template_and_task() -> None:
-    template = Template.make(TEXT, "", chat)
+    template = Template(TEXT, "", chat)
     draft = template.fill("c", ("a",), kind="k", query="q")
-    shown = template.with_example(draft, "example\n")
+    shown = template.fill("c", ("a",), "example\n", kind="k", query="q")
     assert shown.context == "<sys>{x} You are kind.<user>example\nRead k:\nc"
     assert shown.question == draft.question
-    assert draft.after("first ").context == f"first {draft.context}"
 
 
 @pytest.mark.parametrize(
@@ -47,4 +46,4 @@ def test_an_example_goes_between_chat_template_and_task() -> None:
 )
 def test_a_chat_template_that_changes_its_message_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="once and unchanged"):
-        Template.make(TEXT, "", wrong)  # type: ignore[arg-type]
+        Template(TEXT, "", wrong)  # type: ignore[arg-type]

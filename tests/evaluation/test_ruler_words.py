@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_kvret.evaluation.ruler.words import Pairs, adjective_noun_pairs, single_words
+from hf_kvret.evaluation.ruler.texts import Pairs, adjective_noun_pairs, single_words
 
 
 def brute_force(firsts: list[str], seconds: list[str]) -> list[str]:
@@ -29,8 +29,6 @@ def test_pairs_are_the_sorted_set_of_all_pairs(firsts: list[str], seconds: list[
     pairs = Pairs(firsts, seconds)
     assert len(pairs) == len(expected)
     assert list(pairs) == expected
-    assert pairs[-1] == expected[-1]
-    assert pairs[1:3] == expected[1:3]
 
 
 def test_random_choice_draws_from_pairs_as_from_the_list() -> None:
@@ -43,7 +41,7 @@ def test_random_choice_draws_from_pairs_as_from_the_list() -> None:
 
 def test_positions_outside_are_refused() -> None:
     pairs = Pairs(["a"], ["x", "y"])
-    for index in (2, -3):
+    for index in (2, -1):
         with pytest.raises(IndexError, match="outside 2 pairs"):
             pairs[index]
     assert len(Pairs([], ["x"])) == 0

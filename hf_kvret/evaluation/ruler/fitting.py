@@ -7,93 +7,122 @@ the samples that follow the same as RULER's.
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hf_kvret.evaluation.ruler.prompts import ChatTemplate, Draft
-from hf_kvret.evaluation.ruler.task import RulerTask
+from hf_kvret.evaluation.ruler.task import Draft, RulerTask
 
+ChatTemplate = Callable[[str], str]
+"""Puts a user's message into the model's chat format, up to and with the assistant's header."""
+
+TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("templates.json").read_bytes())
+"""A family's text and answer prefix, a needle, and a line of noise; placeholders in braces."""
+
+# Draws at the smallest size before a length is called too short; RULER draws for ever.
 RETRIES = 50
-"""Draws at the smallest size before a length is called too short; RULER draws for ever."""
 
-SHORT_LEN = 4096
-"""Below this length RULER counts in smaller steps."""
+
+class Template:
+    """A task's text inside a chat template, which is called once with the text unfilled.
+
+    Raises:
+        ValueError: what the chat template returned doesn't hold the text unchanged and once.
+    """
+
+    def __init__(self, text: str, answer_prefix: str, chat_template: ChatTemplate | None) -> None:
+        rendered = text if chat_template is None else chat_template(text)
+        if rendered.count(text) != 1:
+            raise ValueError(
+                f"chat_template returned {rendered[:80]!r}...: it must return a text that holds "
+                f"the message it is given once and unchanged, braces included"
+            )
+        self._opening, _, self._closing = rendered.partition(text)
+        self._head, _, self._tail = text.partition("{context}")
+        self._prefix = answer_prefix
+
+    def fill(
+        self, context: str, outputs: tuple[str, ...], example: str = "", **fields: object
+    ) -> Draft:
+        """The prompt around a haystack; ``example`` stands before the task's text."""
+        parts = (self._head, self._tail, self._prefix)
+        head, tail, prefix = (part.format(**fields) for part in parts)
+        return Draft(
+            self._opening + example + head + context, tail + self._closing, prefix, outputs
+        )
 
 
 class Draws:
-    """The random numbers of one call.
-
-    ``python`` and ``numpy`` give what the modules ``random`` and ``numpy.random`` give after being
-    seeded, without touching them. ``fresh()`` is a new generator with the same seed: RULER makes
-    one for every shuffle, so lists of the same length are always shuffled the same way.
-    """
+    """The random numbers of one call: what the modules give after being seeded, left untouched."""
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
         self.python = random.Random(seed)
         self.numpy = np.random.RandomState(seed)
+        self._seed = seed
 
-    def fresh(self) -> random.Random:
-        """A generator that starts anew from the seed."""
-        return random.Random(self.seed)
+    def text(self, letters: str, length: int) -> str:
+        """A random text of some of the letters."""
+        return "".join(self.python.choices(letters, k=length))
+
+    def shuffle(self, items: list[Any]) -> None:
+        """Shuffle in place; as in RULER lists of one length are always shuffled alike."""
+        random.Random(self._seed).shuffle(items)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one call of ``generate`` asks for.
-
-    Attributes:
-        task: the task.
-        length: most tokens of prompt and answer together.
-        samples: how many.
-        count: tokens of a text.
-        draws: the call's random numbers.
-        chat_template: of the model, or None.
-    """
+    """What one call of ``generate`` asks for; ``count`` gives the tokens of a text."""
 
     task: RulerTask
     length: int
     samples: int
     count: Callable[[str], int]
     draws: Draws
-    chat_template: ChatTemplate | None
+    chat_template: ChatTemplate | None = None
 
-    def total(self, prompt: str) -> int:
+    @property
+    def long(self) -> bool:
+        """Whether RULER counts in its usual steps; below 4096 tokens they are smaller."""
+        return self.length >= 4096
+
+    def total(self, draft: Draft) -> int:
         """Tokens of the prompt plus those of the answer."""
-        return self.count(prompt) + self.task.max_new_tokens
+        return self.count(draft.prompt) + self.task.max_new_tokens
 
-    def too_short(self, needed: int) -> ValueError:
-        """The error for a length that no sample fits into."""
-        return ValueError(
-            f"length={self.length} is too short for task {self.task.name!r}: with this tokenizer "
-            f"its smallest sample takes {needed} tokens, {self.task.max_new_tokens} of them for "
-            f"the answer; use a length of at least {needed}"
+
+def token_counter(tokenizer: Any) -> Callable[[str], int]:
+    """The number of tokens of a text; TypeError for what can't encode."""
+    encode: Callable[[str], Sized] = getattr(tokenizer, "encode", tokenizer)
+    if not callable(encode):
+        raise TypeError(
+            f"tokenizer={tokenizer!r} has no encode method and can't be called: give a tokenizer "
+            f"or a function from a text to its tokens"
         )
 
+    def count(text: str) -> int:
+        tokens = len(encode(text))
+        if not tokens:
+            raise ValueError(f"tokenizer={tokenizer!r} makes no tokens of {text[:60]!r}...")
+        return tokens
 
-@dataclass(frozen=True)
-class Fitted:
-    """A prompt that fits, and its length in tokens with the answer's."""
-
-    draft: Draft
-    length: int
+    return count
 
 
 def largest_size(total: Callable[[int], int], length: int, low: int, high: int) -> int:
     """The largest size from ``low`` to ``high`` whose prompt fits into ``length`` tokens.
 
-    ``total(size)`` draws a prompt of that size and counts it. Binary search, so it is called about
-    ``log2(high - low)`` times. ``low`` where nothing fits.
+    ``total(size)`` draws a prompt and counts it. ``low`` where nothing fits.
     """
     best = low
     while low <= high:
         middle = (low + high) // 2
         if total(middle) <= length:
-            best = middle
-            low = middle + 1
+            best, low = middle, middle + 1
         else:
             high = middle - 1
     return best
@@ -104,8 +133,8 @@ def fitting_size(
 ) -> int:
     """The size that fits into ``length`` tokens beside ``other_tokens``, one increment at least.
 
-    ``tokens(size)`` draws a prompt of that size and counts it. A first prompt of one increment
-    gives an estimate, and the search goes up to three times that.
+    ``tokens(size)`` draws a prompt and counts it. A first prompt of one increment gives an
+    estimate, and the search goes up to three times that.
     """
     per_unit = tokens(increment) / increment
     high = max(int((length / per_unit) * 3), increment * 2)
@@ -113,32 +142,31 @@ def fitting_size(
 
 
 def smaller(size: int, increment: int, smallest: int) -> int:
-    """The next size to try: an increment less, until one is reached.
-
-    RULER may step below what a task needs for its needles and then never ends; ``smallest`` is
-    where we stop instead.
-    """
+    """The next size to try, an increment less; RULER goes below ``smallest`` and may never end."""
     return max(size - increment, smallest) if size > increment else size
 
 
 def draw_fitting(
     job: Job, build: Callable[[int], Draft], size: int, increment: int, smallest: int = 1
-) -> Fitted:
-    """A prompt that fits, drawn again with an increment less as long as it is too long.
+) -> tuple[Draft, int]:
+    """A prompt that fits and its length, drawn again with an increment less while it is too long.
 
     Raises:
         ValueError: the smallest size never fitted; names the length that would do.
     """
-    needed = 0
-    tries = 0
+    needed = tries = 0
     while tries < RETRIES:
         draft = build(size)
-        total = job.total(draft.prompt)
+        total = job.total(draft)
         if total <= job.length:
-            return Fitted(draft, total)
-        reduced = smaller(size, increment, smallest)
-        if reduced == size:
+            return draft, total
+        less = smaller(size, increment, smallest)
+        if less == size:
             tries += 1
             needed = max(needed, total)
-        size = reduced
-    raise job.too_short(needed)
+        size = less
+    raise ValueError(
+        f"length={job.length} is too short for task {job.task.name!r}: with this tokenizer "
+        f"its smallest sample takes {needed} tokens, {job.task.max_new_tokens} of them for "
+        f"the answer; use a length of at least {needed}"
+    )

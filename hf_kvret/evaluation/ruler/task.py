@@ -1,21 +1,17 @@
-"""The 13 tasks of RULER by name, and what a sample of one holds.
+"""The 13 tasks of RULER by name, what a sample of one holds, and what an answer is worth.
 
-RULER: Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language
-Models?", arXiv 2404.06654. Names, output budgets and metrics are those of
-``scripts/synthetic.yaml`` and ``scripts/data/synthetic/constants.py`` in its repository
-NVIDIA/RULER (Apache-2.0).
+Names, lengths of answers and scores are those of ``scripts/synthetic.yaml``,
+``scripts/data/synthetic/constants.py`` and ``scripts/eval`` in NVIDIA/RULER (Apache-2.0).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Metric = Literal["all", "part"]
-"""``all``: the share of the references that were found; ``part``: whether any was."""
-
-DataOption = Literal["essays", "squad", "hotpot"]
-"""The option of :class:`RulerData` that a task reads."""
+Kind = Literal["words", "numbers", "uuids"]
 
 
 @dataclass(frozen=True)
@@ -25,79 +21,112 @@ class RulerTask:
     Attributes:
         name: key in :data:`TASKS`.
         max_new_tokens: tokens that an answer may have; they count towards a sample's length.
-        metric: how references count, see :func:`score`.
-        data: option of :class:`RulerData` without which the task can't be made; None where it
-            makes up its own text.
+        metric: ``all`` counts the share of the references that are in the answer, ``part``
+            whether any is.
+        data: option of :class:`RulerData` that the task needs; None where it makes up its text.
+        haystack: what hides the needles of ``niah_*``: noise, or other needles; or the essays.
+        key, value: what keys and values of needles look like.
+        keys, values: how many keys there are, how many values each has, one needle for each.
+        queries: how many of the keys are asked for.
     """
 
     name: str
     max_new_tokens: int
-    metric: Metric
-    data: DataOption | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One prompt, in the parts that a model may be given apart, and its right answers.
-
-    The model is asked ``context + question + answer_prefix``. ``context`` can be read before the
-    question is known.
-
-    Attributes:
-        index: number of the sample in its call of :func:`generate`, from 0. (RULER's scripts
-            overwrite theirs with the character position of the first needle in ``niah_*``.)
-        context: chat template, instruction, one-shot example and haystack.
-        question: what stands behind the haystack, with the chat template's end.
-        answer_prefix: beginning of the answer that is put into the model's mouth.
-        outputs: references; what they count for is up to the task's metric.
-        length: tokens of the whole prompt plus ``max_new_tokens``.
-    """
-
-    index: int
-    context: str
-    question: str
-    answer_prefix: str
-    outputs: tuple[str, ...]
-    length: int
-
-    @property
-    def input(self) -> str:
-        """``context + question``: the prompt without the answer prefix, as RULER's files have it.
-
-        Put together on demand, so that a long sample is in memory once.
-        """
-        return self.context + self.question
-
-
-def _task(
-    name: str, max_new_tokens: int, metric: Metric = "all", data: DataOption | None = None
-) -> RulerTask:
-    return RulerTask(name, max_new_tokens, metric, data)
+    metric: Literal["all", "part"] = "all"
+    data: Literal["essays", "squad", "hotpot"] | None = None
+    haystack: Literal["noise", "needles"] = "noise"
+    key: Kind = "words"
+    value: Kind = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
 
 
 TASKS: dict[str, RulerTask] = {
     task.name: task
     for task in (
-        _task("niah_single_1", 128),
-        _task("niah_single_2", 128, data="essays"),
-        _task("niah_single_3", 128, data="essays"),
-        _task("niah_multikey_1", 128, data="essays"),
-        _task("niah_multikey_2", 128),
-        _task("niah_multikey_3", 128),
-        _task("niah_multivalue", 128, data="essays"),
-        _task("niah_multiquery", 128, data="essays"),
-        _task("vt", 30),
-        _task("cwe", 120),
-        _task("fwe", 50),
-        _task("qa_1", 32, "part", "squad"),
-        _task("qa_2", 32, "part", "hotpot"),
+        RulerTask("niah_single_1", 128),
+        RulerTask("niah_single_2", 128, data="essays"),
+        RulerTask("niah_single_3", 128, data="essays", value="uuids"),
+        RulerTask("niah_multikey_1", 128, data="essays", keys=4),
+        RulerTask("niah_multikey_2", 128, haystack="needles"),
+        RulerTask("niah_multikey_3", 128, haystack="needles", key="uuids", value="uuids"),
+        RulerTask("niah_multivalue", 128, data="essays", values=4),
+        # As many keys as are asked for, as RULER makes it.
+        RulerTask("niah_multiquery", 128, data="essays", keys=4, queries=4),
+        RulerTask("vt", 30),
+        RulerTask("cwe", 120),
+        RulerTask("fwe", 50),
+        RulerTask("qa_1", 32, metric="part", data="squad"),
+        RulerTask("qa_2", 32, metric="part", data="hotpot"),
     )
 }
 """All tasks by name, in the order of RULER's tables."""
 
 
-def known_task(name: str) -> RulerTask:
+@dataclass(frozen=True)
+class Draft:
+    """One prompt, in the parts that a model may be given apart, and its right answers.
+
+    Attributes:
+        context: chat template, instruction, one-shot example and haystack. It can be read before
+            the question is known.
+        question: the text behind the haystack, with the chat template's end.
+        answer_prefix: beginning of the answer that is put into the model's mouth.
+        outputs: references; the task's metric says how they count.
+    """
+
+    context: str
+    question: str
+    answer_prefix: str
+    outputs: tuple[str, ...]
+
+    @property
+    def input(self) -> str:
+        """``context + question``, as RULER's files have it."""
+        return self.context + self.question
+
+    @property
+    def prompt(self) -> str:
+        """All that the model is given."""
+        return self.input + self.answer_prefix
+
+
+@dataclass(frozen=True)
+class Sample(Draft):
+    """The prompt of number ``index``, from 0; ``length`` counts its tokens and the answer's."""
+
+    index: int
+    length: int
+
+
+def ruler_task(name: str) -> RulerTask:
     """The task of that name; ValueError that lists all names where there is none."""
     if name not in TASKS:
         raise ValueError(f"task={name!r} is not a RULER task; known are {', '.join(TASKS)}")
     return TASKS[name]
+
+
+def clean(prediction: str) -> str:
+    """The answer as it is scored: each control character 0x00-0x1f a newline, then stripped."""
+    return re.sub(r"[\x00-\x1f]", "\n", prediction).strip()
+
+
+def sample_score(task: str, prediction: str, references: Sequence[str]) -> float:
+    """Score of one answer, 0 to 1: references count where they are substrings, case aside.
+
+    Raises:
+        TypeError: ``references`` is one text instead of a sequence of texts.
+        ValueError: an unknown task, or no references.
+    """
+    metric = ruler_task(task).metric
+    if isinstance(references, str):
+        raise TypeError(
+            f"references={references!r} is a text: give the sequence of all right answers of the "
+            f"sample, such as [{references!r}]"
+        )
+    if not references:
+        raise ValueError("references is empty: a sample needs at least one right answer")
+    text = clean(prediction).lower()
+    scores = [float(reference.lower() in text) for reference in references]
+    return max(scores) if metric == "part" else sum(scores) / len(scores)

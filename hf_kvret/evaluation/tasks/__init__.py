@@ -2,7 +2,6 @@
 
 from hf_kvret.evaluation.task import Task
 from hf_kvret.evaluation.tasks.agreement import Agreement
-from hf_kvret.evaluation.tasks.longbench import LongBench
 from hf_kvret.evaluation.tasks.longgen import LongGeneration
 from hf_kvret.evaluation.tasks.multiturn import MultiTurn
 from hf_kvret.evaluation.tasks.niah import NeedleInHaystack
@@ -16,7 +15,6 @@ TASKS: dict[str, type[Task]] = {
         Ruler,
         NeedleInHaystack,
         MultiTurn,
-        LongBench,
         Agreement,
         LongGeneration,
     )
