@@ -117,7 +117,7 @@ def test_a_cache_can_be_pickled(llama: PreTrainedModel, name: str) -> None:
     answer = llama.generate(_ids(60), **RUN, past_key_values=cache)
     copy = pickle.loads(pickle.dumps(cache))
     for lower, layer in itertools.pairwise(copy.retrieval_layers):
-        assert lower.above is layer and layer.below is lower
+        assert layer.below is lower
         assert layer.regions.store.below() is lower.regions.store
     going_on = torch.cat([answer, _ids(30)], dim=1)
     results = [llama.generate(going_on, **RUN, past_key_values=each) for each in (cache, copy)]

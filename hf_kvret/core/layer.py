@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.cached_rows import CachedRows, RowSource, prefix_of
+from hf_kvret.core.cached_rows import CachedRows
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_exactly
@@ -71,13 +71,13 @@ class RetrievalLayer(CacheLayerMixin):
         needs_positions: str = "",
         value_in_key: int = 0,
     ) -> None:
+        # transformers' own constructor assigns to keys and values, which are only read here.
+        self.is_initialized = False
         self.regions: Regions | None = None
-        super().__init__()
         self.config = config
         self.counters = LayerCounters()
         self.waiting = False
         self.below: RetrievalLayer | None = None
-        self._above = LayerReference(None)
         self.edits = self.final_len = 0
         self.of_model = LayerOfModel()
         self._given: tuple[int, torch.Size, torch.Size] | None = None
@@ -93,15 +93,6 @@ class RetrievalLayer(CacheLayerMixin):
         rows = key_states, value_states
         self.regions = Regions(*made, *rows, self.needs_positions, self._value_in_key)
         self.is_initialized = True
-
-    @property
-    def above(self) -> RetrievalLayer | None:
-        """The retrieval layer after this one; set by the cache."""
-        return self._above()
-
-    @above.setter
-    def above(self, layer: RetrievalLayer | None) -> None:
-        self._above = LayerReference(layer)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -144,62 +135,37 @@ class RetrievalLayer(CacheLayerMixin):
         return 0 if self.regions is None else self.regions.cold_len
 
     @property
-    def keys(self) -> torch.Tensor | None:
-        """``[B, Hkv, T, Dk]`` of all tokens, made when it is used; None before the first update.
-
-        Assigning a prefix of it, ``layer.keys = layer.keys[:, :, :n]``, crops this layer and those
-        above it to ``n`` tokens; anything else raises ValueError.
-        """
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """``[B, Hkv, T, Dk]`` of all tokens, made when it is used; None before the first update."""
         return self._rows("keys")
 
-    @keys.setter
-    def keys(self, rows: torch.Tensor | None) -> None:
-        self._assign("keys", rows)
-
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """``[B, Hkv, T, Dv]`` of all tokens, as ``keys``."""
         return self._rows("values")
-
-    @values.setter
-    def values(self, rows: torch.Tensor | None) -> None:
-        self._assign("values", rows)
 
     def _rows(self, side: str) -> CachedRows | None:
         regions = self.regions
         if regions is None:
             return None
-        window, batch, asked = regions.window, regions.batch_size, weakref.ref(regions)
-        like = window.keys if side == "keys" else window.values
+        like = regions.window.keys if side == "keys" else regions.window.values
+        # Whoever keeps the rows keeps no memory of a cache that was reset.
+        read = partial(self._read_rows, side, regions.length, weakref.ref(regions), len(like))
+        return CachedRows(like, regions.length, read)
 
-        def current(count: int) -> bool:
-            now = self.regions
-            same = now is not None and now is asked() and now.batch_size == batch
-            return same and count <= self.get_seq_length()
-
-        # Without tokens: whoever keeps the rows keeps no buffer of a cache that was reset.
-        source = RowSource(
-            self, side, like.new_empty(like[:, :, :0].shape), self._read_rows, current
-        )
-        return CachedRows(source, regions.length)
-
-    def _read_rows(self, side: str, count: int) -> torch.Tensor:
-        assert self.regions is not None, "rows that are current have regions"
-        keys, values = self.regions.rows(count)
+    def _read_rows(
+        self, side: str, length: int, owner: weakref.ref[Regions], batch: int
+    ) -> torch.Tensor:
+        """The first ``length`` keys or values; RuntimeError where they are no longer held."""
+        regions = self.regions
+        same = regions is not None and regions is owner() and regions.batch_size == batch
+        if regions is None or not same or length > regions.length:
+            raise RuntimeError(
+                f"the cache has dropped some of these {length} {side} since they were read: "
+                f"read layer.{side} again"
+            )
+        keys, values = regions.rows(length)
         return keys if side == "keys" else values
-
-    def _assign(self, name: str, rows: torch.Tensor | None) -> None:
-        if rows is not None or self.regions is not None:
-            self.crop_to(prefix_of(self, name, rows))
-
-    def crop_to(self, length: int) -> None:
-        """Keep the first ``length`` tokens here and in the layers above.
-
-        From the top: rows that come back from a store may be made of those of the layer below.
-        """
-        if self.above is not None:
-            self.above.crop_to(length)
-        self.crop(min(0, length - self.get_seq_length()))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for ``query_length`` new queries covers."""

@@ -11,7 +11,7 @@ from hf_kvret.core.layer import RetrievalLayer
 
 
 class LayerStack:
-    """Layers of a cache, linked with those below and above, and the forward pass under way.
+    """Layers of a cache, linked with those below, and the forward pass under way.
 
     Args:
         layers: one for each layer of the model.
@@ -27,7 +27,7 @@ class LayerStack:
         self.lowest = self._attending[0]
         ours = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
         for layer, below in zip(ours[1:], ours, strict=False):
-            layer.below, below.above = below, layer
+            layer.below = below
         self._thread = threading.get_ident()
         self.forget_pass()
 
