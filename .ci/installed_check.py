@@ -14,7 +14,7 @@ import torch
 
 import hf_kvret
 import hf_kvret_model_patches
-from hf_kvret.evaluation.bundled import load_bundled_model
+from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret_kernels import host_attention, host_library
 
 PROMPT, NEW_TOKENS = 3_000, 8

@@ -22,8 +22,9 @@ from app_parts.reading import CACHES, Limits
 from app_parts.session import Choices, Desk
 from app_parts.uploads import size_text
 
-from hf_kvret.core.sizes import byte_count
-from hf_kvret.evaluation.arguments import (
+from hf_kvret.lab.evaluate.bundled import default_model
+from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.program.arguments import (
     DTYPES,
     budget,
     check_device,
@@ -31,8 +32,7 @@ from hf_kvret.evaluation.arguments import (
     length,
     whole_number,
 )
-from hf_kvret.evaluation.bundled import default_model
-from hf_kvret.evaluation.subject import load_subject
+from hf_kvret.options.sizes import byte_count
 
 
 def make_parser() -> argparse.ArgumentParser:

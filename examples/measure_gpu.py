@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hf_kvret.evaluation.arguments import lengths
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.lab.program.arguments import lengths
+from hf_kvret.lab.report.tables import markdown_table
 
 # Of the tiny run: contexts and sizes shrink by this, windows are small enough to be left.
 _SHRINK = 256

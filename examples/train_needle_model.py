@@ -4,7 +4,7 @@
     python examples/train_needle_model.py --resume first --out needle-llama \\
         --tokens 2e6 --lr 3e-4 --threads 2
 
-The model learns the needle language of ``hf_kvret.evaluation.needles``: read a long document
+The model learns the needle language of ``hf_kvret.lab.evaluate.needles``: read a long document
 of noise, answer questions about the needles in it. Everything that is random comes from one
 seed, and every decision (next stage, end of training) from counts of tokens and answers, never
 from the clock: the same machine, thread count and library versions give the same weights.
@@ -33,7 +33,7 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_kvret.evaluation.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
 
 MAX_POSITION = 131_072
 LM_LOSS_WEIGHT = 0.05

@@ -8,11 +8,8 @@ Importing registers the methods' names with transformers and touches no device.
 
 import hf_kvret.loading  # noqa: F401  - before the imports that take seconds
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens, Index
-from hf_kvret.core.observers import observe
-from hf_kvret.core.selection import Selection
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, Index
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
@@ -22,6 +19,9 @@ from hf_kvret.methods.latent import LatentConfig, LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.models.versions import warn_untested
+from hf_kvret.observe.observers import observe
+from hf_kvret.observe.selection import Selection
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.stores import Store

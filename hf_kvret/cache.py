@@ -16,15 +16,13 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.first_rows import FirstRows
-from hf_kvret.core.index import Index, makes_estimates
-from hf_kvret.core.latent import LatentLayer
-from hf_kvret.core.layer import LayerOfModel, RetrievalLayer
-from hf_kvret.core.layer_stack import LayerStack
-from hf_kvret.core.model_state import ModelState
-from hf_kvret.core.token_record import TokenRecord
-from hf_kvret.integration.compatibility import (
+from hf_kvret.contracts.first_rows import FirstRows
+from hf_kvret.contracts.index import Index, makes_estimates
+from hf_kvret.layer.latent import LatentLayer
+from hf_kvret.layer.layer import LayerOfModel, RetrievalLayer
+from hf_kvret.layer.layer_stack import LayerStack
+from hf_kvret.layer.model_state import ModelState
+from hf_kvret.models.compatibility import (
     check_config,
     head_dims,
     is_latent,
@@ -33,13 +31,15 @@ from hf_kvret.integration.compatibility import (
     model_shape,
     retrieval_shapes,
 )
-from hf_kvret.integration.identity import CacheIdentity, check_identity, identity_of
-from hf_kvret.io import persistence
-from hf_kvret.io.changes import forked
-from hf_kvret.io.lost_mass import LostMassWarning
-from hf_kvret.io.reports import MemoryReport, cache_stats, dense_reason, memory_report
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.ranks import check_load
+from hf_kvret.observe.lost_mass import LostMassWarning
+from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
+from hf_kvret.options.changes import forked
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.saved import persistence
+from hf_kvret.saved.identity import CacheIdentity, check_identity, identity_of
+from hf_kvret.saved.token_record import TokenRecord
 from hf_kvret.stores import Store, StoreChoice
 from hf_kvret_kernels import host_attention
 

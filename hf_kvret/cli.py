@@ -10,19 +10,19 @@ import torch
 import transformers
 
 import hf_kvret
-from hf_kvret.benchmark.parser import MEASUREMENTS, add_bench_parser
-from hf_kvret.calibration.command import add_calibrate_parser
-from hf_kvret.evaluation.command import add_eval_parser
-from hf_kvret.evaluation.demo import Demo
-from hf_kvret.evaluation.help_text import HelpFormatter
-from hf_kvret.evaluation.lm_eval import add_lm_eval_parser
-from hf_kvret.evaluation.measurement import add_measurement
-from hf_kvret.evaluation.program import Parser, kept_results, run_program
-from hf_kvret.evaluation.report import add_report_parser
-from hf_kvret.evaluation.tasks import TASKS
-from hf_kvret.fits.command import add_fits_parser
-from hf_kvret.survey.command import add_models_parser
-from hf_kvret.tune.command import Tune
+from hf_kvret.lab.bench.parser import MEASUREMENTS, add_bench_parser
+from hf_kvret.lab.calibrate.command import add_calibrate_parser
+from hf_kvret.lab.coverage.command import add_models_parser
+from hf_kvret.lab.evaluate.command import add_eval_parser
+from hf_kvret.lab.evaluate.demo import Demo
+from hf_kvret.lab.evaluate.lm_eval import add_lm_eval_parser
+from hf_kvret.lab.evaluate.measurement import add_measurement
+from hf_kvret.lab.evaluate.tasks import TASKS
+from hf_kvret.lab.plan.command import add_fits_parser
+from hf_kvret.lab.program.help_text import HelpFormatter
+from hf_kvret.lab.program.program import Parser, kept_results, run_program
+from hf_kvret.lab.report.report import add_report_parser
+from hf_kvret.lab.tune.command import Tune
 from hf_kvret_kernels.host_attention import paths, why_not
 
 

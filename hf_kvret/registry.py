@@ -12,22 +12,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.cache import RetrievalCache
-from hf_kvret.core.layer import HANDLE
-from hf_kvret.integration.attention import retrieval_attention
-from hf_kvret.integration.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
-from hf_kvret.integration.cache_use import check_end, check_foreign, check_pass, keep_cache
-from hf_kvret.integration.compatibility import check_model, model_layers, text_key
-from hf_kvret.integration.masks import retrieval_mask
-from hf_kvret.integration.model_state import (
+from hf_kvret.attention.attention import retrieval_attention
+from hf_kvret.attention.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
+from hf_kvret.attention.cache_use import check_end, check_foreign, check_pass, keep_cache
+from hf_kvret.attention.masks import retrieval_mask
+from hf_kvret.attention.model_state import (
     keep_state,
     note_prepared,
     release_state,
     state_of_call,
 )
-from hf_kvret.integration.prompt_check import check_origin, unwatch, watch
-from hf_kvret.integration.prompt_chunks import chunk_prompt, drafts, forget_chunk
-from hf_kvret.integration.requests import (
+from hf_kvret.attention.prompt_check import check_origin, unwatch, watch
+from hf_kvret.attention.prompt_chunks import chunk_prompt, drafts, forget_chunk
+from hf_kvret.attention.requests import (
     Request,
     check_length,
     check_prompt_form,
@@ -38,6 +35,8 @@ from hf_kvret.integration.requests import (
     tell_dense,
     warn_of_top_k,
 )
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.layer.layer import HANDLE
 from hf_kvret.methods.a2ats import A2ATSCache
 from hf_kvret.methods.aqua import AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache
@@ -46,6 +45,7 @@ from hf_kvret.methods.h2o import H2OCache
 from hf_kvret.methods.latent import LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
+from hf_kvret.models.compatibility import check_model, model_layers, text_key
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
 from hf_kvret.replay import DecodeGraph
 from hf_kvret_model_patches import decode_graph, generation, latent, mappings, passes

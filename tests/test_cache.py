@@ -24,8 +24,8 @@ from hf_kvret import (
     attach,
     registered_methods,
 )
-from hf_kvret.core.layer import HANDLE, RetrievalLayer
-from hf_kvret.integration.compatibility import retrieval_shapes
+from hf_kvret.layer.layer import HANDLE, RetrievalLayer
+from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret.stores.places import choose
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_kvret import FlatKVCache, registered_methods
-from hf_kvret.integration import prompt_chunks
+from hf_kvret.attention import prompt_chunks
 from hf_kvret.stores import paged
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE
@@ -279,7 +279,7 @@ def _beyond_rows(model: PreTrainedModel, length: int, chunk: int | None) -> int:
 def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvret.core.pieces._LEAST_LEN", 128)
+    monkeypatch.setattr("hf_kvret.contracts.pieces._LEAST_LEN", 128)
     short, long = (_beyond_rows(llama, length, 128) for length in (512, 1536))
     # Token ids, positions, and marks of what is a sink: nothing that grows is a row wide.
     assert long - short <= 1024 * 64
@@ -293,7 +293,7 @@ def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
 def test_a_layer_holds_one_piece_at_a_time(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvret.core.pieces._LEAST_LEN", 64)
+    monkeypatch.setattr("hf_kvret.contracts.pieces._LEAST_LEN", 64)
     pieces: list[StorageWeakRef] = []
     before: list[int] = []
 

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 
 import hf_kvret
 from hf_kvret.cli import main, make_parser
-from hf_kvret.evaluation.arguments import check_device, device_name, file_path, names
-from hf_kvret.evaluation.help_text import shown_default
+from hf_kvret.lab.program.arguments import check_device, device_name, file_path, names
+from hf_kvret.lab.program.help_text import shown_default
 from hf_kvret_kernels.host_attention import paths, why_not
 
 
@@ -116,7 +116,7 @@ REQUIRED = {
 
 def numbers(words: tuple[str, ...]) -> list[argparse.Action]:
     """The options of a command that read a number, by a type of Python or by one of ours."""
-    ours = "hf_kvret.evaluation.arguments"
+    ours = "hf_kvret.lab.program.arguments"
     return [
         action
         for action in options(words)
@@ -150,8 +150,8 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
     monkeypatch.setattr("hf_kvret.cli.make_parser", lambda: PARSER)
     for module in ("evaluation.task", "calibration.command"):
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
-    monkeypatch.setattr("hf_kvret.evaluation.demo.load_bundled_model", _begun)
-    monkeypatch.setattr("hf_kvret.benchmark.model_measurement.random_model", _begun)
+    monkeypatch.setattr("hf_kvret.lab.evaluate.demo.load_bundled_model", _begun)
+    monkeypatch.setattr("hf_kvret.lab.bench.model_measurement.random_model", _begun)
     for action in numbers(words):
         option = action.option_strings[0]
         for value in ("-1", "nan", "x"):
@@ -185,7 +185,7 @@ def test_no_mistake_ends_in_a_trace(
     def fail(*given: object) -> int:
         raise error
 
-    monkeypatch.setattr("hf_kvret.evaluation.measurement.run_measurement", fail)
+    monkeypatch.setattr("hf_kvret.lab.evaluate.measurement.run_measurement", fail)
     assert main(["demo"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hf-kvret: error: ") and len(line) > len("hf-kvret: error: ")

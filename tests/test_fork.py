@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache, LRQKCache, ParisKVCache, RetrievalCache
-from hf_kvret.core.index import ColdTokens
+from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.methods.ctkvr import CTkvrIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 

@@ -13,10 +13,10 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, attach
+from hf_kvret.attention.attention import retrieval_attention
+from hf_kvret.attention.masks import base_mask, retrieval_mask
 from hf_kvret.cli import main
-from hf_kvret.evaluation import measurement
-from hf_kvret.integration.attention import retrieval_attention
-from hf_kvret.integration.masks import base_mask, retrieval_mask
+from hf_kvret.lab.evaluate import measurement
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.saved import read_saved, write_saved
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_kvret.calibration.runner import calibrate
 from hf_kvret.cli import main
+from hf_kvret.lab.calibrate.runner import calibrate
 
 GOES_ON = "hf-kvret: interrupted: the same command goes on where it stopped"
 # A shell that starts the tests in the background has Ctrl-C ignored, which children inherit.
@@ -65,7 +65,7 @@ def test_a_measurement_with_a_result_file_goes_on(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    where = "hf_kvret.evaluation.measurement.run_measurement"
+    where = "hf_kvret.lab.evaluate.measurement.run_measurement"
     file = ["--json", str(tmp_path / "a.json")]
     assert interrupted(monkeypatch, capsys, where, *command.split(), *file) == GOES_ON
     without = interrupted(monkeypatch, capsys, where, *command.split())
@@ -77,7 +77,7 @@ def test_a_measurement_with_a_result_file_goes_on(
 def test_where_nothing_was_begun_nothing_is_promised(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    where = "hf_kvret.calibration.command.run_calibrate"
+    where = "hf_kvret.lab.calibrate.command.run_calibrate"
     command = ["calibrate", "a2ats", "--model", "needle", "--out", str(tmp_path)]
     assert interrupted(monkeypatch, capsys, where, *command) == "hf-kvret: interrupted"
     (tmp_path / ".parts").mkdir()
@@ -90,7 +90,7 @@ def test_callers_in_python_get_the_interruption(
     def stop(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"hf_kvret.calibration.command.{calibrate.__name__}", stop)
+    monkeypatch.setattr(f"hf_kvret.lab.calibrate.command.{calibrate.__name__}", stop)
     command = ["calibrate", "a2ats", "--model", "needle", "--out", str(tmp_path / "out")]
     with pytest.raises(KeyboardInterrupt):
         main([*command, "--tokens", "256", "--length", "128"])

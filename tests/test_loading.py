@@ -60,7 +60,7 @@ def test_the_line_is_said_once(tmp_path: Path) -> None:
 def test_ctrl_c_is_the_commands_again_once_it_runs(tmp_path: Path) -> None:
     program = (
         "import signal, sys\nsys.argv[0] = 'hf-kvret'\nfrom hf_kvret import cli\n"
-        "import hf_kvret.evaluation.measurement as measurement\n"
+        "import hf_kvret.lab.evaluate.measurement as measurement\n"
         "measurement.run_measurement = lambda *given: signal.raise_signal(signal.SIGINT)\n"
         "sys.argv[1:] = ['demo']\nsys.exit(cli.main())\n"
     )

@@ -11,12 +11,12 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 import hf_kvret
-from hf_kvret.survey.record import Record
-from hf_kvret.survey.scan import scan
-from hf_kvret.survey.table import BEGIN, END, Row, make_rows, markdown
+from hf_kvret.lab.coverage.record import Record
+from hf_kvret.lab.coverage.scan import scan
+from hf_kvret.lab.coverage.table import BEGIN, END, Row, make_rows, markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-AGAIN = "hf-kvret models --try hf_kvret/survey/trials.json --md docs/models.md"
+AGAIN = "hf-kvret models --try hf_kvret/lab/coverage/trials.json --md docs/models.md"
 
 # What a message says, and the types that are refused with it. A type that transformers adds
 # belongs here, or among the trials: it is not served before somebody has looked.

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret.core.layer_stack import LayerStack
+from hf_kvret.layer.layer_stack import LayerStack
 from hf_kvret.registry import registered_methods
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, tiny_artifact
 

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_kvret import FlatKVCache, attach, stores
-from hf_kvret.integration import allowance, prompt_chunks
+from hf_kvret.attention import allowance, prompt_chunks
 from hf_kvret.stores import paged
 from hf_kvret.stores.places import Choice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS

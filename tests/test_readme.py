@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hf_kvret.cli import main
-from hf_kvret.evaluation.bundled import REFERENCE_MODEL
-from hf_kvret.evaluation.demo import Demo
-from hf_kvret.evaluation.results import Results
+from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
+from hf_kvret.lab.evaluate.demo import Demo
+from hf_kvret.lab.report.results import Results
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

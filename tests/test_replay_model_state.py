@@ -8,10 +8,10 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kvret import registry
+from hf_kvret.lab.coverage.conversation import Conversation, ask, assert_same, next_turn
+from hf_kvret.lab.coverage.pictures import picture_model
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.replay.replayable import untested
-from hf_kvret.survey.conversation import Conversation, ask, assert_same, next_turn
-from hf_kvret.survey.pictures import picture_model
 from hf_kvret.testing.tape import taped
 
 

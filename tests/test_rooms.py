@@ -29,48 +29,48 @@ KERNELS = "hf_kvret_kernels"
 LEVELS: tuple[tuple[str, ...], ...] = (
     (KERNELS, "hf_kvret_model_patches", "hf_kvret.loading", "hf_kvret.version", "hf_kvret.models"),
     (
-        "hf_kvret.core.option_checks",
-        "hf_kvret.core.sizes",
-        "hf_kvret.integration.compatibility",
-        "hf_kvret.integration.identity",
-        "hf_kvret.integration.model_facts",
+        "hf_kvret.options.checks",
+        "hf_kvret.options.sizes",
+        "hf_kvret.models.compatibility",
+        "hf_kvret.saved.identity",
+        "hf_kvret.saved.model_facts",
     ),
-    ("hf_kvret.config",),
-    ("hf_kvret.core",),
+    ("hf_kvret.options.config",),
+    ("hf_kvret.layer",),
     # What a cache loads of what was learned, and how it is learned.
-    ("hf_kvret.stores", "hf_kvret.io", "hf_kvret.calibration"),
+    ("hf_kvret.stores", "hf_kvret.saved", "hf_kvret.artifacts"),
     ("hf_kvret.cache",),
-    ("hf_kvret.integration", "hf_kvret.replay"),
+    ("hf_kvret.attention", "hf_kvret.replay"),
     ("hf_kvret.methods",),
     ("hf_kvret.registry",),
     ("hf_kvret",),
     ("hf_kvret.testing",),
-    ("hf_kvret.survey",),
+    ("hf_kvret.lab.coverage",),
     # What measures, and the commands; ``calibrate`` learns from texts as evaluation reads them.
     (
-        "hf_kvret.evaluation",
-        "hf_kvret.benchmark",
-        "hf_kvret.fits",
-        "hf_kvret.calibration.command",
-        "hf_kvret.calibration.command_options",
-        "hf_kvret.calibration.inspection",
-        "hf_kvret.calibration.sources",
-        "hf_kvret.calibration.verification",
-        "hf_kvret.survey.command",
-        "hf_kvret.tune",
+        "hf_kvret.lab.evaluate",
+        "hf_kvret.lab.bench",
+        "hf_kvret.lab.plan",
+        "hf_kvret.lab.calibrate.command",
+        "hf_kvret.lab.calibrate.command_options",
+        "hf_kvret.lab.calibrate.inspection",
+        "hf_kvret.lab.calibrate.sources",
+        "hf_kvret.lab.calibrate.verification",
+        "hf_kvret.lab.coverage.command",
+        "hf_kvret.lab.tune",
     ),
     ("hf_kvret.cli",),
     ("hf_kvret.__main__", "hf_kvret_cli"),
 )
 # These have nothing to do with each other, though they stand on one level.
-APART = ("hf_kvret.stores", "hf_kvret.io", "hf_kvret.integration", "hf_kvret.replay")
+APART = ("hf_kvret.stores", "hf_kvret.saved", "hf_kvret.attention", "hf_kvret.replay")
 MOST_FILES_AT_THE_ROOT = 8
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
 
 FLOOR_PLAN = (
     "hf_kvret/__init__.py",
     "hf_kvret/cache.py",
-    "hf_kvret/config.py",
+    "hf_kvret/options/config.py",
     "hf_kvret/registry.py",
     "hf_kvret/cli.py",
     "hf_kvret/core",
@@ -209,10 +209,10 @@ def test_no_import_runs_upward() -> None:
     """Those inside functions included."""
     wrong = [each for module in MODULES for each in imports_upward(module, imports(module))]
     assert not wrong
-    assert imports_upward("hf_kvret.core.layer", {"hf_kvret.stores.paged"})
-    assert imports_upward("hf_kvret.core.layer", {"hf_kvret"})
-    assert imports_upward("hf_kvret.replay.graph", {"hf_kvret.integration.masks"})
-    assert not imports_upward("hf_kvret.core.layer", {"hf_kvret.core.index", "torch"})
+    assert imports_upward("hf_kvret.layer.layer", {"hf_kvret.stores.paged"})
+    assert imports_upward("hf_kvret.layer.layer", {"hf_kvret"})
+    assert imports_upward("hf_kvret.replay.graph", {"hf_kvret.attention.masks"})
+    assert not imports_upward("hf_kvret.layer.layer", {"hf_kvret.contracts.index", "torch"})
 
 
 def test_kernels_import_only_the_standard_library_torch_and_triton() -> None:
@@ -305,9 +305,9 @@ def test_the_reader_misses_no_docstring() -> None:
     assert undocumented("sample", "x = 1") == ["sample"]
 
 
-MEASURING = ("hf_kvret.evaluation", "hf_kvret.benchmark", "hf_kvret.cli", "hf_kvret.__main__")
+MEASURING = ("hf_kvret.lab.evaluate", "hf_kvret.lab.bench", "hf_kvret.cli", "hf_kvret.__main__")
 # What of other rooms is command line.
-COMMANDS = ("hf_kvret.loading", "hf_kvret.calibration.command")
+COMMANDS = ("hf_kvret.loading", "hf_kvret.lab.calibrate.command")
 MOST_MEASURING_LINES = 13_000
 
 
@@ -339,8 +339,8 @@ def test_there_is_no_import_cycle() -> None:
     }
     assert len(graph) > 250
     assert cycle(graph) == []
-    broken = {**graph, "hf_kvret.evaluation.results": {"hf_kvret.cli"}}
-    assert "hf_kvret.evaluation.results" in cycle(broken)
+    broken = {**graph, "hf_kvret.lab.report.results": {"hf_kvret.cli"}}
+    assert "hf_kvret.lab.report.results" in cycle(broken)
 
 
 def test_measuring_is_no_larger_than_it_may_be() -> None:

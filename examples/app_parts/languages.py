@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.evaluation.needles import NeedleLanguage
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.texts import chat_parts
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.texts import chat_parts
 
 # The text of the English example, and the numbers that are hidden in it.
 _LICENSE = Path(__file__).parents[2] / "LICENSE"

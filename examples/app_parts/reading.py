@@ -13,11 +13,11 @@ import torch
 from app_parts.answers import Answer, Step, retrieved
 from app_parts.languages import Language, Tokens
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.core.observers import observe
-from hf_kvret.core.selection import Selection
-from hf_kvret.evaluation.caches import choose_cache
-from hf_kvret.evaluation.reader import Reader
-from hf_kvret.evaluation.subject import Subject
+from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.observe.observers import observe
+from hf_kvret.observe.selection import Selection
 
 CACHES = ("paris", "lrqk", "flat", "ctkvr", "a2ats")
 # A small window, so that a short document shows something.

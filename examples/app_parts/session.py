@@ -11,8 +11,8 @@ from app_parts.answers import Answer, Part
 from app_parts.languages import Example, Language, language_of
 from app_parts.reading import CACHES, Document, Limits, Reading, memory_named
 from app_parts.uploads import check_size, checked, text_of
-from hf_kvret.evaluation.arguments import budget
-from hf_kvret.evaluation.subject import Subject
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.program.arguments import budget
 
 
 @dataclass(frozen=True)

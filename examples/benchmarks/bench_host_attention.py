@@ -22,16 +22,16 @@ from host_ways import (
 from kernel_clock import TimedTogether, size_of, torch_threads
 from kernel_inputs import PAGE_LEN, Draw, KernelShape
 
-from hf_kvret.benchmark import timed
-from hf_kvret.benchmark.limits import available_host_memory, byte_count
-from hf_kvret.benchmark.timing import measure_bandwidth
-from hf_kvret.evaluation import common_options as common
-from hf_kvret.evaluation.arguments import DTYPES, known_names, length, lengths, processors
-from hf_kvret.evaluation.measurement import Progress, Row
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.lab.bench import timed
+from hf_kvret.lab.bench.limits import available_host_memory, byte_count
+from hf_kvret.lab.bench.timing import measure_bandwidth
+from hf_kvret.lab.evaluate.measurement import Progress, Row
+from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program.arguments import DTYPES, known_names, length, lengths, processors
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret_kernels import host_attention as host
 from hf_kvret_kernels.paged import PagedRows
 

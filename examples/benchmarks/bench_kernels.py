@@ -28,15 +28,15 @@ from kernel_inputs import Draw, KernelShape
 from kernel_paris import PARIS_OPS
 from kernel_work import KernelOp, Rates
 
-from hf_kvret.benchmark import timed
-from hf_kvret.benchmark.timing import measure_bandwidth
-from hf_kvret.evaluation import common_options as common
-from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, names
-from hf_kvret.evaluation.measurement import Progress, Row
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.plots import plot_groups
-from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.lab.bench import timed
+from hf_kvret.lab.bench.timing import measure_bandwidth
+from hf_kvret.lab.evaluate.measurement import Progress, Row
+from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.plots import plot_groups
+from hf_kvret.lab.report.results import Cell, Results
 
 OPS: dict[str, KernelOp] = {
     op.name: op for op in (*CODEBOOK_OPS, *SEARCH_OPS, *PARIS_OPS, *HIGGS_OPS, *ATTENTION_OPS)

@@ -18,15 +18,15 @@ from kernel_inputs import Draw, KernelShape
 from kernel_work import ATTENTION_ERRORS, SCORE_ERROR, as_tuple, distance
 from tqdm import tqdm
 
-from hf_kvret.benchmark import timed
-from hf_kvret.evaluation import common_options as common
-from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names
-from hf_kvret.evaluation.measurement import Measurement, Progress, Row
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.outputs import check_file
-from hf_kvret.evaluation.plots import plot_groups
-from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.lab.bench import timed
+from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
+from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.outputs import check_file
+from hf_kvret.lab.report.plots import plot_groups
+from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._dispatch import interpreted, launching_on
 from hf_kvret_kernels.merge import Pieces

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Self
 from gguf_model import check_architecture, find_gguf
 from llama_bench import LLAMA_CPP, ROW_TYPES, LlamaBench, find_program
 
-from hf_kvret.benchmark.decode import Decode
-from hf_kvret.benchmark.filling import Subject
-from hf_kvret.benchmark.limits import Need, shortage
-from hf_kvret.benchmark.rows import Line
-from hf_kvret.benchmark.tables import ms
-from hf_kvret.evaluation.measurement import Outputs, Progress, Row
-from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.lab.bench.decode import Decode
+from hf_kvret.lab.bench.filling import Subject
+from hf_kvret.lab.bench.limits import Need, shortage
+from hf_kvret.lab.bench.rows import Line
+from hf_kvret.lab.bench.tables import ms
+from hf_kvret.lab.evaluate.measurement import Outputs, Progress, Row
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Cell, Results
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from machine_code import COUNTS, Launch, check_tools, compile_parts, tool_versio
 from step_bytes import moved_bytes
 from step_kernels import LEAST_CONTEXT, PARTS, StepShape
 
-from hf_kvret.benchmark import timed
-from hf_kvret.evaluation import common_options as common
-from hf_kvret.evaluation.arguments import known_names
-from hf_kvret.evaluation.measurement import Progress, Row
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.plots import plot_groups
-from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.lab.bench import timed
+from hf_kvret.lab.evaluate.measurement import Progress, Row
+from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program.arguments import known_names
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.plots import plot_groups
+from hf_kvret.lab.report.results import Cell, Results
 
 BANDWIDTH = 4.3e12
 """Bytes a second of an H200: nine tenths of its data sheet's."""

@@ -22,21 +22,21 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from hf_kvret.benchmark import timed
-from hf_kvret.benchmark.filling import LayerRows, fill_randomly
-from hf_kvret.benchmark.shapes import SHAPES, Shape, load_shape
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.evaluation import common_options as common
-from hf_kvret.evaluation.arguments import DTYPES, names
-from hf_kvret.evaluation.caches import CacheChoice, choose_cache
-from hf_kvret.evaluation.measurement import Measurement, Progress, Row
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.plots import plot_groups
-from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.fits.filling import skipped_layers
-from hf_kvret.integration.compatibility import latent_rank, layer_shape
-from hf_kvret.io import origin, shards
+from hf_kvret.lab.bench import timed
+from hf_kvret.lab.bench.filling import LayerRows, fill_randomly
+from hf_kvret.lab.bench.shapes import SHAPES, Shape, load_shape
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
+from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
+from hf_kvret.lab.plan.filling import skipped_layers
+from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program.arguments import DTYPES, names
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.plots import plot_groups
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.models.compatibility import latent_rank, layer_shape
+from hf_kvret.saved import origin, shards
 from hf_kvret.testing.saved import read_saved
 
 _WORKS = ("save", "load")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.integration.compatibility import layer_shape
+from hf_kvret.models.compatibility import layer_shape
 
 ARCHITECTURES = ("llama", "qwen3")
 """Model types that ``write_gguf`` knows, which llama.cpp calls by the same names."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from hf_kvret.benchmark.limits import available_host_memory
-from hf_kvret.benchmark.timing import StepClock, synchronize
-from hf_kvret.evaluation.measurement import CheckFailed, Measurement
-from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.lab.bench.limits import available_host_memory
+from hf_kvret.lab.bench.timing import StepClock, synchronize
+from hf_kvret.lab.evaluate.measurement import CheckFailed, Measurement
+from hf_kvret.lab.report.results import Cell, Results
 
 CALM_SECONDS = 0.015
 _CPU_FLUSH_BYTES = 1 << 27

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.methods.paris import ParisConfig
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.paris import rotated_dim

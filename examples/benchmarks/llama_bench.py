@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from gguf_model import write_gguf
 
-from hf_kvret.benchmark.filling import Subject
-from hf_kvret.benchmark.floors import Floor
-from hf_kvret.benchmark.model_measurement import ModelMeasurement
-from hf_kvret.benchmark.rows import TimedSample, timed_row
-from hf_kvret.evaluation.measurement import CheckFailed, Row
-from hf_kvret.evaluation.reader import Usage
-from hf_kvret.integration.compatibility import layer_shapes
+from hf_kvret.lab.bench.filling import Subject
+from hf_kvret.lab.bench.floors import Floor
+from hf_kvret.lab.bench.model_measurement import ModelMeasurement
+from hf_kvret.lab.bench.rows import TimedSample, timed_row
+from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
+from hf_kvret.lab.evaluate.reader import Usage
+from hf_kvret.models.compatibility import layer_shapes
 
 LLAMA_CPP = "llama.cpp"
 PROGRAM = "llama-bench"

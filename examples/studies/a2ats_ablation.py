@@ -24,19 +24,19 @@ from calibrated import CalibratedAblation
 from follower import Follower
 from study_tables import Found, Plot, Table, bars_of, by_length, layers_of, layers_table
 
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.evaluation.arguments import length, length_or_none, whole_number
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import budget_option, count_option
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.evaluation.stretches import share
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Choices
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.stretches import share
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices
+from hf_kvret.lab.program.arguments import length, length_or_none, whole_number
+from hf_kvret.lab.program.common_options import budget_option, count_option
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.a2ats import A2ATSCache
-from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 
 PARTS = ("switches", "errors", "alike")
 FULL_METHOD = "windowed, query-aware"

@@ -9,12 +9,12 @@ import torch
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 
-from hf_kvret.core.index import ColdTokens, Estimates
-from hf_kvret.core.recall import exact_scores
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.integration.compatibility import model_layers
+from hf_kvret.contracts.index import ColdTokens, Estimates
+from hf_kvret.lab.calibrate.k_means import k_means
+from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
-from hf_kvret.methods.a2ats.k_means import k_means
+from hf_kvret.models.compatibility import model_layers
+from hf_kvret.observe.recall import exact_scores
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.top_k import top_k
 from hf_kvret_model_patches.decoders import decoder_of

@@ -14,19 +14,19 @@ import torch
 from study_tables import Plot, Table, of_part
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.arguments import known_names, several
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import context_option, count_option, text_option
-from hf_kvret.evaluation.contexts import describe_file, text_windows
-from hf_kvret.evaluation.needles import NeedleLanguage
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.plots import part_pictures
-from hf_kvret.evaluation.reader import check_positions
-from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.stretches import Pace
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Choices, Task
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.contexts import describe_file, text_windows
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.reader import check_positions
+from hf_kvret.lab.evaluate.stretches import Pace
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices, Task
+from hf_kvret.lab.program.arguments import known_names, several
+from hf_kvret.lab.program.common_options import context_option, count_option, text_option
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.plots import part_pictures
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.options.config import RetrievalConfig
 
 _Value = TypeVar("_Value")
 _TOKENS_PER_NEEDLE = 128

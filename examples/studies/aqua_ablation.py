@@ -26,19 +26,19 @@ from aqua_variants import EXPLAINED, Variant, ablation_variants, bit_variants
 from calibrated import CalibratedAblation
 from tqdm import tqdm
 
+from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.evaluation.arguments import length, number, whole_number
-from hf_kvret.evaluation.caches import CacheChoice, choose_cache
-from hf_kvret.evaluation.common_options import budget_option, context_option, count_option
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.reader import Reader
-from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.integration.compatibility import retrieval_layers, retrieval_shapes
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.program.arguments import length, number, whole_number
+from hf_kvret.lab.program.common_options import budget_option, context_option, count_option
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Cell
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
-from hf_kvret.methods.aqua.calibrator import AquaCalibration
+from hf_kvret.models.compatibility import retrieval_layers, retrieval_shapes
 
 PARTS = ("bits", "parts", "variance")
 # The paper's 256 of 1024 numbers of a token's keys.

@@ -10,8 +10,8 @@ from typing import Any
 from aqua_variants import BITS, FULL, PAPER_8B, USUAL, ablation_rows
 from study_tables import Found, Plot, Table, layers_of, layers_table, shown
 
-from hf_kvret.evaluation.plots import plot_groups, plot_lines
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.lab.report.plots import plot_groups, plot_lines
+from hf_kvret.lab.report.tables import markdown_table
 
 _SIDES = ("key", "value")
 # Of what HIGGS's perplexity rises, in the paper's table 2 and in the aim.

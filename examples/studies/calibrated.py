@@ -14,19 +14,19 @@ import torch
 from ablation import Ablation, check_needles, needle_tokens, not_here
 from tqdm import tqdm
 
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.files import DESCRIPTION
-from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import cut, needle_documents, random_uuids, text_file
-from hf_kvret.calibration.study import Calibration
-from hf_kvret.evaluation.arguments import file_path, length
-from hf_kvret.evaluation.common_options import text_option
-from hf_kvret.evaluation.contexts import describe_file
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Choices
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.files import DESCRIPTION
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.sources import cut, needle_documents, random_uuids, text_file
+from hf_kvret.lab.calibrate.study import Calibration
+from hf_kvret.lab.evaluate.contexts import describe_file
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices
+from hf_kvret.lab.program.arguments import file_path, length
+from hf_kvret.lab.program.common_options import text_option
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.results import Cell
 
 # Of the calibration's text, for figures of quality.
 _HELD_OUT = 0.1

@@ -24,15 +24,15 @@ from follower import Follower
 from study_tables import CANDIDATES, Found, Plot, Table, bars_of, by_length, curves_of, stretches_of
 from tqdm import tqdm
 
-from hf_kvret.evaluation.arguments import budget, number, whole_number
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import budget_option, count_option
-from hf_kvret.evaluation.following import full_choices
-from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.evaluation.stretches import share
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.following import full_choices
+from hf_kvret.lab.evaluate.stretches import share
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.program.arguments import budget, number, whole_number
+from hf_kvret.lab.program.common_options import budget_option, count_option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 
 CHOICES = ("mixed", "last", "random", "first", "even")

@@ -12,12 +12,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.following import Kept, full_logits
-from hf_kvret.evaluation.reader import Reader
-from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.subject import Subject
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.following import Kept, full_logits
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.report.results import Cell
+from hf_kvret.options.config import RetrievalConfig
 
 NOTHING_COLD = "nothing was cold: take a longer --context, or flat:dense_below=0:recent=64"
 Logits = tuple[torch.Tensor, torch.Tensor]

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.following import LayerRecall, full_choices, layer_recalls, mean_by_layer
-from hf_kvret.evaluation.reader import Reader
-from hf_kvret.evaluation.stretches import Pace, mean_of, mean_stretches, text_source, walk
-from hf_kvret.evaluation.subject import Subject
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.following import LayerRecall, full_choices, layer_recalls, mean_by_layer
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.stretches import Pace, mean_of, mean_stretches, text_source, walk
+from hf_kvret.lab.evaluate.subject import Subject
 
 _MEANS = ("overlap", "mass", "best_mass", "equal")
 

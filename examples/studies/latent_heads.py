@@ -24,18 +24,18 @@ from distances import NOTHING_COLD, Contexts, Logits, cache_of, distance, follow
 from study_tables import Found, Plot, shown
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.core.index import ColdTokens
-from hf_kvret.evaluation.arguments import whole_number
-from hf_kvret.evaluation.caches import CacheChoice, choose_cache
-from hf_kvret.evaluation.common_options import context_option, count_option, text_option
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader
-from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.integration.compatibility import is_latent
+from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.program.arguments import whole_number
+from hf_kvret.lab.program.common_options import context_option, count_option, text_option
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.models.compatibility import is_latent
 
 Search = Callable[[torch.Tensor, ColdTokens], torch.Tensor]
 

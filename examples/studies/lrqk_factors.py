@@ -25,28 +25,28 @@ from ablation import Ablation, caches_option, not_here, parts_option, values_opt
 from study_tables import Found
 from tqdm import tqdm
 
-from hf_kvret.core.recall import exact_scores
-from hf_kvret.evaluation.arguments import whole_number
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import (
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.contexts import describe_file
+from hf_kvret.lab.evaluate.recording import RecordedLayer, read_layers
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices
+from hf_kvret.lab.program.arguments import whole_number
+from hf_kvret.lab.program.common_options import (
     budget_option,
     context_option,
     count_option,
     text_option,
 )
-from hf_kvret.evaluation.contexts import describe_file
-from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.recording import RecordedLayer, read_layers
-from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Choices
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.lrqk import LRQKConfig
 from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
 from hf_kvret.methods.lrqk.factors import Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies as RoundedProxies
+from hf_kvret.observe.recall import exact_scores
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.soft_cap import soft_cap_
 

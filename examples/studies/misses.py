@@ -13,22 +13,22 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.arguments import budget, number, several
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import context_option, count_option, text_option
-from hf_kvret.evaluation.contexts import describe_file, text_windows
-from hf_kvret.evaluation.measurement import CheckFailed
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader, check_positions
-from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.evaluation.stretches import Source, greedy_source, sampling_source, text_source
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import Columns, table_of
-from hf_kvret.evaluation.task import Choices, Task, lengths_of
-from hf_kvret.io.reports import MemoryReport
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.contexts import describe_file, text_windows
+from hf_kvret.lab.evaluate.measurement import CheckFailed
+from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.stretches import Source, greedy_source, sampling_source, text_source
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
+from hf_kvret.lab.program.arguments import budget, number, several
+from hf_kvret.lab.program.common_options import context_option, count_option, text_option
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.tables import Columns, table_of
+from hf_kvret.observe.reports import MemoryReport
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.registry import registered_methods
 
 FOLLOW = ("sample", "greedy", "text")

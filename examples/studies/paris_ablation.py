@@ -22,31 +22,31 @@ from follower import Follower
 from study_tables import CANDIDATES, Found, bars_of, by_length, curves_of, stretches_of
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens, SearchCost
-from hf_kvret.core.recall import exact_scores
-from hf_kvret.core.state import tensor
-from hf_kvret.core.token_buffer import TokenBuffer, tokens
-from hf_kvret.evaluation.arguments import number, several
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import (
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, SearchCost
+from hf_kvret.contracts.state import tensor
+from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.contexts import describe_file, text_windows
+from hf_kvret.lab.evaluate.paris_ablations import UncorrectedParisKVCache, UnrotatedParisKVCache
+from hf_kvret.lab.evaluate.stretches import Pace, mean_of, share
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.program.arguments import number, several
+from hf_kvret.lab.program.common_options import (
     budget_option,
     context_option,
     count_option,
     text_option,
     then_option,
 )
-from hf_kvret.evaluation.contexts import describe_file, text_windows
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.evaluation.stretches import Pace, mean_of, share
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
-from hf_kvret.methods.paris.ablations import UncorrectedParisKVCache, UnrotatedParisKVCache
+from hf_kvret.observe.recall import exact_scores
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.relevance import group_relevance
 
 PARTS = ("switches", "ratios", "drift")

@@ -22,16 +22,16 @@ from distances import NOTHING_COLD, Contexts, Logits, cache_of, distance, follow
 from study_tables import Found
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.evaluation.arguments import number
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.common_options import context_option, count_option, text_option
-from hf_kvret.evaluation.options import option
-from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader
-from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.scripts import run_script
-from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.program.arguments import number
+from hf_kvret.lab.program.common_options import context_option, count_option, text_option
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.tables import markdown_table
 
 OFF = "nothing"
 """What stands for unselected tokens where nothing does."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_kvret.core.window import Place, Window, wide_mask
+from hf_kvret.layer.window import Place, Window, wide_mask
 from hf_kvret.models.versions import CACHE_NAMES
 
 # Arguments of a decode step whose values differ from step to step.

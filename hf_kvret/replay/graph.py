@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.core.layer import RetrievalLayer
-from hf_kvret.core.window import Window
+from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.window import Window
 from hf_kvret.models.versions import cache_argument
 from hf_kvret.replay.frame import Frame
 from hf_kvret.replay.layer_step import LayerStep
@@ -30,8 +30,8 @@ _logged_reasons: set[str] = set()
 # what models keep, which a step of one token that is told its position neither reads nor changes.
 _HARMLESS = (
     "transformers.utils.output_capturing",
-    "hf_kvret.integration.prompt_check",
-    "hf_kvret.integration.model_state",
+    "hf_kvret.attention.prompt_check",
+    "hf_kvret.attention.model_state",
 )
 # Why captures failed, by model and kind of cache, so that generate does not try again each time.
 _failures: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()

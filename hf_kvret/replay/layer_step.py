@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from operator import add
 
-from hf_kvret.core.index import CapturableIndex, Index, capture_obstacle_of
-from hf_kvret.core.layer import RetrievalLayer
-from hf_kvret.core.regions import Regions
-from hf_kvret.core.window import Place
+from hf_kvret.contracts.index import CapturableIndex, Index, capture_obstacle_of
+from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.regions import Regions
+from hf_kvret.layer.window import Place
 
 
 class LayerStep:

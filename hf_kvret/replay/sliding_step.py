@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from hf_kvret.core.window import Place
+from hf_kvret.layer.window import Place
 
 
 class SlidingStep:

@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from hf_kvret.core.store import AttentionResult
+from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.pinning import LayerChunks

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from hf_kvret.core.host_memory import empty
 from hf_kvret.stores.driver import reads_host_addresses
+from hf_kvret.stores.host_memory import empty
 from hf_kvret.stores.numa import node_of
 from hf_kvret.stores.pinning import Chunk, LayerChunks, PendingChunk, may_prepare
 from hf_kvret.stores.under_way import copies_from

@@ -14,9 +14,9 @@ from typing import Self
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.pieces import BUS_PROGRAMS, read_ahead, reading_stream
-from hf_kvret.core.store import AttentionResult, Store
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.pieces import BUS_PROGRAMS, read_ahead, reading_stream
+from hf_kvret.contracts.store import AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret.stores.pinning import PendingChunk
 from hf_kvret_kernels.chunks import select

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_kvret.core.host_memory import mapped, populate
-from hf_kvret.core.pieces import finish_reading
+from hf_kvret.contracts.pieces import finish_reading
+from hf_kvret.stores.host_memory import mapped, populate
 from hf_kvret.stores.numa import prefer
 
 _MEMORY_PAGE = 4096

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.free_memory import free_host_bytes
-from hf_kvret.core.sizes import free_bytes
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.sizes import free_bytes
+from hf_kvret.stores.free_memory import free_host_bytes
 from hf_kvret_kernels.higgs.codec import LARGEST_GROUP
 
 _log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.state import Tensors
-from hf_kvret.core.store import AttentionResult, check_in_key, check_rows
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import Tensors
+from hf_kvret.contracts.store import AttentionResult, check_in_key, check_rows
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.wrapped import WrappedStore

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.state import number, part
-from hf_kvret.core.store import AttentionResult
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.state import number, part
+from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.pinning import LayerChunks

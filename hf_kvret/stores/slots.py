@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from hf_kvret.core.state import State, tensor
+from hf_kvret.contracts.state import State, tensor
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.state import part
-from hf_kvret.core.store import Store
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.state import part
+from hf_kvret.contracts.store import Store
 from hf_kvret.stores.paged import PagedStore
 
 

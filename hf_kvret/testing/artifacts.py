@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.study import Calibration
-from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
-from hf_kvret.methods.aqua.calibrator import AquaCalibration
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.study import Calibration
 
 _SEQUENCES, _LENGTH = 3, 200
 

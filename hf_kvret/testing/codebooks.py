@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_kvret.calibration import CalibrationArtifact, ModelIdentity
-from hf_kvret.core.block import TokenBlock
+from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
+from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.a2ats import A2ATSConfig, A2ATSIndex
 
 HEADS, GROUP, DIM = 2, 3, 16

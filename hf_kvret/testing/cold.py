@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.core.index import ColdTokens
-from hf_kvret.core.regions import Regions
-from hf_kvret.core.scoring import Scoring
+from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.layer.regions import Regions
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory
 

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_kvret.integration.compatibility import model_layers
+from hf_kvret.models.compatibility import model_layers
 from hf_kvret.registry import attach
 from hf_kvret.testing.gemma4_models import GEMMA4_MODELS
 from hf_kvret.testing.latent_models import LATENT_MODELS

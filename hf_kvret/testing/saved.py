@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_kvret.io import description, shards
+from hf_kvret.saved import description, shards
 
 NAME = f"{description.STEM}-0123456789ab{shards.SUFFIX}"
 """The file of tensors that ``write_saved`` writes."""

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_kvret.evaluation.bundled import REFERENCE_MODEL, load_bundled_model
-from hf_kvret.evaluation.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL, load_bundled_model
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

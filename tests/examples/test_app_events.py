@@ -17,7 +17,7 @@ import app_parts.reading as reading_module  # noqa: E402
 from app_parts.reading import Limits  # noqa: E402
 from app_parts.session import Choices, Desk  # noqa: E402
 
-from hf_kvret.evaluation.subject import load_subject  # noqa: E402
+from hf_kvret.lab.evaluate.subject import load_subject  # noqa: E402
 
 if importlib.util.find_spec("gradio") is None:
     pytest.skip("the extra app is not installed", allow_module_level=True)

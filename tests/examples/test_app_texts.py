@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_kvret.evaluation.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

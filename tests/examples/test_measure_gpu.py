@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 
 from hf_kvret import cli
-from hf_kvret.benchmark.opponents import choose_bench_caches
-from hf_kvret.evaluation.arguments import names
-from hf_kvret.evaluation.scripts import load_measurement, script_parser
+from hf_kvret.lab.bench.opponents import choose_bench_caches
+from hf_kvret.lab.program.arguments import names
+from hf_kvret.lab.program.scripts import load_measurement, script_parser
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results" / "h200.md"

@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_kvret.calibration import CalibrationArtifact, hub
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.runner import calibrate
+from hf_kvret.artifacts import CalibrationArtifact, hub
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
-from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.saved import read_saved, write_saved
 from hf_kvret.testing.scenario import prompt

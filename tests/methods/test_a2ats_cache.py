@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import ColdTokens
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.runner import calibrate
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSIndex
-from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, run_case
 from hf_kvret.testing.scenario import prompt, ragged
 
@@ -258,7 +258,7 @@ def test_without_positions_nothing_is_taken_in_and_the_way_out_is_told(
 ) -> None:
     cache = _cache(llama, artifact_of("llama"))
     with monkeypatch.context() as patch:
-        patch.setattr("hf_kvret.integration.attention._positions", lambda ids, query: None)
+        patch.setattr("hf_kvret.attention.attention._positions", lambda ids, query: None)
         with pytest.raises(ValueError, match="pass position_ids to the model, or use another"):
             _read(llama, cache, prompt(1, 60))
     assert cache.get_seq_length() == 0

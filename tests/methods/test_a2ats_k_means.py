@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hf_kvret.methods.a2ats import k_means as module
-from hf_kvret.methods.a2ats.k_means import k_means
+from hf_kvret.lab.calibrate import k_means as module
+from hf_kvret.lab.calibrate.k_means import k_means
 
 
 def generator(seed: int) -> torch.Generator:

@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import A2ATSCache
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.runner import calibrate
-from hf_kvret.integration.latent import ModuleHeads
-from hf_kvret.methods.a2ats import calibrator
-from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
+from hf_kvret.lab.calibrate import a2ats as calibrator
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.layer.latent_heads import ModuleHeads
 from hf_kvret.methods.a2ats.learned import learned_layer, load
 from hf_kvret.methods.a2ats.vector_quantization import at_distance
 from hf_kvret.testing import LATENT_MODELS

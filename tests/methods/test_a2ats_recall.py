@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.core.recall import measure_recall
-from hf_kvret.methods.a2ats.k_means import k_means
+from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.methods.a2ats.vector_quantization import query_metric
+from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.codebooks import (

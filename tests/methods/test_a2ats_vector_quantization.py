@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_kvret.methods.a2ats.k_means import k_means
+from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.methods.a2ats.vector_quantization import (
     fold_query,
     from_metric,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.core.block import TokenBlock
+from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.decoded import BytePages
 from hf_kvret.methods.aqua.kivi import KiviStore

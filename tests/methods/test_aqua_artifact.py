@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.runner import calibrate
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
-from hf_kvret.methods.aqua.calibrator import AquaCalibration
 from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.plan import layer_plan
 from hf_kvret.methods.aqua.predictors import predict, unpacked
@@ -306,7 +306,7 @@ def test_without_positions_nothing_is_taken_in_and_the_way_out_is_told(
 ) -> None:
     model = _built("llama")
     cache = _cache(model, artifact_of("llama"))
-    monkeypatch.setattr("hf_kvret.integration.attention._positions", lambda ids, query: None)
+    monkeypatch.setattr("hf_kvret.attention.attention._positions", lambda ids, query: None)
     with pytest.raises(ValueError, match=r"pass position_ids to the model, use predictor='none'"):
         _read(model, cache, prompt(1, 60))
     assert cache.get_seq_length() == 0

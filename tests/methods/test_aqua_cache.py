@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.runner import calibrate
-from hf_kvret.core.block import TokenBlock
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
-from hf_kvret.methods.aqua.calibrator import AquaCalibration
 from hf_kvret.methods.aqua.coder import Rows
 from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.plan import LayerPlan, layer_plan

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import AquaKVCache
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.runner import calibrate
-from hf_kvret.methods.aqua.calibrator import AquaCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.predictors import predict, unpacked
 from hf_kvret.methods.aqua.store import AquaStore

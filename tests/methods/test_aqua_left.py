@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.runner import calibrate
-from hf_kvret.core.block import UNKNOWN_POSITION
+from hf_kvret.contracts.block import UNKNOWN_POSITION
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
-from hf_kvret.methods.aqua.calibrator import AquaCalibration
 from hf_kvret.methods.aqua.coder import Rows
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt

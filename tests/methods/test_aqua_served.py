@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.runner import calibrate
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
-from hf_kvret.methods.aqua.calibrator import AquaCalibration
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.calibration.study import Carried, LayerFindings
-from hf_kvret.methods.aqua.calibrator import AquaCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.study import Carried, LayerFindings
 from hf_kvret.methods.aqua.mlp import BATCH
 from hf_kvret.methods.aqua.predictors import Rows, predict, unpacked
 from hf_kvret_kernels import higgs

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_kvret import ColdTokens, TokenBlock
-from hf_kvret.core.recall import exact_scores, measure_recall
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
+from hf_kvret.observe.recall import exact_scores, measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import COVERING_OPTIONS, Case, run_case

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hf_kvret import ColdTokens, TokenBlock
-from hf_kvret.core.recall import measure_recall
 from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
+from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_kvret import LatentConfig, LatentKVCache
-from hf_kvret.evaluation.caches import choose_cache
+from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.testing import LATENT_MODELS
 
 MEANINGLESS: dict[str, Any] = {

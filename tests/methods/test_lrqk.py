@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hf_kvret import LRQKConfig, TokenBlock
-from hf_kvret.core.recall import measure_recall
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.lrqk import LRQKIndex
+from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_kvret import LRQKConfig, TokenBlock
-from hf_kvret.core.form import Form
+from hf_kvret.contracts.schema import Form
 from hf_kvret.methods.lrqk import PaperLRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_kvret import FlatKVCache
-from hf_kvret.integration import prompt_chunks
+from hf_kvret.attention import prompt_chunks
+from hf_kvret.lab.coverage.scan import default_type, text_class, type_names
+from hf_kvret.lab.coverage.small import VOCAB_SIZE, small_model, small_text_part
+from hf_kvret.lab.coverage.trial import _IMPOSSIBLE
+from hf_kvret.lab.coverage.unusual import image_inputs
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.versions import as_argument
-from hf_kvret.survey.scan import default_type, text_class, type_names
-from hf_kvret.survey.small import VOCAB_SIZE, small_model, small_text_part
-from hf_kvret.survey.trial import _IMPOSSIBLE
-from hf_kvret.survey.unusual import image_inputs
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_kvret.lab.coverage.pictures import padded, picture_model, picture_prompt
 from hf_kvret.models.position_shift import UNKNOWN, shifts
-from hf_kvret.survey.pictures import padded, picture_model, picture_prompt
 
 GRIDS = ((8, 12), (4, 4))
 

@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_kvret import FlatKVCache, ParisKVCache
-from hf_kvret.calibration.command import run_calibrate
-from hf_kvret.evaluation.measurement import Outputs, run_measurement
+from hf_kvret.lab.calibrate.command import run_calibrate
+from hf_kvret.lab.evaluate.measurement import Outputs, run_measurement
 from hf_kvret.models.ranks import check_one_process, group_size, is_split, launched_ranks
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, tiny_artifact
 from hf_kvret.testing.scenario import prompt

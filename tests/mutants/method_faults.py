@@ -43,7 +43,7 @@ FAULTS = (
     ),
     Fault(
         "calibrated-with-queries-that-are-not-absorbed",
-        "hf_kvret/methods/a2ats/calibrator.py",
+        "hf_kvret/lab/calibrate/a2ats.py",
         "rows = piece if heads is None else heads.absorb(piece)",
         "rows = piece",
     ),

@@ -25,7 +25,7 @@ PACKAGES = ("kernels/", "model_patches/", "")
 
 
 def module_of(file: str) -> str:
-    """``hf_kvret.core.window`` for ``hf_kvret/core/window.py``."""
+    """``hf_kvret.layer.window`` for ``hf_kvret/layer/window.py``."""
     for home in PACKAGES:
         if file.startswith(home):
             return file.removeprefix(home).removesuffix(".py").replace("/", ".")

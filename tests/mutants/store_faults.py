@@ -31,13 +31,13 @@ FAULTS = (
     ),
     Fault(
         "damaged-tensor-accepted",
-        "hf_kvret/io/shards.py",
+        "hf_kvret/saved/shards.py",
         "if checksum(name, tensor) != self._checksums[name]:",
         "if not checksum(name, tensor):",
     ),
     Fault(
         "unfinished-files-of-broken-saves-stay",
-        "hf_kvret/io/folder.py",
+        "hf_kvret/saved/folder.py",
         "older = older or unfinished.fullmatch(name) is not None or name in obsolete",
         "older = older or name in obsolete",
     ),

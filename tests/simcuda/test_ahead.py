@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_kvret
-from hf_kvret.core import selected_attention
+from hf_kvret.layer import selected_attention
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.testing.simcuda import simulated, to_device
 from hf_kvret.testing.tiny import spread_weights

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.core import pieces
+from hf_kvret.contracts import pieces
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.replay import recorders

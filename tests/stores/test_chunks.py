@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, TokenBlock
-from hf_kvret.core import pieces
+from hf_kvret.contracts import pieces
 from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, paged, pinning
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS

@@ -16,7 +16,7 @@ from hf_kvret import (
     RetrievalCache,
     TokenBlock,
 )
-from hf_kvret.core.store import scores_of_gathered
+from hf_kvret.contracts.store import scores_of_gathered
 from hf_kvret.registry import attach
 from hf_kvret.stores import CpuStore, PagedStore
 from hf_kvret.stores.memory import HostMemory

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.core.host_memory import mapped
 from hf_kvret.stores import driver, memory, numa, pinning
+from hf_kvret.stores.host_memory import mapped
 from hf_kvret.stores.memory import HostMemory, SplitMemory
 from hf_kvret.testing.simcuda import simulated
 

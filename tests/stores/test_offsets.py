@@ -13,11 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import AquaKVCache, FlatKVCache, ParisKVCache
-from hf_kvret.core import free_memory
-from hf_kvret.core.first_rows import FirstRows
+from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.methods.aqua.config import AquaConfig
 from hf_kvret.methods.aqua.plan import LayerPlan
-from hf_kvret.stores import PagedStore, QuantizedStore
+from hf_kvret.stores import PagedStore, QuantizedStore, free_memory
 from hf_kvret.stores.offsets import MOST_RATIO, offset_ratio
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.core.host_memory import mapped, populate
 from hf_kvret.stores import PagedStore, pinning
+from hf_kvret.stores.host_memory import mapped, populate
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.pinning import Chunk, LayerChunks, PendingChunk
 from hf_kvret.testing.simcuda import Simulation, simulated

@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import FlatConfig, FlatKVCache, ParisConfig
-from hf_kvret.core import free_memory
 from hf_kvret.methods.aqua import AquaConfig
-from hf_kvret.stores import STORES
+from hf_kvret.stores import STORES, free_memory
 from hf_kvret.stores.places import CODED, PLACES, Choice, choose
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import FlatConfig, FlatKVCache, ParisKVCache, TokenBlock
-from hf_kvret.core.first_rows import FirstRows
+from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
 from hf_kvret.stores.places import choose

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_kvret.artifacts.shared import artifact_place
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.calibration.shared import artifact_place
-from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.index import A2ATSIndex
 from hf_kvret.methods.a2ats.learned import check_artifact, load
+from hf_kvret.options.config import RetrievalConfig
 
 
 class A2ATSCache(RetrievalCache):

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.option_checks import check_source
+from hf_kvret.options.checks import check_source
+from hf_kvret.options.config import RetrievalConfig
 
 _BUDGETS = ("head", "union")
 

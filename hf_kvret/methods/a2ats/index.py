@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.index import ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.core.state import number
-from hf_kvret.core.token_buffer import TokenBuffer, passed
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, Estimates, Index, SearchCost
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import number
+from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.learned import LearnedLayer, learned_layer, load
 from hf_kvret_kernels import centroid, codebook

@@ -10,8 +10,8 @@ from typing import Self
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.layer_checks import (
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.layer_checks import (
     LARGEST,
     Expected,
     check_each,
@@ -24,10 +24,10 @@ from hf_kvret.calibration.layer_checks import (
     damaged,
     learned_rope,
 )
-from hf_kvret.calibration.shared import made_once, shared_artifact
-from hf_kvret.integration.compatibility import retrieval_shapes
-from hf_kvret.methods.a2ats.calibrator import CODEWORD_DTYPES, A2ATSCalibration
+from hf_kvret.artifacts.shared import made_once, shared_artifact
+from hf_kvret.lab.calibrate.a2ats import CODEWORD_DTYPES, A2ATSCalibration
 from hf_kvret.methods.a2ats.spaces import SPACES, KeySpace
+from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret_kernels import codebook
 
 METHOD = "a2ats"

@@ -9,18 +9,18 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.shared import artifact_place, made_once
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.shared import artifact_place, made_once
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.first_rows import FirstRows
-from hf_kvret.integration.compatibility import is_latent, retrieval_shapes
+from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.methods.aqua.coding import check_group, default_group
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
 from hf_kvret.methods.aqua.kivi import KiviStore
 from hf_kvret.methods.aqua.learned import check_artifact, load
 from hf_kvret.methods.aqua.plan import filled_in, layer_plan
 from hf_kvret.methods.aqua.store import AquaStore
+from hf_kvret.models.compatibility import is_latent, retrieval_shapes
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import PagedStore, Store, StoreChoice
 from hf_kvret_kernels.higgs.codec import SMALLEST_GROUP
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.store import AttentionResult, Store
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.store import AttentionResult, Store
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels.ids import check_id_range

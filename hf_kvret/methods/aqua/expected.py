@@ -6,9 +6,9 @@ from typing import NamedTuple, Self
 
 import torch
 
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.layer_checks import Expected, check_layer_settings, damaged, told_layers
-from hf_kvret.methods.aqua.calibrator import BITS, GROUPS, AquaCalibration
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.layer_checks import Expected, check_layer_settings, damaged, told_layers
+from hf_kvret.lab.calibrate.aqua import BITS, GROUPS, AquaCalibration
 from hf_kvret.methods.aqua.gptq import GROUP
 
 _MATRIX = (torch.bfloat16,)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.state import Tensors, part, tensor
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import Tensors, part, tensor
 from hf_kvret.methods.aqua.config import AquaConfig
 from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans, split
 from hf_kvret.methods.aqua.saved import check_coded, check_names, check_shape

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.layer_checks import (
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.layer_checks import (
     check_each,
     check_names,
     check_options,
@@ -22,9 +22,8 @@ from hf_kvret.calibration.layer_checks import (
     damaged,
     learned_rope,
 )
-from hf_kvret.calibration.shared import made_once, shared_artifact
-from hf_kvret.integration.compatibility import is_latent, retrieval_shapes
-from hf_kvret.methods.aqua.calibrator import (
+from hf_kvret.artifacts.shared import made_once, shared_artifact
+from hf_kvret.lab.calibrate.aqua import (
     BITS,
     KEY_INPUTS,
     SPACES,
@@ -34,6 +33,7 @@ from hf_kvret.methods.aqua.calibrator import (
 from hf_kvret.methods.aqua.coding import BACKBONES
 from hf_kvret.methods.aqua.expected import LayerSettings, expected_tensors
 from hf_kvret.methods.aqua.predictors import unpacked
+from hf_kvret.models.compatibility import is_latent, retrieval_shapes
 from hf_kvret_model_patches.rope import Rope
 
 METHOD = "aqua"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.state import Tensors
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import Tensors
 from hf_kvret_kernels.higgs import Codec
 
 

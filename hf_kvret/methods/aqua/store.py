@@ -7,11 +7,11 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.core.block import UNKNOWN_POSITION, TokenBlock
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.state import Tensors, part
-from hf_kvret.core.store import check_rows
-from hf_kvret.core.token_buffer import TokenBuffer, passed
+from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import Tensors, part
+from hf_kvret.contracts.store import check_rows
+from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows, codecs_of
 from hf_kvret.methods.aqua.config import NOT_CODED
 from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, spans

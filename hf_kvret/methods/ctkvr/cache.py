@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.index import CTkvrIndex
+from hf_kvret.options.config import RetrievalConfig
 
 
 class CTkvrCache(RetrievalCache):

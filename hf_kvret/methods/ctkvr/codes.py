@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import FLOATS, Form
-from hf_kvret.core.index import ColdTokens
-from hf_kvret.core.state import tensor
-from hf_kvret.core.store import best_of
-from hf_kvret.core.token_buffer import TokenBuffer, tokens
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.contracts.schema import FLOATS, Form
+from hf_kvret.contracts.state import tensor
+from hf_kvret.contracts.store import best_of
+from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.candidates import Candidates
 from hf_kvret.methods.ctkvr.rerank import Rerank
 from hf_kvret_kernels import paris

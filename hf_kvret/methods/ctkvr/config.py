@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig
 
 _LARGEST_HEAD = 256
 _CHOICES = {

@@ -8,10 +8,10 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.index import ColdTokens, Index, SearchCost
-from hf_kvret.core.state import Tensors, number, part
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import Tensors, number, part
 from hf_kvret.methods.ctkvr.candidates import Candidates
 from hf_kvret.methods.ctkvr.codes import KeyCodes
 from hf_kvret.methods.ctkvr.config import CTkvrConfig

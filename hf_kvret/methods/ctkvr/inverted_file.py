@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_kvret.core.index import ColdTokens
-from hf_kvret.core.state import State, number, part, tensor
+from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.queue import CentroidQueue, joined
 from hf_kvret_kernels import centroid

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from hf_kvret.core.form import Form, check_range
-from hf_kvret.core.state import State
-from hf_kvret.core.token_buffer import MOST_SLOT, TokenBuffer, tokens
+from hf_kvret.contracts.schema import Form, check_range
+from hf_kvret.contracts.state import State
+from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, tokens
 from hf_kvret_kernels import centroid
 from hf_kvret_kernels.host_step import Generation
 

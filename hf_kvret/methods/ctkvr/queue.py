@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.state import State, number, part
-from hf_kvret.core.token_buffer import MOST_SLOT
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import State, number, part
+from hf_kvret.contracts.token_buffer import MOST_SLOT
 from hf_kvret.methods.ctkvr.inverted_lists import InvertedLists
 from hf_kvret_kernels.host_step import ListSearch
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens
-from hf_kvret.core.state import State
-from hf_kvret.core.store import best_of, scores_of_gathered
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.contracts.state import State
+from hf_kvret.contracts.store import best_of, scores_of_gathered
 from hf_kvret.methods.ctkvr.candidates import Candidates
 
 

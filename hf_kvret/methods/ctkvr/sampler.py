@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.core.form import Form, check_range
-from hf_kvret.core.state import State, number, part, tensor
-from hf_kvret.core.token_buffer import MOST_SLOT
+from hf_kvret.contracts.schema import Form, check_range
+from hf_kvret.contracts.state import State, number, part, tensor
+from hf_kvret.contracts.token_buffer import MOST_SLOT
 
 _BITS = 30
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.flat.config import FlatConfig
 from hf_kvret.methods.flat.index import FlatIndex
+from hf_kvret.options.config import RetrievalConfig
 
 
 class FlatKVCache(RetrievalCache):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_kvret.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig
 
 
 @dataclass(frozen=True)

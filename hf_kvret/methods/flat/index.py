@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.core.recall import exact_scores
-from hf_kvret.core.token_buffer import TokenBuffer, tokens
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
+from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
+from hf_kvret.observe.recall import exact_scores
 from hf_kvret_kernels.host_step import FlatSearch, HostSearch
 from hf_kvret_kernels.relevance import top_places
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.core.token_buffer import TokenBuffer
+from hf_kvret.contracts.token_buffer import TokenBuffer
 
 
 class AccumulatedAttention(TokenBuffer):

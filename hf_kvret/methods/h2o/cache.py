@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.h2o.config import H2OConfig
 from hf_kvret.methods.h2o.index import H2OIndex
+from hf_kvret.options.config import RetrievalConfig
 
 
 class H2OCache(RetrievalCache):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import Form, check_ids, damaged
-from hf_kvret.core.index import ColdTokens, Index, SearchCost
-from hf_kvret.core.state import number, part, tensor
-from hf_kvret.core.token_buffer import MOST_SLOT, TokenBuffer, passed
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
+from hf_kvret.contracts.schema import Form, check_ids, damaged
+from hf_kvret.contracts.state import number, part, tensor
+from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
 from hf_kvret.methods.h2o.accumulated import AccumulatedAttention
 from hf_kvret.methods.h2o.config import H2OConfig
 from hf_kvret.methods.h2o.received import Asked, Piece, received, received_by_few

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.integration.compatibility import is_latent
 from hf_kvret.methods.latent.config import LatentConfig
+from hf_kvret.models.compatibility import is_latent
+from hf_kvret.options.config import RetrievalConfig
 
 
 class LatentKVCache(RetrievalCache):

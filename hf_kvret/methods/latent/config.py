@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from hf_kvret.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig
 
 _MEANINGFUL = {"prefill_chunk", "max_draft", "graph"}
 

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import Form, check_ids, damaged
-from hf_kvret.core.index import ColdTokens, Index, SearchCost
-from hf_kvret.core.state import part, tensor
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
+from hf_kvret.contracts.schema import Form, check_ids, damaged
+from hf_kvret.contracts.state import part, tensor
 from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
 from hf_kvret.methods.lrqk.als_update import Bases, OmegaProducts
 from hf_kvret.methods.lrqk.config import LRQKConfig

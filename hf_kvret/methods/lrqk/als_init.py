@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.state import State, Tensors, tensor
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import State, Tensors, tensor
 from hf_kvret.methods.lrqk.factors import Sketch
 from hf_kvret.methods.lrqk.grams import PIECE
 

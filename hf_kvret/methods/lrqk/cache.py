@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.index import Index
+from hf_kvret.contracts.index import Index
 from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.index import LRQKIndex
+from hf_kvret.options.config import RetrievalConfig
 
 
 class LRQKCache(RetrievalCache):

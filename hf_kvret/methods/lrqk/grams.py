@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from hf_kvret.core.state import State, Tensors, number, part, tensor
+from hf_kvret.contracts.state import State, Tensors, number, part, tensor
 from hf_kvret.methods.lrqk.query_buffer import QueryBuffer
 
 # Queries older than this many half-lives have a negligible weight in fp32.

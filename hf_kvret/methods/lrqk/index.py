@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.core.state import number, part, tensor
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, closed_form
 from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from hf_kvret.core.form import Form, damaged
-from hf_kvret.core.state import State, tensor
-from hf_kvret.core.token_buffer import TokenBuffer, tokens
+from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.state import State, tensor
+from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.core.state import State, number, tensor
+from hf_kvret.contracts.state import State, number, tensor
 
 
 class QueryBuffer(State):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret.methods.paris.index import ParisIndex
+from hf_kvret.options.config import RetrievalConfig
 
 
 class ParisKVCache(RetrievalCache):

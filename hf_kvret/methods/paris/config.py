@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels import paris
 
 _TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)

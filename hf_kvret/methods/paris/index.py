@@ -7,11 +7,11 @@ from typing import Self
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import FLOATS, Form, damaged
-from hf_kvret.core.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.core.state import tensor
-from hf_kvret.core.token_buffer import TokenBuffer, tokens
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
+from hf_kvret.contracts.schema import FLOATS, Form, damaged
+from hf_kvret.contracts.state import tensor
+from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch

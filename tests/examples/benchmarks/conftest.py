@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_kvret.evaluation.measurement import add_measurement
-from hf_kvret.evaluation.scripts import SCRIPTS, load_measurement
+from hf_kvret.lab.evaluate.measurement import add_measurement
+from hf_kvret.lab.program.scripts import SCRIPTS, load_measurement
 
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "examples" / "benchmarks"), str(Path(__file__).parent)]

@@ -21,9 +21,9 @@ from host_ways import (
 )
 from kernel_inputs import Draw, KernelShape
 
-from hf_kvret.evaluation.measurement import CheckFailed
-from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.lab.evaluate.measurement import CheckFailed
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Results
 from hf_kvret_kernels import host_attention as host
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.paged import PagedRows

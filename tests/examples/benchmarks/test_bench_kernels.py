@@ -14,8 +14,8 @@ from bench_kernels import OPS, Kernels
 from kernel_clock import time_calls
 from kernel_work import Call, KernelOp
 
-from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Results
 from hf_kvret_kernels.host_attention import why_not
 
 SIZES = {"heads": 2, "group": 2, "head-dim": 16, "top-k": 8, "codewords": 16, "rank": 4}

@@ -71,7 +71,7 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "prompt_attention": (
         "paris",
         {},
-        ("hf_kvret.core.exact_attention.prompt_attention", f"{BENCH}prompt_attention"),
+        ("hf_kvret.layer.exact_attention.prompt_attention", f"{BENCH}prompt_attention"),
     ),
 }
 

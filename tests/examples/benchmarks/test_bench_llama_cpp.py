@@ -21,8 +21,8 @@ import torch
 from llama_bench import LlamaBench
 
 from hf_kvret.cli import main
-from hf_kvret.evaluation.measurement import CheckFailed
-from hf_kvret.evaluation.results import Results
+from hf_kvret.lab.evaluate.measurement import CheckFailed
+from hf_kvret.lab.report.results import Results
 
 FAKE = r"""
 import json, sys

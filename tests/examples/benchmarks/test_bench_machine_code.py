@@ -13,13 +13,13 @@ from bench_machine_code import MachineCodeOfStep
 from machine_code import Launch
 from step_kernels import LEAST_CONTEXT, StepShape
 
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Results
 from hf_kvret.methods.a2ats import A2ATSConfig
 from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.methods.lrqk import LRQKConfig
 from hf_kvret.methods.paris import ParisConfig
+from hf_kvret.options.config import RetrievalConfig
 
 COUNTS = {"instructions": 110, "shuffles": 5, "shared_stores": 4, "barriers": 3}
 IN_LOOPS = {"instructions": 10, "shuffles": 1, "shared_stores": 1, "barriers": 1}

@@ -10,8 +10,8 @@ import bench_save
 import pytest
 from bench_save import Save
 
-from hf_kvret.evaluation.results import Results
-from hf_kvret.io import shards
+from hf_kvret.lab.report.results import Results
+from hf_kvret.saved import shards
 
 Bench = Callable[..., int]
 SMALL = Save.smallest.split()

@@ -11,7 +11,7 @@ import torch
 from gguf_model import check_architecture, find_gguf, write_gguf
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_kvret.benchmark.shapes import load_shape, random_model
+from hf_kvret.lab.bench.shapes import load_shape, random_model
 
 # Heads that don't fill the width, and three query heads for a KV head.
 SIZES = {

@@ -28,7 +28,7 @@ Measure = Callable[..., dict[tuple[str, ...], dict[str, Any]]]
 @pytest.fixture(scope="session")
 def measured() -> Measure:
     """``measured(MEASUREMENT, path, *arguments)``: results by all of a cell but its cache."""
-    from hf_kvret.evaluation.scripts import run_script
+    from hf_kvret.lab.program.scripts import run_script
 
     def measure(study: Any, path: Path, *arguments: str) -> dict[tuple[str, ...], dict[str, Any]]:
         assert run_script(study, ["--json", str(path), *arguments]) == 0
@@ -45,7 +45,7 @@ def measured() -> Measure:
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """``refused(MEASUREMENT, *arguments)``: the line that says why, with exit status 2."""
-    from hf_kvret.evaluation.scripts import run_script
+    from hf_kvret.lab.program.scripts import run_script
 
     def refuse(study: Any, *arguments: str) -> str:
         try:

@@ -14,17 +14,17 @@ import pytest
 from ablation import needle_tokens
 
 from hf_kvret.cli import main
-from hf_kvret.evaluation import scripts
-from hf_kvret.evaluation.help_text import shown_default
-from hf_kvret.evaluation.measurement import fill_parser
-from hf_kvret.evaluation.report import write_report
-from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.scripts import (
+from hf_kvret.lab.evaluate.measurement import fill_parser
+from hf_kvret.lab.program import scripts
+from hf_kvret.lab.program.help_text import shown_default
+from hf_kvret.lab.program.scripts import (
     SCRIPTS,
     command_line,
     load_measurement,
     script_parser,
 )
+from hf_kvret.lab.report.report import write_report
+from hf_kvret.lab.report.results import Results
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"

@@ -18,8 +18,8 @@ from misses import Generation, Misses
 from paris_ablation import ParisAblation
 from rest_tokens import RestTokens
 
-from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Results
 
 Rows = dict[tuple[Any, ...], dict[str, Any]]
 ROOT = Path(__file__).parents[3]

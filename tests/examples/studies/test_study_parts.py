@@ -26,10 +26,10 @@ from paris_ablation import (
 from rest_tokens import RestTokens, follow_all, rest_options
 
 from hf_kvret import CTkvrConfig, FlatKVCache, LRQKConfig, ParisConfig, TokenBlock
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.needles import NeedleLanguage
-from hf_kvret.evaluation.subject import load_subject
-from hf_kvret.evaluation.texts import read_text, token_ids
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.texts import read_text, token_ids
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory

@@ -1,0 +1,310 @@
+"""``CalibrationArtifact``: a method's calibration results for one model, and its identity."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from hf_kvret.artifacts.card import model_card
+from hf_kvret.artifacts.fields import (
+    add_tensors,
+    check_method,
+    plain_json,
+    plain_quality,
+    tensor_dict,
+)
+from hf_kvret.artifacts.files import (
+    DESCRIPTION,
+    read_description,
+    read_tensors,
+    write_folder,
+    write_for_hub,
+)
+from hf_kvret.artifacts.hub import find_folder, upload_folder
+from hf_kvret.artifacts.identity import ModelIdentity, WeightsReport, compare_weights
+from hf_kvret.saved.strict_json import plain_bytes
+from hf_kvret.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationArtifact:
+    """Tensors that a method learned about one model, with their origin.
+
+    Attributes:
+        method: name of the method, ``"a2ats"`` or another: small letters, digits, ``-`` and ``_``.
+        model: the model that it belongs to.
+        tensors: by name; on any device until saved, on the CPU when loaded.
+        data: description of the calibration data, plain JSON. ``data["datasets"]``, if given, is a
+            list of hub ids.
+        options: the method's calibration options, plain JSON.
+        quality: a row of figures for each layer: ``layer``, its number in the model, and numbers,
+            strings or None by name.
+
+    Raises:
+        TypeError, ValueError: a field that is not as above. Plain JSON is kept as a copy that went
+            through JSON, so that an artifact is the same before it is saved and after it is loaded.
+    """
+
+    method: str
+    model: ModelIdentity
+    tensors: Mapping[str, torch.Tensor]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    quality: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        check_method(self.method)
+        # Copies, so that callers can't change a frozen artifact.
+        object.__setattr__(self, "tensors", tensor_dict(self.tensors))
+        object.__setattr__(self, "data", plain_json("data", self.data))
+        object.__setattr__(self, "options", plain_json("options", self.options))
+        object.__setattr__(self, "quality", plain_quality(self.quality))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of method, model, data, options, quality and all tensors, 64 hexadecimal digits.
+
+        The same however and wherever the artifact is saved.
+        """
+        plain = {
+            "method": self.method,
+            "model": self.model.as_json(),
+            "data": self.data,
+            "options": self.options,
+            "quality": self.quality,
+        }
+        digest = hashlib.sha256(plain_bytes(plain))
+        add_tensors(digest, self.tensors)
+        return digest.hexdigest()
+
+    def check_sha256(self, sha256: str) -> None:
+        """Refuse this artifact unless it is the one that is meant.
+
+        Args:
+            sha256: of that one.
+
+        Raises:
+            ValueError: its ``sha256`` is another; both are named.
+        """
+        if self.sha256 != sha256:
+            raise ValueError(
+                f"the {self.method} artifact of {self.model.name} has sha256 {self.sha256}, and "
+                f"artifact_sha256 asks for {sha256}: load the artifact that was meant (a commit's "
+                "id as revision= pins it on the hub), or, where you trust this one, give its sha256"
+            )
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write ``artifact-<version>.safetensors``, ``config.json`` and the card ``README.md``.
+
+        ``directory`` is made if needed; other files in it stay. Whenever it breaks off, by a kill
+        or a full disk, the folder has the old artifact or the new one, whole.
+
+        Raises:
+            FileExistsError, NotADirectoryError: ``directory``, or a part of it, is a file.
+            OSError: no space, or no right to write.
+            ValueError: ``config.json`` there is a model's, or of another method: an artifact
+                replaces only an older one of its method; a file to replace is a symbolic link.
+        """
+        path = Path(directory).expanduser()
+        self._write(write_folder, path, path.resolve().name)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_hub_id: str | os.PathLike[str],
+        *,
+        method: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        sha256: str | None = None,
+    ) -> Self:
+        """The artifact in a folder or on the hub, with its tensors on the CPU.
+
+        Completeness is checked; ``check`` and ``check_weights`` check that it fits a model. No code
+        is executed. The settings of huggingface_hub apply (``HF_ENDPOINT``, ``HF_TOKEN``,
+        ``HF_HUB_OFFLINE``, ``HF_HOME``).
+
+        Args:
+            path_or_hub_id: a folder that exists wins over a hub id of the same name.
+            method: the one it must be for; None for any.
+            revision: branch, tag or commit on the hub; None for ``main``.
+            cache_dir: where downloads are kept; None for the cache of huggingface_hub.
+            token: of the hub; None for the one that is logged in.
+            local_files_only: use the local cache only, no network.
+            sha256: the ``sha256`` that the artifact must have; None for any.
+
+        Raises:
+            FileNotFoundError: no such folder and no such repository or revision; no artifact there;
+                not in the cache while offline.
+            NotADirectoryError: a file instead of a folder.
+            PermissionError: the hub refuses the token, or the repository is gated.
+            ValueError: a damaged file, another format version, another method than ``method``,
+                another digest than ``sha256``, or a revision of a local folder.
+        """
+        folder = find_folder(
+            path_or_hub_id,
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+        )
+        description = read_description(folder)
+        name = description["method"]
+        if method is not None and name != method:
+            raise ValueError(
+                f"{path_or_hub_id} holds an artifact of {name!r}, not of {method!r}: give one "
+                f"that was made with `hf-kvret calibrate {method}`"
+            )
+        tensors = read_tensors(folder, description)
+        try:
+            artifact = cls(
+                method=name,
+                model=ModelIdentity.from_json(description["model"]),
+                tensors=tensors,
+                data=description["data"],
+                options=description["options"],
+                quality=description["quality"],
+            )
+        except KeyError as missing:
+            raise ValueError(
+                f"{folder / DESCRIPTION} has no {missing} in 'model': it is damaged; save or "
+                "download the artifact again"
+            ) from missing
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{folder / DESCRIPTION} is damaged ({error}): save or download the artifact again"
+            ) from error
+        if sha256 is not None:
+            artifact.check_sha256(sha256)
+        return artifact
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+    ) -> str:
+        """Upload the artifact in one commit; returns the URL of the commit or pull request.
+
+        The repository, and the branch ``revision``, are made where they don't exist. The model card
+        there is replaced, an artifact only by one of the same method.
+
+        Args:
+            repo_id: ``user/name``, or ``name`` for the user who is logged in.
+            private: of a repository that is made; None for the default of its owner.
+            revision: branch; None for ``main``.
+            token: of the hub; None for the one that is logged in.
+            commit_message: None for one that names the method and the model.
+            create_pr: open a pull request against ``main`` instead.
+
+        Raises:
+            PermissionError: not logged in, or with a token that may not write there.
+            ValueError: no hub id, ``config.json`` there is a model's or of another method, or a
+                pull request against another branch than ``main``.
+            ConnectionError: the hub can't be reached, or ``HF_HUB_OFFLINE`` is set.
+        """
+        with tempfile.TemporaryDirectory() as name:
+            self._write(write_for_hub, Path(name), repo_id)
+            return upload_folder(
+                Path(name),
+                repo_id,
+                self.method,
+                private=private,
+                revision=revision,
+                token=token,
+                commit_message=commit_message or f"{self.method} artifact for {self.model.name}",
+                create_pr=create_pr,
+            )
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Refuse a model of another architecture, by its configuration alone.
+
+        Raises:
+            ValueError: kind, layers, widths, heads, RoPE or vocabulary are not those of the model
+                that the artifact was made for; the first difference is named.
+            TypeError: ``config`` is no configuration.
+        """
+        difference = self.model.difference(config)
+        if difference:
+            raise ValueError(
+                f"the {self.method} artifact of {self.model.name} was {difference}: load the "
+                f"artifact of your model, or make it with `hf-kvret calibrate {self.method}`"
+            )
+
+    def check_weights(self, model: PreTrainedModel, *, strict: bool = True) -> WeightsReport:
+        """Refuse a model with other weights: another tune of the same base, or another training.
+
+        Compares some hundred numbers of up to 32 parameters, with the tolerance of a cast to bf16
+        or fp16. Parameters that are quantized, sharded, offloaded, of another shape or absent are
+        skipped; the report names them, and a warning tells when none was left to compare.
+
+        Args:
+            model: the numbers are read from wherever it is.
+            strict: False warns instead of refusing.
+
+        Returns:
+            what was compared, what differs, what was skipped and why.
+
+        Raises:
+            ValueError: with ``strict``, when numbers differ.
+        """
+        report = compare_weights(self.model.weights, model)
+        if not report.compared:
+            reasons = (
+                ", ".join(sorted(set(report.skipped.values()))) or "the artifact has no sample"
+            )
+            warnings.warn(
+                f"the weights of the model can't be compared with those that the {self.method} "
+                f"artifact of {self.model.name} was made from ({reasons}): make sure that it is "
+                "the same model",
+                stacklevel=2,
+            )
+        if report.differing:
+            message = (
+                f"the {self.method} artifact of {self.model.name} was made from other weights: "
+                f"{len(report.differing)} of {report.compared} sampled parameters differ "
+                f"({report.example}). Another tune of the same base has other keys: make an "
+                f"artifact of your model with `hf-kvret calibrate {self.method}`"
+            )
+            if strict:
+                raise ValueError(
+                    f"{message}, or look on with artifact.check_weights(model, strict=False), "
+                    "which only warns"
+                )
+            warnings.warn(message, stacklevel=2)
+        return report
+
+    def _write(self, write: Callable[..., None], directory: Path, source: str) -> None:
+        """``write`` the files; ``source`` is what the code in the card loads from."""
+        description = {
+            "method": self.method,
+            "made_with": f"hf-kvret {__version__}",
+            "model": self.model.as_json(),
+            "data": self.data,
+            "options": self.options,
+            "quality": self.quality,
+        }
+        write(directory, description, self.tensors, model_card(self, source))

@@ -1,0 +1,210 @@
+"""Identity of an artifact's model: facts that must agree, and a sample of the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_kvret.saved.identity import (
+    SAMPLED_NUMBERS,
+    SAMPLED_PARAMETERS,
+    base_parameters,
+    chosen,
+    sampled,
+)
+from hf_kvret.saved.model_facts import facts_difference, model_facts, model_name
+from hf_kvret_model_patches.decoders import decoder_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Two casts of the same number differ by at most one step of the coarser dtype, bfloat16: 2^-7 of
+# the number. Below 6e-5 float16 has absolute steps of 2^-24. A tune that moves the weights by a
+# thousandth of their spread moves one sampled number in twelve by more than that, because many
+# weights are much smaller than the spread; a lighter one leaves the keys nearly what they were.
+_RELATIVE, _ABSOLUTE = 2.0**-7, 2.0**-24
+
+
+@dataclass(frozen=True)
+class WeightSample:
+    """Some numbers of one parameter.
+
+    Attributes:
+        name: of the parameter, seen from the decoder.
+        shape: of the parameter.
+        values: 16 numbers at fixed places, with six digits.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain JSON."""
+        return asdict(self) | {"shape": list(self.shape), "values": list(self.values)}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> WeightSample:
+        """The inverse of ``as_json``; KeyError, TypeError or ValueError for anything else."""
+        shape = tuple(int(size) for size in plain["shape"])
+        values = tuple(float(value) for value in plain["values"])
+        if not shape or min(shape) < 1 or len(values) != SAMPLED_NUMBERS:
+            raise ValueError(f"weights sample of {plain['name']!r}: {len(values)} values, {shape}")
+        return cls(str(plain["name"]), shape, values)
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """Result of a comparison of weights.
+
+    Attributes:
+        compared: how many sampled parameters could be compared.
+        differing: names of those that are not the same, in the order of the sample.
+        skipped: name and reason of those that could not be compared.
+        example: the first number that differs, in words; empty where none does.
+    """
+
+    compared: int
+    differing: tuple[str, ...]
+    skipped: Mapping[str, str]
+    example: str = ""
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """The model that something was learned from.
+
+    Attributes:
+        name: hub id or name of the model, for display only.
+        facts: facts that must agree, by name: ``model_type``, counts and widths,
+            kinds of layers, and RoPE under ``rope.<parameter>``, or
+            ``rope.<kind of layer>.<parameter>``. Plain JSON.
+        weights: sampled numbers.
+    """
+
+    name: str
+    facts: Mapping[str, Any]
+    weights: tuple[WeightSample, ...] = ()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, name: str | None = None) -> ModelIdentity:
+        """The identity of ``model``.
+
+        Args:
+            model: reads a few hundred numbers of its weights.
+            name: as in ``ModelIdentity``; None for where the model was loaded from. Of a folder
+                on this machine only the last part is taken, because artifacts are shared.
+
+        Raises:
+            ValueError: the weights hold NaN or infinity.
+        """
+        return cls(model_name(model, name), model_facts(model.config), sample_weights(model))
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the facts, equal for all models of an architecture. Weights are left out,
+        because the same weights may be in another dtype."""
+        plain = json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(plain.encode()).hexdigest()
+
+    def difference(self, config: PreTrainedConfig) -> str:
+        """The first fact in which the model with ``config`` differs, in words; empty if none."""
+        return facts_difference(self.facts, model_facts(config))
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain JSON, with the digest."""
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "facts": dict(self.facts),
+            "weights": [sample.as_json() for sample in self.weights],
+        }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> ModelIdentity:
+        """The inverse of ``as_json``.
+
+        Raises:
+            KeyError, TypeError, ValueError: a part is missing, of another kind, or the digest is
+                not that of the facts.
+        """
+        weights = tuple(WeightSample.from_json(sample) for sample in plain["weights"])
+        identity = cls(str(plain["name"]), dict(plain["facts"]), weights)
+        if identity.sha256 != plain["sha256"]:
+            raise ValueError("the model's sha256 is not that of its facts")
+        return identity
+
+
+def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
+    """Numbers of up to 32 parameters of ``model``'s decoder, the same at every call.
+
+    Parameters with fewer than 16 numbers and those that are quantized, sharded or offloaded are
+    left out. Reads a few hundred numbers from the model's devices.
+
+    Raises:
+        ValueError: the weights hold NaN or infinity.
+    """
+    parameters = {
+        name: parameter
+        for name, parameter in base_parameters(decoder_of(model)).items()
+        if not _unreadable(parameter) and parameter.numel() >= SAMPLED_NUMBERS
+    }
+    samples = []
+    for name in chosen(parameters, SAMPLED_PARAMETERS):
+        numbers = sampled(parameters[name].detach()).float().cpu()
+        if not bool(numbers.isfinite().all()):
+            raise ValueError(
+                f"{name} of the model holds NaN or infinity: load the model anew, in a dtype that "
+                "holds its weights (bfloat16 or float32)"
+            )
+        values = tuple(float(f"{value:.6g}") for value in numbers.tolist())
+        samples.append(WeightSample(name, tuple(parameters[name].shape), values))
+    return tuple(samples)
+
+
+def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -> WeightsReport:
+    """Compare ``samples`` with ``model``, in fp32, tolerating casts to bf16 and fp16."""
+    parameters = base_parameters(decoder_of(model))
+    skipped, differing = {}, {}
+    for sample in samples:
+        parameter = parameters.get(sample.name)
+        if parameter is None:
+            skipped[sample.name] = "not in this model"
+        elif reason := _unreadable(parameter):
+            skipped[sample.name] = reason
+        elif (shape := tuple(parameter.shape)) != sample.shape:
+            skipped[sample.name] = f"of shape {list(shape)}, sampled with {list(sample.shape)}"
+        elif example := _difference(sample, sampled(parameter.detach()).float().cpu()):
+            differing[sample.name] = example
+    example = next(iter(differing.values()), "")
+    return WeightsReport(len(samples) - len(skipped), tuple(differing), skipped, example)
+
+
+def _difference(sample: WeightSample, values: torch.Tensor) -> str:
+    """The first number that differs by more than a cast, in words; empty if none does."""
+    expected = torch.tensor(sample.values, device="cpu")
+    scale = torch.maximum(expected.abs(), values.abs())
+    # Not `>`: a NaN in the model counts as a difference, and so does infinity, which is near
+    # everything.
+    wrong = ~((expected - values).abs() <= _RELATIVE * scale + _ABSOLUTE) | ~scale.isfinite()
+    if not wrong.any():
+        return ""
+    place = int(wrong.nonzero()[0])
+    return f"{sample.name} has {values[place]:.4g} where {expected[place]:.4g} was sampled"
+
+
+def _unreadable(parameter: torch.Tensor) -> str:
+    """Why single numbers of a parameter can't be read; empty if they can."""
+    if type(parameter) not in (nn.Parameter, torch.Tensor):
+        return f"kept as {type(parameter).__name__}"
+    if parameter.dtype not in _FLOATS:
+        return f"quantized ({str(parameter.dtype).removeprefix('torch.')})"
+    return "offloaded" if parameter.device.type == "meta" else ""

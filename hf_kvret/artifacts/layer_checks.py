@@ -1,0 +1,285 @@
+"""Checks of what methods learned of layers, before a token is cached: each tensor and setting.
+
+A checksum finds damage; these find an artifact that was made wrongly, whatever its checksum says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_kvret.artifacts.artifact import CalibrationArtifact
+from hf_kvret.artifacts.shared import made_once
+from hf_kvret.models.compatibility import retrieval_layers
+from hf_kvret_model_patches.rope import Rope
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+LARGEST = 1e12
+"""Of numbers in an artifact. Keys, weights and their products stay far below, and what is summed up
+of them stays finite in fp32."""
+
+# Frequencies are powers, whose last bit depends on the machine.
+_SAME_FREQUENCY = 1e-5
+
+Options = TypeVar("Options", bound="DataclassInstance")
+
+
+class Expected(NamedTuple):
+    """What a tensor must be."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int, ...]
+
+
+def damaged(artifact: CalibrationArtifact, what: str) -> ValueError:
+    """An error that says what is wrong with an artifact, and how to get another."""
+    return ValueError(
+        f"the {artifact.method} artifact of {artifact.model.name} {what}: make it again with "
+        f"`hf-kvret calibrate {artifact.method}`, or download it again"
+    )
+
+
+def check_options(
+    artifact: CalibrationArtifact, kind: type[Options], read: Collection[str]
+) -> Options:
+    """The options of the calibration, each of the type and in the range that ``kind`` knows.
+
+    Args:
+        artifact: names that are missing have their default, as options that came later.
+        kind: the method's calibration.
+        read: names that must be there.
+
+    Raises:
+        ValueError: an option is missing, unknown, or not as ``kind`` takes it.
+    """
+    own = {name: value for name, value in artifact.options.items() if name != "layers"}
+    missing = [name for name in read if name not in own]
+    if missing:
+        raise damaged(artifact, f"has no option {', '.join(missing)}")
+    unknown = sorted(own.keys() - {field.name for field in fields(kind)})
+    if unknown:
+        raise damaged(
+            artifact,
+            f"has the option {', '.join(unknown)}, unknown to this version (upgrade hf-kvret)",
+        )
+    try:
+        return kind(**own)
+    except (TypeError, ValueError) as error:
+        raise damaged(artifact, f"has a wrong option ({error})") from error
+
+
+def told_layers(artifact: CalibrationArtifact) -> list[int]:
+    """Numbers of the layers that an artifact tells of, in order.
+
+    Raises:
+        ValueError: it tells of none, or what it tells is no number.
+    """
+    layers = artifact.options.get("layers")
+    names = list(layers) if isinstance(layers, dict) else []
+    numbers = [int(name) for name in names if name.isascii() and name.isdecimal()]
+    if not numbers or [str(number) for number in numbers] != names:
+        raise damaged(artifact, f"tells of layers {', '.join(names) or 'none'}")
+    return sorted(numbers)
+
+
+def check_names(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
+    """Refuse settings or tensors of other layers than ``layers``, and of none.
+
+    Raises:
+        ValueError: there are some.
+    """
+    expected = {str(layer) for layer in layers}
+    told = artifact.options.get("layers")
+    other = sorted(told.keys() - expected) if isinstance(told, dict) else []
+    if other:
+        raise damaged(artifact, f"tells of layers {', '.join(other)}, which don't retrieve")
+    foreign = [
+        name
+        for name in artifact.tensors
+        if not name.startswith("layers.") or name.split(".")[1] not in expected
+    ]
+    if foreign:
+        raise damaged(artifact, f"has tensors that nothing reads ({', '.join(sorted(foreign))})")
+
+
+def check_each(
+    artifact: CalibrationArtifact,
+    layers: Iterable[int],
+    check: Callable[[CalibrationArtifact, int], object],
+) -> None:
+    """Call a method's own ``check`` of an artifact and a layer for each of ``layers``, once.
+
+    Raises:
+        ValueError: of ``check``: an option, layer or tensor is missing or not as it should be. What
+            was refused is checked again.
+    """
+    for layer in layers:
+        made_once(artifact, ("checked", layer), partial(check, artifact, layer))
+
+
+def check_told(
+    artifact: CalibrationArtifact, check: Callable[[CalibrationArtifact, int], object]
+) -> None:
+    """As ``check_each`` for all layers that an artifact tells of, which has no others.
+
+    Raises:
+        ValueError: as ``told_layers``, ``check_names`` and ``check``.
+    """
+    layers = told_layers(artifact)
+    check_names(artifact, layers)
+    check_each(artifact, layers, check)
+
+
+def check_tensors(
+    artifact: CalibrationArtifact, layer: int, expected: Mapping[str, Expected]
+) -> None:
+    """Check that the tensors of a layer are ``expected``, by name, and of sound numbers.
+
+    Raises:
+        ValueError: one is missing, of another shape or dtype, or there is one more; a number is NaN
+            or beyond ``LARGEST``.
+    """
+    prefix = f"layers.{layer}."
+    for name, one in expected.items():
+        check_tensor(artifact, prefix + name, one.shape, one.dtypes)
+    names = {name.removeprefix(prefix) for name in artifact.tensors if name.startswith(prefix)}
+    if names != expected.keys():
+        more = ", ".join(prefix + name for name in sorted(names - expected.keys()))
+        raise damaged(artifact, f"has {more}, which nothing reads with its options")
+
+
+def check_tensor(
+    artifact: CalibrationArtifact,
+    name: str,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> torch.Tensor:
+    """The tensor ``name`` of an artifact, of sound numbers, a dtype and ``shape``; None: any size.
+
+    Raises:
+        ValueError: it is missing, not as expected, or has a number that is NaN or beyond
+            ``LARGEST``; the message names the remedy.
+    """
+    tensor = artifact.tensors.get(name)
+    if tensor is None:
+        raise damaged(artifact, f"has no {name}")
+    if tensor.dtype not in dtypes:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise damaged(artifact, f"has {name} in {dtype}, not in {kinds}")
+    fits = len(shape) == tensor.ndim and all(
+        expected_size in (None, size)
+        for expected_size, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        sizes = ", ".join("*" if size is None else str(size) for size in shape)
+        raise damaged(artifact, f"has {name} {tuple(tensor.shape)}, not [{sizes}]")
+    if tensor.is_floating_point() and tensor.numel():
+        low, high = (float(x) for x in tensor.aminmax())
+        # Not `>`: NaN is beyond any bound.
+        if not (-float("inf") < low and high < float("inf")):
+            raise damaged(artifact, f"has {name} with NaN or infinity")
+        if max(-low, high) > LARGEST:
+            raise damaged(artifact, f"has {name} with {max(-low, high):.3g}, beyond {LARGEST:g}")
+    return tensor
+
+
+def check_layer_settings(
+    artifact: CalibrationArtifact, layer: int, kinds: Mapping[str, type | tuple[type, ...]]
+) -> dict[str, Any]:
+    """An artifact's settings of a layer, of which ``kinds`` must have these types.
+
+    Raises:
+        ValueError: one is missing or of another type; a truth is no number.
+    """
+    layers = artifact.options.get("layers")
+    entry = layers.get(str(layer)) if isinstance(layers, dict) else None
+    settings = entry if isinstance(entry, dict) else {}
+    wrong = [
+        name
+        for name, kind in kinds.items()
+        if not isinstance(settings.get(name), kind) or isinstance(settings.get(name), bool)
+    ]
+    if wrong:
+        raise damaged(artifact, f"doesn't tell {', '.join(wrong)} of layer {layer} as it should")
+    return settings
+
+
+def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
+    """RoPE of layer number ``layer`` from the artifact, on the CPU.
+
+    Raises:
+        ValueError: missing or invalid settings.
+    """
+    kinds = {"attention_factor": (int, float), "layout": (str,)}
+    settings = check_layer_settings(artifact, layer, kinds)
+    name = f"layers.{layer}.inv_freq"
+    frequencies = check_tensor(artifact, name, (None,), (torch.float32,))
+    last = settings.get("last", False)
+    if not isinstance(last, bool):
+        raise damaged(artifact, f"is damaged at layer {layer} (last={last!r})")
+    try:
+        return Rope(frequencies, float(settings["attention_factor"]), settings["layout"], last)
+    except ValueError as error:
+        raise damaged(artifact, f"is damaged at layer {layer} ({error})") from error
+
+
+def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
+    """Refuse an artifact that lacks a layer that retrieves, or turns one otherwise than the model.
+
+    Frequencies and factor are computed from the configuration, once for models that ``check``
+    takes for one. How the model pairs numbers is believed to the artifact where the model's code
+    doesn't tell it.
+
+    Raises:
+        ValueError: so it is.
+    """
+    text = config.get_text_config(decoder=True)
+    key = ("rotations", type(text), getattr(text, "max_position_embeddings", None))
+    made_once(artifact, key, partial(_check_rotations, artifact, config))
+
+
+def _check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> bool:
+    for layer in retrieval_layers(config):
+        rope = learned_rope(artifact, layer)
+        own = _own_rope(config, layer, rope.layout)
+        ends = [" at the end of a row" if one.last else "" for one in (rope, own)]
+        if (len(own.inv_freq), own.last) != (len(rope.inv_freq), rope.last):
+            raise damaged(
+                artifact,
+                f"has {len(rope.inv_freq)} frequencies{ends[0]} for layer {layer}, the model "
+                f"{len(own.inv_freq)}{ends[1]}",
+            )
+        if own.layout != rope.layout:
+            raise damaged(
+                artifact,
+                f"has layout={rope.layout!r} for layer {layer}, the model {own.layout!r}",
+            )
+        factors = torch.tensor([own.attention_factor, rope.attention_factor])
+        for what, expected, value in (
+            ("frequencies", own.inv_freq, rope.inv_freq),
+            ("an attention factor", *factors.unsqueeze(1)),
+        ):
+            if not torch.allclose(value, expected, rtol=_SAME_FREQUENCY, atol=0.0):
+                place = int((value - expected).abs().argmax())
+                raise damaged(
+                    artifact,
+                    f"has {what} for layer {layer} that the model doesn't have "
+                    f"({value[place]:.6g} for {expected[place]:.6g})",
+                )
+    return True
+
+
+def _own_rope(config: PreTrainedConfig, layer: int, layout: str) -> Rope:
+    """The model's rotation; with ``layout`` where its code can't be asked for one."""
+    try:
+        return Rope.of(config, layer)
+    except ValueError:
+        return Rope.of(config, layer, layout)

@@ -1,0 +1,169 @@
+"""The registered attention function: the one fork between a retrieval layer and the base."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_kvret.attention.base_attention import attend_with_base, base_name
+from hf_kvret.attention.masks import base_mask, mask_info, slot_validity
+from hf_kvret.contracts.precision import check_dtypes
+from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.layer.call import AttentionCall
+from hf_kvret.layer.latent import LatentCall, LatentLayer
+from hf_kvret.layer.latent_heads import ModuleHeads
+from hf_kvret.layer.layer import HANDLE, RetrievalLayer
+from hf_kvret.layer.merge import merge
+from hf_kvret_kernels.prompt_attention import prompt_attention
+
+# Keywords that models pass beside the tensors. Those in the second set do not change attention.
+_ATTENTION_KEYWORDS = {"softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"}
+_OTHER_KEYWORDS = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "position_embeddings",
+    "output_router_logits",
+    "output_hidden_states",
+    "logits_to_keep",
+    "return_dict",
+    "target_dtype",
+    "deterministic",
+    "num_logits_to_keep",
+    "token_type_ids",
+    # Arguments of `generate`, which many models pass on to their attention.
+    "tokenizer",
+    "assistant_tokenizer",
+    "assistant_model",
+    "streamer",
+    "synced_gpus",
+    "inputs_tensor",
+    "input_ids",
+}
+
+# Above this many elements the base implementation must not build a [q, kv] mask or score matrix.
+_DENSE_ELEMENTS = 1 << 24
+
+
+def retrieval_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention for layers whose keys carry a handle; the model's own attention for all others.
+
+    Args:
+        query: ``[B, Hq, Q, Dk]``; key ``[B, Hkv, n, Dk]``; value ``[B, Hkv, n, Dv]``.
+        attention_mask: what ``retrieval_mask`` returned.
+        dropout: 0; it stands before scaling as in transformers' sdpa and flash functions, because
+            kvpress passes it by position.
+        scaling: factor of the dot products; None means ``Dk ** -0.5``.
+
+    Returns:
+        ``[B, Q, Hq, Dv]`` and None for the weights, as transformers expects.
+
+    Raises:
+        ValueError: an unknown keyword, which may change attention, or two dtypes.
+    """
+    layer: RetrievalLayer | None = getattr(key, HANDLE, None)
+    if layer is None:
+        base = base_name(module, kwargs)
+        mask = base_mask(attention_mask, base, query.device)
+        return attend_with_base(
+            base, module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    total = layer.get_seq_length() + (key.shape[2] if layer.waiting else 0)
+    try:
+        _check_keywords(kwargs, dropout)
+        check_dtypes(queries=query, keys=key, values=value)
+        valid = slot_validity(attention_mask, query.shape[2], total, query.device)
+    except ValueError:
+        # Nothing was stored yet, so the cache can be used again once the mistake is corrected.
+        layer.waiting = False
+        raise
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
+    heads = ModuleHeads(module) if isinstance(layer, LatentLayer) else None
+
+    def prompt() -> torch.Tensor:
+        base = base_name(module, kwargs)
+        keys, values = (key, value) if heads is None else heads.expand_new(key, value)
+        if _base_builds_matrix(base, query, key, attention_mask):
+            part = prompt_attention(
+                query, keys, values, scale=scale, causal_offset=0, valid=valid, softcap=softcap
+            )
+            if sink_logits is not None:
+                part = merge([part], sink_logits)
+            return part[0].to(query.dtype)
+        out, _ = attend_with_base(
+            base,
+            module,
+            query,
+            keys,
+            values,
+            base_mask(attention_mask, base, query.device),
+            scaling=scaling,
+            dropout=dropout,
+            **kwargs,
+        )
+        return out.transpose(1, 2)
+
+    positions = _positions(kwargs.get("position_ids"), query)
+    arguments = Scoring(valid, scale, softcap), prompt, sink_logits, positions
+    call = AttentionCall(*arguments) if heads is None else LatentCall(*arguments, heads=heads)
+    out = layer.attend(query, key, value, call)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _base_builds_matrix(
+    base: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    """Whether ``base`` would build a large ``[q, kv]`` mask or score matrix."""
+    info = mask_info(mask)
+    if info is None or not info.causal or base.startswith("flash"):
+        return False
+    batch, heads, new, _ = query.shape
+    if base == "eager":
+        return batch * heads * new * key.shape[2] > _DENSE_ELEMENTS
+    return info.padding is not None and batch * new * key.shape[2] > _DENSE_ELEMENTS
+
+
+def _positions(position_ids: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """``[B, Q]`` of the new tokens; None if not passed, or with several parts (mrope)."""
+    if position_ids is None or position_ids.ndim != 2:
+        return None
+    return position_ids.to(query.device).expand(query.shape[0], query.shape[2])
+
+
+def _check_keywords(kwargs: dict[str, Any], dropout: float) -> None:
+    for name, value in kwargs.items():
+        if value is not None and name not in _ATTENTION_KEYWORDS and name not in _OTHER_KEYWORDS:
+            raise ValueError(
+                f"attention was called with {name}={type(value).__name__}, which a retrieval cache "
+                "does not support: use this model with its own cache "
+                "(hf_kvret.restore(model)), or report the model"
+            )
+    if kwargs.get("is_causal") is False:
+        raise ValueError(
+            "is_causal=False: a retrieval cache serves causal attention only; use this model with "
+            "its own cache (hf_kvret.restore(model))"
+        )
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: a retrieval cache never forms the attention matrix; "
+            "drop the argument or use cache_implementation='dynamic'"
+        )
+    if kwargs.get("sliding_window") is not None:
+        raise ValueError(
+            f"sliding_window={kwargs['sliding_window']} on a layer that the cache holds as full "
+            "attention: config.layer_types and the model disagree; pass the model's own config"
+        )
+    if dropout:
+        raise ValueError(f"dropout={dropout}: put the model in eval mode to use a retrieval cache")

@@ -1,0 +1,263 @@
+"""One internal form of attention mask: a ``[B, T]`` view that can build the base's mask on demand.
+
+The mask function runs once per forward pass and kind of layer, before it is known which cache a
+layer gets. So it returns padding as ``[B, T]`` bool (all True where there is none) with a
+``MaskInfo`` attached, and the attention function takes what it needs: padding for a retrieval
+layer, the base implementation's own mask for everything else.
+
+Where a model hands its mask to a text model that makes its mask again, that call has the effect
+that it has on the base's mask, see ``mask_form``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
+
+from hf_kvret.attention.mask_form import MaskForm, base_form, is_traced
+from hf_kvret.models.compiled import not_compiled
+
+_INFO = "hf_kvret_mask"
+_trues: dict[torch.device, torch.Tensor] = {}
+
+
+@dataclass
+class MaskInfo:
+    """Data attached to a carrier tensor.
+
+    Attributes:
+        padding: ``[B, T]`` bool as the caller gave it, or None when nothing is padded.
+        causal: True when the mask function is that of plain causal attention, plus padding.
+        arguments: what transformers passed to the mask function.
+    """
+
+    padding: torch.Tensor | None
+    causal: bool
+    arguments: dict[str, Any]
+    _base_masks: dict[tuple[str, torch.device], torch.Tensor | None] = field(default_factory=dict)
+
+    def for_base(self, base: str, device: torch.device) -> torch.Tensor | None:
+        """The mask that ``base`` expects, on ``device``; made once per forward pass."""
+        if (base, device) not in self._base_masks:
+            make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
+            mask = None if make is None else make(**self.arguments)
+            moved = mask.to(device) if isinstance(mask, torch.Tensor) else mask
+            self._base_masks[base, device] = moved
+        return self._base_masks[base, device]
+
+    @cached_property
+    def form(self) -> MaskForm:
+        """The form of the mask that the model's own attention would have made."""
+        return base_form(self.arguments)
+
+    @cached_property
+    def lets_see_as_causal(self) -> bool:
+        """Whether queries see what plain causal attention shows them, by whatever function.
+
+        A model for images and text may ask by another one where there is text alone.
+        """
+        arguments = {**self.arguments, "allow_is_causal_skip": False}
+        plain = {**arguments, "mask_function": causal_mask_function, "local_size": None}
+        return self.causal or torch.equal(sdpa_mask(**arguments), sdpa_mask(**plain))
+
+    def newest_row(self) -> torch.Tensor:
+        """``[B, T]`` bool: what the newest query sees under this mask, whatever its kind."""
+        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        return mask[:, 0, -1]
+
+
+def retrieval_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The mask function registered beside our attention function.
+
+    Arguments are those of transformers' own mask functions; ``attention_mask`` is ``[B, T]`` bool,
+    None, or what an earlier call returned. Returns ``[B, kv_length]`` bool, a view, with its
+    ``MaskInfo`` attached; asked for its shape it gives that of the base's mask. It is contiguous,
+    because for a static cache ``generate`` calls ``contiguous()`` on it, which would otherwise
+    copy it.
+    """
+    earlier = mask_info(attention_mask)
+    if earlier is not None:
+        if earlier.form.shape is not None:
+            return attention_mask  # type: ignore[return-value]
+        attention_mask = earlier.form.padding
+    arguments = dict(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        # A static cache passes its own counter, and advances it before the base's mask is made.
+        q_offset=q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        device=device,
+        **kwargs,
+    )
+    padding = None if attention_mask is None else attention_mask.to(torch.bool)
+    if padding is None:
+        carrier = _all_true(batch_size, kv_length, torch.device(device))
+    else:
+        pad_len = kv_offset + kv_length - padding.shape[1]
+        slots = torch.nn.functional.pad(padding, (0, pad_len)) if pad_len > 0 else padding
+        carrier = slots[:, kv_offset : kv_offset + kv_length].contiguous()
+        # A new view: several kinds of layer may share the padding tensor, each with its own info.
+        carrier = carrier.view(carrier.shape)
+    causal = mask_function is causal_mask_function and local_size is None
+    carrier = carrier.as_subclass(MaskCarrier)
+    setattr(carrier, _INFO, MaskInfo(padding, causal, arguments))
+    return carrier
+
+
+class MaskCarrier(torch.Tensor):
+    """A ``[B, T]`` mask whose copies keep the ``MaskInfo``: device maps copy it between devices.
+
+    It stands for a mask that depends on the base, so computing with it can't be right: every
+    operation other than copying it or reading its shape and the like raises ValueError. Its shape
+    is that of the base's mask where that is finished: by its four dims transformers, and models,
+    know a mask that they have to pass on as it is.
+    """
+
+    @classmethod
+    @not_compiled
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = _operation(func)
+        if name not in _COPIES and name not in _FORM:
+            raise ValueError(
+                f"this model computes with its attention mask ({name}), which a retrieval cache "
+                "replaces by its own format: use cache_implementation='dynamic', after "
+                "hf_kvret.restore(model) where the model was attached, and report the model"
+            )
+        source = args[0] if args else None
+        if name in _DIMS and not is_traced() and (shape := _finished_shape(source)) is not None:
+            return func(torch.empty((), device="meta").expand(shape), *args[1:], **(kwargs or {}))
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, cls) and isinstance(source, cls):
+            result.__dict__.setdefault(_INFO, source.__dict__.get(_INFO))
+        return result
+
+
+# Operations that return the same mask.
+_COPIES = frozenset({"to", "cpu", "cuda", "clone", "detach", "contiguous", "data", "pin_memory"})
+# Operations that read how many elements there are along which dim.
+_DIMS = frozenset({"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"})
+# Operations that read metadata and never the values.
+_FORM = _DIMS | frozenset(
+    {
+        *("stride", "is_contiguous"),
+        *("dtype", "itemsize", "element_size", "nbytes", "is_floating_point", "is_complex"),
+        *("device", "get_device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_pinned"),
+        *("layout", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_sparse_csr"),
+        *("requires_grad", "grad", "grad_fn", "is_leaf", "is_inference", "_version"),
+        *("data_ptr", "untyped_storage", "storage_offset", "__hash__", "__repr__"),
+        "__format__",
+        *("_is_view", "_base", "is_conj", "is_neg", "record_stream"),
+    }
+)
+
+
+def _operation(func: Callable) -> str:
+    """Name of a tensor operation; of an attribute access, the attribute's name."""
+    name = getattr(func, "__name__", repr(func))
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+def _finished_shape(carrier: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Shape of the base's mask, if that has four dims."""
+    info = mask_info(carrier)
+    return None if info is None else info.form.shape
+
+
+def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """``[batch, length]`` True: a contiguous view of a cached tensor that grows in big steps."""
+    memory = _trues.get(device)
+    if memory is None or memory.numel() < batch * length:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Memory allocated now belongs to the graph that is being captured.
+            return torch.ones(batch, length, dtype=torch.bool, device=device)
+        memory = torch.ones(
+            batch * (length + max(4096, length // 8)), dtype=torch.bool, device=device
+        )
+        if type(memory) is not torch.Tensor:
+            # A tracing tensor is not valid outside of the trace.
+            return memory[: batch * length].view(batch, length)
+        _trues[device] = memory
+    return memory[: batch * length].view(batch, length)
+
+
+def mask_info(mask: torch.Tensor | None) -> MaskInfo | None:
+    """The ``MaskInfo`` that ``retrieval_mask`` attached to ``mask``; None for other masks."""
+    return getattr(mask, _INFO, None)
+
+
+def base_mask(mask: torch.Tensor | None, base: str, device: torch.device) -> torch.Tensor | None:
+    """``mask`` as the implementation ``base`` expects it; a foreign mask is passed on.
+
+    Raises:
+        ValueError: a plain ``[B, T]`` mask, which ``base`` would misread.
+    """
+    info = mask_info(mask)
+    if info is not None:
+        return info.for_base(base, device)
+    if mask is not None and mask.ndim == 2 and not base.startswith("flash"):
+        raise ValueError(
+            "the model rebuilt its attention mask on the way to a layer, so it can't be read any "
+            "more: call hf_kvret.restore(model) and use the model with its own cache"
+        )
+    return mask
+
+
+def slot_validity(
+    mask: torch.Tensor | None, new: int, total: int, device: torch.device
+) -> torch.Tensor | None:
+    """``[B, total]`` bool validity of all slots, from the mask passed to a retrieval layer.
+
+    Args:
+        mask: our carrier, or None (no mask function ran: nothing is padded).
+        new: number of new queries.
+        total: number of slots, the new ones included.
+        device: where the layer's tokens are.
+
+    Raises:
+        ValueError: a mask of another shape or length; the message says what to pass.
+    """
+    if mask is None:
+        return None
+    info = mask_info(mask)
+    if info is None:
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)} and dtype {mask.dtype} reached a "
+            "retrieval layer: pass a 2D mask [batch, all tokens so far] (1 = token, 0 = padding); "
+            "custom 4D masks are not supported with a retrieval cache"
+        )
+    if not info.causal and new == 1:
+        return info.newest_row().to(device)
+    if total > new and not info.lets_see_as_causal:
+        raise ValueError(
+            "this model asks for attention that is not plain causal (image tokens, packed "
+            f"sequences) among {new} new tokens behind {total - new} cached ones: give the whole "
+            "prompt in one forward pass, without drafts"
+        )
+    if info.padding is not None and info.padding.shape[1] != total:
+        raise ValueError(
+            f"attention_mask has {info.padding.shape[1]} columns, the cache holds {total} tokens "
+            "with the new ones: pass one column for every token, past and new"
+        )
+    return None if info.padding is None else info.padding.to(device)

@@ -1,0 +1,194 @@
+"""What models are given, noted in their cache and compared by ``generate`` with what it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_kvret.attention.model_state import add_hooks, remove_hooks
+from hf_kvret.attention.requests import Request, is_using, prompt_mask
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.models.compiled import not_compiled
+from hf_kvret.models.versions import cache_argument, cache_name_of, name_cache
+from hf_kvret.saved.identity import newest_identity
+from hf_kvret.saved.token_record import EMBEDDINGS, InputDigest
+from hf_kvret_model_patches.decoders import decoder_of
+
+# In configurations, names of ids that stand for a part of a picture, a video or a sound.
+_MARK = re.compile(
+    "(image|img|video|audio|vision|media|speech|sound)"
+    "(_context|_placeholder|_patch)?_token_(id|index)$"
+)
+
+
+def check_origin(
+    call: Request, cache: RetrievalCache, outlives: bool, prepared: torch.Tensor | None = None
+) -> None:
+    """ValueError where ``call`` of ``generate`` has another model, text or other input than filled
+    its ``cache``. What is new and no text is noted.
+
+    Args:
+        call: is about to begin.
+        cache: that it uses.
+        outlives: the caller keeps the cache, so inputs that are no text are worth a digest.
+        prepared: the attention mask as ``generate`` prepared it, which masks padding tokens.
+    """
+    cache.meet(call.model)
+    record, cache_len = cache.tokens, cache.get_seq_length()
+    # A pass or a call that broke off may have noted more.
+    record.owner = None
+    record.crop(cache_len)
+    embeddings = call.arguments.get(EMBEDDINGS)
+    ids = call.prompt_ids() if embeddings is None else None
+    prompt = ids if embeddings is None else embeddings
+    if prompt is None:
+        return
+    mask = prompt_mask(call, prepared)
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        mask = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
+    # As `generate` itself finds that only the new tokens were given.
+    is_whole = mask.shape[1] == prompt.shape[1]
+    first = 0 if is_whole else cache_len
+    inputs = _other_inputs(call.arguments) if outlives or record.passes else {}
+    if cache_len and is_whole and ids is not None:
+        _check_ids(cache, ids, mask)
+    if cache_len and is_whole and inputs:
+        _check_inputs(call.model, cache, inputs, ids)
+    if inputs and first + prompt.shape[1] > cache_len:
+        record.passes += (InputDigest.of(inputs, cache_len, first + prompt.shape[1], first),)
+
+
+def watch(model: PreTrainedModel) -> None:
+    """Have the passes of ``model`` noted in their caches. Doing it twice is harmless."""
+    # Adapters of PEFT call the decoder past the model's hooks.
+    for module in (model, decoder_of(model)):
+        add_hooks(module, _before_pass, _after_pass)
+
+
+def unwatch(model: PreTrainedModel) -> None:
+    """Undo ``watch``. Harmless on a model that is not watched."""
+    for module in (model, decoder_of(model)):
+        remove_hooks(module, _before_pass, _after_pass)
+
+
+# The hooks themselves may stand in a graph, with other caches; what is noted is no part of it.
+def _before_pass(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Begin a pass, and compare the model where the cache does not know it."""
+    cache = cache_argument(kwargs)
+    if not isinstance(cache, RetrievalCache):
+        return None
+    name_cache(kwargs, cache_name_of(module))
+    _begin(module, cache, args, kwargs)
+    return args, kwargs
+
+
+@not_compiled
+def _begin(
+    module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    start = cache.get_seq_length()
+    if not cache.tokens.begin(module, start):
+        return
+    # Steps of one token with the model that is known are not compared: that would cost more than
+    # to note them.
+    given = _given(args, kwargs)
+    is_step = start > 0 and given is not None and given.shape[1] == 1
+    is_known = cache.met is not None and newest_identity(module) is cache.met
+    if not (is_known and (is_step or is_using(cache))):
+        cache.meet(module)
+
+
+def _after_pass(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    cache = cache_argument(kwargs)
+    if isinstance(cache, RetrievalCache):
+        _end(module, cache, args, kwargs, output)
+
+
+@not_compiled
+def _end(
+    module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Note what a pass was given, unless it failed or is a part of another."""
+    record = cache.tokens
+    if record.owner is not module:
+        return
+    record.owner = None
+    start, end, given = record.start, cache.get_seq_length(), _given(args, kwargs)
+    # Of other counts: the model adds tokens of its own.
+    if output is None or given is None or given.shape[1] != end - start:
+        return
+    if not given.is_floating_point():
+        record.note(given, start)
+    # `generate` was told all of them at once.
+    inputs = _other_inputs(kwargs) if end - start > 1 and not is_using(cache) else {}
+    if inputs:
+        record.passes += (InputDigest.of(inputs, start, end, start),)
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """``[B, n]`` ids or ``[B, n, width]`` embeddings that a model was given."""
+    given = kwargs.get(EMBEDDINGS)
+    if given is None:
+        given = kwargs.get("input_ids", args[0] if args else None)
+    return given if isinstance(given, torch.Tensor) and given.ndim > 1 else None
+
+
+def _other_inputs(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors of real numbers among ``arguments``: pictures, sounds, embeddings."""
+    return {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor)
+        and (value.is_floating_point() and value.numel() > 0 and name != "attention_mask")
+    }
+
+
+def _check_ids(cache: RetrievalCache, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    cache_len = cache.get_seq_length()
+    difference = cache.tokens.difference(ids, mask, cache_len)
+    if difference is None:
+        return
+    row, slot, prompt_id, cache_id = difference
+    # Layers with a sliding window or a state can't be cut.
+    can_cut = len(cache.retrieval_layers) == len(cache.layers)
+    cut = f"cut the cache to what they share with cache.crop({slot - cache_len}), or "
+    raise ValueError(
+        f"the prompt differs from the tokens in past_key_values: in row {row} at position {slot} "
+        f"it has id {prompt_id}, the cache holds {cache_id}. Pass the conversation that the cache "
+        f"holds and the new tokens behind it, with the attention_mask of its padding, or "
+        f"{cut if can_cut else ''}begin anew with cache.reset()"
+    )
+
+
+def _check_inputs(
+    model: Any, cache: RetrievalCache, inputs: Mapping[str, torch.Tensor], ids: torch.Tensor | None
+) -> None:
+    """Compare pictures and sounds, or the embeddings of a prompt without ids."""
+    passes, cache_len = cache.tokens.passes, cache.get_seq_length()
+    equal = [InputDigest.of(inputs, one.start, one.end) == one for one in passes]
+    # A new picture is that of new tokens that stand for one.
+    is_new = ids is not None and _stand_for_pictures(model, ids[:, cache_len:])
+    if all(equal) or is_new or (ids is not None and any(equal)):
+        return
+    start, end, _ = passes[equal.index(False)]
+    raise ValueError(
+        f"{', '.join(sorted(inputs))} is not what the tokens {start} to {end - 1} in "
+        "past_key_values were filled with: pass the same, leave it out if the new tokens need "
+        "none, or begin anew with cache.reset()"
+    )
+
+
+def _stand_for_pictures(model: Any, ids: torch.Tensor) -> bool:
+    """Whether some of ``ids`` stand for pictures or sounds, by the model's configuration."""
+    names = [name for name in vars(model.config) if _MARK.search(name)]
+    marks = [value for name in names if isinstance(value := getattr(model.config, name), int)]
+    return bool(torch.isin(ids, torch.tensor(marks, device=ids.device)).any())

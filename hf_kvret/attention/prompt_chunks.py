@@ -1,0 +1,343 @@
+"""Long prompts in chunks: when, and of what size.
+
+At its peak a forward pass takes about ten times the memory of its tokens' hidden states, beside the
+rows that the cache keeps. In chunks it takes that for one chunk only. ``generate`` splits a prompt
+if its generation config has ``prefill_chunk_size``; this module sets it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+from hf_kvret.attention.allowance import expected_new_tokens
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.layer.latent import expanding_pays
+from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.models.compatibility import by_layer, is_latent
+from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
+from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.sizes import free_bytes
+
+_log = logging.getLogger(__name__)
+
+# Peak memory of a chunk beside its rows, and of a whole prompt where free memory is unknown.
+CHUNK_BYTES = 2 << 30
+WHOLE_BYTES = 8 << 30
+# A pass may take this fraction (1/4) of free device memory: the prompt's rows need room, too.
+_FREE_SHARE = 4
+_LEAST_CHUNK = 256
+# Chunks shrink by whole pages, so that later tokens stay aligned to pages.
+_STEP = 64
+
+# Arguments that can be cut to the tokens of a chunk. With any other, a call goes in one pass.
+_PLAIN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
+_MARK = "_hf_kvret_chunk"
+
+# Options that make a call draft tokens.
+_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+# (prefill_chunk_size, max_draft) of callers, warned about once.
+_warned: set[tuple[int, int]] = set()
+# Options and reasons of prompts that went in one pass, logged once.
+_logged: set[tuple[int | str | None, str]] = set()
+
+# Names in configurations of the number of experts per token, and of the width of an MLP.
+_EXPERTS_OF_A_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_num_experts_per_tok",
+    "top_k_experts",
+    "moe_topk",
+    "moe_k",
+)
+_OTHER_INNER_SIZES = ("ffn_hidden_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_inner")
+# Defaults where the configuration has none.
+_HIDDEN_SIZE, _HEAD_DIM = 4096, 128
+
+
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Estimated peak memory of a forward pass in bytes per token, rows not counted.
+
+    Four hidden states (residual, its norm, input and output of a sublayer); gate, up and their
+    product in the widest MLP, for all experts of a token; what attention makes of it, see
+    ``_attention_bytes``. Logits are computed for the last token alone.
+    """
+    text = config.get_text_config(decoder=True)
+    hidden_size = _most(text, "hidden_size", "n_embd", "d_model") or _HIDDEN_SIZE
+    heads = _most(text, "num_attention_heads", "n_head") or max(1, hidden_size // _HEAD_DIM)
+    experts = _most(text, *_EXPERTS_OF_A_TOKEN) or 1
+    inner = _most(text, "intermediate_size", *_OTHER_INNER_SIZES)
+    expert = _most(text, "moe_intermediate_size")
+    shared = _most(text, "shared_expert_intermediate_size")
+    inner = (
+        max(inner, expert * experts + shared) if expert else (inner or 4 * hidden_size) * experts
+    )
+    numbers = (3 + experts) * hidden_size + 3 * inner
+    if is_latent(config):
+        return numbers * dtype.itemsize + _latent_bytes(text, heads, dtype)
+    return numbers * dtype.itemsize + _attention_bytes(text, heads, hidden_size, dtype)
+
+
+def _attention_bytes(
+    text: PreTrainedConfig, heads: int, hidden_size: int, dtype: torch.dtype
+) -> int:
+    """Of a token: its query, key and value before and after RoPE, and three outputs.
+
+    These are in fp32, for merging two parts.
+    """
+    kv_heads = _most(text, "num_key_value_heads") or heads
+    dim = _most(text, "head_dim") or -(-hidden_size // heads)
+    return 2 * (heads + 2 * kv_heads) * dim * dtype.itemsize + 3 * heads * dim * 4
+
+
+def _latent_bytes(text: PreTrainedConfig, heads: int, dtype: torch.dtype) -> int:
+    """As ``_attention_bytes``, of latent attention.
+
+    Of a token: its query before and after RoPE, and absorbed; its latent and rotated key as they
+    are projected, with the latent normalized, and as a row; the image of its latent, of which
+    values are a part, and keys beside it; three outputs in fp32, which are means of latents
+    where the shortest chunk is absorbed, not expanded.
+    """
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    rank, nope, rope, value = (_most(text, name) for name in names)
+    queries = 2 * (nope + rope) + rank + rope
+    keys_and_values = (nope + value) + (nope + rope)
+    out = value if expanding_pays(_LEAST_CHUNK, rank, nope + value) else max(rank, value)
+    numbers = heads * (queries + keys_and_values) + 3 * (rank + rope)
+    return numbers * dtype.itemsize + 3 * heads * out * 4
+
+
+def _most(config: PreTrainedConfig, *names: str) -> int:
+    """The largest count under any of ``names``, over all layers; 0 if none."""
+    settings = [value for name in names for value in by_layer(config, name)]
+    sizes = [
+        one for some in settings for one in (some if isinstance(some, list | tuple) else [some])
+    ]
+    return max((one for one in sizes if isinstance(one, int) and one > 0), default=0)
+
+
+def auto_chunk(token_bytes: int, batch: int, length: int, free_bytes: int | None) -> int | None:
+    """Tokens of a chunk for ``batch`` prompts of ``length``; None: in one pass.
+
+    One pass, if all tokens together take at most a quarter of ``free_bytes`` of device memory, or
+    8 GiB where that is None, and in any case if they take at most 2 GiB. Otherwise the largest
+    power of two whose tokens take at most 2 GiB, but 256 at least.
+
+    Args:
+        token_bytes: peak bytes per token, from the function ``token_bytes``.
+        batch: rows of the batch.
+        length: new tokens of each row.
+        free_bytes: of the device, or None.
+    """
+    affordable = WHOLE_BYTES if free_bytes is None else free_bytes // _FREE_SHARE
+    if token_bytes * batch * length <= max(affordable, CHUNK_BYTES):
+        return None
+    tokens = max(1, CHUNK_BYTES // (token_bytes * batch))
+    return max(_LEAST_CHUNK, 1 << (tokens.bit_length() - 1))
+
+
+def fit_chunk(length: int, chunk: int, max_draft: int) -> int | None:
+    """The size near ``chunk`` that cuts ``length`` tokens into pieces of more than ``max_draft``.
+
+    Pieces of up to ``max_draft`` tokens would retrieve instead of attending to everything, and the
+    last piece of a prompt is shorter than the others. So the size is reduced, in steps of 64
+    tokens if one of these works, until the last piece is long enough or empty. If no smaller size
+    works it is increased. It is always above ``max_draft``. None: in one pass.
+    """
+    if length <= chunk:
+        return None
+    sizes = (
+        *range(chunk, max_draft, -_STEP),
+        *range(chunk, max_draft, -1),
+        *range(max(chunk, max_draft) + 1, length),
+    )
+    for size in sizes:
+        if length % size == 0 or length % size > max_draft:
+            return size
+    return None
+
+
+def prompt_chunk(
+    options: RetrievalConfig, model: PreTrainedModel, batch: int, length: int
+) -> int | None:
+    """Chunk size by ``options`` for ``length`` new tokens of ``batch`` rows; None: in one pass.
+
+    ``"auto"`` depends on the memory that is free now.
+    """
+    chunk = options.prefill_chunk
+    if chunk == "auto":
+        peak_bytes = token_bytes(model.config, model.dtype)
+        chunk = auto_chunk(peak_bytes, batch, length, free_bytes(model.device))
+    return None if chunk is None else fit_chunk(length, chunk, options.max_draft)
+
+
+def chunk_prompt(
+    model: PreTrainedModel,
+    cache: RetrievalCache,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Make this call of ``generate`` read its prompt in chunks, if the options of ``cache`` ask so.
+
+    Sets ``prefill_chunk_size`` of ``generation_config``, the call's own copy, unless the caller set
+    it, and tells the cache how long chunks will be. A prompt goes in one pass where transformers
+    can't cut it: embeddings, images and other inputs beside token ids, positions of new tokens
+    alone, hidden states as a result, assisted decoding, and, with transformers before 5.21, after
+    tokens that are already cached. So it does where chunks would give something else than one
+    pass, see ``why_whole``. ``"auto"`` never cuts for models with recurrent or convolutional
+    layers, as some of them don't continue from their state. A caller's size is used even if its
+    chunks would retrieve, with a warning.
+
+    Raises:
+        ValueError: the caller's ``prefill_chunk_size`` cuts a prompt that has to go in one pass.
+    """
+    size, caller_chunk = None, generation_config.prefill_chunk_size
+    length, batch = _new_tokens(cache, generation_config, model_kwargs)
+    if drafts(generation_config):
+        caller_chunk = None
+    elif caller_chunk is not None:
+        _check_chunk(caller_chunk, length, cache.options.max_draft)
+        _check_exact(
+            caller_chunk, length, _why_whole(model, cache, model_kwargs, length, caller_chunk)
+        )
+    elif length:
+        size = prompt_chunk(cache.options, model, batch, length)
+        reason = size and (
+            _obstacle(cache, generation_config, model_kwargs, length)
+            or _why_whole(model, cache, model_kwargs, length, size)
+        )
+        if reason:
+            _log_whole(cache.options.prefill_chunk, reason)
+            size = None
+        generation_config.prefill_chunk_size = size
+        setattr(generation_config, _MARK, size)
+    new_tokens = expected_new_tokens(generation_config, cache.get_seq_length() + length)
+    cache.expect(length, size or caller_chunk or length, new_tokens)
+
+
+def _why_whole(
+    model: PreTrainedModel,
+    cache: RetrievalCache,
+    model_kwargs: dict[str, Any],
+    length: int,
+    chunk: int,
+) -> str | None:
+    """Why chunks of this prompt would not give what one pass gives; None if they would."""
+    span = None
+    if depends_on_length(model.config):
+        span = _span(model_kwargs.get("position_ids"), cache.get_seq_length(), length, chunk)
+    return why_whole(model.config, span)
+
+
+def _span(positions: torch.Tensor | None, held: int, length: int, chunk: int) -> Span:
+    """Positions of ``length`` new tokens behind ``held`` ones, cut by ``chunk``; waits for a GPU.
+
+    Without positions a model may count them by its mask: in padded rows they are smaller then, so
+    nothing is known of the first chunk's.
+    """
+    if positions is None:
+        return Span(held, 0, held + length)
+    new = positions[..., -length:]
+    return Span(held, int(new[..., :chunk].max()) + 1, int(new.max()) + 1)
+
+
+def _check_exact(chunk: int, length: int, reason: str | None) -> None:
+    """Refuse a caller's size that cuts a prompt of ``length`` tokens with a reason against it."""
+    if reason is not None and length > chunk:
+        raise ValueError(
+            f"prefill_chunk_size={chunk} cuts a prompt of {length} tokens, and this model has to "
+            f"read it in one pass: {reason}. Pass prefill_chunk_size=None, or leave it out of the "
+            "call and of the model's generation_config"
+        )
+
+
+def _log_whole(chunk: int | str | None, reason: str) -> None:
+    """Say once why a prompt goes in one pass that ``prefill_chunk`` would have cut."""
+    if (chunk, reason) not in _logged:
+        _logged.add((chunk, reason))
+        level = logging.INFO if chunk == "auto" else logging.WARNING
+        _log.log(level, "prefill_chunk=%r: the prompt goes in one pass, as %s", chunk, reason)
+
+
+def drafts(generation_config: Any) -> bool:
+    """Whether this call uses assisted decoding, which reads a prompt in one pass."""
+    settings = (getattr(generation_config, name, None) for name in _DRAFTS)
+    return any(one is not None and one is not False for one in settings)
+
+
+def _check_chunk(chunk: int, length: int, max_draft: int) -> None:
+    """Warn, once, if ``chunk`` cuts a prompt into pieces so short that they retrieve."""
+    retrieve = length > chunk and (chunk <= max_draft or 0 < length % chunk <= max_draft)
+    if not retrieve or (chunk, max_draft) in _warned:
+        return
+    _warned.add((chunk, max_draft))
+    better = fit_chunk(length, chunk, max_draft)
+    _log.warning(
+        "prefill_chunk_size=%d cuts a prompt of %d tokens into pieces of which some have no more "
+        "than max_draft=%d: these retrieve, as drafted tokens do, instead of attending to "
+        "everything. Take %s, or leave it out and let the cache's prefill_chunk choose",
+        chunk,
+        length,
+        max_draft,
+        "None" if better is None else f"prefill_chunk_size={better}",
+    )
+
+
+def _new_tokens(
+    cache: RetrievalCache, generation_config: Any, model_kwargs: dict[str, Any]
+) -> tuple[int, int]:
+    """``(new tokens of each row, rows)``; 0 tokens where the arguments don't say."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    like = positions if mask is None else mask
+    if like is None:
+        return 0, 0
+    # Without padding transformers drops the mask, and keeps its length.
+    mask_len = None if mask is not None else getattr(generation_config, "_mask_length", None)
+    return max(0, (mask_len or like.shape[-1]) - cache.get_seq_length()), like.shape[-2]
+
+
+def _obstacle(
+    cache: RetrievalCache, generation_config: Any, model_kwargs: dict[str, Any], length: int
+) -> str | None:
+    """What keeps the prompt of this call, ``length`` tokens, from being cut; None if nothing."""
+    if cache.options.prefill_chunk == "auto" and recurs(cache):
+        return "'auto' leaves models with recurrent layers whole"
+    if generation_config.output_hidden_states:
+        return "output_hidden_states asks for those of the whole prompt"
+    name = _uncuttable(model_kwargs)
+    if name is not None:
+        return f"{name} can't be cut"
+    past, positions = cache.get_seq_length(), model_kwargs.get("position_ids")
+    if positions is not None and positions.shape[-1] != past + length:
+        # transformers cuts positions that count from the first cached token.
+        return "position_ids are those of the new tokens alone"
+    if not CHUNKS_COUNT_PAST and (past or (positions is not None and positions.ndim != 2)):
+        return "transformers before 5.21 can't cut it behind cached tokens, nor positions of parts"
+    return None
+
+
+def forget_chunk(generation_config: Any) -> None:
+    """Undo ``chunk_prompt`` in the copy of the generation config that a draft model gets."""
+    if getattr(generation_config, _MARK, None) is not None:
+        generation_config.prefill_chunk_size = None
+
+
+def recurs(cache: RetrievalCache) -> bool:
+    """Whether any layer has state other than keys and values."""
+    kinds = (RetrievalLayer, DynamicLayer)
+    return any(
+        isinstance(x, LinearAttentionLayer) or not isinstance(x, kinds) for x in cache.layers
+    )
+
+
+def _uncuttable(model_kwargs: dict[str, Any]) -> str | None:
+    """Name of an argument of the call that can't be cut into chunks, if there is one."""
+    for name, value in model_kwargs.items():
+        if name not in _PLAIN and (isinstance(value, torch.Tensor) or value):
+            return name
+    return None

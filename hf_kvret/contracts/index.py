@@ -1,0 +1,256 @@
+"""The Index contract: which of the cold tokens matter for a query."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.state import State
+from hf_kvret_kernels.ids import WrongIdError
+
+if TYPE_CHECKING:
+    from hf_kvret.contracts.store import Store
+    from hf_kvret_kernels.host_step import HostSearch
+
+
+@dataclass(frozen=True, eq=False)
+class ColdTokens:
+    """The cold tokens of a layer, and how a query is to be compared with them.
+
+    Attributes:
+        store: holds them; an index may read keys in it.
+        scoring: ``valid [B, n]`` is False for padding, holes and sinks: never to be selected.
+        budget: how many tokens a query selects, from 1 to n.
+
+    Raises:
+        ValueError: ``scoring.valid`` is None.
+    """
+
+    store: Store
+    scoring: Scoring
+    budget: int
+
+    def __post_init__(self) -> None:
+        if self.scoring.valid is None:
+            raise ValueError(
+                "scoring.valid is None: pass bool [B, n], False for tokens that are never to be "
+                "selected, as sinks and padding"
+            )
+
+    def __len__(self) -> int:
+        return self.valid.shape[1]
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """``[B, n]`` bool."""
+        assert self.scoring.valid is not None, "others are refused"
+        return self.scoring.valid
+
+    @property
+    def scale(self) -> float:
+        """See ``Scoring``."""
+        return self.scoring.scale
+
+    @property
+    def softcap(self) -> float | None:
+        """See ``Scoring``."""
+        return self.scoring.softcap
+
+
+class SearchCost(NamedTuple):
+    """Cost of one search, for reports.
+
+    Attributes:
+        candidates: tokens that are scored in full precision or reranked, for each query and head.
+        nbytes: bytes of the index that are read.
+        keys_read: keys that are read in the store, for each query and KV head.
+    """
+
+    candidates: int
+    nbytes: int
+    keys_read: int = 0
+
+
+class Estimates(NamedTuple):
+    """Attention logits of cold tokens, as an index estimates them.
+
+    Attributes:
+        logits: ``[B, Hq, Q, C]`` fp32, scaled and capped, the part of a mean key included; -inf
+            where there is no estimate.
+        ids: ``[B, H, Q, C]`` int32 slots, -1 for none, with H as of ``search``; None: C is the
+            number of cold tokens, and they are in order.
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor | None = None
+
+
+class Index(State):
+    """Finds the few cold tokens that a query attends to. One per retrieval layer.
+
+    A subclass must define ``add`` and ``search``. It declares its state as fields, see ``State``,
+    which are then reordered, cropped, forked, saved and loaded with the cache.
+
+    Tokens arrive in order and keep their slot number, which is what ``search`` returns.
+    Hooks do nothing by default: ``on_forward`` at each forward pass, ``build`` at the end of a
+    prompt, ``before_search`` and ``after_search``. An index keeps its state in preallocated
+    tensors on the device, and decoding one token never synchronizes the host, unless a block left
+    the window just before.
+
+    Attributes:
+        capture_obstacle: for an index that is not a ``CapturableIndex``, why its decode steps
+            can't be captured in a CUDA graph, as the message says it.
+        needs_finite: whether a pass raises where rows are NaN or infinite, so that a load refuses
+            a saved cache with such rows.
+    """
+
+    capture_obstacle: ClassVar[str] = ""
+    needs_finite: ClassVar[bool] = False
+
+    @abstractmethod
+    def add(self, block: TokenBlock) -> None:
+        """Add tokens that left the window. ``block.start`` is the number of tokens added before."""
+
+    @abstractmethod
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        """The tokens to attend to, for each query.
+
+        Args:
+            query: ``[B, Hq, Q, Dk]``, post-RoPE; Q > 1 for drafted tokens.
+            cold: the tokens that were added, which of them are valid, and the budget.
+
+        Returns:
+            ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 slots, each at most once a
+            row, -1 where fewer than ``budget`` tokens are valid or survive the index's own
+            pruning. With ``budget == n`` every valid token is selected: pruning stages must then
+            keep all. Where a CPU reads the rows, ids of no token raise WrongIdError, a ValueError,
+            which names the index; where a GPU does, they count as -1.
+        """
+
+    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
+        """What the CPU library has to know to do ``search`` itself, in one call with all the rest.
+
+        Arguments as of ``search``. None where it can't, as here: ``search`` is called before the
+        rest. The library may choose others among tokens that matter equally, up to rounding; ids
+        come in any order. A subclass that replaces ``search`` alone is served by that; one that
+        replaces a method which ``search`` calls has to replace this one too.
+        """
+        return None
+
+    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates | None:
+        """What the index knows of the logits of the tokens that it found, and of the others.
+
+        Called after a step with the arguments of its ``search``, for ``warn_lost_mass`` and, with
+        ``track_recall``, for ``stats()["lost_mass"]``. What it says of tokens that are not valid
+        does not matter. None, as here: nothing, and options that need it are refused.
+        """
+        return None
+
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """Cost of a search for ``budget`` of ``n`` tokens; by default the whole index is read.
+
+        Its candidates are asked for when cold tokens, budget or options have changed.
+        """
+        return SearchCost(n, self.nbytes())
+
+    def on_forward(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        start: int,
+        valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """Called with the tokens of a forward pass, before they are added to the window.
+
+        ``add`` gets them later, as a block, when they leave the window. A pass that starts before
+        the end of the last one follows a crop.
+
+        Args:
+            queries: ``[B, Hq, q, Dk]``, post-RoPE; may be kept, must not be changed.
+            keys: ``[B, Hkv, q, Dk]``, post-RoPE; the same.
+            start: slot of the first of the q tokens.
+            valid: ``[B, q]`` bool, False for padding; None when all are valid.
+            positions: ``[B, q]`` integers, RoPE positions of the tokens; None where the model does
+                not pass any.
+        """
+
+    def build(self, cold: ColdTokens) -> None:
+        """Do the work that needs the whole prompt. Called once, with at least one cold token.
+
+        Runs before the first search, or earlier if the cache is forked or saved, so that no copy
+        has to repeat it.
+        """
+
+    def before_search(self, cold: ColdTokens) -> None:
+        """Called instead of ``build`` before each later search: rare upkeep, if any is due."""
+
+    def after_search(self, ids: torch.Tensor) -> None:
+        """Called while the selected rows are being read, for bookkeeping that can wait.
+
+        ``ids`` as ``search`` returned them, or as the CPU library found them; not to be changed.
+        """
+
+    def set_options(self, options: Any) -> None:
+        """Use other options from now on: those that a fork may change.
+
+        By default replaces the attribute ``options``, if the index has one.
+        """
+        if hasattr(self, "options"):
+            self.options = options
+
+    def shared_nbytes(self) -> int:
+        """Bytes shared by all caches of a process, such as calibrated tensors on the device."""
+        return 0
+
+    def stats(self) -> dict[str, Any]:
+        """The method's own entries in ``cache.stats()``, plain numbers; may wait for the device."""
+        return {}
+
+
+class CapturableIndex:
+    """Mixin of an index whose decode steps can be captured in a CUDA graph and replayed.
+
+    For one token between two flushes, ``on_forward``, ``before_search``, ``search``, ``estimate``
+    and ``after_search`` must launch the same work on the same memory each time: no host
+    synchronization, no dependence on host numbers that change from step to step (such as ``start``
+    of ``on_forward``), state changed in place. They run once, during capture; for every later step
+    ``replayed`` is called instead.
+    """
+
+    def before_capture(self) -> None:
+        """A step is about to be captured: do pending work now, so that none falls into it."""
+
+    def capture_failed(self) -> None:
+        """The capture after ``before_capture`` failed, and the device did nothing.
+
+        Undo the changes of host state made since then.
+        """
+
+    def replayed(self) -> None:
+        """A captured step was replayed: update host state as its Python code would have."""
+
+
+def makes_estimates(index: Index | None) -> bool:
+    """Whether an index has its own ``estimate``."""
+    return index is not None and type(index).estimate is not Index.estimate
+
+
+def blamed_on(index: Index, method: str, error: WrongIdError) -> WrongIdError:
+    """``error``, saying that it was this method of ``index`` that named no token."""
+    return error.by(f"the index {type(index).__name__}.{method}")
+
+
+def capture_obstacle_of(index: Index | None) -> str | None:
+    """Why decode steps of an index can't be captured in a CUDA graph; None: they can."""
+    if index is None:
+        return "a cache without an index reads its store in pieces, more of them as it grows"
+    if isinstance(index, CapturableIndex):
+        return None
+    obstacle = f"the index {type(index).__name__} does not say that its steps can be captured"
+    return index.capture_obstacle or obstacle

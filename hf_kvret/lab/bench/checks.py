@@ -1,0 +1,198 @@
+"""Before anything is timed: does a cache give the answers that full attention gives?
+
+Time measured on wrong answers is worth nothing, so a cache that fails is not measured at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.bench.filling import (
+    LayerRows,
+    fill_randomly,
+    prefill,
+    random_tokens,
+    serving,
+)
+from hf_kvret.lab.bench.limits import row_bits
+from hf_kvret.lab.bench.stepping import make_steps
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.measurement import CheckFailed
+from hf_kvret.models.compatibility import layer_shapes
+
+LONGEST_CHECK = 2048
+# The third step of a replayed cache is captured, so that three replays follow it.
+_STEPS = 6
+_MOST_ROWS = 2
+# Caches that are not full attention by design: their logits need only be finite.
+_INEXACT = ("quantized", "kvpress")
+# Least and largest relative error that is allowed, by dtype. Between them the measured rounding
+# decides: four times the distance of two implementations of full attention. The least is some
+# hundred roundings in fp32 and a few in half precision. The largest is twice the rounding of 32
+# layers and more; leaving an eighth of the tokens out changes logits of such a depth by a third.
+_LIMITS = {
+    torch.float32: (1e-5, 1e-3),
+    torch.bfloat16: (2**-7, 2**-3),
+    torch.float16: (2**-10, 2**-5),
+}
+_TIMES_ROUNDING = 4.0
+_FULL = CacheChoice("full", lambda config, capacity: DynamicCache(config=config))
+
+
+class Checker:
+    """Compares caches with full attention on one model.
+
+    Args:
+        model: with transformers' own attention, sdpa.
+        rows: what random rows look like, ``measure_rows(model)``; None when they are not used.
+        seed: of tokens and rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: list[LayerRows] | None, seed: int) -> None:
+        self.model, self.rows, self.seed = model, rows, seed
+        self._references: dict[tuple[int, int, str], tuple[torch.Tensor, float]] = {}
+        self._passed: dict[tuple[str, int, int, str], str] = {}
+
+    def check(self, choice: CacheChoice, context: int, batch: int, fill: str) -> str:
+        """What was found, in a few words for the row.
+
+        At ``min(context, 2048)`` tokens and at most two sequences: logits after the prompt and
+        after six steps, of ``choice`` and of ``DynamicCache``. A retrieval cache is given a budget
+        that covers everything and rows of 16 bits, so it has to give the same as full attention;
+        one with coded rows runs once more with them, and how far that leads is told. With
+        ``fill="random"`` the steps are compared again behind random rows. What has passed at the
+        same size is not looked at again.
+
+        Raises:
+            CheckFailed: logits are not finite, or further apart than rounding explains.
+        """
+        batch, context = min(batch, _MOST_ROWS), min(context, LONGEST_CHECK)
+        key = choice.name, context, batch, fill
+        if key not in self._passed:
+            self._passed[key] = self._check(choice, context, batch, fill)
+        return self._passed[key]
+
+    def _check(self, choice: CacheChoice, context: int, batch: int, fill: str) -> str:
+        errors, coded = [], []
+        for way in ("prefill", "random") if fill == "random" else ("prefill",):
+            size = context, batch, way
+            found = self._logits(choice, *size)
+            if choice.method in _INEXACT:
+                continue
+            expected, limit = self._reference(*size)
+            errors.append(_distance(found, expected))
+            if errors[-1] > limit:
+                raise CheckFailed(
+                    f"{choice.name}: logits differ from full attention by {errors[-1]:.2e} of "
+                    f"their size, and at most {limit:.2e} is rounding {self._where(*size)}"
+                )
+            if row_bits(choice, self.model.config) < 16:
+                coded.append(_distance(self._logits(choice, *size, coded=True), expected))
+        if not errors:
+            return "finite; not exact by design"
+        told = f"equal within {max(errors):.1e}"
+        return f"{told} at 16 bits, {max(coded):.1e} as coded" if coded else told
+
+    def _reference(self, context: int, batch: int, way: str) -> tuple[torch.Tensor, float]:
+        """Logits of full attention, and how far from them rounding may lead."""
+        key = context, batch, way
+        if key not in self._references:
+            expected = self._logits(_FULL, context, batch, way)
+            with _eager(self.model):
+                rounding = _distance(self._logits(_FULL, context, batch, way), expected)
+            least, largest = _LIMITS[self.model.dtype]
+            limit = min(largest, max(least, _TIMES_ROUNDING * rounding))
+            self._references[key] = expected, limit
+        return self._references[key]
+
+    @torch.inference_mode()
+    def _logits(
+        self, choice: CacheChoice, context: int, batch: int, way: str, coded: bool = False
+    ) -> torch.Tensor:
+        """Logits ``[places, B, V]`` fp32: after the prompt (if it is read) and after each step."""
+        tokens = random_tokens(self.model, batch, context, self.seed)
+        start = context - _STEPS
+        cache = covering(choice.make(self.model.config, context), self.model, batch, start, coded)
+        places = []
+        with serving(self.model, cache):
+            if way == "prefill":
+                places.append(prefill(self.model, choice, cache, tokens[:, :start]))
+            else:
+                assert self.rows is not None
+                size = batch, start, self.seed
+                on = {"device": self.model.device, "dtype": self.model.dtype}
+                fill_randomly(self.model.config, cache, self.rows, *size, **on)
+            steps = make_steps(choice, self.model, cache, start)
+            for place in range(start, context):
+                # A later step may use the same memory.
+                places.append(steps.take(tokens[:, place : place + 1])[0].clone())
+                steps.finish()
+        found = torch.stack([logits[:, -1].float() for logits in places])
+        if not bool(found.isfinite().all()):
+            what = "logits of coded rows" if coded else "logits"
+            where = self._where(context, batch, way)
+            raise CheckFailed(f"{choice.name}: {what} are not finite {where}")
+        retrieves = isinstance(cache, RetrievalCache) and cache.options.retrieves
+        layers = cache.stats()["layers"] if retrieves else []
+        idle = [str(layer["layer"]) for layer in layers if not layer["selected"]]
+        if idle:
+            raise CheckFailed(
+                f"{choice.name}: layers {', '.join(idle)} retrieved nothing though their budget "
+                "covers everything; nothing was measured"
+            )
+        return found
+
+    def _where(self, context: int, batch: int, way: str) -> str:
+        """What was looked at, as the end of a message."""
+        size = f"{context} tokens, batch {batch}, {way}, {self.model.dtype}"
+        return f"({size}); nothing was measured"
+
+
+def covering(
+    cache: Cache, model: PreTrainedModel, batch: int, length: int, coded: bool = False
+) -> Cache:
+    """An empty retrieval cache like ``cache`` that should be exact; others as they are.
+
+    Its budget covers everything, its rows are not coded, unless ``coded`` leaves them so. Its
+    window is small enough that most of ``length`` tokens of each of ``batch`` sequences are cold,
+    so they are retrieved. A store that splits its rows has to split these too, which are too few
+    for the budget that it was given.
+    """
+    if not isinstance(cache, RetrievalCache) or not cache.options.retrieves:
+        return cache
+    options = cache.options
+    part = max(1, length // 8)
+    whole = options.replace(top_k=1.0, slots=1.0) if coded else options.exact()
+    changed = whole.replace(
+        dense_below=0,
+        sink=min(options.sink, part),
+        recent=min(options.recent, part),
+        flush=min(options.flush, part),
+    )
+    if options.splits_rows:
+        width = 2 * sum(shape.width for shape in layer_shapes(model.config)) * model.dtype.itemsize
+        changed = changed.replace(device_budget=max(1, batch * length * width // 2))
+    return type(cache)(model.config, changed)
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference, over that of ``expected``; the worst place counts."""
+    apart = (found - expected).square().mean(dim=(1, 2)).sqrt()
+    return float((apart / expected.square().mean(dim=(1, 2)).sqrt()).max())
+
+
+@contextmanager
+def _eager(model: PreTrainedModel) -> Iterator[None]:
+    """``model`` with its own unfused attention: full attention, rounded differently."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,250 @@
+"""A cache full of context: read through the model, or written as random keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.contracts.index import Index
+from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.lab.bench.dense_cpp import reading_with_cpp
+from hf_kvret.lab.bench.opponents import CppDenseCache
+from hf_kvret.lab.bench.shapes import WeightBytes
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.reader import Reader, Usage
+from hf_kvret.lab.program.progress import prompt_bar
+from hf_kvret.layer.call import AttentionCall
+from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.models.compatibility import layer_shape
+from hf_kvret.models.versions import as_argument
+from hf_kvret.registry import attach, restore
+
+FILLS = ("auto", "prefill", "random")
+# Beyond this many tokens "auto" writes random rows on an accelerator.
+_LONGEST_PREFILL = 16_384
+_PROBE_LEN = 64
+
+
+def choose_fill(
+    fill: str, context: int, device: torch.device, cache: str, latent: bool = False
+) -> str:
+    """``"prefill"`` or ``"random"``: what ``fill`` comes to for this context and cache.
+
+    ``latent``: the model has latent attention, whose many heads take long to read a prompt.
+
+    Raises:
+        ValueError: ``random`` for a press, which compresses while a prompt is read.
+    """
+    press = cache.split(":")[0] == "kvpress"
+    if fill == "auto":
+        short = device.type == "cpu" or context <= _LONGEST_PREFILL
+        return "prefill" if (short and not latent) or press else "random"
+    if fill == "random" and press:
+        raise ValueError(
+            f"{cache} compresses while it reads a prompt, so its cache can't be filled with "
+            "random rows: use --fill prefill or auto"
+        )
+    return fill
+
+
+@contextmanager
+def serving(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
+    """``model`` with the attention that ``cache`` needs: ours for retrieval, else its own."""
+    if isinstance(cache, CppDenseCache):
+        with reading_with_cpp(model):
+            yield
+        return
+    if not isinstance(cache, RetrievalCache):
+        yield
+        return
+    attach(model)
+    try:
+        yield
+    finally:
+        restore(model)
+
+
+def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) -> torch.Tensor:
+    """``[batch, length]`` token ids on the model's device, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.vocab_size
+    return torch.randint(vocabulary, (batch, length), generator=generator).to(model.device)
+
+
+@torch.inference_mode()
+def feed(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int) -> torch.Tensor:
+    """Logits ``[B, 1, V]`` after ``tokens [B, n]``, which the cache holds afterwards.
+
+    The first of them is at position ``start``.
+    """
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    return model(
+        tokens,
+        **as_argument(cache),
+        position_ids=positions[None],
+        # kvpress reads it; transformers takes it as a spare keyword.
+        cache_position=positions,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits
+
+
+def prefill(
+    model: PreTrainedModel, choice: CacheChoice, cache: Cache, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Read ``tokens [B, n]`` into an empty cache; logits ``[B, 1, V]`` after the last."""
+    with choice.around_prefill(model):
+        return feed(model, cache, tokens, 0)
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """What the rows of one layer look like: heads, widths, and standard deviations."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_scale: float
+    value_scale: float
+
+
+@torch.inference_mode()
+def measure_rows(model: PreTrainedModel, seed: int) -> list[LayerRows]:
+    """The rows that the model itself makes, layer by layer, from a prompt of 64 random tokens.
+
+    Raises:
+        ValueError: the model has layers that hold no keys and values, as linear attention.
+    """
+    cache = DynamicCache(config=model.config)
+    feed(model, cache, random_tokens(model, 1, _PROBE_LEN, seed), 0)
+    found = []
+    for number, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None:
+            raise ValueError(
+                f"layer {number} of this model holds no keys and values that random rows could "
+                "stand for: use --fill prefill"
+            )
+        scales = float(keys.float().std()), float(values.float().std())
+        found.append(LayerRows(keys.shape[1], keys.shape[3], values.shape[3], *scales))
+    return found
+
+
+@torch.inference_mode()
+def fill_randomly(
+    config: PreTrainedConfig,
+    cache: Cache,
+    layers: Sequence[LayerRows],
+    batch: int,
+    context: int,
+    seed: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Write ``context`` normal rows of each layer's scale into every layer of an empty cache.
+
+    They go in as a prompt's do, one layer after another: through ``cache.update``, and for a
+    retrieval layer also through its ``attend``, which moves them on to index and store. Only the
+    attention over the prompt itself is left out. Queries are as large as keys; where an index looks
+    at none, all tokens share one, which takes next to no memory. The same seed gives the same rows
+    to every cache.
+    """
+    generator = torch.Generator(device=device)
+
+    def rows(number: int, count: int, dim: int, scale: float, length: int) -> torch.Tensor:
+        generator.manual_seed(seed + number)
+        shape = (batch, count, length, dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
+
+    for number, (layer, like) in enumerate(zip(cache.layers, layers, strict=True)):
+        keys = rows(3 * number, like.kv_heads, like.key_dim, like.key_scale, context)
+        values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale, context)
+        held_keys, held_values = cache.update(keys, values, number)
+        if isinstance(layer, RetrievalLayer):
+            assert layer.regions is not None, "an update makes the regions"
+            index = layer.regions.index
+            learns = index is not None and type(index).on_forward is not Index.on_forward
+            count = context if learns else 1
+            # Queries as they are compared with rows, which may have more parts than keys.
+            heads, dim = layer_shape(config, number).heads, layer.regions.window.keys.shape[3]
+            query = rows(3 * number + 2, heads, dim, like.key_scale, count)
+            query = query.expand(-1, -1, context, -1)
+            call = AttentionCall(
+                Scoring(None, dim**-0.5),
+                # The attention over the prompt, whose result nobody looks at here: one number.
+                partial(query.new_zeros(()).expand, *query.shape[:3], like.value_dim),
+            )
+            layer.attend(query, held_keys, held_values, call)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of some layers, ready to be measured.
+
+    Attributes:
+        model: random weights, transformers' own sdpa attention.
+        weights: bytes of its parameters.
+        rows: what random rows look like; None where they are not used.
+        seed: of tokens and rows.
+    """
+
+    model: PreTrainedModel
+    weights: WeightBytes
+    rows: list[LayerRows] | None
+    seed: int
+
+    @property
+    def layers(self) -> int:
+        """How many it has."""
+        return self.model.config.num_hidden_layers
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One cache at one size on one model: the unit of a round."""
+
+    subject: Subject
+    choice: CacheChoice
+    context: int
+    batch: int
+    fill: str
+
+    @contextmanager
+    def filled(self, spare: int) -> Iterator[tuple[Cache, torch.Tensor]]:
+        """A cache that holds the context, with room for ``spare`` more tokens, and the next one.
+
+        That is ``[B, 1]``. Inside, the model has the attention that the cache needs.
+        """
+        model, seed = self.subject.model, self.subject.seed
+        cache = self.choice.make(model.config, self.context + spare)
+        with serving(model, cache):
+            if self.fill == "prefill":
+                tokens = random_tokens(model, self.batch, self.context, seed)
+                with prompt_bar(model, self.context, self.choice.name):
+                    logits = prefill(model, self.choice, cache, tokens)
+                yield cache, logits[:, -1:].argmax(-1)
+            else:
+                assert self.subject.rows is not None
+                size = self.batch, self.context, seed
+                place = {"device": model.device, "dtype": model.dtype}
+                fill_randomly(model.config, cache, self.subject.rows, *size, **place)
+                yield cache, random_tokens(model, self.batch, 1, seed)
+
+    def usage(self, cache: Cache, length: int) -> Usage:
+        """What ``cache`` holds after ``length`` tokens of each sequence."""
+        reader = Reader(self.subject.model, self.choice, 0)
+        reader.cache, reader.length = cache, length
+        usage = reader.usage()
+        if isinstance(cache, RetrievalCache):
+            return usage
+        # A reader has one sequence, and only retrieval caches know of more.
+        return dataclasses.replace(usage, full_bytes=self.batch * usage.full_bytes)

@@ -1,0 +1,319 @@
+"""What the benches that run a model have in common: models, caches, rounds."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+
+from hf_kvret.lab.bench.checks import Checker
+from hf_kvret.lab.bench.filling import FILLS, Subject, Turn, choose_fill, measure_rows
+from hf_kvret.lab.bench.limits import check_weights, predict_need, shortage
+from hf_kvret.lab.bench.opponents import bench_caches, check_choices, choose_bench_caches
+from hf_kvret.lab.bench.shapes import (
+    SHAPES,
+    Shape,
+    WeightBytes,
+    load_shape,
+    random_model,
+    weight_bytes,
+)
+from hf_kvret.lab.bench.stand_ins import make_stand_ins
+from hf_kvret.lab.bench.tables import why_missing
+from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row, attempt
+from hf_kvret.lab.program.arguments import (
+    DTYPES,
+    batches,
+    check_device,
+    lengths,
+    names,
+    seconds_at_most,
+    whole_number,
+)
+from hf_kvret.lab.program.common_options import (
+    budget_option,
+    count_option,
+    device_option,
+    dtype_option,
+    seed_option,
+    store_option,
+)
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.environment import describe_environment
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.models.compatibility import is_latent
+
+_LEAST_CONTEXT = 64
+# A median of fewer steps says nothing.
+_LEAST_STEPS = 3
+# What numbers depend on besides the cells, the model's size and the limit.
+_OPTIONS = ("dtype", "device", "seed", "top_k", "store", "fill", "steps", "warmup", "rounds")
+_MACHINE = ("processor", "threads", "accelerator", "versions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMeasurement(Measurement):
+    """Caches on a model of true shape with random weights.
+
+    Every cache in turn, several times, each checked before it is measured. Models are built when
+    the first group of cells is asked for.
+    """
+
+    command: ClassVar[str] = "bench"
+    decodes: ClassVar[bool] = False
+    """Whether steps are timed, so that other ways to take them are opponents too."""
+
+    shape: str = option("tiny", f"{', '.join(SHAPES)}, or a folder or hub id with config.json")
+    layers: int | None = option(
+        None,
+        "build this many of the model's layers, and scale to all of them",
+        kind=whole_number(1),
+    )
+    context: tuple[int, ...] = option((4096,), "as 4096 or 32K,128K", kind=lengths)
+    batch: tuple[int, ...] = option((1,), "as 1,8", kind=batches)
+    caches: str = option(
+        "full,dense,static,flat,paris,lrqk,ctkvr,a2ats,aqua",
+        "comma-separated, options after colons as paris:top_k=100:store=host; known: "
+        f"{', '.join(bench_caches())}",
+    )
+    top_k: int | float = budget_option()
+    store: str = store_option()
+    fill: str = option(
+        "auto",
+        "prefill: read the context through the model; random: write random rows of the model's "
+        "scale; auto: random beyond 16K tokens on a GPU",
+        choices=FILLS,
+    )
+    steps: int = option(
+        32,
+        "timed steps (prompts, for prefill) of a round",
+        kind=whole_number(1),
+        aliases=("--new-tokens",),
+    )
+    warmup: int = option(8, "as --steps, untimed", kind=whole_number(0))
+    rounds: int = count_option(3, "how often all caches take turns")
+    limit: float = option(
+        60.0,
+        "take fewer decode steps in a turn where --steps of them would take longer",
+        kind=seconds_at_most,
+        metavar="SECONDS",
+    )
+    dtype: str = dtype_option()
+    device: str = device_option()
+    seed: int = seed_option()
+
+    @cached_property
+    def whole(self) -> Shape:
+        """The shape of the whole model."""
+        return load_shape(self.shape)
+
+    @cached_property
+    def choices(self) -> dict[str, CacheChoice]:
+        """The caches by name; ValueError for one that can't be."""
+        retrieval = {"top_k": self.top_k, "store": self.store}
+        return choose_bench_caches(names(self.caches), retrieval, self.device)
+
+    @property
+    def place(self) -> torch.device:
+        """Where the models are."""
+        return torch.device(self.device)
+
+    @property
+    def built(self) -> int:
+        """Layers of the model that is measured."""
+        return self.whole.layers if self.layers is None else self.layers
+
+    @property
+    def scaled(self) -> bool:
+        """Whether fewer layers are measured than the model has."""
+        return self.built < self.whole.layers
+
+    @cached_property
+    def weights(self) -> WeightBytes:
+        """Bytes of the whole model's parameters."""
+        return weight_bytes(self.whole.config, DTYPES[self.dtype])
+
+    @cached_property
+    def subjects(self) -> tuple[Subject, ...]:
+        """The model to measure; where it has not all layers, one with half as many too.
+
+        Raises:
+            ValueError: their weights do not fit into what memory is free.
+        """
+        dtype = DTYPES[self.dtype]
+        counts = (self.built, self.built // 2) if self.scaled else (self.built,)
+        configs = [self.whole.with_layers(count) for count in counts]
+        weights = [weight_bytes(config, dtype) for config in configs]
+        check_weights(sum(part.held for part in weights), self.place, self.shape)
+        models = [random_model(config, dtype, self.place, self.seed) for config in configs]
+        random = "random" in self._fills()
+        return tuple(
+            Subject(model, part, measure_rows(model, self.seed) if random else None, self.seed)
+            for model, part in zip(models, weights, strict=True)
+        )
+
+    @cached_property
+    def bandwidth(self) -> Bandwidth:
+        """Measured by this command."""
+        return measure_bandwidth(self.place)
+
+    @cached_property
+    def checker(self) -> Checker:
+        """Knows what it has checked."""
+        return Checker(self.subjects[0].model, self.subjects[0].rows, self.seed)
+
+    def check(self) -> None:
+        check_device(self.device)
+        if min(self.context) < _LEAST_CONTEXT:
+            raise ValueError(f"--context {min(self.context)}: at least {_LEAST_CONTEXT} tokens")
+        self.whole.with_layers(self.built)
+        if self.scaled and self.built == 1:
+            raise ValueError(
+                "--layers 1: scaling takes two runs, with all and with half of the layers given; "
+                "at least 2"
+            )
+        for name, other in (("dense-graph", "dense"), ("static-compile", "static")):
+            if name in self.choices and not self.decodes:
+                raise ValueError(
+                    f"{name} is a way to decode, bench {self.name} knows nothing of it: use {other}"
+                )
+        check_choices(self.choices, self.whole.config, self.context, part=self.scaled)
+        self._fills()
+
+    def setup(self) -> dict[str, Any]:
+        here = describe_environment()
+        return {
+            "shape": self.shape,
+            "layers": self.built,
+            "of_layers": self.whole.layers,
+            # JSON has no infinity.
+            "limit": self.limit if math.isfinite(self.limit) else None,
+            **{name: getattr(self, name) for name in _OPTIONS},
+            **{name: here[name] for name in _MACHINE},
+        }
+
+    def cells(self) -> list[Cell]:
+        return [
+            {"cache": cache, "context": context, "batch": batch}
+            for context in self.context
+            for batch in self.batch
+            for cache in self.choices
+        ]
+
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """As ``groups``; methods that need an artifact have one meanwhile."""
+        groups = self.groups(results)
+        first = next(groups, None)
+        if first is None:
+            return
+        with TemporaryDirectory() as folder:
+            models = [subject.model for subject in self.subjects]
+            make_stand_ins(models, self.choices.values(), Path(folder), self.seed)
+            # Measured now, before caches take the memory.
+            _ = self.bandwidth
+            yield first
+            yield from groups
+
+    def groups(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """What ``plan`` measures together, without a model."""
+        yield from self.together(self.waiting(results))
+
+    def together(self, cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
+        """Cells of one context and batch, so that all of them see the same moods of the machine.
+
+        With one round each is for itself: its row is kept as soon as it is measured.
+        """
+        for _, group in groupby(cells, lambda cell: (cell["context"], cell.get("batch"))):
+            those = list(group)
+            yield from ([cell] for cell in those) if self.rounds == 1 else (those,)
+
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """A cell that runs out of memory, or whose cache is wrong, has a row that says so."""
+        rows = [self.begun(cell, progress) for cell in group]
+        samples: list[dict[int, list[Any]]] = [{} for _ in group]
+        share = 1 / (self.rounds * len(self.subjects))
+        for number in range(self.rounds):
+            for cell, row, taken in zip(group, rows, samples, strict=True):
+                for subject in self.subjects:
+                    size = f"{cell['context']} x {cell['batch']}"
+                    progress.say(f"{cell['cache']} {size}, round {number + 1}")
+                    if why_missing(row) is None:
+                        sample, why = attempt(partial(self.once, self.turn(cell, subject)))
+                        taken.setdefault(subject.layers, []).append(sample)
+                        row.update(why)
+                    progress.advance(share)
+        return [
+            row if why_missing(row) else row | self.row(cell, taken)
+            for cell, row, taken in zip(group, rows, samples, strict=True)
+        ]
+
+    def lacking(self, cell: Cell, why: Row) -> Row:
+        """With what the row of every cell has; ``rows`` sees most that goes wrong before."""
+        return {"fill": self.fill_of(cell), **self._layers} | why
+
+    @abstractmethod
+    def once(self, turn: Turn) -> Any:
+        """A sample, measured now; the cache is gone afterwards."""
+
+    @abstractmethod
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[Any]]) -> Row:
+        """What a row has besides ``fill`` and ``check``, from samples by number of layers.
+
+        What was measured and what was scaled stay apart: all scaled numbers are in ``scaled``.
+        """
+
+    def turn(self, cell: Cell, subject: Subject) -> Turn:
+        """A turn of a cell."""
+        choice = self.choices[cell["cache"]]
+        return Turn(subject, choice, cell["context"], cell["batch"], self.fill_of(cell))
+
+    def fill_of(self, cell: Cell) -> str:
+        """``"prefill"`` or ``"random"``."""
+        latent = is_latent(self.whole.config)
+        return choose_fill(self.fill, cell["context"], self.place, cell["cache"], latent)
+
+    def shortage(self, cell: Cell) -> str | None:
+        """Why a cell can't be measured in this host's memory, or None."""
+        model, choice = self.subjects[0].model, self.choices[cell["cache"]]
+        need = predict_need(model.config, choice, cell["batch"], cell["context"], model.dtype)
+        return shortage(need, self.place)
+
+    def steps_within(self, pace: float) -> int:
+        """``steps``, or as many of ``pace`` seconds as the limit allows, at least 3."""
+        if pace * self.steps <= self.limit:
+            return self.steps
+        return min(self.steps, max(_LEAST_STEPS, int(self.limit / pace)))
+
+    @property
+    def _layers(self) -> Row:
+        return {"layers": self.built, "of_layers": self.whole.layers}
+
+    def _fills(self) -> set[str]:
+        """How caches will be filled; ValueError where one can't be."""
+        return {
+            self.fill_of({"cache": name, "context": context})
+            for context in self.context
+            for name in self.choices
+        }
+
+    def begun(self, cell: Cell, progress: Progress) -> Row:
+        """How a cell's cache is filled and what its check found, or why it can't be measured."""
+        fill = self.fill_of(cell)
+        row: Row = {"fill": fill, **self._layers}
+        short = self.shortage(cell)
+        if short is not None:
+            return row | {"out_of_memory": short}
+        progress.say(f"{cell['cache']}: check")
+        choice, size = self.choices[cell["cache"]], (cell["context"], cell["batch"])
+        found, why = attempt(lambda: self.checker.check(choice, *size, fill))
+        return row | {"check": found} | why

@@ -1,0 +1,188 @@
+"""The dense opponent at its best: a preallocated cache that attends to what it holds, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, known_caches
+from hf_kvret.models.compatibility import head_dims, model_layers
+from hf_kvret_kernels.host_step import why_not
+
+DENSE = ("dense", "dense-cpp", "dense-graph", "static-compile")
+
+
+class PreallocatedLayer(CacheLayerMixin):
+    """Keys and values in buffers made once; a step writes its rows and returns views.
+
+    ``DynamicCache`` copies everything at each step, ``StaticCache`` attends to its whole buffer
+    under a mask. This does neither, and without a mask sdpa takes its fastest kernels.
+
+    Args:
+        capacity: the most tokens that it will hold.
+
+    Attributes:
+        length: tokens held. Setting it back forgets the newest.
+    """
+
+    is_sliding = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the buffers for tokens shaped like these, ``[B, Hkv, *, D]``."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (
+            like.new_empty(*like.shape[:2], self.capacity, like.shape[3])
+            for like in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in ``[B, Hkv, n, D]``; returns views of all tokens held."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask for ``query_length`` new queries covers."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Tokens that fit."""
+        return self.capacity
+
+
+class PreallocatedCache(Cache):
+    """A ``PreallocatedLayer`` for each layer of full attention, the model's own cache elsewhere."""
+
+    def __init__(self, config: PreTrainedConfig, capacity: int) -> None:
+        layers = [
+            PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer
+            for layer in model_layers(config)
+        ]
+        super().__init__(layers=layers)
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from ``length`` on.
+
+        Raises:
+            ValueError: the model has other layers than those of full attention.
+        """
+        if not all(isinstance(layer, PreallocatedLayer) for layer in self.layers):
+            raise ValueError(
+                "dense-graph replays one step, which only layers of full attention allow: use "
+                "dense for this model"
+            )
+        for layer in self.layers:
+            layer.length = length
+
+
+class CppDenseCache(PreallocatedCache):
+    """A preallocated cache for decode steps in C++: the floor of reading everything on a CPU.
+
+    Raises:
+        ImportError: the C++ kernels were not compiled.
+    """
+
+    def __init__(self, config: PreTrainedConfig, capacity: int) -> None:
+        if why_not():
+            raise ImportError(f"dense-cpp: {why_not()}")
+        super().__init__(config, capacity)
+
+
+def bench_caches() -> list[str]:
+    """Every name that ``choose_bench_caches`` takes, options left out."""
+    return [*known_caches(), *DENSE]
+
+
+def choose_bench_caches(
+    texts: list[str], defaults: dict[str, Any], device: str
+) -> dict[str, CacheChoice]:
+    """The caches that ``texts`` name: those of ``hf-kvret eval``, and ``DENSE``.
+
+    Raises:
+        ValueError: none, an unknown or doubled name, a bad option, a cache that can't work here.
+        ModuleNotFoundError: the package behind an opponent is missing.
+    """
+    known = ", ".join(bench_caches())
+    if not texts:
+        raise ValueError(f"no cache named: choose among {known}")
+    if len(set(texts)) < len(texts):
+        raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
+    choices = {}
+    for text in texts:
+        name = text.partition(":")[0].strip()
+        if name not in bench_caches():
+            raise ValueError(f"unknown cache {name!r}: choose among {known}")
+        if name in DENSE and name != text:
+            raise ValueError(f"{text!r}: {name} takes no options")
+        if name == "dense-graph" and torch.device(device).type != "cuda":
+            raise ValueError(
+                f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
+                "dense here"
+            )
+        if name == "dense-cpp" and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"dense-cpp reads with the CPU kernels, and the model is on {device!r}: use dense "
+                "here"
+            )
+        make: type[Cache] = PreallocatedCache
+        if name == "static-compile":
+            make = StaticCache
+        elif name == "dense-cpp":
+            make = CppDenseCache
+        choices[text] = (
+            CacheChoice(text, make) if name in DENSE else choose_cache(text, defaults, device)
+        )
+    return choices
+
+
+def check_choices(
+    choices: dict[str, CacheChoice], config: PreTrainedConfig, contexts: Sequence[int], part: bool
+) -> None:
+    """Look at retrieval caches before a model is built.
+
+    Args:
+        part: only some of the model's layers are built.
+
+    Raises:
+        ValueError: a context at which one would be plain attention, head sizes that it can't have,
+            or a store that depends on how many layers there are where only a part is.
+    """
+    for name, options in ((name, choice.options) for name, choice in choices.items()):
+        if options is None or not options.retrieves:
+            continue
+        for dim in head_dims(config):
+            options.check_model(dim)
+        dense = max(options.dense_len, options.recent + options.flush + 1)
+        short = [context for context in contexts if context < dense]
+        if short:
+            raise ValueError(
+                f"--context {short[0]}: {name} attends to everything below {dense} tokens "
+                f"(dense_below={options.dense_len}, recent={options.recent}, "
+                f"flush={options.flush}); give a longer context, or smaller options as "
+                f"{name}:dense_below=0:recent=64:flush=64"
+            )
+        if part and options.store == "auto":
+            raise ValueError(
+                f"{name} with store=auto decides by the number of layers, so fewer of them may "
+                "decide otherwise: give --store device or host with --layers"
+            )

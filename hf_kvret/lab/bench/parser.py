@@ -1,0 +1,36 @@
+"""``hf-kvret bench decode | prefill | memory | ...``: what can be measured."""
+
+from __future__ import annotations
+
+import argparse
+
+from hf_kvret.lab.bench.batches import Batch
+from hf_kvret.lab.bench.decode import Decode
+from hf_kvret.lab.bench.memory import Memory
+from hf_kvret.lab.bench.prefill import Prefill
+from hf_kvret.lab.evaluate.measurement import Measurement, add_measurement
+from hf_kvret.lab.program.help_text import HelpFormatter
+from hf_kvret.lab.program.scripts import SCRIPTS, add_script_name
+
+_KINDS: tuple[type[Measurement], ...] = (Decode, Batch, Prefill, Memory)
+
+MEASUREMENTS: dict[str, type[Measurement]] = {kind.title(): kind for kind in _KINDS}
+"""The measurements by the name in their result files."""
+
+
+def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``bench`` with one sub-command a measurement to the program's commands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure time and memory of caches on models of true shape with random weights",
+        description="Measure time and memory of caches on a model of true shape with random "
+        "weights. Give --json to keep finished rows: the same command goes on where it was "
+        "interrupted.",
+        formatter_class=HelpFormatter,
+    )
+    measurements = parser.add_subparsers(required=True, metavar="MEASURE")
+    for kind in _KINDS:
+        add_measurement(measurements, kind)
+    for title in SCRIPTS:
+        if title.startswith("bench "):
+            add_script_name(measurements, title)

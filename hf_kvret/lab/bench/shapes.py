@@ -1,0 +1,240 @@
+"""Shapes of well-known models, and models of these shapes with random weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hf_kvret.artifacts.hub_access import needs_cache
+from hf_kvret.models.compatibility import check_config
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def _model(kind: str, vocabulary: int, positions: int, *sizes: int, **more: Any) -> dict[str, Any]:
+    """A model with an output head of its own; ``sizes`` are those of ``_SIZES``."""
+    return {
+        "model_type": kind,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        **dict(zip(_SIZES, sizes, strict=True)),
+    } | more
+
+
+def _llama3(factor: float, *sizes: int, **more: Any) -> dict[str, Any]:
+    """A text model of Llama 3.1 or 3.2."""
+    rope = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    common = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "rope_scaling": rope, "head_dim": 128}
+    tokens = {"bos_token_id": 128_000, "eos_token_id": 128_001}
+    return _model("llama", 128_256, 131_072, *sizes, **{**common, **tokens, **more})
+
+
+_TIED = {"tie_word_embeddings": True}
+_MILLION = {"rope_theta": 1_000_000.0}
+_QWEN3 = {"rms_norm_eps": 1e-6, "head_dim": 128, **_MILLION}
+_PHI = {
+    "original_max_position_embeddings": 16_384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 250_000.0,
+    "sliding_window": None,
+    "bos_token_id": 100_257,
+    "eos_token_id": 100_265,
+    "pad_token_id": 100_349,
+}
+_QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, **_MILLION}
+# Latent attention; every layer has the dense MLP that the published models have in the first ones.
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "first_k_dense_replace": 1024,
+    "rms_norm_eps": 1e-5,
+    **_MILLION,
+}
+_FLASH = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+_V3 = {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_MISTRAL = {"rms_norm_eps": 1e-5, "sliding_window": None, **_MILLION}
+# The numbers of the models' published config.json files.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": _llama3(8.0, 4096, 14_336, 32, 32, 8),
+    "llama-3.2-1b": _llama3(32.0, 2048, 8192, 16, 32, 8, head_dim=64, **_TIED),
+    "llama-3.2-3b": _llama3(32.0, 3072, 8192, 28, 24, 8, **_TIED),
+    "llama-3.1-70b": _llama3(8.0, 8192, 28_672, 80, 64, 8),
+    "qwen3-0.6b": _model("qwen3", 151_936, 40_960, 1024, 3072, 28, 16, 8, **_QWEN3, **_TIED),
+    "qwen3-8b": _model("qwen3", 151_936, 40_960, 4096, 12_288, 36, 32, 8, **_QWEN3),
+    "qwen3-4b": _model("qwen3", 151_936, 40_960, 2560, 9728, 36, 32, 8, **_QWEN3, **_TIED),
+    "qwen2.5-7b": _model("qwen2", 152_064, 131_072, 3584, 18_944, 28, 28, 4, **_QWEN2),
+    "mistral-7b-v0.3": _model("mistral", 32_768, 32_768, 4096, 14_336, 32, 32, 8, **_MISTRAL),
+    "phi-4": _model("phi3", 100_352, 16_384, 5120, 17_920, 40, 40, 10, **_PHI),
+    "glm-4.7-flash": _model(
+        "glm4_moe_lite",
+        154_880,
+        202_752,
+        *(2048, 10_240, 47, 20, 20),
+        mlp_layer_types=["dense"] * 47,
+        **_LATENT,
+        **_FLASH,
+    ),
+    "deepseek-v3": _model(
+        "deepseek_v3", 129_280, 163_840, 7168, 18_432, 61, 128, 128, **_LATENT, **_V3
+    ),
+    # No published model: small enough for a CPU and for tests.
+    "tiny": _model("llama", 1024, 131_072, 256, 512, 2, 4, 2, head_dim=64),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape.
+
+    Attributes:
+        name: as the user gave it.
+        config: of the whole model; not to be changed.
+    """
+
+    name: str
+    config: PreTrainedConfig
+
+    @property
+    def layers(self) -> int:
+        """Layers of the whole model."""
+        return self.config.num_hidden_layers
+
+    def with_layers(self, layers: int) -> PreTrainedConfig:
+        """A configuration with ``layers`` layers and otherwise this shape.
+
+        Raises:
+            ValueError: more layers than the model has, none, or some of a model whose layers
+                differ, of which a part would say nothing about the whole.
+        """
+        if not 1 <= layers <= self.layers:
+            raise ValueError(f"--layers {layers}: {self.name} has 1 to {self.layers} to build")
+        config = copy.deepcopy(self.config)
+        if layers == self.layers:
+            return config
+        for kind in ("layer_types", "mlp_layer_types"):
+            types = getattr(config, kind, None)
+            if types and len(set(types)) > 1:
+                raise ValueError(
+                    f"--layers {layers}: the layers of {self.name} differ "
+                    f"({', '.join(sorted(set(types)))}), so some of them can't be scaled to all: "
+                    "leave --layers out"
+                )
+            if types:
+                setattr(config, kind, list(types[:layers]))
+        config.num_hidden_layers = layers
+        return config
+
+
+def load_shape(name: str, *, option: str = "--shape", experts: bool = False) -> Shape:
+    """The shape called ``name``: one of ``SHAPES``, or a folder or hub id with config.json.
+
+    Args:
+        name: as the user gave it.
+        option: that it was given to, for messages.
+        experts: whether it may be a mixture of experts.
+
+    Raises:
+        ValueError: nothing of that name, or a model that can't be measured; says why.
+    """
+    if name in SHAPES:
+        return Shape(name, AutoConfig.for_model(**SHAPES[name]))
+    unknown = (
+        f"{option} {name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
+        "(owner/name) with config.json"
+    )
+    if "/" not in name and not Path(name).is_dir():
+        raise ValueError(unknown)
+    cached = needs_cache(option, name)
+    try:
+        config = AutoConfig.from_pretrained(name, local_files_only=cached)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(unknown) from error
+    config = config.get_text_config(decoder=True)
+    check_config(config)
+    if not experts and _number(config, "num_experts", "num_local_experts"):
+        raise ValueError(
+            f"{option} {name}: a mixture of experts reads only some of its weights in a step, so "
+            "the floor in bytes is not known; give a dense model"
+        )
+    return Shape(name, config)
+
+
+def _number(config: PreTrainedConfig, *names: str) -> int:
+    """The first of these fields that is there; 0 where none is."""
+    return next((count for name in names if (count := getattr(config, name, None))), 0)
+
+
+def random_model(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> PreTrainedModel:
+    """A model with random weights, made on ``device`` itself, in eval mode.
+
+    Every matrix is normal with standard deviation ``hidden_size ** -0.5``: what a projection gives
+    is about as large as what it was given, scores have a standard deviation near 1, and float16
+    doesn't overflow at any width. Attention is transformers' sdpa. The global random state is
+    set to ``seed``.
+    """
+    config = copy.deepcopy(config)
+    config.initializer_range = config.hidden_size**-0.5
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of a model's parameters.
+
+    Attributes:
+        held: all of them.
+        read: what a decode step reads: all but the input embedding, of which a step reads single
+            rows; where it serves as output head too, it is read in full and counted once. Of the
+            experts of a mixture, as many as one token has.
+        row: one row of the input embedding.
+    """
+
+    held: int
+    read: int
+    row: int
+
+
+def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> WeightBytes:
+    """Bytes of the model with this configuration; nothing is allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    table = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is table
+    idle = _idle_bytes(model)
+    return WeightBytes(held, held - idle - (0 if tied else table.nbytes), table[0].nbytes)
+
+
+def _idle_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the experts that a token does not pass through."""
+    count = _number(model.config, "num_experts", "num_local_experts", "n_routed_experts")
+    chosen = _number(model.config, "num_experts_per_tok", "moe_topk", "moe_k")
+    if not count or not chosen:
+        return 0
+    named = model.named_parameters()
+    nbytes = sum(parameter.nbytes for name, parameter in named if ".experts." in name)
+    return nbytes * (count - chosen) // count

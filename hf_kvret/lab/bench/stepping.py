@@ -1,0 +1,244 @@
+"""How a decode step is taken: as usual, replayed from a CUDA graph, or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import CompileConfig, PreTrainedModel, masking_utils
+from transformers.cache_utils import Cache
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.bench.filling import feed
+from hf_kvret.lab.bench.opponents import PreallocatedCache
+from hf_kvret.lab.bench.timing import StepClock
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.models.versions import as_argument
+from hf_kvret.replay import DecodeGraph
+
+# Before a capture, which wants buffers of libraries to be there.
+_WARM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One step that was taken.
+
+    Attributes:
+        kind: ``"eager"``, ``"replay"``, ``"capture"`` (a graph was captured in it) or
+            ``"compiled"``.
+        flushed: tokens that left the windows in it, summed over layers.
+    """
+
+    kind: str
+    flushed: int = 0
+
+    @property
+    def label(self) -> str:
+        """``"flush"`` where tokens left the window, else the kind."""
+        return "flush" if self.flushed else self.kind
+
+
+class Steps:
+    """Steps of one model and one filled cache, as usual: a forward pass each.
+
+    Args:
+        model: with the attention that the cache needs.
+        cache: filled with ``length`` tokens of each sequence.
+
+    Attributes:
+        reason: why a step is not replayed though it could be; None where nothing was to be.
+    """
+
+    reason: str | None = None
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, length: int) -> None:
+        self.model, self.cache, self.length = model, cache, length
+
+    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Taken]:
+        """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, valid until the next step, and its kind."""
+        cold = _cold_tokens(self.cache)
+        logits, kind = self._forward(tokens)
+        self.length += 1
+        return logits, Taken(kind, max(0, _cold_tokens(self.cache) - cold))
+
+    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[Taken]]:
+        """Take greedy steps from ``token [B, 1]``: the next one, seconds and kind of each step."""
+        taken, clock = [], StepClock(token.device)
+        clock.mark()
+        for _ in range(count):
+            logits, step = self.take(token)
+            token = logits.argmax(-1)
+            clock.mark()
+            taken.append(step)
+        return token, clock.seconds(), taken
+
+    def finish(self) -> None:
+        """Let the cache hold the token of the newest step, where it does not yet."""
+
+    def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
+        return feed(self.model, self.cache, tokens, self.length), "eager"
+
+    def _logits(
+        self, call: Callable[..., Any], tokens: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Those of ``call``, a way to run the model."""
+        if positions is None:
+            positions = torch.full((1, 1), self.length, device=tokens.device)
+        return call(
+            input_ids=tokens,
+            attention_mask=None,
+            position_ids=positions,
+            **as_argument(self.cache),
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+
+
+class ReplayedSteps(Steps):
+    """Steps of a retrieval cache through ``DecodeGraph``, which replays what it can."""
+
+    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, length: int) -> None:
+        super().__init__(model, cache, length)
+        self._graph = DecodeGraph(model, cache)
+
+    def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
+        captures, replays = self._graph.captures, self._graph.replays
+        logits = self._logits(self._graph, tokens)
+        self.reason = self._graph.reason
+        if self._graph.captures > captures:
+            return logits, "capture"
+        return logits, "replay" if self._graph.replays > replays else "eager"
+
+
+@contextmanager
+def attention_clock(model: PreTrainedModel) -> Iterator[StepClock]:
+    """Marks before and after the attention of each layer: every other interval is one of these.
+
+    Hooks of modules make them, so a replayed step makes none.
+    """
+    clock = StepClock(model.device)
+
+    def mark(*_: Any) -> None:
+        clock.mark()
+
+    modules = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    hooks = [module.register_forward_pre_hook(mark) for module in modules]
+    hooks += [module.register_forward_hook(mark) for module in modules]
+    try:
+        yield clock
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def unmasked() -> Iterator[None]:
+    """A step without padding is captured without a mask, as it runs outside of a capture.
+
+    In transformers 5.17 the mask's code takes a capture for an export, and builds a mask even
+    where no padding is given. Then sdpa copies keys and values for every query head and leaves its
+    fastest kernels. Where there is padding, nothing changes.
+    """
+    asked = masking_utils.is_tracing
+
+    def of_padding(tensor: torch.Tensor | None = None) -> bool:
+        return tensor is not None and asked(tensor)
+
+    masking_utils.is_tracing = of_padding
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = asked
+
+
+class DenseGraphSteps(Steps):
+    """Replays of one step of a preallocated cache, which is captured in the first.
+
+    Each replay writes its token to the same slot and attends to the same number of tokens, so it
+    costs what a step at this length costs, and the cache does not grow until ``finish``. An engine
+    that moves on needs kernels which read the length on the device; they can only be slower.
+    """
+
+    cache: PreallocatedCache
+
+    def __init__(self, model: PreTrainedModel, cache: PreallocatedCache, length: int) -> None:
+        super().__init__(model, cache, length)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.inference_mode()
+    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Taken]:
+        """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, always at the same length."""
+        kind = "replay"
+        if self._graph is None:
+            self._graph, kind = self._capture(tokens), "capture"
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._last, Taken(kind)
+
+    def finish(self) -> None:
+        self.length += 1
+        self.cache.rewind(self.length)
+        self._graph = None
+
+    def _capture(self, tokens: torch.Tensor) -> torch.cuda.CUDAGraph:
+        # They have to stay where they are: the graph reads them.
+        self._tokens = tokens.clone()
+        self._positions = torch.full((1, 1), self.length, device=tokens.device)
+        current = torch.cuda.current_stream(tokens.device)
+        stream = torch.cuda.Stream(tokens.device)
+        stream.wait_stream(current)
+        with unmasked(), torch.cuda.stream(stream):
+            for _ in range(_WARM_STEPS):
+                self._again()
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with unmasked(), torch.cuda.graph(graph):
+            self._last = self._again()
+        self.cache.rewind(self.length)
+        return graph
+
+    def _again(self) -> torch.Tensor:
+        self.cache.rewind(self.length)
+        return self._logits(self.model, self._tokens, self._positions)
+
+
+class CompiledSteps(Steps):
+    """Steps of transformers' static cache, compiled as ``generate`` compiles them.
+
+    The compiler starts anew for each object: it guards on the buffers of one cache, and after
+    some recompilations it would go on uncompiled without a word. Lengths are never made
+    symbolic, which the opponent is better off with.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, length: int) -> None:
+        super().__init__(model, cache, length)
+        torch.compiler.reset()
+        self._call = model.get_compiled_call(CompileConfig(dynamic=False))
+
+    def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
+        torch.compiler.cudagraph_mark_step_begin()
+        return self._logits(self._call, tokens), "compiled"
+
+
+def make_steps(choice: CacheChoice, model: PreTrainedModel, cache: Cache, length: int) -> Steps:
+    """The way in which ``choice`` takes its steps, behind ``length`` tokens."""
+    if choice.name == "dense-graph":
+        assert isinstance(cache, PreallocatedCache)
+        return DenseGraphSteps(model, cache, length)
+    if choice.name == "static-compile":
+        return CompiledSteps(model, cache, length)
+    if isinstance(cache, RetrievalCache) and cache.options.graph == "auto":
+        return ReplayedSteps(model, cache, length)
+    return Steps(model, cache, length)
+
+
+def _cold_tokens(cache: Cache) -> int:
+    """Tokens that have left the windows, summed over layers; 0 for other caches."""
+    if not isinstance(cache, RetrievalCache):
+        return 0
+    regions = (layer.regions for layer in cache.retrieval_layers)
+    return sum(one.cold_len for one in regions if one is not None)

@@ -1,0 +1,211 @@
+"""A2ATS's calibration: query-aware codebooks of keys before RoPE (A2ATS, section 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from hf_kvret.artifacts.option_kinds import check_kinds
+from hf_kvret.lab.calibrate.k_means import k_means
+from hf_kvret.lab.calibrate.study import Calibration, LayerFindings, LayerStudy, Progress
+from hf_kvret.layer.latent_heads import ModuleHeads
+from hf_kvret.methods.a2ats.vector_quantization import (
+    at_distance,
+    from_metric,
+    query_metric,
+    score_error,
+    to_metric,
+)
+from hf_kvret_kernels import codebook
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens
+
+# fp32 numbers of queries that are worked on at once.
+_PIECE_NUMBERS = 1 << 26
+_LAST_POSITION = 2**31 - 1
+
+SPACES = ("windowed", "rotated")
+CODEWORD_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class A2ATSCalibration(Calibration):
+    """Codebooks of each KV head, one for all inputs.
+
+    Attributes:
+        codewords: C, of each KV head, at most the number of training tokens; the paper has 4096.
+        window: b, the position to which queries are rotated (equation 10).
+        rounds: most rounds of k-means; 300 is the authors' choice.
+        tolerance: shift at which k-means stops.
+        space: ``"windowed"``: keys before RoPE; ``"rotated"``: after it, for study (table 2).
+        query_aware: whether errors are weighted by the queries' second moments (equations 13 to
+            15); False for study.
+        compare: also make a plain codebook, to report its error; takes twice the time.
+        codeword_dtype: of the codewords in the artifact and in memory, ``"bfloat16"`` or
+            ``"float32"``. Codewords are learned in fp32 and rounded; reported errors are those of
+            the rounded ones.
+        seed: of k-means.
+
+    Raises:
+        TypeError: an option of another kind than above.
+        ValueError: one that is out of its range.
+    """
+
+    method: ClassVar[str] = "a2ats"
+
+    codewords: int = 4096
+    window: int = 2048
+    rounds: int = 300
+    tolerance: float = 1e-4
+    space: str = "windowed"
+    query_aware: bool = True
+    compare: bool = True
+    codeword_dtype: str = "bfloat16"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        if not 1 <= self.codewords <= codebook.MOST_CODEWORDS:
+            raise ValueError(f"codewords={self.codewords}: 1 to {codebook.MOST_CODEWORDS}")
+        for name in ("window", "rounds", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: 0 or more")
+        if self.window > _LAST_POSITION:
+            raise ValueError(f"window={self.window}: at most {_LAST_POSITION}")
+        if not 0 <= self.tolerance < float("inf"):
+            raise ValueError(f"tolerance={self.tolerance}: 0 or more, 1e-4 is usual")
+        if self.space not in SPACES:
+            raise ValueError(f"space={self.space!r}: choose {' or '.join(map(repr, SPACES))}")
+        if self.codeword_dtype not in CODEWORD_DTYPES:
+            raise ValueError(
+                f"codeword_dtype={self.codeword_dtype!r}: choose "
+                f"{' or '.join(map(repr, CODEWORD_DTYPES))}"
+            )
+
+    def check(self, lengths: Sequence[int]) -> None:
+        super().check(lengths)
+        tokens = sum(lengths)
+        if self.codewords > tokens:
+            raise ValueError(
+                f"codewords={self.codewords} of {tokens} tokens: give more --tokens or fewer "
+                "--codewords"
+            )
+
+    def study(self, layer: int, rope: Rope, device: torch.device) -> CodebookStudy:
+        return CodebookStudy(self, rope, device)
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class CodebookStudy(LayerStudy):
+    """Collects keys and second moments of queries; learns one codebook per KV head.
+
+    The findings are ``codewords [H, C, D]`` of ``codeword_dtype`` in the space of ``metric [H, D,
+    D]``, which is L of equation 14, and ``inv_freq`` of the layer's RoPE, both fp32;
+    ``score_error`` is measured on held-out tokens.
+    """
+
+    def __init__(self, options: A2ATSCalibration, rope: Rope, device: torch.device) -> None:
+        self.options, self.rope, self.device = options, rope, device
+        # By held_out. Keys in the model's dtype, moments in fp64.
+        self._keys: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        self._moments: dict[bool, torch.Tensor] = {}
+
+    @property
+    def work(self) -> int:
+        books = 1 + (self.options.compare and self.options.query_aware)
+        heads = len(self._moments.get(False, ()))
+        return books * heads * self.options.rounds
+
+    def add(self, tokens: LayerTokens, held_out: bool) -> None:
+        rotated = self.options.space == "rotated"
+        keys = tokens.key if rotated else tokens.key_before
+        # A copy on the CPU too: keys may be a view of something larger.
+        self._keys[held_out].append(keys[0].to("cpu", copy=True))
+        moments = self._moments.get(held_out)
+        for queries in self._queries(tokens, rotated):
+            # [H, G * n, D]: the queries of all heads that share a KV head.
+            group_queries = queries[0].unflatten(0, (keys.shape[1], -1)).flatten(1, 2).double()
+            part = (group_queries.mT @ group_queries).cpu()
+            moments = part if moments is None else moments + part
+        assert moments is not None
+        self._moments[held_out] = moments
+
+    def finish(self, progress: Progress, carried: object = None) -> LayerFindings:
+        options = self.options
+        options.check([keys.shape[1] for keys in self._keys[False]])
+        keys = self._all_keys(False)
+        identity = torch.eye(keys.shape[-1], device=self.device).expand(len(keys), -1, -1)
+        plain = aware = (identity, identity)
+        if options.query_aware:
+            aware = query_metric(self._moments[False].to(self.device))
+        words, quality = self._learn(keys, *aware, progress)
+        if options.query_aware and options.compare:
+            _, other = self._learn(keys, *plain, progress)
+            quality |= {f"plain_{name}": value for name, value in other.items()}
+        tensors = {"codewords": words, "metric": aware[0], "inv_freq": self.rope.inv_freq}
+        return LayerFindings(
+            {name: x.cpu().contiguous() for name, x in tensors.items()},
+            self.rope.settings,
+            quality,
+        )
+
+    def _queries(self, tokens: LayerTokens, rotated: bool) -> Iterator[torch.Tensor]:
+        """Queries in the space of the metric, ``[1, Hq, m, D]``, all of them in pieces.
+
+        Those of latent attention are absorbed, as an index sees them: longer than the model's own.
+        """
+        queries = tokens.query if rotated else tokens.query_before
+        rope = self.rope.to(queries.device)
+        heads = None if tokens.latent is None else ModuleHeads(tokens.latent)
+        step = max(1, _PIECE_NUMBERS // (queries.shape[1] * tokens.key.shape[3]))
+        for piece in queries.split(step, dim=2):
+            rows = piece if heads is None else heads.absorb(piece)
+            yield rows if rotated else at_distance(rows, rope, self.options.window)
+
+    def _all_keys(self, held_out: bool) -> torch.Tensor:
+        """All keys, ``[H, n, D]`` fp32 on the device."""
+        return torch.cat(self._keys[held_out], dim=1).to(self.device).float()
+
+    def _learn(
+        self, keys: torch.Tensor, factor: torch.Tensor, inverse: torch.Tensor, progress: Progress
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Codewords ``[H, C, D]`` in the metric's space, as they are saved, and their figures."""
+        options = self.options
+        words, report = k_means(
+            to_metric(keys, factor),
+            options.codewords,
+            rounds=options.rounds,
+            tolerance=options.tolerance,
+            seed=options.seed,
+            progress=progress,
+        )
+        words = words.to(CODEWORD_DTYPES[options.codeword_dtype])
+        return words, {
+            "rounds": max(report.rounds),
+            "reseeded": sum(report.reseeded),
+            "score_error": self._score_error(words, factor, inverse),
+        }
+
+    def _score_error(
+        self, words: torch.Tensor, factor: torch.Tensor, inverse: torch.Tensor
+    ) -> float | None:
+        """Share of the held-out scores' variance over keys lost by codewords, mean over KV heads.
+
+        None if nothing is held out, or if keys don't vary. An offset common to all keys does not
+        change a softmax, so means are subtracted.
+        """
+        if not self._keys[True]:
+            return None
+        keys = self._all_keys(True)
+        codes = codebook.encode(to_metric(keys, factor)[None], words)[0].long()
+        codewords = words.gather(1, codes.unsqueeze(-1).expand_as(keys))
+        deviations = [x - x.mean(1, keepdim=True) for x in (keys, from_metric(codewords, inverse))]
+        errors = score_error(deviations[0], deviations[1], self._moments[True].to(self.device))
+        error = float(errors.mean())
+        return error if math.isfinite(error) else None

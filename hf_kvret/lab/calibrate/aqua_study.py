@@ -1,0 +1,253 @@
+"""AQUA-KV's study of one layer: fits its predictors, reconstructs its tokens, measures both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_kvret.lab.calibrate.study import Carried, LayerFindings, LayerStudy, Progress
+from hf_kvret.methods.aqua.coding import (
+    NOT_CODED,
+    Tally,
+    make_codec,
+    recode,
+)
+from hf_kvret.methods.aqua.mlp import BATCH
+from hf_kvret.methods.aqua.predictors import BLOCK, Rows, predict, unpacked
+from hf_kvret_kernels import higgs
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens
+
+if TYPE_CHECKING:
+    from hf_kvret.lab.calibrate.aqua import AquaCalibration
+
+ANCHOR_LIMIT = 0.1075
+"""Most error of keys or values, in units of their variance, that 4 bits may leave in an anchor.
+
+It is what 2 bits leave of Gaussian rows without an offset. The paper finds a first layer in 2 bits
+nearly harmless on Llama (perplexity 7.05 against 7.03, table 1). Where rows have offsets far beyond
+their spread 4 bits leave more than this, because the codec's error grows with the whole row; the
+paper keeps the first layer of Qwen2.5 as it is (tables 9 and 10).
+"""
+
+_TRIED_BITS = (4, 3, 2)
+
+
+@dataclass(eq=False)
+class _Side:
+    """Keys or values of all tokens of a layer.
+
+    Attributes:
+        name: ``"key"`` or ``"value"``.
+        exact: ``[N, W]`` as computed by the model, on the CPU, training rows first.
+        train_len: how many rows are learned from.
+        group: of the codec.
+    """
+
+    name: str
+    exact: torch.Tensor
+    train_len: int
+    group: int
+
+
+class AquaStudy(LayerStudy):
+    """Collects keys and values; learns from them and from the reconstructions of the layer below.
+
+    The module ``calibrator`` describes the findings. Carried to the next layer are ``key`` and
+    ``value`` ``[N, W]``, the reconstructions in the model's dtype, ``layer``, its number, and
+    ``depth``, layers since the anchor.
+    """
+
+    def __init__(
+        self, options: AquaCalibration, layer: int, rope: Rope, device: torch.device
+    ) -> None:
+        self.options, self.layer, self.rope, self.device = options, layer, rope, device
+        self._rows: dict[str, list[torch.Tensor]] = {}
+        self._groups: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._count = self._train_len = 0
+
+    @property
+    def work(self) -> int:
+        mlp_rows = self.options.steps * BATCH if self.options.predictor == "mlp" else 0
+        return len(self._rows) * (2 * self._count + mlp_rows)
+
+    def add(self, tokens: LayerTokens, held_out: bool) -> None:
+        keys = tokens.key_before if self.options.space == "before" else tokens.key
+        for name, x in coded_sides(keys, tokens):
+            if name not in self._shapes:
+                self._rows[name] = []
+                self._shapes[name] = x.shape[1], x.shape[3]
+                width = x.shape[1] * x.shape[3]
+                self._groups[name] = self.options.group_of(self.layer, name, width)
+            rows = x[0, :, self.options.sinks :].transpose(0, 1).flatten(1)
+            # A copy on the CPU too: rows may be a view of something larger.
+            self._rows[name].append(rows.to("cpu", copy=True))
+        assert held_out or self._count == self._train_len, "what is held out comes last"
+        count = len(self._rows["key"][-1])
+        self._count += count
+        self._train_len += 0 if held_out else count
+
+    def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
+        if not self._train_len:
+            raise ValueError(
+                f"no tokens to learn from beyond the first {self.options.sinks} of each sequence: "
+                "give longer sequences"
+            )
+        depth = 0 if carried is None else int(carried["depth"]) + 1
+        below = None if depth in (0, self.options.anchor_every) else carried
+        assert below is None or len(below["key"]) == self._count, "another corpus"
+        sides = [
+            _Side(name, torch.cat(self._rows.pop(name)), self._train_len, self._groups[name])
+            for name in sorted(self._rows)
+        ]
+        means = {side.name: self._mean(side) for side in sides} if below is None else {}
+        bits = self._anchor_bits(sides, means) if below is None else self.options.bits
+        tensors = {"inv_freq": self.rope.inv_freq.cpu()}
+        tallies: dict[str, Tally] = {}
+        reconstructions: dict[str, torch.Tensor] = {}
+        for side in sides:
+            if below is None:
+                inputs, predictor = [], means[side.name]
+            else:
+                inputs = self._inputs(side.name, below, reconstructions)
+                predictor = self._fit(side, inputs, progress)
+            progress(len(side.exact))
+            tensors |= {f"{side.name}.{name}": x for name, x in predictor.items()}
+            tallies[side.name] = Tally()
+            trial_bits = _TRIED_BITS if below is None else ()
+            reconstructions[side.name] = self._restore(
+                side, inputs, predictor, bits, trial_bits, tallies[side.name], progress
+            )
+        role = "anchor" if below is None else "predicted"
+        settings = {
+            **self.rope.settings,
+            "role": role,
+            "previous": None if below is None else int(below["layer"]),
+            "bits": bits,
+            "group": self._groups["key"],
+            "value_group": self._groups.get("value"),
+            "heads": self._shapes["key"][0],
+            "head_dim": self._shapes["key"][1],
+            "value_head_dim": self._shapes["value"][1] if "value" in self._shapes else 0,
+        }
+        state = {
+            "layer": torch.tensor(self.layer),
+            "depth": torch.tensor(0 if below is None else depth),
+        }
+        quality = {"role": role, "bits": bits, **_figures(tallies, below is None)}
+        return LayerFindings(tensors, settings, quality, {**reconstructions, **state})
+
+    def _inputs(
+        self, name: str, below: Carried, reconstructions: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Parts of a predictor's inputs; none where nothing is predicted."""
+        if name == "key":
+            return [below["key"]] if self.options.key_inputs == "keys" else []
+        parts = {"keys": reconstructions["key"], "values": below["value"]}
+        return [x for part, x in parts.items() if part in self.options.value_inputs.split("+")]
+
+    def _fit(
+        self, side: _Side, inputs: list[torch.Tensor], progress: Progress
+    ) -> dict[str, torch.Tensor]:
+        """Tensors of a predictor; none where nothing is predicted."""
+        if not inputs:
+            return {}
+        train = slice(side.train_len)
+        rows = Rows([x[train] for x in inputs], side.exact[train], self.device)
+        return self.options.fit(rows, progress)
+
+    def _restore(
+        self,
+        side: _Side,
+        inputs: list[torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+        bits: int,
+        trial_bits: tuple[int, ...],
+        tally: Tally,
+        progress: Progress,
+    ) -> torch.Tensor:
+        """Reconstructions of all rows. Held-out rows are added to the tally, also without a
+        predictor, and in ``trial_bits``."""
+        codec = self._codec(bits, side.group)
+        predictor = {name: x.to(self.device) for name, x in unpacked(tensors).items()}
+        result = torch.empty_like(side.exact)
+        for part, part_inputs, exact in self._blocks(side, inputs):
+            prediction = predict(predictor, part_inputs) if tensors else torch.zeros_like(exact)
+            near = (recode(exact - prediction, codec) + prediction).to(result.dtype)
+            result[part] = near.cpu()
+            if part.start >= side.train_len:
+                tally.add("exact", exact)
+                tally.add("unpredicted", exact - prediction)
+                tally.add("missed", exact - near.float())
+                tally.add("plain", exact - recode(exact, codec))
+                for n in trial_bits:
+                    other = recode(exact - prediction, self._codec(n, side.group))
+                    tally.add(f"in {n} bits", exact - prediction - other)
+            progress(len(exact))
+        return result
+
+    def _codec(self, bits: int, group: int) -> higgs.Codec | None:
+        options = self.options
+        return make_codec(options.backbone, bits, group, options.seed, self.device)
+
+    def _blocks(
+        self, side: _Side, inputs: list[torch.Tensor]
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """``(slice, inputs, exact)`` of all rows; a block is either training or held-out rows."""
+        rows = Rows(inputs, side.exact, self.device)
+        for first, last in ((0, side.train_len), (side.train_len, len(side.exact))):
+            for start in range(first, last, BLOCK):
+                part = slice(start, min(start + BLOCK, last))
+                yield part, *rows.at(part)
+
+    def _mean(self, side: _Side) -> dict[str, torch.Tensor]:
+        """The prediction of an anchor: its mean if the options say so, else nothing."""
+        if not self.options.anchor_mean:
+            return {}
+        total = side.exact.new_zeros(side.exact.shape[1], dtype=torch.float64)
+        for part, _, exact in self._blocks(side, []):
+            if part.start < side.train_len:
+                total += exact.double().sum(0).cpu()
+        return {"bias": (total / side.train_len).float()}
+
+    def _anchor_bits(self, sides: list[_Side], means: dict[str, dict[str, torch.Tensor]]) -> int:
+        """From the options, or chosen by the error of 4 bits on the training rows."""
+        first = self.options.first_bits
+        if isinstance(first, int):
+            return first
+        for side in sides:
+            tally, codec = Tally(), self._codec(4, side.group)
+            mean = means[side.name].get("bias", torch.zeros(())).to(self.device)
+            for part, _, exact in self._blocks(side, []):
+                if part.start < side.train_len:
+                    tally.add("exact", exact)
+                    tally.add("missed", exact - mean - recode(exact - mean, codec))
+            if (tally.square_share("missed", "exact") or 0.0) > ANCHOR_LIMIT:
+                return NOT_CODED
+        return 4
+
+
+def coded_sides(keys: torch.Tensor, tokens: LayerTokens) -> list[tuple[str, torch.Tensor]]:
+    """What is coded of tokens: ``"key"`` and ``"value"``, but latents are values in their keys."""
+    sides = [("key", keys), ("value", tokens.value)]
+    return sides if tokens.latent is None else sides[:1]
+
+
+def _figures(tallies: dict[str, Tally], anchor: bool) -> dict[str, float | None]:
+    """Shares of the variance of held-out keys and values, by column name of the quality table."""
+    figures: dict[str, float | None] = {}
+    for name, tally in tallies.items():
+        share = None if anchor else tally.variance_share("unpredicted", "exact")
+        figures[f"{name}_explained"] = None if share is None else 1.0 - share
+    for figure, row in (("error", "missed"), ("error_unpredicted", "plain")):
+        for name, tally in tallies.items():
+            figures[f"{name}_{figure}"] = tally.square_share(row, "exact")
+    for name, tally in tallies.items():
+        for bits in _TRIED_BITS if anchor else ():
+            error = tally.square_share(f"in {bits} bits", "exact")
+            figures[f"{name}_error_in_{bits}_bits"] = error
+    return figures

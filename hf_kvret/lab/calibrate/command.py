@@ -1,0 +1,260 @@
+"""``hf-kvret calibrate METHOD`` and ``hf-kvret inspect``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_kvret.artifacts.artifact import CalibrationArtifact
+from hf_kvret.artifacts.files import check_no_foreign_artifact
+from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id
+from hf_kvret.artifacts.hub_access import why_unreachable
+from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.inspection import describe, plot_quality, quality_table
+from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.sources import (
+    cut,
+    dataset_loader,
+    hub_text,
+    needle_documents,
+    random_uuids,
+    text_file,
+)
+from hf_kvret.lab.evaluate.contexts import describe_file
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path
+from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.report import outputs
+from hf_kvret.lab.report.verification import verify
+from hf_kvret.models.ranks import check_one_process
+
+
+def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``calibrate`` with one sub-command a method, and ``inspect``, to the program."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="learn what a method must know about a model, and save or share it",
+        description="Learn what a method must know about a model. The same command goes on where "
+        "it was interrupted.",
+        formatter_class=HelpFormatter,
+    )
+    methods = parser.add_subparsers(required=True, metavar="METHOD")
+    for kind in METHODS:
+        one = methods.add_parser(
+            kind.method,
+            help=kind.summary,
+            description=kind.description,
+            epilog=example_lines(
+                [
+                    f"hf-kvret calibrate {kind.method} --model MODEL --text novel.txt "
+                    f"--out MODEL/{kind.method}"
+                ]
+            ),
+            formatter_class=HelpFormatter,
+        )
+        add_options(one, kind)
+        one.set_defaults(run=lambda parsed, kind=kind: run_calibrate(read_options(kind, parsed)))
+    parser = commands.add_parser(
+        "inspect",
+        help="say what a calibration artifact is, or check what was saved",
+        description="Say what a calibration artifact is: method, model, data, sizes and quality. "
+        "With --verify, check every byte of the caches, artifacts and result files there, and "
+        "name other files; status 2 says that something is damaged.",
+        formatter_class=HelpFormatter,
+    )
+    add_options(parser, InspectOptions)
+    parser.set_defaults(run=lambda parsed: run_inspect(read_options(InspectOptions, parsed)))
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What ``hf-kvret inspect`` takes."""
+
+    artifact: str = option(help="a folder or a hub id; with --verify a path", name="artifact")
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+    verify: bool = option(False, "check what is saved there, byte by byte")
+    json: bool = option(False, "print config.json's fields instead")
+    plot: Path | None = option(
+        None, "a picture of the quality by layer", kind=file_path, metavar="FILE"
+    )
+
+
+def run_calibrate(options: CalibrateOptions) -> int:
+    """Calibrate as the command line says; print what was made."""
+    check_one_process()
+    calibration = options.calibration()
+    _check_outputs(options, calibration.method)
+    check_sources(options)
+    check_device(options.device)
+    subject = load_subject(options.model, DTYPES[options.dtype], options.device)
+    corpus = make_corpus(options, subject)
+    artifact = calibrate(
+        subject.model,
+        corpus,
+        calibration,
+        options.out,
+        name=options.name,
+        layers_at_once=options.layers_at_once,
+    )
+    print(f"\n{describe(artifact)}\n\n{quality_table(artifact)}\n\nwrote {options.out}")
+    if options.push_to_hub:
+        print(f"pushed to {_push(artifact, options)}")
+    return 0
+
+
+def _push(artifact: CalibrationArtifact, options: CalibrateOptions) -> str:
+    """Upload the artifact; returns the URL.
+
+    Raises:
+        ConnectionError: the hub can't be reached; the message says where the artifact is.
+    """
+    private = options.private or None
+    assert options.push_to_hub is not None
+    try:
+        return artifact.push_to_hub(options.push_to_hub, private=private)
+    except ConnectionError as error:
+        more = "" if private is None else ", private=True"
+        raise ConnectionError(
+            f"the artifact is in {options.out}, but --push-to-hub {options.push_to_hub} can't "
+            f"reach the hub ({error.__cause__ or error}): once online, push it from Python, "
+            f"CalibrationArtifact.from_pretrained({str(options.out)!r})"
+            f".push_to_hub({options.push_to_hub!r}{more})"
+        ) from error
+
+
+def check_sources(options: CalibrateOptions) -> None:
+    """Check the sources of text before the model is loaded.
+
+    Raises:
+        FileNotFoundError: no such ``--text``, or a ``--dataset`` that is no name of one.
+        ConnectionError: ``--dataset``, and the hub can't be reached.
+        ModuleNotFoundError: ``--dataset`` without ``datasets``.
+        ValueError: no source or two; one, or UUIDs, for a model that makes its own documents.
+    """
+    if options.model == "needle":
+        if options.text or options.dataset:
+            raise ValueError(
+                "--model needle reads no text: leave --text and --dataset out, and documents of "
+                "its language are made"
+            )
+        if options.uuid_tokens is not None:
+            raise ValueError(
+                f"--model needle knows no UUIDs: leave --uuid-tokens {options.uuid_tokens} out"
+            )
+        return
+    if bool(options.text) == bool(options.dataset):
+        raise ValueError("give one of --text FILE and --dataset ID")
+    if options.text:
+        describe_file("--text", options.text)
+    elif options.dataset:
+        dataset_loader(options.dataset)
+        repository = options.dataset.partition(":")[0]
+        if not Path(repository).exists():
+            _check_stream(options.dataset, repository)
+
+
+def _check_stream(dataset: str, repository: str) -> None:
+    """Errors of ``check_sources`` for a data set streamed from the hub, which is never cached."""
+    if not is_hub_id(repository):
+        raise FileNotFoundError(
+            f"--dataset {dataset}: no such folder, and no hub id either (owner/name); check the "
+            "spelling"
+        )
+    reason = why_unreachable(repository, "dataset")
+    if reason is not None:
+        raise ConnectionError(
+            f"--dataset {dataset} is streamed from the hub, and the hub can't be asked ({reason}): "
+            "give --text FILE, or start while online (HF_HUB_OFFLINE unset)"
+        )
+
+
+def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
+    """The sequences of the command line, after ``check_sources``.
+
+    Raises:
+        ValueError: a model without a tokenizer, too little text, or none left to hold out.
+    """
+    length, count = options.length, options.tokens
+    description: dict[str, Any] = {"length": length, "seed": options.seed, "tokens": count}
+    uuids: list[torch.Tensor] = []
+    if subject.name == "needle":
+        sequences = list(needle_documents(count, length, options.seed))
+        description["documents"] = "needle language"
+    else:
+        tokenizer = subject.need_tokenizer("calibrate")
+        if options.text:
+            ids = text_file(options.text, tokenizer)
+            description["text"] = describe_file("--text", options.text)
+        else:
+            assert options.dataset is not None, "check_sources looked"
+            ids = hub_text(options.dataset, count, tokenizer)
+            description |= {
+                "datasets": [options.dataset.partition(":")[0]],
+                "dataset": options.dataset,
+            }
+        sequences = cut(ids, length, count, "--tokens")
+        uuid_count = options.uuid_tokens
+        if uuid_count is None:
+            uuid_count = options.usual_uuid_tokens
+        if uuid_count:
+            uuid_ids = random_uuids(uuid_count, tokenizer, options.seed)
+            uuids = cut(uuid_ids, length, uuid_count, "--uuid-tokens")
+            description["uuid_tokens"] = uuid_count
+    held_out = 0
+    if options.held_out:
+        if len(sequences) < 2:
+            raise ValueError(
+                f"--held-out {options.held_out} of one sequence with {len(sequences[0])} tokens: "
+                "it takes at least two sequences: give a shorter --length or --held-out 0"
+            )
+        # At least one, but never all.
+        held_out = min(max(1, round(options.held_out * len(sequences))), len(sequences) - 1)
+    # UUIDs first: what is held out is the end of the text.
+    return Corpus([*uuids, *sequences], held_out, {**description, "held_out_sequences": held_out})
+
+
+def _check_outputs(options: CalibrateOptions, method: str) -> None:
+    """Check the output places before the work starts."""
+    outputs.check_folder("--out", options.out)
+    check_no_foreign_artifact(options.out, method)
+    if options.push_to_hub and not is_hub_id(options.push_to_hub):
+        raise ValueError(f"--push-to-hub {options.push_to_hub}: no hub id, write user/name")
+    if options.private and not options.push_to_hub:
+        raise ValueError("--private is of what --push-to-hub uploads: give that too")
+    if options.push_to_hub:
+        reason = why_unreachable(options.push_to_hub)
+        if reason is not None:
+            raise ConnectionError(
+                f"--push-to-hub {options.push_to_hub}: the hub can't be asked ({reason}); leave "
+                "the option out and upload later, or start while online (HF_HUB_OFFLINE unset)"
+            )
+        check_repository(options.push_to_hub, method)
+
+
+def run_inspect(options: InspectOptions) -> int:
+    """Print what an artifact is, or what is whole in a folder."""
+    if options.verify:
+        if options.json or options.plot:
+            raise ValueError("--verify says whether it is whole: leave --json and --plot out")
+        path = Path(options.artifact).expanduser()
+        if not path.is_file() or options.revision is not None:
+            path = find_folder(options.artifact, revision=options.revision)
+        print("\n".join(verify(path)))
+        return 0
+    if options.plot:
+        outputs.check_picture("--plot", options.plot)
+    artifact = CalibrationArtifact.from_pretrained(options.artifact, revision=options.revision)
+    if options.json:
+        print(describe(artifact, as_json=True))
+    else:
+        print(f"{describe(artifact)}\n\n{quality_table(artifact)}")
+    if options.plot:
+        plot_quality(options.plot, artifact)
+        print(f"wrote {options.plot}")
+    return 0

@@ -1,0 +1,188 @@
+"""Options of ``hf-kvret calibrate METHOD``: those of all methods, and each method's own."""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+from hf_kvret.lab.calibrate.a2ats import CODEWORD_DTYPES, A2ATSCalibration
+from hf_kvret.lab.calibrate.a2ats import SPACES as A2ATS_SPACES
+from hf_kvret.lab.calibrate.aqua import (
+    BITS,
+    GROUPS,
+    KEY_INPUTS,
+    SPACES,
+    VALUE_INPUTS,
+    AquaCalibration,
+)
+from hf_kvret.lab.calibrate.study import Calibration
+from hf_kvret.lab.program.arguments import (
+    file_path,
+    length,
+    length_or_none,
+    number,
+    share,
+    whole_number,
+)
+from hf_kvret.lab.program.common_options import (
+    count_option,
+    device_option,
+    dtype_option,
+    seed_option,
+)
+from hf_kvret.lab.program.options import option
+from hf_kvret.methods.aqua.coding import BACKBONES
+from hf_kvret.methods.aqua.predictors import PREDICTORS
+
+_AQUA = AquaCalibration()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(ABC):
+    """What every method takes: a model, texts to learn from, and where the artifact goes."""
+
+    method: ClassVar[str]
+    summary: ClassVar[str]
+    description: ClassVar[str]
+    usual_uuid_tokens: ClassVar[int]
+
+    model: str = option(
+        help="a folder, a hub id, or a model of ours: reference, needle (documents of its own)"
+    )
+    text: Path | None = option(None, "text to learn from", kind=file_path, metavar="FILE")
+    dataset: str | None = option(
+        None, "a data set on the hub instead, as ID or ID:CONFIGURATION", metavar="ID"
+    )
+    tokens: int = option(64 * 1024, "of text, held-out included", kind=length)
+    uuid_tokens: int | None = option(
+        None,
+        "of random UUIDs beside text; 0 for none; 16K for a2ats and none for others if left out",
+        kind=length_or_none,
+    )
+    length: int = option(4096, "most tokens of a sequence", kind=length)
+    held_out: float = option(
+        0.1, "share of the text that only measures quality", kind=share(zero=True)
+    )
+    layers_at_once: int = count_option(4, "held in memory; fewer take more passes")
+    name: str | None = option(
+        None, "of the model in the artifact; default: its hub id or folder's name"
+    )
+    out: Path = option(help="folder of the artifact", kind=file_path, metavar="DIR")
+    push_to_hub: str | None = option(None, "upload the artifact too", metavar="ID")
+    private: bool = option(False, "of a repository that is made")
+    dtype: str = dtype_option()
+    device: str = device_option()
+    seed: int = seed_option(0)
+
+    @abstractmethod
+    def calibration(self) -> Calibration:
+        """The method's own part; ValueError for options that don't go together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class A2ATSOptions(CalibrateOptions):
+    """A2ATS: codebooks of keys before RoPE."""
+
+    method: ClassVar[str] = "a2ats"
+    summary: ClassVar[str] = "codebooks of keys before RoPE"
+    description: ClassVar[str] = (
+        "Learn codebooks of each KV head from keys before RoPE, one for all inputs, with errors "
+        "counted as queries see them (A2ATS, equations 13 to 15)."
+    )
+    usual_uuid_tokens: ClassVar[int] = 16 * 1024
+
+    codewords: int = count_option(4096, "of each KV head")
+    codeword_dtype: str = option("bfloat16", "as they are saved", choices=CODEWORD_DTYPES)
+    window: int = option(2048, "position of all queries, b", kind=whole_number(0))
+    rounds: int = option(300, "of k-means at most", kind=whole_number(0))
+    space: str = option("windowed", "rotated: for study", choices=A2ATS_SPACES)
+    plain: bool = option(False, "errors not as queries see them: study")
+    no_compare: bool = option(False, "no plain codebooks to compare with: half the time")
+
+    def calibration(self) -> A2ATSCalibration:
+        """As the command line says."""
+        return A2ATSCalibration(
+            codewords=self.codewords,
+            codeword_dtype=self.codeword_dtype,
+            window=self.window,
+            rounds=self.rounds,
+            space=self.space,
+            query_aware=not self.plain,
+            compare=not self.no_compare,
+            seed=self.seed,
+        )
+
+
+def anchor_bits(text: str) -> int | str:
+    """A number of bits, or ``auto``; the parser compares it with its choices."""
+    if text != "auto" and not text.isdecimal():
+        choices = ", ".join(map(str, BITS))
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {choices} bits, and not auto")
+    return text if text == "auto" else int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AquaOptions(CalibrateOptions):
+    """AQUA-KV: predictors; fields are those of ``AquaCalibration``, and so are defaults."""
+
+    method: ClassVar[str] = "aqua"
+    summary: ClassVar[str] = "predictors of a layer's keys and values from those of the layer below"
+    description: ClassVar[str] = (
+        "Learn what predicts a layer's keys and values from those of the layer below; the cache "
+        "keeps what is left, in few bits (AQUA-KV)."
+    )
+    usual_uuid_tokens: ClassVar[int] = 0
+
+    bits: int = option(
+        _AQUA.bits,
+        "of residuals, served unless a cache is given others; 16: not coded",
+        choices=BITS,
+    )
+    first_bits: int | str = option(
+        _AQUA.first_bits,
+        "of anchors; 16: left as they are; auto: 4 or 16, by the error",
+        kind=anchor_bits,
+        choices=(*BITS, "auto"),
+    )
+    group: int | None = option(
+        None,
+        "numbers that share a scale; default: as many as fit, up to 1024",
+        kind=int,
+        choices=GROUPS,
+    )
+    backbone: str = option(_AQUA.backbone, "of codes", choices=BACKBONES)
+    predictor: str = option(_AQUA.predictor, "its kind", choices=PREDICTORS)
+    rank: int = count_option(_AQUA.rank, "of low_rank")
+    hidden: int | None = option(
+        None, "units of mlp; default: twice its outputs", kind=whole_number(2)
+    )
+    steps: int = option(_AQUA.steps, "of training of mlp", kind=whole_number(0))
+    predictor_bits: int = option(16, "4 by GPTQ, not for mlp", choices=(16, 4))
+    ridge: float = option(_AQUA.ridge, "in mean variances of an input", kind=number(0))
+    sinks: int = option(_AQUA.sinks, "first tokens of a sequence, left out", kind=whole_number(0))
+    space: str = option(_AQUA.space, "of keys, and RoPE", choices=SPACES)
+    anchor_every: int | None = option(
+        None, "also later layers without predictors", kind=whole_number(1), metavar="LAYERS"
+    )
+    anchor_mean: bool = option(False, "take the mean off in anchors")
+    key_inputs: str = option(_AQUA.key_inputs, "none: for study", choices=KEY_INPUTS)
+    value_inputs: str = option(_AQUA.value_inputs, "for study", choices=VALUE_INPUTS)
+
+    def __post_init__(self) -> None:
+        if self.hidden is not None and self.predictor != "mlp":
+            raise ValueError(
+                f"--hidden {self.hidden} is of --predictor mlp, and it is {self.predictor}: "
+                "leave --hidden out, or give --predictor mlp"
+            )
+
+    def calibration(self) -> AquaCalibration:
+        """As the command line says."""
+        own = (one.name for one in fields(AquaCalibration))
+        return AquaCalibration(**{name: getattr(self, name) for name in own})
+
+
+METHODS: tuple[type[CalibrateOptions], ...] = (A2ATSOptions, AquaOptions)
+"""The methods that are calibrated."""

@@ -1,0 +1,228 @@
+"""Runs a model over texts, calibrates layer after layer, and keeps finished layers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from hf_kvret.artifacts.artifact import CalibrationArtifact
+from hf_kvret.artifacts.files import check_no_foreign_artifact
+from hf_kvret.artifacts.identity import ModelIdentity
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.forecast import Forecast
+from hf_kvret.lab.calibrate.parts import Parts, alone_in
+from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy
+from hf_kvret.models.compatibility import check_model, model_layers
+from hf_kvret.models.ranks import check_calibration
+from hf_kvret_model_patches.decoders import decoder_of
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.rope_check import check_rope, input_device
+from hf_kvret_model_patches.taps import LayerTokens, tap_attention
+
+_PARTS = ".parts"
+
+
+def calibrate(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    calibration: Calibration,
+    out: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    layers_at_once: int = 4,
+    progress: bool = True,
+) -> CalibrationArtifact:
+    """Learn what a method needs to know about ``model``; write the artifact to ``out``.
+
+    First a trial checks that RoPE can be undone on queries and keys. Then the texts pass through
+    the model once for every ``layers_at_once`` layers, whose tokens are kept in memory. Finished
+    layers are saved in a folder inside ``out``: the same call resumes after an interruption. Layers
+    learn in ascending order, each with the tensors carried by the one before.
+
+    Args:
+        model: in eval mode, on one device or several (``device_map``).
+        corpus: what to learn from.
+        calibration: of a method.
+        out: a folder, made if needed. An artifact of the same method in it is replaced.
+        name: of the model in the artifact, one line; None for where it was loaded from.
+        layers_at_once: more take fewer passes and more memory.
+        progress: show progress bars and how long it will take, on stderr.
+
+    Returns:
+        the artifact, saved. It covers the layers with full attention.
+
+    Raises:
+        ValueError: a model that no cache can serve, whose RoPE can't be undone or whose layers
+            can't be tapped; one in training mode, split over processes, or with an embedding that
+            is on no device;
+            sequences longer than it has positions; parts of another calibration in ``out``, one at
+            work there, or the ``config.json`` of something else; what the method refuses, as too
+            few tokens.
+        FileExistsError: ``out`` is a file.
+        TypeError: ``out`` is no path.
+    """
+    if not isinstance(out, str | os.PathLike):
+        raise TypeError(f"out is a {type(out).__name__}: pass the path of a folder")
+    folder = Path(out).expanduser()
+    check_no_foreign_artifact(folder, calibration.method)
+    if name is not None and len(name.splitlines()) > 1:
+        raise ValueError(f"name={name!r} has several lines: give a hub id, or a name in one line")
+    if layers_at_once < 1:
+        raise ValueError(f"layers_at_once={layers_at_once}: at least 1")
+    if model.training:
+        raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
+    check_model(model)
+    check_calibration(model)
+    _check_lengths(model, corpus)
+    train_count = len(corpus.sequences) - corpus.held_out
+    calibration.check([len(ids) for ids in corpus.sequences[:train_count]])
+    ropes = check_rope(model)
+    kinds = model_layers(model.config)
+    ropes = {layer: rope for layer, rope in ropes.items() if type(kinds[layer]) is DynamicLayer}
+    _check_layers(model, calibration, ropes)
+    identity = ModelIdentity.of(model, name)
+    setup = {
+        "method": calibration.method,
+        "model": identity.as_json(),
+        "dtype": str(model.dtype),
+        "data": corpus.description,
+        "tokens": _digest(corpus),
+        "options": calibration.options(),
+    }
+    with alone_in(folder):
+        parts = Parts(folder / _PARTS, setup)
+        todo, carried = parts.left(list(ropes))
+        passes = -(-len(todo) // layers_at_once)
+        forecast = Forecast(len(todo), passes, corpus.tokens, show=progress)
+        for first in range(0, len(todo), layers_at_once):
+            group = todo[first : first + layers_at_once]
+            some = {n: ropes[n] for n in group}
+            studies = _read(model, corpus, calibration, some, progress, forecast)
+            for layer in group:
+                # Popped without a name, so that its tokens are freed before the next one learns.
+                findings = _learn(studies.pop(layer), layer, carried, progress, forecast)
+                parts.keep(layer, findings, last=layer == todo[-1])
+                carried = findings.carried
+        artifact = _put_together(calibration, identity, corpus, parts, list(ropes))
+        artifact.save_pretrained(folder)
+        parts.remove()
+    return artifact
+
+
+def _read(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    calibration: Calibration,
+    ropes: Mapping[int, Rope],
+    progress: bool,
+    forecast: Forecast,
+) -> dict[int, LayerStudy]:
+    """One pass over all sequences; studies of the layers in ``ropes``, on the layers' devices."""
+    studies: dict[int, LayerStudy] = {}
+    train_count = len(corpus.sequences) - corpus.held_out
+    decoder = decoder_of(model)
+    numbers = ", ".join(map(str, ropes))
+    with tqdm(
+        total=corpus.tokens, desc=f"reading for layers {numbers}", unit="tok", disable=not progress
+    ) as bar:
+        forecast.begin()
+        for index, ids in enumerate(corpus.sequences):
+
+            def take(
+                layer: int, tokens: LayerTokens, held_out: bool = index >= train_count
+            ) -> None:
+                if layer not in ropes:
+                    return
+                if layer not in studies:
+                    # The device of the tokens: weights may be elsewhere (offloading).
+                    device = tokens.key.device
+                    studies[layer] = calibration.study(layer, ropes[layer], device)
+                studies[layer].add(tokens, held_out)
+
+            with torch.no_grad(), tap_attention(model, take):
+                decoder(ids[None].to(input_device(model)), use_cache=False)
+            bar.update(len(ids))
+            forecast.read(len(ids))
+    return studies
+
+
+def _learn(
+    study: LayerStudy, layer: int, carried: Carried | None, progress: bool, forecast: Forecast
+) -> LayerFindings:
+    total = study.work
+    with tqdm(total=total, desc=f"layer {layer}", disable=not progress) as bar:
+
+        def step(units: int) -> None:
+            bar.update(units)
+            forecast.work(units, total)
+
+        forecast.begin()
+        findings = study.finish(step, carried)
+        forecast.finish()
+        return findings
+
+
+def _put_together(
+    calibration: Calibration,
+    identity: ModelIdentity,
+    corpus: Corpus,
+    parts: Parts,
+    layers: Sequence[int],
+) -> CalibrationArtifact:
+    tensors: dict[str, torch.Tensor] = {}
+    settings: dict[str, Any] = {}
+    quality = []
+    for layer in layers:
+        findings = parts.find(layer)
+        assert findings is not None
+        tensors |= {f"layers.{layer}.{name}": x for name, x in findings.tensors.items()}
+        settings[str(layer)] = findings.told
+        quality.append({"layer": layer, **findings.quality})
+    return CalibrationArtifact(
+        method=calibration.method,
+        model=identity,
+        tensors=tensors,
+        data=corpus.description,
+        options={**calibration.options(), "layers": settings},
+        quality=quality,
+    )
+
+
+def _check_lengths(model: PreTrainedModel, corpus: Corpus) -> None:
+    text = model.config.get_text_config(decoder=True)
+    most, limit = max(map(len, corpus.sequences)), getattr(text, "max_position_embeddings", None)
+    if limit is not None and most > limit:
+        raise ValueError(
+            f"sequences of {most} tokens, but the model has {limit} positions: give shorter ones "
+            "(--length)"
+        )
+
+
+def _check_layers(
+    model: PreTrainedModel, calibration: Calibration, ropes: Mapping[int, Rope]
+) -> None:
+    """Let the calibration check one token of every layer, before the long reading."""
+
+    def take(layer: int, tokens: LayerTokens) -> None:
+        if layer in ropes:
+            calibration.check_layer(layer, tokens)
+
+    token = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
+    with torch.no_grad(), tap_attention(model, take):
+        model(token, use_cache=False)
+
+
+def _digest(corpus: Corpus) -> str:
+    """Hash of all token ids and the number of held-out sequences."""
+    digest = hashlib.sha256(str(corpus.held_out).encode())
+    for ids in corpus.sequences:
+        digest.update(f" {len(ids)} ".encode() + ids.cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,146 @@
+"""``hf-kvret models``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from tqdm import tqdm
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from hf_kvret.lab.coverage.record import Record, try_types
+from hf_kvret.lab.coverage.scan import (
+    ModelType,
+    configured_type,
+    default_type,
+    scan,
+    text_class,
+    type_names,
+)
+from hf_kvret.lab.coverage.table import (
+    details,
+    lines,
+    make_rows,
+    markdown,
+    stale_note,
+    write_page,
+)
+from hf_kvret.lab.program.arguments import file_path
+from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.options import add_options, option, read_options
+
+
+@dataclass(frozen=True)
+class ModelsOptions:
+    """What ``hf-kvret models`` takes."""
+
+    type: str | None = option(None, "one type with all that is known of it, by its default")
+    json: bool = option(False, "print JSON instead")
+    md: Path | None = option(
+        None, "write the tables between the marks of this page", kind=file_path, metavar="FILE"
+    )
+    trials: Path | None = option(
+        None,
+        "decode with a small random model of each type that FILE lacks, or tried with another "
+        "transformers or other code of hf_kvret, and keep the results there",
+        kind=file_path,
+        metavar="FILE",
+        name="--try",
+    )
+
+
+def add_models_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``models`` to the program's commands."""
+    parser = commands.add_parser(
+        "models",
+        help="list the types of models: served, and how that was tested, or refused, and why",
+        description="List every type of transformers that generates text, by its default "
+        "configuration: served, and how that was tested, or refused, and why.",
+        epilog=example_lines(
+            [
+                "hf-kvret models --type gemma3",
+                "hf-kvret models ./my-model",
+                "hf-kvret models --try trials.json --md docs/models.md",
+            ]
+        ),
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "model", nargs="?", help="one model: a type, a folder with config.json, or a hub id"
+    )
+    add_options(parser, ModelsOptions)
+    parser.set_defaults(
+        run=lambda parsed: run_models(read_options(ModelsOptions, parsed), parsed.model)
+    )
+
+
+def run_models(options: ModelsOptions, model: str | None = None) -> int:
+    """Print what is known of all types or of one; returns the exit status.
+
+    Args:
+        options: of the command line.
+        model: a type, a folder with a configuration, or a hub id; None for what ``options`` say.
+
+    Raises:
+        ValueError: options that exclude each other, an unknown type, a page without a place for the
+            tables, or a file of trials that can't go on.
+        OSError: no such model, or the hub can't be reached.
+    """
+    if model and (options.type or options.trials):
+        raise ValueError(f"{model!r} is one model: leave --type and --try out")
+    if options.md and (model or options.type or options.json):
+        raise ValueError("--md writes tables of all types: leave --type, --json and the model out")
+    transformers_logging.set_verbosity_error()
+    one = model or options.type
+    types = scan() if one is None else [_find(one, anywhere=model is not None)]
+    record = Record.read() if options.trials is None else _try(types, options.trials, bool(one))
+    rows = make_rows(types, record)
+    if one is None and (note := stale_note(rows, record)):
+        print(note, file=sys.stderr)
+    if options.md:
+        write_page(options.md, markdown(rows, record))
+        print(f"wrote {options.md}")
+    elif options.json:
+        shown = [row.as_dict() for row in rows]
+        print(json.dumps(shown if one is None else shown[0], indent=1))
+    elif one is None:
+        print("\n".join(lines(rows, shutil.get_terminal_size().columns)))
+    else:
+        print(details(rows[0], record))
+    return 0
+
+
+def _find(name: str, *, anywhere: bool) -> ModelType:
+    """A type of transformers; ``anywhere`` also what a folder or the hub has of that name."""
+    if not anywhere or (name in type_names() and not Path(name).exists()):
+        return default_type(name)
+    if _is_path(name) and not Path(name).exists():
+        raise FileNotFoundError(f"there is no folder {name!r}: give one with a config.json")
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (StrictDataclassError, TypeError, KeyError, ArithmeticError) as error:
+        raise ValueError(
+            f"transformers can't read the configuration of {name!r} "
+            f"({type(error).__name__}: {' '.join(str(error).split())}): correct its config.json"
+        ) from error
+    known = config.model_type in type_names()
+    return configured_type(config, partial(text_class, config.model_type) if known else None)
+
+
+def _is_path(name: str) -> bool:
+    """Whether this can't be a hub id, which has a name and at most an owner before it."""
+    return name.startswith((".", "~", "/")) or name.endswith("/") or len(Path(name).parts) > 2
+
+
+def _try(types: list[ModelType], path: Path, anew: bool) -> Record:
+    """Try the types that are served, under a bar; one type alone is tried ``anew``."""
+    served = [one.name for one in types if one.served]
+    bar = partial(tqdm, desc="trials", unit="type", disable=len(served) < 2)
+    return try_types(served, path, anew=anew, report=tqdm.write, progress=bar)

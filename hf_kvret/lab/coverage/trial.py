@@ -1,0 +1,186 @@
+"""A trial of a type: a small random model decodes with our caches as with transformers' own.
+
+Caches with a budget that covers everything must give the tokens of full attention, and logits equal
+up to the order of summation; with a budget of one row they must not, or nothing was retrieved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.coverage.scan import kv_heads, text_class
+from hf_kvret.lab.coverage.small import VOCAB_SIZE, small_model, small_text_part
+from hf_kvret.lab.coverage.unusual import image_inputs
+from hf_kvret.models.compatibility import retrieval_layers
+from hf_kvret.models.versions import as_argument
+from hf_kvret.registry import registered_methods, restore
+from hf_kvret.testing.conformance import (
+    COVERING_OPTIONS,
+    LOGIT_TOLERANCE,
+    cold_rows_read,
+    widest_span,
+)
+from hf_kvret.testing.scenario import FAILURES, describe
+from hf_kvret.testing.tiny import PAD_TOKEN
+
+PROMPT_LEN, PADDING_LEN, NEW_TOKENS = 200, 57, 8
+
+# Logits of the suite's models spread over about 4; the tolerance grows with them.
+_SPREAD = 4.0
+# Experts that are chosen by nearly the same scores spread rounding, on some processors more.
+_ROUNDING = 2.0
+# Of the rows that a budget of one leaves out, some must matter at least this many tolerances.
+_BITE = 10.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial of one type showed.
+
+    Attributes:
+        outcome: ``"equal"``, ``"differs"``, ``"raised"``, or ``"not tried"``.
+        detail: what differed, what was raised, or why it was not tried.
+        methods: by method, ``"equal"`` or what happened instead.
+        part: ``"text part"`` where only that was tried, which a model with images wraps.
+        rows: distinct ``(heads, numbers of a key, numbers of a value)`` of what full layers hold.
+        heads: heads of these rows by the configuration of the small model.
+        difference: the greatest one of logits, of ``flat``.
+    """
+
+    outcome: str
+    detail: str = ""
+    methods: dict[str, str] = field(default_factory=dict)
+    part: str = "whole"
+    rows: list[list[int]] = field(default_factory=list)
+    heads: int = 0
+    difference: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class _Text(NamedTuple):
+    """What one ``generate`` gave: tokens ``[B, N]``, logits ``[T, B, V]``, and its cache."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    cache: Any
+
+
+# What transformers raises where a model can't be built, or can't run on text alone.
+_IMPOSSIBLE = (*FAILURES, LookupError, ImportError, AssertionError, StrictDataclassError)
+
+
+def trial(name: str) -> Trial:
+    """Try one type that the scan finds served; see ``Trial``.
+
+    The prompt has two rows of 200 tokens, one of them padded at its left. Where transformers can't
+    build a small model or run it on text alone, the text part is tried.
+
+    Raises:
+        ValueError: no type that generates text.
+    """
+    model_class, reasons = text_class(name), []
+    for part, make in (("whole", small_model), ("text part", small_text_part)):
+        try:
+            model = make(name, model_class)
+            reference = _generate(model, DynamicCache(config=model.config))
+        except _IMPOSSIBLE as error:
+            reasons.append(f"{part}: {describe(error)}")
+            continue
+        return _compare(model, reference, part)
+    return Trial("not tried", "; ".join(reasons))
+
+
+def tried_methods() -> dict[str, type[RetrievalCache]]:
+    """The methods that a trial tries, by name: those that retrieve and need no artifact."""
+    return {
+        name: kind
+        for name, kind in registered_methods().items()
+        if not kind.needs_artifact and kind.config_class.retrieves
+    }
+
+
+def _compare(model: PreTrainedModel, reference: _Text, part: str) -> Trial:
+    """The trial of ``model`` whose text with transformers' own cache is ``reference``."""
+    full = retrieval_layers(model.config)
+    keys_and_values = [reference.cache.layers[number] for number in full]
+    shapes = {(x.keys.shape[1], x.keys.shape[-1], x.values.shape[-1]) for x in keys_and_values}
+    seen: dict[str, Any] = {"part": part, "rows": sorted(map(list, shapes))}
+    seen["heads"] = kv_heads(model.config)
+    span_name, span = widest_span(model)
+    if span >= PROMPT_LEN:
+        return Trial("not tried", f"{span_name} is {span}, as long as the prompt", **seen)
+    if not torch.isfinite(reference.logits).all():
+        return Trial("not tried", "transformers' own logits are not finite", **seen)
+    methods = {name: _outcome(model, reference, kind)[0] for name, kind in tried_methods().items()}
+    detail, difference = _outcome(model, reference, registered_methods()["flat"], bites=True)
+    outcome = detail if detail == "equal" else "differs"
+    if detail.startswith("raised"):
+        outcome = "raised"
+    return Trial(
+        outcome,
+        "" if detail == "equal" else detail,
+        methods=methods,
+        difference=float(f"{difference:.1e}"),
+        **seen,
+    )
+
+
+def _outcome(
+    model: PreTrainedModel, reference: _Text, kind: Any, *, bites: bool = False
+) -> tuple[str, float]:
+    """``("equal", greatest difference of logits)``, or words that say what happened instead.
+
+    Args:
+        kind: class of the cache.
+        bites: also ask that a budget of one row gives other logits.
+    """
+    spread = max(1.0, float(reference.logits.std()) / _SPREAD)
+    tolerance = _ROUNDING * LOGIT_TOLERANCE * spread
+    try:
+        text = _generate(model, kind(model.config, **COVERING_OPTIONS))
+    except _IMPOSSIBLE as error:
+        return f"raised {describe(error)}", 0.0
+    finally:
+        restore(model)
+    difference = float((text.logits - reference.logits).abs().max())
+    if not torch.equal(text.tokens, reference.tokens) or not difference <= tolerance:
+        return f"logits differ by {difference:.1e}, allowed are {tolerance:.1e}", difference
+    if not cold_rows_read(text.cache):
+        return "no cold row was read", difference
+    if bites:
+        one_row = _generate(model, kind(model.config, **{**COVERING_OPTIONS, "top_k": 1}))
+        restore(model)
+        if float((one_row.logits - reference.logits).abs().max()) < _BITE * tolerance:
+            return "a budget of one row changes nothing, so the agreement shows nothing", difference
+    return "equal", difference
+
+
+def _generate(model: PreTrainedModel, cache: Cache) -> _Text:
+    """Greedy text after two rows, the second padded at its left."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, PROMPT_LEN)
+    tokens = torch.randint(VOCAB_SIZE // 2, VOCAB_SIZE, shape, generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[1, :PADDING_LEN] = 0
+    output = model.generate(
+        input_ids=tokens.masked_fill(mask == 0, PAD_TOKEN),
+        attention_mask=mask,
+        **as_argument(cache),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **image_inputs(model.config.model_type, *shape),
+    )
+    return _Text(output.sequences, torch.stack(output.logits), cache)

@@ -1,0 +1,90 @@
+"""The small models that are ours: they need no network.
+
+``needle`` ships with the package; ``reference``, ``reference-latent`` and ``reference-books`` lie
+in the examples of a checkout: that which the package is run from, the folder where the command is
+run, or the checkout that pip installed the package from.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+_ROOT = Path(__file__).parents[3]
+BUNDLED_MODEL = Path(__file__).parent / "needle_llama"
+
+
+def _installed_from() -> Path | None:
+    """The folder that pip installed the package from; None where it was something else.
+
+    pip writes it down (PEP 610) for ``pip install .``, editable or not.
+    """
+    try:
+        written = importlib.metadata.distribution("hf-kvret").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        written = None
+    url = urlsplit(json.loads(written)["url"] if written else "")
+    return Path(url2pathname(url.path)) if url.scheme == "file" else None
+
+
+def _example_model(folder: str) -> Path:
+    roots = [_ROOT, Path.cwd(), *filter(None, [_installed_from()])]
+    places = [root / "examples" / folder for root in roots]
+    return next((place for place in places if (place / "model.safetensors").is_file()), places[0])
+
+
+REFERENCE_MODEL = _example_model("reference_llama")
+LATENT_MODEL = _example_model("reference_latent")
+BOOKS_MODEL = _example_model("reference_books")
+_EXAMPLES = {
+    "reference": REFERENCE_MODEL,
+    "reference-latent": LATENT_MODEL,
+    "reference-books": BOOKS_MODEL,
+}
+
+
+def example_model(name: str) -> Path:
+    """The folder of ``reference``, ``reference-latent`` or ``reference-books``.
+
+    Raises:
+        ValueError: another name.
+        FileNotFoundError: no checkout has it; says what helps.
+    """
+    if name not in _EXAMPLES:
+        raise ValueError(f"there is no model {name!r}: choose one of {', '.join(_EXAMPLES)}")
+    folder = _EXAMPLES[name]
+    if not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"the model {name} is in the examples of hf-kvret's repository, not in the package, "
+            "and the checkout that was installed is not found: run this in the folder of a "
+            "checkout, or put a model of yours in its place"
+        )
+    return folder
+
+
+def default_model() -> str:
+    """What ``--model`` means without a value: ``reference`` where it is found, else ``needle``."""
+    return "reference" if (REFERENCE_MODEL / "model.safetensors").is_file() else "needle"
+
+
+def load_bundled_model(
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """The bundled Llama in eval mode; its model card is ``needle_llama/README.md``.
+
+    Raises:
+        FileNotFoundError: the weights are not in this installation.
+    """
+    if not (BUNDLED_MODEL / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"the bundled model is missing from {BUNDLED_MODEL}: install hf_kvret again, or train "
+            "it with examples/train_needle_model.py"
+        )
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=dtype, local_files_only=True)
+    return model.to(device).eval()

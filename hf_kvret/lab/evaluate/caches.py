@@ -1,0 +1,205 @@
+"""Caches by name: ours, transformers' own, and kvpress presses, all used in the same way.
+
+A name may carry options, separated by colons: ``paris:top_k=100:store=host``,
+``quantized:backend=quanto:nbits=2``, ``kvpress:SnapKV:compression_ratio=0.5``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+)
+from transformers.cache_utils import Cache
+
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.registry import registered_methods
+
+TEXT_OPTIONS = {"artifact", "revision", "artifact_sha256"}
+"""Options that say which artifact: names, also those that look like numbers."""
+
+OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
+
+
+def _nothing(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """One column of a table: how to make a cache, and what surrounds its prefill.
+
+    Attributes:
+        name: as given, options included.
+        make: ``make(config, capacity)`` returns an empty cache; ``capacity`` is the most tokens
+            that it will hold, which only preallocating caches use.
+        around_prefill: a context manager that is active while the context is read; kvpress
+            compresses in there.
+        on_host: rows live in host memory whatever device their tensors name.
+        options: of a retrieval cache.
+    """
+
+    name: str
+    make: Callable[[PreTrainedConfig, int], Cache]
+    around_prefill: Callable[[PreTrainedModel], AbstractContextManager[Any]] = _nothing
+    on_host: bool = False
+    options: RetrievalConfig | None = None
+
+    @property
+    def method(self) -> str:
+        """The name without options."""
+        return self.name.partition(":")[0].strip()
+
+    @property
+    def lacks_artifact(self) -> bool:
+        """Whether an artifact is needed and not named; the model's folder may have it."""
+        return self.options is not None and self.options.lacks_artifact
+
+
+def known_caches() -> list[str]:
+    """Every name that ``choose_cache`` takes, options left out."""
+    return [*OPPONENTS, *registered_methods()]
+
+
+def choose_cache(
+    text: str, defaults: dict[str, Any] | None = None, device: str = "cpu"
+) -> CacheChoice:
+    """The cache that ``text`` names.
+
+    Args:
+        text: a name of ``known_caches()`` and its options, see above.
+        defaults: of retrieval caches where ``text`` says nothing, as ``top_k`` or ``store``.
+        device: where the model is; offloading needs a CUDA device.
+
+    Raises:
+        ValueError: an unknown name, option or value, or a cache that can't work here.
+        ModuleNotFoundError: the package behind an opponent is missing; says which.
+    """
+    name, *given = [part.strip() for part in text.split(":")]
+    if name == "kvpress":
+        return _press(text, given)
+    options = dict(_option(text, part) for part in given)
+    if name in registered_methods():
+        config_class = registered_methods()[name].config_class
+        # What was asked for all caches may be nothing for this one, which has its own.
+        asked = (defaults or {}).items()
+        known = {option: value for option, value in asked if config_class.takes(option, value)}
+        return _retrieval(text, name, known | options)
+    if name == "quantized":
+        return _quantized(text, options)
+    if name not in OPPONENTS:
+        raise ValueError(f"unknown cache {name!r}: choose among {', '.join(known_caches())}")
+    if options:
+        raise ValueError(f"{text!r}: {name} takes no options, got {', '.join(options)}")
+    if name == "full":
+        return CacheChoice(text, lambda config, capacity: DynamicCache(config=config))
+    if name == "static":
+        return CacheChoice(text, lambda config, capacity: StaticCache(config, capacity))
+    if torch.device(device).type != "cuda":
+        raise ValueError(
+            "offloaded: transformers offloads from a CUDA device only, and the model is on "
+            f"{device!r}: leave it out here"
+        )
+    return CacheChoice(
+        text, lambda config, capacity: DynamicCache(config=config, offloading=True), on_host=True
+    )
+
+
+def choose_caches(
+    texts: list[str], defaults: dict[str, Any] | None = None, device: str = "cpu"
+) -> dict[str, CacheChoice]:
+    """``choose_cache`` for each of ``texts``; ValueError for none or for the same one twice."""
+    if not texts:
+        raise ValueError(f"no cache named: choose among {', '.join(known_caches())}")
+    if len(set(texts)) < len(texts):
+        raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
+    return {text: choose_cache(text, defaults, device) for text in texts}
+
+
+def _retrieval(text: str, name: str, options: dict[str, Any]) -> CacheChoice:
+    cache_class = registered_methods()[name]
+    chosen = cache_class.config_class.from_options(**options)
+    return CacheChoice(
+        text,
+        lambda config, capacity: cache_class(config=config, options=chosen),
+        options=chosen,
+    )
+
+
+def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:
+    allowed = ("backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
+    unknown = [name for name in options if name not in allowed]
+    if unknown:
+        raise ValueError(f"{text!r}: unknown option {unknown[0]!r}, allowed: {', '.join(allowed)}")
+    backends = {"quanto": "optimum.quanto", "hqq": "hqq", "fp8": "torch"}
+    backend = options.pop("backend", None)
+    if backend is None:
+        backend = next((name for name in ("quanto", "hqq") if _installed(backends[name])), None)
+        if backend is None:
+            raise ModuleNotFoundError(
+                "quantized needs a backend: pip install optimum-quanto, or hqq, or name "
+                "quantized:backend=fp8 (transformers 5.23), which needs none"
+            )
+    if backend not in backends:
+        raise ValueError(f"{text!r}: backend={backend!r}, allowed: {', '.join(backends)}")
+    if not _installed(backends[backend]):
+        package = {"quanto": "optimum-quanto", "hqq": "hqq"}[backend]
+        raise ModuleNotFoundError(f"{text!r} needs {package}: pip install {package}")
+    return CacheChoice(text, lambda config, capacity: QuantizedCache(backend, config, **options))
+
+
+def _press(text: str, given: list[str]) -> CacheChoice:
+    if not _installed("kvpress"):
+        raise ModuleNotFoundError(
+            f"{text!r} needs kvpress, which alone would bring an older transformers: pip install "
+            "--no-deps kvpress, and what docs/evaluation.md lists beside it"
+        )
+    import kvpress
+
+    presses = sorted(
+        name.removesuffix("Press")
+        for name in dir(kvpress)
+        if name.endswith("Press") and issubclass(getattr(kvpress, name), kvpress.ScorerPress)
+    )
+    if not given or given[0] not in presses:
+        raise ValueError(
+            f"{text!r}: write kvpress:NAME, as kvpress:SnapKV:compression_ratio=0.5, with NAME "
+            f"one of {', '.join(presses)}"
+        )
+    options = dict(_option(text, part) for part in given[1:])
+    try:
+        press = getattr(kvpress, f"{given[0]}Press")(**options)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ValueError(f"{text!r}: {error}") from error
+    return CacheChoice(text, lambda config, capacity: DynamicCache(config=config), press)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _option(text: str, part: str) -> tuple[str, Any]:
+    name, separator, value = part.partition("=")
+    if not separator or not name or not value:
+        raise ValueError(f"{text!r}: {part!r} is no option, write NAME=VALUE")
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return name, words[value.lower()]
+    for kind in () if name in TEXT_OPTIONS else (int, float):
+        with contextlib.suppress(ValueError):
+            return name, kind(value)
+    return name, value

@@ -1,0 +1,298 @@
+"""``hf-kvret demo``: one long document, many questions, and what each cache costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.evaluate.bundled import load_bundled_model
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches
+from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.usage import UsageSum
+from hf_kvret.lab.program.arguments import DTYPES, check_device, length, names
+from hf_kvret.lab.program.common_options import (
+    budget_option,
+    count_option,
+    device_option,
+    dtype_option,
+    seed_option,
+    store_option,
+)
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.plots import plot_shares
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.tables import markdown_table, or_dash, table_of
+from hf_kvret.registry import attach
+
+_BAR = 40
+# Seconds that one core works for each cache, with everything else as by default: CPU time of one
+# thread of a Xeon.
+_SECONDS = {
+    "full": 10, "static": 10, "flat": 9, "paris": 10, "lrqk": 11, "ctkvr": 12, "a2ats": 8,
+    "aqua": 49,
+}  # fmt: skip
+# Only ``--full`` asks these: transformers' slower cache, and a method that decodes all rows.
+_SLOW = ("full", "aqua")
+_USUAL = tuple(name for name in _SECONDS if name not in _SLOW)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo(Measurement):
+    """The main job in small: every cache is asked the same questions about the same document."""
+
+    command: ClassVar[str] = "demo"
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = "ask questions about a long document, with the bundled model"
+    description: ClassVar[str] = (
+        "Read one long document with the bundled model, ask questions about it, and compare full "
+        "attention with retrieval caches. Needs no network."
+    )
+    examples: ClassVar[tuple[str, ...]] = ("hf-kvret demo --context 8K --caches static,paris",)
+
+    context: int = option(16_384, "document length in tokens, as 4096 or 4K", kind=length)
+    caches: str | None = option(
+        None,
+        "comma-separated, options after colons as lrqk:rank=16:store=resident; default: "
+        + ",".join(_USUAL),
+    )
+    full: bool = option(False, f"ask {' and '.join(_SLOW)} too, which take long")
+    questions: int = count_option(128, "needles asked for")
+    top_k: int | float = budget_option()
+    store: str = store_option("host")
+    dtype: str = dtype_option()
+    device: str = device_option()
+    seed: int = seed_option(0)
+    recall_questions: int = 16
+    """How many questions are asked again with recall measured."""
+
+    def __post_init__(self) -> None:
+        if self.full and self.caches is not None:
+            raise ValueError("--full is a list of caches: leave it out, or --caches")
+        language = NeedleLanguage()
+        most, least = language.most_needles, language.least_length(self.questions)
+        if self.questions > most:
+            raise ValueError(
+                f"--questions {self.questions}: the language has {most} keys; ask fewer"
+            )
+        if self.context < least:
+            raise ValueError(
+                f"--context {self.context}: {self.questions} needles take at least {least} tokens; "
+                "give a longer one, or fewer --questions"
+            )
+
+    @cached_property
+    def choices(self) -> dict[str, CacheChoice]:
+        """The caches that are asked; ValueError for an unknown name or option."""
+        usual = [*_SECONDS] if self.full else [*_USUAL]
+        asked = usual if self.caches is None else names(self.caches)
+        retrieval = {"top_k": self.top_k, "store": self.store}
+        return choose_caches(asked, retrieval, self.device)
+
+    def check(self) -> None:
+        """Caches and context are refused before the document is read."""
+        check_device(self.device)
+        config = self._model.config
+        if self._capacity > config.max_position_embeddings:
+            raise ValueError(
+                f"--context {self.context}: with a question {self._capacity} tokens, and the model "
+                f"knows {config.max_position_embeddings} positions; give a shorter one"
+            )
+        for choice in self.choices.values():
+            choice.make(config, self.context)
+
+    def opening(self, results: Results) -> str:
+        """What is asked of which caches; how long it takes, where that was measured."""
+        waiting = [cell["cache"] for cell in self.waiting(results)]
+        if not waiting:
+            return ""
+        if self.setup() == Demo(device="cpu").setup() and set(waiting) <= set(_SECONDS):
+            seconds = sum(_SECONDS[name] for name in waiting)
+            takes = f"That is about {seconds} seconds of work for one core, and less on several."
+        else:
+            takes = "The bar says soon how long that takes."
+        return (
+            f"The bundled model reads {self.context:,} tokens and answers {self.questions} "
+            f"questions about them, with each of these caches: {', '.join(waiting)}. {takes}"
+        )
+
+    def setup(self) -> dict[str, Any]:
+        keys = ("context", "questions", "top_k", "store", "recall_questions", "seed")
+        return {key: getattr(self, key) for key in (*keys, "dtype", "device")}
+
+    def cells(self) -> list[Cell]:
+        return [{"cache": name} for name in self.choices]
+
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """What a cache answers, reads and holds.
+
+        ``right_ratio`` is the share of questions answered with exactly the needle's value;
+        ``tokens_per_second`` new tokens over the median time of a question, its reading included;
+        ``read_ratio`` the share of the cold rows that decoding read, 1 for full attention;
+        ``recall`` the share of the exact top-k that was selected and ``mass`` that of the cold
+        attention on it, means over layers, None for caches that don't retrieve.
+        """
+        return [self._ask_all(self.choices[cell["cache"]], progress) for cell in group]
+
+    def lacking(self, cell: Cell, why: Row) -> None:
+        """Nothing is kept of a cache that ran out of memory."""
+
+    @cached_property
+    def _model(self) -> Any:
+        model = load_bundled_model(DTYPES[self.dtype], self.device)
+        attach(model)
+        with torch.inference_mode():
+            # The first forward pass pays for start-up; no cache should.
+            model(torch.zeros(1, 512, dtype=torch.long, device=model.device))
+        return model
+
+    @cached_property
+    def _document(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[context]`` tokens, and of each question its tokens and its answer's."""
+        language, rng = NeedleLanguage(), np.random.default_rng(self.seed)
+        keys, values = language.pairs(rng, self.questions)
+        document, _ = language.document(rng, self.context, keys, values)
+        parts = (document, language.questions(keys), values)
+        tokens, prompts, answers = map(torch.from_numpy, parts)
+        return tokens, prompts, answers
+
+    @property
+    def _capacity(self) -> int:
+        language = NeedleLanguage()
+        return self.context + language.question_len + language.value_len
+
+    def _ask_all(self, choice: CacheChoice, progress: Progress) -> Row:
+        tokens, prompts, answers = self._document
+        again = prompts[: self.recall_questions]
+        part = 1 / (len(prompts) + len(again))
+        reader = Reader(self._model, choice, self._capacity)
+        reader.prefill(tokens)
+        right, seconds, used = 0, [], UsageSum()
+        for prompt, answer in tqdm(
+            list(zip(prompts, answers, strict=True)), desc=f"{choice.name}: questions", leave=False
+        ):
+            turn = reader.fork()
+            right += turn.answer(prompt, len(answer)) == answer.tolist()
+            seconds.append(turn.seconds)
+            used.add(turn)
+            progress.advance(part)
+        held = reader.usage()
+        recalls, masses = _recall(reader, again, answers.shape[1])
+        return {
+            "right_ratio": right / len(prompts),
+            "prefill_seconds": reader.seconds,
+            "tokens_per_second": answers.shape[1] / median(seconds),
+            "device_bytes": held.device_bytes,
+            "host_bytes": held.host_bytes,
+            "full_bytes": held.full_bytes,
+            "read_ratio": used.read_ratio or 0.0,
+            "recall": _mean(recalls),
+            "mass": _mean(masses),
+            "recall_by_layer": recalls,
+            "mass_by_layer": masses,
+        }
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """Answers and costs, recall by layer, and bars."""
+        setup = results.setup
+        title = (
+            f"{setup['questions']} questions about {setup['context']:,} tokens, {setup['dtype']}, "
+            f"top_k={setup['top_k']}, store={setup['store']}"
+        )
+        parts = [title, _costs(results), _by_layer(results), f"```\n{_bars(results)}\n```"]
+        return "\n\n".join(part for part in parts if part)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """Answers, device bytes and rows read, a bar for each cache."""
+        caches = [cell["cache"] for cell, _ in results]
+        title = f"{results.setup['context']:,} tokens of context"
+        plot_shares(path, caches, _shares(results), title=title)
+
+
+def _recall(
+    reader: Reader, prompts: torch.Tensor, count: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Recall and mass by layer, mean over the questions; empty for other caches."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    if isinstance(reader.cache, RetrievalCache):
+        for prompt in tqdm(list(prompts), desc=f"{reader.choice.name}: recall", leave=False):
+            turn = reader.fork(track_recall=True)
+            turn.answer(prompt, count)
+            for layer in turn.cache.stats()["layers"]:
+                if "recall_overlap" in layer:
+                    found.setdefault(str(layer["layer"]), []).append(layer)
+    recalls, masses = (
+        {number: sum(one[key] for one in layers) / len(layers) for number, layers in found.items()}
+        for key in ("recall_overlap", "recall_mass")
+    )
+    return recalls, masses
+
+
+def _mean(by_layer: dict[str, float]) -> float | None:
+    return sum(by_layer.values()) / len(by_layer) if by_layer else None
+
+
+def _costs(results: Results) -> str:
+    columns = {
+        "cache": lambda cell, row: cell["cache"],
+        "answers right": lambda cell, row: f"{row['right_ratio']:.1%}",
+        "new tokens/s": lambda cell, row: f"{row['tokens_per_second']:.1f}",
+        "prefill s": lambda cell, row: f"{row['prefill_seconds']:.1f}",
+        "device MB": lambda cell, row: f"{row['device_bytes'] / 1e6:.1f}",
+        "host MB": lambda cell, row: f"{row['host_bytes'] / 1e6:.1f}",
+        "device / full K,V": lambda cell, row: f"{row['device_bytes'] / row['full_bytes']:.1%}",
+        "cold rows read": lambda cell, row: f"{row['read_ratio']:.2%}",
+        "recall@k": lambda cell, row: or_dash(row["recall"], ".3f"),
+        "attention mass": lambda cell, row: or_dash(row["mass"], ".3f"),
+    }
+    return table_of(results, columns)
+
+
+def _by_layer(results: Results) -> str:
+    """Recall of the exact top-k and attention mass by layer; empty where nothing retrieves."""
+    retrieving = [(cell, row) for cell, row in results if row["recall_by_layer"]]
+    numbers = sorted({int(n) for _, row in retrieving for n in row["recall_by_layer"]})
+    header = ["recall / mass", *(f"layer {number}" for number in numbers)]
+    lines = [
+        [cell["cache"]]
+        + [
+            f"{row['recall_by_layer'][str(n)]:.3f} / {row['mass_by_layer'][str(n)]:.3f}"
+            for n in numbers
+        ]
+        for cell, row in retrieving
+    ]
+    return markdown_table(header, lines) if lines else ""
+
+
+def _shares(results: Results) -> dict[str, list[float]]:
+    rows = [row for _, row in results]
+    return {
+        "answers right": [row["right_ratio"] for row in rows],
+        "device bytes / full K,V": [row["device_bytes"] / row["full_bytes"] for row in rows],
+        "cold rows read": [row["read_ratio"] for row in rows],
+    }
+
+
+def _bars(results: Results) -> str:
+    """The shares as a picture in text."""
+    caches = [cell["cache"] for cell, _ in results]
+    width, lines = max(8, *map(len, caches)), []
+    for title, shares in _shares(results).items():
+        lines.append(title)
+        for cache, share in zip(caches, shares, strict=True):
+            filled = min(_BAR, round(share * _BAR))
+            bar = "█" * filled + "·" * (_BAR - filled)
+            lines.append(f"  {cache:>{width}} {bar} {share:.1%}")
+    return "\n".join(lines)

@@ -1,0 +1,163 @@
+"""``hf-kvret lm-eval``: lm-evaluation-harness with a retrieval cache."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.registry import registered_methods
+
+if TYPE_CHECKING:
+    from hf_kvret.lab.evaluate.lm_eval_model import Generation
+
+
+def add_lm_eval_parser(commands: argparse._SubParsersAction) -> None:
+    """Add ``lm-eval`` to the program's commands."""
+    parser = commands.add_parser(
+        "lm-eval",
+        help="run lm-evaluation-harness with a retrieval cache",
+        description="Run EleutherAI's lm-evaluation-harness on its tasks of output type "
+        "generate_until, with a cache by name in --gen_kwargs. Everything after -- is lm-eval's. "
+        "A task that would not use the cache is refused.",
+        epilog=example_lines(
+            [
+                "hf-kvret lm-eval --cache-config '{\"top_k\": 256}' -- --model hf --model_args "
+                "pretrained=MODEL --tasks gsm8k --gen_kwargs cache_implementation=paris"
+            ]
+        ),
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--cache-config",
+        type=cache_options,
+        default={},
+        metavar="JSON",
+        help='options of the cache, as \'{"top_k": 256, "store": "host"}\'; default: its own',
+    )
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="-- ...",
+        help="lm-eval's own options, after two dashes",
+    )
+    parser.set_defaults(run=lambda options: run_lm_eval(options.arguments, options.cache_config))
+
+
+def cache_options(text: str) -> dict[str, Any]:
+    """A JSON object, for argparse."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: write '{{\"top_k\": 256}}'")
+    return content
+
+
+def run_lm_eval(arguments: Sequence[str], cache_config: dict[str, Any] | None = None) -> int:
+    """Run lm-eval's command line with a retrieval cache; returns 0.
+
+    Args:
+        arguments: lm-eval's own, with ``--model hf`` and ``--gen_kwargs cache_implementation=...``.
+            A ``--`` in front is dropped.
+        cache_config: options of the cache; those in ``gen_kwargs`` stand beside them.
+
+    Raises:
+        ModuleNotFoundError: lm-eval is missing or too old.
+        ValueError: no cache of ours is named, options that it doesn't have, another model than
+            ``hf``, a task that asks for log-likelihoods, or nothing was generated.
+    """
+    given = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ModuleNotFoundError("lm-eval needs lm-evaluation-harness: pip install 'lm-eval[hf]'")
+    try:
+        from lm_eval._cli import HarnessCLI
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"lm-eval can't be used ({error}): pip install -U 'lm-eval[hf]', at least 0.4.10"
+        ) from error
+    from lm_eval.utils import setup_logging
+
+    from hf_kvret.lab.evaluate.lm_eval_model import NAME, generations
+
+    setup_logging()
+    with _command_line(["lm-eval", *given]):
+        harness = HarnessCLI()
+        options = harness.parse_args()
+        _check(options)
+        options.gen_kwargs = _with_cache(options.gen_kwargs, cache_config or {})
+        options.model = NAME
+        before = len(generations())
+        harness.execute(options)
+    print(_account(generations()[before:]))
+    return 0
+
+
+def _account(made: Sequence[Generation]) -> str:
+    """What the cache did, in a line; ValueError when it did nothing at all."""
+    if not made:
+        raise ValueError(
+            "lm-eval generated nothing, so no cache was used: its answers came from --use_cache, "
+            "or there were no samples"
+        )
+    names = ", ".join(sorted({batch.cache for batch in made}))
+    retrieved = [batch for batch in made if batch.rows_cold]
+    text = f"{names}: {len(made)} batches generated, {len(retrieved)} of them with retrieval"
+    if not retrieved:
+        return (
+            f"{text}. The texts were too short: below dense_below the cache is full attention. "
+            "Give longer ones, or --cache-config '{\"dense_below\": 0}' and a small recent"
+        )
+    read = sum(batch.rows_read for batch in made) / sum(batch.rows_cold for batch in made)
+    return f"{text}, {read:.2%} of the cold rows read"
+
+
+def _check(options: argparse.Namespace) -> None:
+    if getattr(options, "command", None) != "run":
+        raise ValueError("lm-eval only runs tasks here: for anything else call lm_eval itself")
+    if options.model != "hf":
+        raise ValueError(
+            f"--model {options.model}: only lm-eval's model hf generates with transformers, give "
+            "--model hf"
+        )
+
+
+def _with_cache(gen_kwargs: Any, cache_config: dict[str, Any]) -> dict[str, Any]:
+    """``gen_kwargs`` with the options of the cache in them, checked before a model is loaded."""
+    merged = dict(gen_kwargs or {})
+    name, methods = merged.get("cache_implementation"), registered_methods()
+    if name not in methods:
+        raise ValueError(
+            f"--gen_kwargs has cache_implementation={name!r}: name one of {', '.join(methods)}, as "
+            "--gen_kwargs cache_implementation=paris. For full attention call lm_eval itself"
+        )
+    named = merged.get("cache_config", {})
+    if not isinstance(named, dict):
+        raise ValueError(
+            f"--gen_kwargs has cache_config={named!r}, no dict: give --cache-config "
+            "'{\"top_k\": 256}' in front of --"
+        )
+    twice = sorted({*named} & {*cache_config})
+    if twice:
+        raise ValueError(f"{twice[0]} is both in --cache-config and in --gen_kwargs: drop one")
+    if config := named | cache_config:
+        methods[name].config_class.from_options(**config)
+        merged["cache_config"] = config
+    return merged
+
+
+@contextlib.contextmanager
+def _command_line(arguments: list[str]) -> Iterator[None]:
+    """lm-eval reads its arguments from ``sys.argv`` and nowhere else."""
+    before = sys.argv
+    sys.argv = arguments
+    try:
+        yield
+    finally:
+        sys.argv = before

@@ -1,0 +1,317 @@
+"""What a command measures, and the one loop that measures it.
+
+A ``Measurement`` is cut into cells. Its plan gives those that are waiting, in groups that are
+measured together; each gives rows that go to the result file at once, so that the same command
+goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from tqdm import tqdm
+
+from hf_kvret.lab.program.arguments import file_path
+from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.report.environment import program
+from hf_kvret.lab.report.outputs import check_outputs, write_outputs
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.sole_writer import sole_writer
+from hf_kvret.models.ranks import check_one_process
+
+Row = dict[str, Any]
+"""The numbers of a cell, as plain JSON values."""
+
+_FAILED = "check_failed"
+
+
+class CheckFailed(RuntimeError):
+    """What would be measured gives wrong results; the message says which and by how much."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go; ``outputs.check_outputs`` tries it before the work."""
+
+    json: Path | None = option(
+        None, "keep results here, and go on from what is there", kind=file_path, metavar="FILE"
+    )
+    plot: Path | None = option(
+        None, "write a picture (PNG, SVG, PDF)", kind=file_path, metavar="FILE"
+    )
+    table: Path | None = option(
+        None, "write the markdown table too", kind=file_path, metavar="FILE"
+    )
+
+
+@dataclass(frozen=True)
+class Measurement(ABC):
+    """A question, cut into cells. Subclasses are frozen dataclasses of ``option`` fields.
+
+    What is loaded or built on the way is a ``functools.cached_property``.
+
+    Attributes:
+        command: the program's command, as ``eval``.
+        name: of its sub-command, as ``niah``; empty where there is none.
+        summary: one line for ``--help``.
+        description: the text of the command's own ``--help``; the class's docstring without one.
+        examples: commands below it.
+        smallest: of a script, the options of its smallest run.
+    """
+
+    command: ClassVar[str]
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    description: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
+    smallest: ClassVar[str] = ""
+
+    @classmethod
+    def title(cls) -> str:
+        """What result files have, as ``eval niah``."""
+        return f"{cls.command} {cls.name}".strip()
+
+    def check(self) -> None:  # noqa: B027 - many have nothing to add to their dataclass's checks
+        """Look at what the options alone can be wrong about, before anything long is done.
+
+        Raises:
+            ValueError: options that make no sense together or on this machine.
+        """
+
+    def surroundings(self) -> AbstractContextManager[Any]:
+        """What set-up, plan and rows are made in, as another number of threads."""
+        return nullcontext()
+
+    def beside(self, outputs: Outputs) -> Self:
+        """The same, with what it keeps beside its results placed where those go."""
+        return self
+
+    def opening(self, results: Results) -> str:
+        """What a user is told before the first bar; empty for nothing."""
+        return ""
+
+    @abstractmethod
+    def setup(self) -> dict[str, Any]:
+        """All that numbers depend on besides the cells, as plain JSON values."""
+
+    @abstractmethod
+    def cells(self) -> list[Cell]:
+        """The cells, in the order in which they are measured. Each names its ``cache``."""
+
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """Groups of cells to measure, from what ``results`` lack; they are asked for one by one.
+
+        When the next one is asked for, the rows of the last are in ``results``.
+        """
+        for cell in self.waiting(results):
+            yield [cell]
+
+    @abstractmethod
+    def rows(self, group: Sequence[Cell], progress: Progress) -> Sequence[Row]:
+        """The row of each cell of a group.
+
+        Raises:
+            CheckFailed: see ``lacking``; so are errors that say that memory is used up.
+        """
+
+    def lacking(self, cell: Cell, why: Row) -> Row | None:
+        """The row of a cell without numbers; None keeps none, and it is tried the next time.
+
+        ``why`` has one entry, ``out_of_memory`` or ``check_failed``, with the reason. The latter
+        are always tried again.
+        """
+        return why
+
+    def waiting(self, results: Results) -> list[Cell]:
+        """The cells without numbers of ``cells()``."""
+        return [cell for cell in self.cells() if _waits(results, cell)]
+
+    def count(self, results: Results) -> int | None:
+        """How many cells the plan has; None where it is found out on the way."""
+        return len(self.waiting(results))
+
+    def folders(self) -> dict[str, Path]:
+        """Folders that it writes to besides the files of ``Outputs``, by the option naming them."""
+        return {}
+
+    @classmethod
+    @abstractmethod
+    def table(cls, results: Results) -> str:
+        """The results as a markdown table; numbers that are missing show as ``-``."""
+
+    @classmethod
+    @abstractmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """Write the results as a picture; matplotlib is there."""
+
+    @classmethod
+    def pictures(cls, path: Path) -> list[Path]:
+        """All files that ``plot`` may write for ``path``. They are tried before the work."""
+        return [path]
+
+    @classmethod
+    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
+        """By cache: bytes that a step reads, as a share of full K,V; and answers right in 0..1.
+
+        Empty where there are no answers.
+        """
+        return {}
+
+
+class Progress:
+    """How far a group is, on the bar of all cells."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def say(self, text: str) -> None:
+        """Show what is being done now."""
+        self._bar.set_postfix_str(text)
+
+    def advance(self, cells: float) -> None:
+        """Move by a number of cells, or by a part of one."""
+        self._bar.update(cells)
+
+
+def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]]:
+    """Measure what ``results`` lack and add it; returns the cells that got no row, with reasons."""
+    failed: list[tuple[Cell, str]] = []
+    done, count = 0, measurement.count(results)
+    groups = measurement.plan(results)
+    # What can't be measured is said before there is a bar.
+    first = list(islice(groups, 1))
+    with tqdm(
+        total=count,
+        desc=measurement.name or measurement.command,
+        unit="cell",
+        bar_format="{l_bar}{bar}| {n:.0f}/{total_fmt} cells [{elapsed}<{remaining}{postfix}]",
+        # The mean speed: parts of a cell go at speeds of their own.
+        smoothing=0,
+        disable=not first,
+    ) as bar:
+        for group in chain(first, groups):
+            bar.set_postfix_str(" ".join(map(str, group[0].values())))
+            found, why = attempt(partial(measurement.rows, group, Progress(bar)))
+            for place, cell in enumerate(group):
+                row = measurement.lacking(cell, why) if found is None else found[place]
+                if row is None:
+                    failed.append((cell, *why.values()))
+                else:
+                    results.add(cell, row)
+            done += len(group)
+            bar.update(done - bar.n)
+    return failed
+
+
+def attempt(work: Callable[[], Any]) -> tuple[Any, Row]:
+    """``(work(), {})``, or None and what a row says instead of numbers. Memory is freed after it.
+
+    That is ``out_of_memory`` or ``check_failed``; other errors are raised.
+    """
+    result, why = None, {}
+    try:
+        result = work()
+    except CheckFailed as error:
+        why = {_FAILED: str(error)}
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        told = next(iter(str(error).strip().splitlines()), "no memory left")
+        why = {"out_of_memory": f"out of memory ({told})"}
+    # Outside the handler: its traceback would keep the tensors of the failed run. Collecting takes
+    # long beside a small run, and matters where memory is scarce.
+    if why or torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+    return result, why
+
+
+def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
+    """Measure, print the table, write what was asked for; returns the exit status.
+
+    That is 1 when cells failed: the table or a line says why, and the others were measured. The
+    same command tries them again.
+    """
+    check_one_process()
+    check_outputs(outputs, measurement)
+    measurement.check()
+    with sole_writer(outputs.json), measurement.surroundings():
+        results = Results(measurement.title(), measurement.setup(), outputs.json)
+        known = len(measurement.cells()) - len(measurement.waiting(results))
+        if opening := measurement.opening(results):
+            print(f"{opening}\n", file=sys.stderr)
+        try:
+            failed = measure(measurement, results)
+        finally:
+            # What was finished is worth seeing, also when a later cell could not be.
+            if len(results):
+                print(f"\n{measurement.table(results)}")
+                if missing := len(measurement.waiting(results)):
+                    print(f"\n{missing} of {len(measurement.cells())} cells are not finished")
+    for cell, reason in failed:
+        print(f"\n{' '.join(map(str, cell.values()))}: {reason}")
+    if known:
+        print(f"\n{known} cells were finished already and were not measured again")
+    write_outputs(outputs, measurement, results)
+    # Also cells that the plan found out, but not those of another command with the same file.
+    asked = measurement.cells()
+    wrong = dict.fromkeys(
+        row[_FAILED] for cell, row in results if _FAILED in row and (not asked or cell in asked)
+    )
+    for why in wrong:
+        print(f"{program()}: error: {why}", file=sys.stderr)
+    return int(bool(failed or wrong))
+
+
+def add_measurement(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], kind: type[Measurement]
+) -> None:
+    """Add the command of a measurement, with its options, to ``commands``."""
+    text = getattr(kind, "description", None) or " ".join((kind.__doc__ or "").split())
+    parser = commands.add_parser(
+        kind.name or kind.command,
+        help=kind.summary,
+        description=text,
+        epilog=example_lines(kind.examples),
+        formatter_class=HelpFormatter,
+    )
+    fill_parser(parser, kind)
+
+
+def fill_parser(parser: argparse.ArgumentParser, kind: type[Measurement]) -> None:
+    """Give a parser the options of a measurement, and what runs it."""
+    add_options(parser, kind)
+    add_options(parser, Outputs)
+    parser.set_defaults(run=lambda parsed: _run(kind, parsed))
+
+
+def _run(kind: type[Measurement], parsed: argparse.Namespace) -> int:
+    outputs = read_options(Outputs, parsed)
+    return run_measurement(read_options(kind, parsed).beside(outputs), outputs)
+
+
+def _waits(results: Results, cell: Cell) -> bool:
+    row = results.find(cell)
+    return row is None or _FAILED in row
+
+
+def _out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch has no class of its own for a host that can't allocate, for pinned memory, and for what
+    # CUDA's libraries can't get.
+    told = str(error)
+    signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
+    return any(sign in told for sign in signs)

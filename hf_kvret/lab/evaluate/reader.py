@@ -1,0 +1,260 @@
+"""A cache at work: read a context, branch off, go on token by token, and say what it took."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.program.progress import prompt_bar
+from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.models.compatibility import layer_shapes
+from hf_kvret.models.versions import as_argument
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a cache holds and what its decoding read.
+
+    Attributes:
+        device_bytes, host_bytes: held now, spare capacity included.
+        full_bytes: keys and values of all tokens, uncompressed.
+        rows_read: cold rows that decoding read, summed over layers, heads and queries; those that
+            long questions read exactly included.
+        rows_cold: cold rows there were to read, summed alike.
+        step_bytes: bytes of the cache that its next decode step reads: keys and values, or what
+            stands for them; for retrieval the window, the part of the index that a selection
+            reads, and the selected rows.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    full_bytes: int
+    rows_read: int
+    rows_cold: int
+    step_bytes: int
+
+    @property
+    def read_ratio(self) -> float | None:
+        """Share of the cold rows that was read; None before anything was cold."""
+        return self.rows_read / self.rows_cold if self.rows_cold else None
+
+
+class Reader:
+    """One cache and its place in the text. Batch 1, greedy; runs in inference mode.
+
+    Args:
+        model: switched to our attention by ``hf_kvret.attach``.
+        choice: the cache.
+        capacity: the most tokens that will be fed in all.
+
+    Raises:
+        ValueError: ``capacity`` goes beyond the positions that the model knows.
+
+    Attributes:
+        cache: the transformers cache.
+        length: tokens fed so far. The next token has this position also where a press has
+            dropped some of them.
+        seconds: of all forward passes since the reader was made or forked.
+    """
+
+    def __init__(self, model: PreTrainedModel, choice: CacheChoice, capacity: int) -> None:
+        check_positions(model, capacity)
+        self.model, self.choice, self.capacity = model, choice, capacity
+        self.cache: Cache = choice.make(model.config, capacity)
+        if isinstance(self.cache, RetrievalCache):
+            self.cache.check_model(model)
+        self.length = 0
+        self.seconds = 0.0
+
+    def prefill(self, tokens: torch.Tensor, keep: int = 1) -> torch.Tensor:
+        """Read a context ``[n]``: as ``feed``, with a bar, and presses compress at its end."""
+        bar = prompt_bar(self.model, len(tokens), self.choice.name)
+        with bar, self.choice.around_prefill(self.model):
+            return self.feed(tokens, keep)
+
+    @torch.inference_mode()
+    def feed(self, tokens: torch.Tensor, keep: int = 1) -> torch.Tensor:
+        """Logits ``[keep, vocab]`` after the last ``keep`` of ``tokens [n]``, which are now held.
+
+        Raises:
+            ValueError: no tokens, or more than ``capacity`` in all.
+        """
+        count = tokens.shape[0]
+        if not count or self.length + count > self.capacity:
+            raise ValueError(
+                f"{count} tokens after {self.length} of at most {self.capacity}: feed at least "
+                "one, and make the reader with the length of the whole text"
+            )
+        device = self.model.device
+        positions = torch.arange(self.length, self.length + count, device=device)
+        started = time.perf_counter()
+        logits = self.model(
+            tokens.to(device)[None],
+            **as_argument(self.cache),
+            position_ids=positions[None],
+            # kvpress reads it; transformers takes it as a spare keyword.
+            cache_position=positions,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits[0]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds += time.perf_counter() - started
+        self.length += count
+        return logits
+
+    def check_step(self, step: int) -> None:
+        """ValueError when feeding ``step`` tokens at once would make a retrieval cache exact."""
+        if not isinstance(self.cache, RetrievalCache):
+            return
+        most = self.cache.options.max_draft
+        if step > most:
+            raise ValueError(
+                f"--step {step}: beyond max_draft ({most}) tokens {self.choice.name} attends to "
+                f"everything; use --step {most}, or the cache with :max_draft={step}"
+            )
+
+    def fork(self, **changes: Any) -> Reader:
+        """A reader at the same place that goes its own way; time and counts start anew.
+
+        ``changes`` are options for a retrieval cache, as ``track_recall=True``; TypeError for
+        another cache.
+        """
+        twin = copy.copy(self)
+        twin.seconds = 0.0
+        if isinstance(self.cache, RetrievalCache):
+            twin.cache = self.cache.fork(**changes)
+            return twin
+        if changes:
+            raise TypeError(f"{self.choice.name} is no retrieval cache: it has no {list(changes)}")
+        twin.cache = copy.copy(self.cache)
+        # These layers replace their tensors and never write into them, so copies may share.
+        twin.cache.layers = [
+            copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer)
+            for layer in self.cache.layers
+        ]
+        return twin
+
+    def answer(
+        self,
+        tokens: torch.Tensor,
+        count: int,
+        stop: Collection[int] = (),
+        *,
+        done: Callable[[list[int]], bool] = lambda given: False,
+    ) -> list[int]:
+        """Up to ``count`` greedy tokens after feeding ``tokens [n]``; ends before one of ``stop``.
+
+        ``done`` is asked after each token, whether all those given will do.
+        """
+        given: list[int] = []
+        while len(given) < count:
+            best = int(self.feed(tokens)[-1].argmax())
+            if best in stop:
+                break
+            given.append(best)
+            if done(given):
+                break
+            tokens = torch.tensor([best])
+        return given
+
+    def usage(self) -> Usage:
+        """Bytes held and rows read so far; rows since the reader was made or forked."""
+        if isinstance(self.cache, RetrievalCache):
+            memory, layers = self.cache.memory(), self.cache.stats()["layers"]
+            return Usage(
+                memory.device,
+                memory.host,
+                memory.full_attention,
+                sum(layer["selected"] + layer["exact_rows"] for layer in layers),
+                sum(layer["cold_rows"] + layer["exact_rows"] for layer in layers),
+                memory.other_layers + sum(map(_step_bytes, self.cache.retrieval_layers)),
+            )
+        held = [_layer_bytes(layer) for layer in self.cache.layers]
+        host = sum(held) if self.choice.on_host else 0
+        full = self._full_bytes()
+        # All rows that are left are read, whatever their encoding; a press leaves fewer.
+        length = self.cache.get_seq_length()
+        return Usage(sum(held) - host, host, full, int(length), self.length, sum(held))
+
+    def _full_bytes(self) -> int:
+        width = sum(shape.width for shape in layer_shapes(self.model.config))
+        return 2 * self.length * width * self.model.dtype.itemsize
+
+
+def begin(
+    model: PreTrainedModel,
+    choice: CacheChoice,
+    context: torch.Tensor,
+    question: torch.Tensor,
+    answer_len: int,
+    *,
+    whole: bool,
+) -> tuple[Reader, torch.Tensor]:
+    """A reader with room for the answer, and the tokens that it is to be fed before it answers.
+
+    It has read ``context [n]``; with ``whole`` the ``question [m]`` too but for the last token,
+    which is fed alone: it asks for the first new one, and retrieves.
+    """
+    if whole:
+        prompt = torch.cat([context, question])
+        context, question = prompt[:-1], prompt[-1:]
+    reader = Reader(model, choice, len(context) + len(question) + answer_len)
+    reader.prefill(context)
+    return reader, question
+
+
+def check_positions(model: PreTrainedModel, count: int) -> None:
+    """ValueError when ``count`` tokens go beyond the positions that the model knows."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and count > most:
+        raise ValueError(
+            f"{count} tokens, but the model knows {most} positions (max_position_embeddings): take "
+            "shorter lengths, or extend its config"
+        )
+
+
+def _step_bytes(layer: RetrievalLayer) -> int:
+    """What the next step reads of a retrieval layer; ``Usage.step_bytes``."""
+    regions = layer.regions
+    if regions is None:
+        return 0
+    keys, values = regions.window.tokens()
+    read = keys.nbytes + values.nbytes
+    if not regions.cold_len:
+        return read
+    selected = layer.config.budget(regions.cold_len)
+    row = (keys.shape[3] + values.shape[3]) * keys.element_size()
+    if regions.store is not None:
+        row = regions.store.row_nbytes(row)
+    rows = keys.shape[0] * keys.shape[1] * selected
+    means = 0 if regions.rest is None else regions.rest.means_nbytes()
+    return read + regions.search_cost().nbytes + rows * row + means
+
+
+def _layer_bytes(layer: Any) -> int:
+    """Bytes of the tensors of a layer, those inside tuples and of quantized wrappers too."""
+    return sum(_nbytes(value) for value in vars(layer).values())
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        inner = getattr(value, "__tensor_flatten__", None)
+        if inner is not None and type(value) is not torch.Tensor:
+            names, _ = inner()
+            return sum(_nbytes(getattr(value, name)) for name in names)
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values()))
+    if isinstance(value, (tuple, list)):
+        return sum(map(_nbytes, value))
+    return 0

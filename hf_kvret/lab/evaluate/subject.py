@@ -1,0 +1,148 @@
+"""What is evaluated: a model with its tokenizer, by path, hub id or the name of one of ours."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from hf_kvret.artifacts.hub_access import needs_cache
+from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, BUNDLED_MODEL, LATENT_MODEL, REFERENCE_MODEL
+from hf_kvret.registry import attach
+
+_BUNDLED = {
+    "needle": BUNDLED_MODEL,
+    "reference": REFERENCE_MODEL,
+    "reference-latent": LATENT_MODEL,
+    "reference-books": BOOKS_MODEL,
+}
+# What broken files of a model make transformers, torch and safetensors raise.
+_UNLOADABLE = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError),
+    *(SafetensorError, UnpicklingError),
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is ready to be measured, and what identifies it.
+
+    Attributes:
+        name: as the user gave it.
+        model: in eval mode, switched to our attention (other caches pass through it unchanged).
+        tokenizer: None where the model has none, as the bundled needle model.
+        no_tokenizer: why a tokenizer could not be loaded; empty where it was, or none was tried.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    no_tokenizer: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        """Where input tokens belong."""
+        return self.model.device
+
+    def need_tokenizer(self, task: str) -> PreTrainedTokenizerBase:
+        """The tokenizer; ValueError when the model has none and ``task`` needs text."""
+        if self.tokenizer is None:
+            reason = f" ({self.no_tokenizer})" if self.no_tokenizer else ""
+            raise ValueError(
+                f"{task} needs a tokenizer, and {self.name!r} has none{reason}: give another "
+                "--model (reference, in a checkout), or put the tokenizer's files "
+                "(tokenizer.json) into the model's folder"
+            )
+        return self.tokenizer
+
+    def describe(self) -> dict[str, Any]:
+        """Name, size, type and a fingerprint of the weights, for JSON."""
+        return {
+            "model": self.name,
+            "class": type(self.model).__name__,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "fingerprint": self._fingerprint(),
+        }
+
+    def _fingerprint(self) -> str:
+        """Of a sample of every weight, and of the tokenizer: other weights give other numbers."""
+        seen = hashlib.sha256()
+        for name, weight in self.model.state_dict().items():
+            flat = weight.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
+            seen.update(f"{name} {tuple(weight.shape)}".encode())
+            seen.update(sample.numpy().tobytes())
+        if self.tokenizer is not None:
+            words = sorted(self.tokenizer.get_vocab().items())
+            seen.update(repr((words, self.tokenizer.chat_template)).encode())
+        return seen.hexdigest()[:16]
+
+
+def model_folder(name: str) -> Path:
+    """Where the model ``name`` lies, as for ``load_subject``; for a hub id no such folder is."""
+    return _BUNDLED.get(name, Path(name))
+
+
+def load_subject(
+    name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Subject:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: ``needle``, ``reference``, ``reference-latent``, ``reference-books``, else a folder or
+            a hub id.
+
+    Raises:
+        FileNotFoundError: neither a folder nor a hub id.
+        ConnectionError: a hub id that is not in the cache, and the hub can't be reached.
+        ValueError: no model there, or one that can't be loaded or that retrieval can't serve; the
+            message says what was tried.
+    """
+    place = str(model_folder(name))
+    if name in _BUNDLED and not (_BUNDLED[name] / "model.safetensors").is_file():
+        raise FileNotFoundError(_where(name))
+    cached = needs_cache("--model", place)
+    if name not in _BUNDLED:
+        print(f"loading the model {name} ...", file=sys.stderr)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, local_files_only=cached)
+    except _UNLOADABLE as error:
+        raise ValueError(
+            f"--model {name}: can't be loaded ({_first_line(error)}). Give a folder with "
+            f"config.json and weights, a hub id, or one of {', '.join(_BUNDLED)}"
+        ) from error
+    tokenizer, reason = None, ""
+    if name != "needle":
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=cached)
+        except _UNLOADABLE as error:
+            # Tasks that work on token ids go on without; the others ask need_tokenizer.
+            reason = _first_line(error)
+    model = model.to(device).eval()
+    attach(model)
+    return Subject(name, model, tokenizer, reason)
+
+
+def _where(name: str) -> str:
+    if name != "needle":
+        return (
+            f"--model {name}: this model is in the examples of hf-kvret's repository, not in the "
+            "package: run this from a checkout, or give --model needle, a folder or a hub id"
+        )
+    return (
+        f"--model {name}: the bundled model is missing from {_BUNDLED[name]}: install hf_kvret "
+        f"again, or train it with examples/train_{name}_model.py"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), repr(error))

@@ -1,0 +1,207 @@
+"""What evaluation tasks have in common: a model, caches, and a cell for each cache and question."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
+
+from hf_kvret.artifacts.files import read_description
+from hf_kvret.artifacts.hub import find_folder
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.evaluate.bundled import default_model
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches, known_caches
+from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
+from hf_kvret.lab.program.arguments import DTYPES, check_device, names
+from hf_kvret.lab.program.common_options import (
+    budget_option,
+    device_option,
+    dtype_option,
+    seed_option,
+    store_option,
+)
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.registry import registered_methods
+
+Choices = Mapping[str, CacheChoice]
+"""Caches by the name that cells have."""
+
+# What `--caches` means by itself.
+_CACHES = ("full", "flat", "paris", "lrqk", "ctkvr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Measurement):
+    """A question about caches, cut into cells that are run one by one.
+
+    Subclasses are frozen dataclasses that add their own options.
+    """
+
+    command: ClassVar[str] = "eval"
+
+    model: str = option(
+        default_model(),
+        "a folder, a hub id, or a model of ours: reference, reference-latent, reference-books "
+        "(text), needle (ids)",
+    )
+    caches: str | None = option(
+        None,
+        "comma-separated, options after colons as paris:top_k=100:store=host; known: "
+        f"{', '.join(known_caches())}; default: {','.join(_CACHES)}, and those that the model's "
+        "folder has an artifact for",
+    )
+    top_k: int | float = budget_option()
+    store: str = store_option()
+    dtype: str = dtype_option()
+    device: str = device_option()
+    seed: int = seed_option()
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The model, loaded when it is first asked for."""
+        return load_subject(self.model, DTYPES[self.dtype], self.device)
+
+    @cached_property
+    def choices(self) -> Choices:
+        """The caches that are compared; ValueError for one that can't be."""
+        chosen = names(self.caches) if self.caches else default_caches(self.model)
+        return choose_caches(chosen, self._retrieval(), self.device)
+
+    def check(self) -> None:
+        """What caches and files can be wrong about is said before the model is loaded."""
+        check_device(self.device)
+        self.cells()
+        _ = self._details
+
+    def setup(self) -> dict[str, Any]:
+        """Model, place and budget; and ``details``."""
+        place = {"device": self.device, "seed": self.seed}
+        return self.subject.describe() | place | self._retrieval() | self._details
+
+    @cached_property
+    def _details(self) -> dict[str, Any]:
+        # Once, because some read whole files.
+        return self.details()
+
+    @abstractmethod
+    def details(self) -> dict[str, Any]:
+        """What its numbers depend on besides model, caches and cells, as plain JSON values."""
+
+    def cells(self) -> list[Cell]:
+        """Those of ``cells_of`` for the caches that are compared."""
+        return self.cells_of(list(self.choices))
+
+    @abstractmethod
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
+        """The cells, in the order in which they are run. Each names its ``cache``."""
+
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        """Look at what ``cells`` need before any of them is run: caches that serve the model.
+
+        Tasks add texts that are long enough, and lengths that the model has positions for.
+
+        Raises:
+            ValueError: something of that can't be.
+        """
+        for name in dict.fromkeys(cell["cache"] for cell in cells):
+            Reader(subject.model, choices[name], 0)
+
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """One by one, after a look at all of them."""
+        check_artifacts(results, self._artifacts)
+        self.check_cells(self.waiting(results), self.subject, self.choices)
+        yield from super().plan(results)
+
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """The numbers of a cell, and which artifact its cache works with."""
+        found = []
+        for cell in group:
+            row = self.run(cell, self.subject, self.choices[cell["cache"]])
+            artifact = self._artifacts[cell["cache"]]
+            found.append(row if artifact is None else {**row, "artifact": artifact})
+        return found
+
+    @abstractmethod
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> Row:
+        """The numbers of one cell, as plain JSON values. Long work shows a progress bar."""
+
+    def lacking(self, cell: Cell, why: Row) -> None:
+        """Nothing is kept of a cell that ran out of memory: it is tried the next time."""
+
+    def _retrieval(self) -> dict[str, Any]:
+        return {"top_k": self.top_k, "store": self.store}
+
+    @cached_property
+    def _artifacts(self) -> dict[str, str | None]:
+        return {
+            name: artifact_sha256(choice, self.subject) for name, choice in self.choices.items()
+        }
+
+
+def default_caches(model: str) -> list[str]:
+    """Those that ``--caches`` means when it is not given, for the ``model`` of ``--model``."""
+    home = model_folder(model)
+    learned = [name for name, cls in registered_methods().items() if cls.needs_artifact]
+    return [*_CACHES, *(name for name in learned if (home / name).is_dir())]
+
+
+def lengths_of(cells: Sequence[Cell]) -> list[int]:
+    """The different lengths of cells, ascending; those of cells without one don't count."""
+    return sorted({cell["length"] for cell in cells if "length" in cell})
+
+
+def artifact_sha256(choice: CacheChoice, subject: Subject) -> str | None:
+    """Which artifact a cache works with; None where it needs none, or a task makes its own."""
+    if not hasattr(choice.options, "artifact"):
+        return None
+    home = Path(subject.model.config._name_or_path)
+    if choice.lacks_artifact and not (home / choice.method).is_dir():
+        return None
+    cache = choice.make(subject.model.config, 1)
+    assert isinstance(cache, RetrievalCache)
+    options: Any = cache.options
+    if options.artifact is None:
+        return None
+    folder = find_folder(options.artifact, revision=options.revision)
+    return str(read_description(folder)["tensors_sha256"])
+
+
+def check_artifacts(results: Results, artifacts: dict[str, str | None]) -> None:
+    """ValueError for finished cells of the same caches that had other artifacts."""
+    for cell, found in results:
+        now, then = artifacts.get(cell.get("cache", "")), found.get("artifact")
+        if now is not None and then is not None and now != then:
+            raise ValueError(
+                f"{results.path} has {cell['cache']} with another artifact (sha256 "
+                f"{str(then)[:12]}, now {now[:12]}): give another --json, or delete the file"
+            )
+
+
+def mean_points(results: Results, score: str, best: float = 1.0) -> dict[str, tuple[float, float]]:
+    """What ``Task.accuracy`` returns, from the score of that name, which is ``best`` at most.
+
+    Means over those cells that every cache has finished, so that all caches are asked the same.
+    """
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for cell, result in results:
+        place = json.dumps({key: cell[key] for key in sorted(cell) if key != "cache"})
+        pair = (result["step_bytes"] / result["full_bytes"], result[score] / best)
+        found.setdefault(cell["cache"], {})[place] = pair
+    shared = set.intersection(*(set(points) for points in found.values())) if found else set()
+    if not shared:
+        return {}
+    return {
+        cache: (
+            fmean(points[place][0] for place in shared),
+            fmean(points[place][1] for place in shared),
+        )
+        for cache, points in found.items()
+    }

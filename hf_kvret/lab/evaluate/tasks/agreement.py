@@ -1,0 +1,243 @@
+"""How closely a cache agrees with full attention: tokens, distributions, recall by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
+from hf_kvret.lab.evaluate.contexts import describe_file, read_prompts, text_windows
+from hf_kvret.lab.evaluate.following import (
+    Kept,
+    branch,
+    full_logits,
+    layer_recalls,
+    mean_by_layer,
+    mean_recall,
+)
+from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices, Task
+from hf_kvret.lab.evaluate.texts import token_ids
+from hf_kvret.lab.evaluate.usage import UsageSum
+from hf_kvret.lab.program.arguments import file_path
+from hf_kvret.lab.program.common_options import context_option, count_option, text_option
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.plots import plot_groups, plot_lines
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, table_of
+
+_GROUP = 8
+_continuations = Kept(most=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement(Task):
+    """Agreement with full attention on any text: tokens, distributions, recall by layer."""
+
+    name: ClassVar[str] = "agreement"
+    summary: ClassVar[str] = "how closely a cache agrees with full attention on any text"
+    description: ClassVar[str] = (
+        "Agreement with full attention on any text: tokens, distributions, recall by layer. "
+        "Full attention goes on greedily from each context. The same tokens are then forced "
+        "through the cache, and in a second run the cache goes on by itself. The context's last "
+        "token is fed alone, so the first new token is already a retrieving one."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval agreement --text wiki.test.raw --context 4K --caches flat,paris",
+    )
+
+    text: Path | None = text_option(required=False)
+    prompts: Path | None = option(
+        None, "one a line, or a JSON list of strings", kind=file_path, metavar="FILE"
+    )
+    context: tuple[int, ...] = context_option((4096,), "tokens of a context, with --text")
+    windows: int = count_option(4, "at most this many contexts of each length")
+    new_tokens: int = count_option(64, "of each continuation")
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.prompts is None):
+            raise ValueError("give either --text FILE or --prompts FILE")
+        if min(self.context) < 2:
+            raise ValueError(f"--context {min(self.context)}: a context has at least 2 tokens")
+
+    def details(self) -> dict[str, Any]:
+        return {
+            "text": describe_file("--text", self.text),
+            "prompts": describe_file("--prompts", self.prompts),
+            "windows": self.windows,
+            "new_tokens": self.new_tokens,
+        }
+
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
+        if self.prompts is None:
+            return [{"cache": cache, "length": n} for n in self.context for cache in caches]
+        count = len(read_prompts(self.prompts))
+        groups = [f"{n + 1}-{min(n + _GROUP, count)}" for n in range(0, count, _GROUP)]
+        return [{"cache": cache, "prompts": group} for group in groups for cache in caches]
+
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
+        places = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
+        for cell in places.values():
+            for context in self._contexts(cell, subject):
+                check_positions(subject.model, len(context) + self.new_tokens)
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        forced, free, firsts, kls, recalls = 0, 0, [], [], []
+        used = UsageSum()
+        contexts = self._contexts(cell, subject)
+        for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
+            told = _continuation(subject.model, context, self.new_tokens)
+            reader = Reader(subject.model, choice, len(context) + self.new_tokens)
+            reader.prefill(context[:-1])
+            given = torch.cat([context[-1:], told[:-1]])
+            follower = branch(reader)
+            logits = _step_by_step(follower, given)
+            equal = logits.argmax(-1) == told
+            forced += int(equal.sum())
+            exact = full_logits(
+                subject.model, torch.cat([context, told[:-1]]), start=len(context) - 1
+            )
+            kls.append(_divergence(exact, logits))
+            first = self.new_tokens if equal.all() else int(equal.int().argmin())
+            firsts.append(first)
+            # Up to its first other token a free run is the forced one.
+            if first == self.new_tokens:
+                free += first
+            else:
+                own = reader.answer(context[-1:], self.new_tokens)
+                free += int((torch.tensor(own) == told).sum())
+            recalls.append(layer_recalls(follower))
+            used.add(follower)
+        tokens = len(contexts) * self.new_tokens
+        layers = mean_by_layer(recalls)
+        return {
+            "contexts": len(contexts),
+            "tokens": tokens,
+            "forced_equal": forced / tokens,
+            "free_equal": free / tokens,
+            "first_divergence": firsts,
+            "kl_mean": float(torch.cat(kls).mean()),
+            "kl_max": float(torch.cat(kls).max()),
+            **mean_recall(layers),
+            "layers": [layer.to_dict() for layer in layers],
+            **used.row("seconds_with_recall"),
+        }
+
+    def _contexts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:
+        if self.text is not None:
+            return text_windows(
+                subject, self.name, self.text, cell["length"], 0, self.windows, None
+            )
+        assert self.prompts is not None
+        tokenizer = subject.need_tokenizer(self.name)
+        first, last = map(int, cell["prompts"].split("-"))
+        contexts = []
+        for number, prompt in enumerate(read_prompts(self.prompts)[first - 1 : last], first):
+            ids = token_ids(tokenizer, prompt)
+            if len(ids) < 2:
+                raise ValueError(
+                    f"{self.prompts}: prompt {number} ({prompt!r}) is one token: make it longer"
+                )
+            contexts.append(ids)
+        return contexts
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        first = f"first other of {results.setup['new_tokens']}"
+        columns: Columns = {
+            "cache": lambda cell, row: cell["cache"],
+            "context": lambda cell, row: _place(cell),
+            "tokens equal, forced": lambda cell, row: f"{row['forced_equal']:.2%}",
+            "KL, mean": lambda cell, row: f"{row['kl_mean']:.2e}",
+            "KL, max": lambda cell, row: f"{row['kl_max']:.2e}",
+            first: lambda cell, row: f"{median(row['first_divergence']):g}",
+            "tokens equal, free": lambda cell, row: f"{row['free_equal']:.2%}",
+            "recall": lambda cell, row: or_dash(row["overlap"], ".3f"),
+            "mass": lambda cell, row: or_dash(row["mass"], ".3f"),
+            "best mass": lambda cell, row: or_dash(row["best_mass"], ".3f"),
+            "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
+        }
+        table = table_of(results, columns)
+        by_layer = _layer_table(results)
+        return f"{table}\n\n{by_layer}" if by_layer else table
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        new = results.setup["new_tokens"]
+        lines = {
+            f"{cell['cache']}, {_place(cell)}": (
+                [layer["layer"] for layer in found["layers"]],
+                [layer["overlap"] for layer in found["layers"]],
+            )
+            for cell, found in results
+            if found["layers"]
+        }
+        if lines:
+            title = f"share of the exact top-k that is selected, {new} tokens"
+            plot_lines(path, lines, title=title, x="layer", y="recall")
+            return
+        places = list(dict.fromkeys(_place(cell) for cell, _ in results))
+        bars: dict[str, list[float | None]] = {}
+        for cell, found in results:
+            heights = bars.setdefault(cell["cache"], [None] * len(places))
+            heights[places.index(_place(cell))] = found["kl_mean"]
+        plot_groups(path, places, bars, title=f"KL(full || cache), {new} tokens", y="nats")
+
+
+def _continuation(model: PreTrainedModel, context: torch.Tensor, count: int) -> torch.Tensor:
+    """``[count]`` greedy tokens of full attention; made once for all caches of a row."""
+
+    def make() -> torch.Tensor:
+        reader = Reader(model, choose_cache("full"), len(context) + count)
+        reader.prefill(context[:-1])
+        return torch.tensor(reader.answer(context[-1:], count))
+
+    return _continuations.get(model, (tuple(context.tolist()), count), make)
+
+
+def _step_by_step(reader: Reader, tokens: torch.Tensor) -> torch.Tensor:
+    """``[n, vocab]`` fp32 on the CPU: logits after each of ``tokens [n]``, fed one at a time."""
+    steps = tqdm(tokens.split(1), leave=False, desc="forced", mininterval=1)
+    return torch.cat([reader.feed(token).float().cpu() for token in steps])
+
+
+def _divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``[n]`` fp64 KL(full || other) in nats of logits ``[n, vocab]``, never below 0."""
+    p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+
+
+def _place(cell: Cell) -> str:
+    return f"prompts {cell['prompts']}" if "prompts" in cell else str(cell["length"])
+
+
+def _layer_table(results: Results) -> str:
+    """Recall of each layer, a column for each cache and context; empty where nothing retrieved."""
+    columns = {
+        f"{cell['cache']}, {_place(cell)}": {layer["layer"]: layer for layer in found["layers"]}
+        for cell, found in results
+        if found["layers"]
+    }
+    if not columns:
+        return ""
+    rows = []
+    for number in sorted({number for layers in columns.values() for number in layers}):
+        row = [str(number)]
+        for layers in columns.values():
+            layer = layers.get(number)
+            row.append(
+                "-"
+                if layer is None
+                else f"{layer['overlap']:.3f}, {layer['mass']:.3f} of {layer['best_mass']:.3f}"
+            )
+        rows.append(row)
+    return markdown_table(["layer: recall, mass of best", *columns], rows)

@@ -1,0 +1,253 @@
+"""Several questions in turn about one long context, on the cache that grows with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.haystack import (
+    Document,
+    Wording,
+    choose_wording,
+    contains,
+    describe_essays,
+)
+from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
+from hf_kvret.lab.evaluate.usage import UsageSum
+from hf_kvret.lab.program.arguments import one_or_both
+from hf_kvret.lab.program.common_options import (
+    answer_tokens_option,
+    context_option,
+    count_option,
+    essays_option,
+    style_option,
+)
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.tables import table_of
+
+MODES = ("turns", "forks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTurn(Task):
+    """One context with a needle for each turn, read once without any question; then the
+    questions.
+    """
+
+    name: ClassVar[str] = "multiturn"
+    summary: ClassVar[str] = "several questions in turn about one context"
+    description: ClassVar[str] = (
+        "One context with a needle for each turn, read once without any question; then the "
+        'questions. Mode "turns" asks them one after the other on the same cache. Earlier '
+        "answers in it are the right ones, whatever the model said; with --own-answers they are "
+        'the model\'s own. Mode "forks" asks each question of a fork of the cache that has read '
+        "the context only."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval multiturn --context 4K,16K --turns 8 --caches full,flat,paris --plot "
+        "turns.png",
+    )
+
+    context: tuple[int, ...] = context_option(
+        (4096, 16384), "tokens, all questions and room for all answers included"
+    )
+    turns: int = count_option(8, "needles and questions")
+    samples: int = count_option(4, "contexts of each length")
+    modes: tuple[str, ...] = option(
+        MODES[:1],
+        "one cache for all questions, or a fork for each",
+        kind=one_or_both(*MODES),
+        metavar="{turns,forks,both}",
+        name="--mode",
+    )
+    own_answers: bool = option(False, "keep the model's own answers in the cache")
+    style: str | None = style_option("magic", "tokens")
+    essays: Path | None = essays_option()
+    answer_tokens: int = answer_tokens_option()
+
+    def __post_init__(self) -> None:
+        if self.own_answers and "turns" not in self.modes:
+            raise ValueError("--own-answers: forks forget every answer; use --mode turns or both")
+
+    def details(self) -> dict[str, Any]:
+        return {
+            "turns": self.turns,
+            "samples": self.samples,
+            "own_answers": self.own_answers,
+            "style": self.style,
+            "essays": describe_essays(self.essays),
+            "answer_tokens": self.answer_tokens,
+        }
+
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
+        return [
+            {"cache": cache, "mode": mode, "length": length}
+            for length in self.context
+            for mode in self.modes
+            for cache in caches
+        ]
+
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
+        wording = self._wording(subject)
+        for length in lengths_of(cells):
+            check_positions(subject.model, length)
+            self._document(wording, length, 0)
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        wording = self._wording(subject)
+        own = self.own_answers and cell["mode"] == "turns"
+        # Left alone, a model of plain text goes on and writes the next question itself.
+        stop = wording.stop | (_line_breaks(subject) if own else frozenset())
+        right = np.zeros((self.samples, self.turns))
+        used, answers = UsageSum(), []
+        for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="context"):
+            document = self._document(wording, cell["length"], sample)
+            talk = _Talk(subject, choice, cell["length"], document.context, wording, stop, used)
+            for turn, fact in enumerate(document.asked):
+                given = talk.ask(fact.question)
+                if own:
+                    talk.keep()
+                elif cell["mode"] == "turns":
+                    talk.correct(fact.question, fact.gold)
+                right[sample, turn] = contains(fact.answer, given)
+                answers.append({"turn": turn + 1, "expected": fact.answer, "given": given})
+            talk.end()
+        return {
+            "right": right.mean(axis=0).tolist(),
+            "mean": float(right.mean()),
+            "answers": answers,
+            **used.row(),
+        }
+
+    def _wording(self, subject: Subject) -> Wording:
+        return choose_wording(self.style, subject, self.name, self.essays, self.answer_tokens)
+
+    def _document(self, wording: Wording, length: int, sample: int) -> Document:
+        # The same document for every cache and mode. Depths are drawn, so turns don't follow the
+        # text's order.
+        rng = np.random.default_rng([self.seed, length, sample])
+        depths = (100 * rng.random(self.turns)).tolist()
+        start = sample / self.samples
+        return wording.document(rng, length, depths, self.turns, start)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        def over_full(cell: Cell, row: dict[str, Any]) -> str:
+            full = results.find(cell | {"cache": "full"})
+            return "-" if full is None else f"{100 * (row['mean'] - full['mean']):+.1f}"
+
+        def read(cell: Cell, row: dict[str, Any]) -> str:
+            return "-" if row["read_ratio"] is None else f"{100 * row['read_ratio']:.2f}"
+
+        columns: dict[str, Callable[[Cell, dict[str, Any]], str]] = {
+            "cache": lambda cell, row: cell["cache"],
+            "mode": lambda cell, row: cell["mode"],
+            "length": lambda cell, row: str(cell["length"]),
+        }
+        for turn in range(results.setup["turns"]):
+            columns[f"turn {turn + 1}"] = partial(_right, turn)
+        columns["mean"] = lambda cell, row: f"{100 * row['mean']:.1f}"
+        return table_of(results, columns | {"over full": over_full, "cold rows read, %": read})
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        both = len({cell["mode"] for cell, _ in results}) > 1
+        shares: dict[str, list[list[float]]] = {}
+        for cell, found in results:
+            name = f"{cell['cache']}, {cell['mode']}" if both else cell["cache"]
+            shares.setdefault(name, []).append(found["right"])
+        turns = [float(turn + 1) for turn in range(results.setup["turns"])]
+        lines = {
+            name: (turns, (100 * np.mean(some, axis=0)).tolist()) for name, some in shares.items()
+        }
+        lengths = ", ".join(str(length) for length in sorted({c["length"] for c, _ in results}))
+        plot_lines(
+            path,
+            lines,
+            title=f"questions in turn on one cache, contexts of {lengths} tokens",
+            x="turn",
+            y="right answers, %",
+            low=-3,
+            high=103,
+        )
+
+    @classmethod
+    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
+        return mean_points(results, "mean")
+
+
+class _Talk:
+    """A context that was read, and the turns on it.
+
+    ``used`` counts what questions and answers read, and the seconds of all forward passes whose
+    result counts.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        choice: CacheChoice,
+        capacity: int,
+        context: torch.Tensor,
+        wording: Wording,
+        stop: frozenset[int],
+        used: UsageSum,
+    ) -> None:
+        self._wording, self._stop, self._used = wording, stop, used
+        self._reader = Reader(subject.model, choice, capacity)
+        self._reader.prefill(context)
+        self._fork = self._reader
+        # Tokens of the last answer that the cache does not hold yet, for it and for its fork.
+        self._pending: list[int] = []
+        self._fork_pending: list[int] = []
+        self._prefill_seconds = self._reader.seconds
+
+    def ask(self, question: list[int]) -> str:
+        """The answer, given on a fork, so that the cache is what it was."""
+        fork = self._reader.fork()
+        asked = torch.tensor([*self._pending, *question])
+        given = fork.answer(asked, self._wording.answer_len, self._stop)
+        # The last token is fed only when another one is asked for.
+        fed = fork.length - self._reader.length - len(asked)
+        self._fork, self._fork_pending = fork, given[fed:]
+        self._used.add(fork)
+        return self._wording.text(given)
+
+    def keep(self) -> None:
+        """Go on from the fork, with question and answer as given."""
+        self._reader, self._pending = self._fork, self._fork_pending
+
+    def correct(self, question: list[int], gold: list[int]) -> None:
+        """Go on with the question and its right answer; what the fork said is gone."""
+        self._reader.feed(torch.tensor(question))
+        self._reader.feed(torch.tensor(gold))
+
+    def end(self) -> None:
+        """Count the reading of the context, and the bytes held before another question."""
+        held = replace(self._reader.usage(), rows_read=0, rows_cold=0)
+        self._used.count(held, self._prefill_seconds)
+
+
+def _line_breaks(subject: Subject) -> frozenset[int]:
+    """The tokens with a line break in them; none without a tokenizer."""
+    tokenizer = subject.tokenizer
+    if tokenizer is None:
+        return frozenset()
+    return frozenset(n for n in range(len(tokenizer)) if "\n" in tokenizer.decode([n]))
+
+
+def _right(turn: int, cell: Cell, row: dict[str, Any]) -> str:
+    return f"{100 * row['right'][turn]:.0f}"

@@ -1,0 +1,298 @@
+"""Needle in a haystack: one needle at a depth of a long text, and a question about it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.haystack import (
+    Document,
+    Fact,
+    Wording,
+    choose_wording,
+    contains,
+    describe_essays,
+    encode,
+    first_tokens,
+    text_wording,
+)
+from hf_kvret.lab.evaluate.reader import Reader, begin, check_positions
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
+from hf_kvret.lab.evaluate.usage import UsageSum
+from hf_kvret.lab.program.arguments import whole_number
+from hf_kvret.lab.program.common_options import (
+    answer_tokens_option,
+    context_option,
+    count_option,
+    essays_option,
+    questions_option,
+    style_option,
+)
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.plots import count_label, plot_heat_maps
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.tables import markdown_table
+
+STYLES = ("sandwich", "magic", "tokens")
+SCORES = ("substring", "rouge1")
+
+_NEEDLE = (
+    "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny "
+    "day.\n"
+)
+_QUESTION = "What is the best thing to do in San Francisco?"
+_ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
+_RULE = "Don't give information outside the document or repeat your findings"
+
+
+def percents(text: str) -> tuple[float, ...]:
+    """Comma-separated percentages from 0 to 100, for argparse."""
+    found = []
+    for part in text.split(","):
+        try:
+            depth = float(part)
+        except ValueError:
+            depth = -1.0
+        if not 0 <= depth <= 100:
+            message = f"{part.strip()!r} is no depth: write percents from 0 to 100, as 0,12.5,100"
+            raise argparse.ArgumentTypeError(message)
+        found.append(depth)
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"the same depth twice in {text!r}")
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleInHaystack(Task):
+    """A needle in a haystack, at every depth of every length: a heat map for each cache."""
+
+    name: ClassVar[str] = "niah"
+    summary: ClassVar[str] = "needle in a haystack: a heat map of length and depth"
+    description: ClassVar[str] = (
+        "A needle in a haystack, at every depth of every length: a heat map for each cache. "
+        'Styles: "magic" is RULER\'s wording with a random key and number, which small models '
+        'can answer; "sandwich" is the sentence of the original test, or yours; "tokens" is the '
+        "language of the bundled needle model and needs no tokenizer. No model judges the "
+        "answers: an answer is right when the expected text is in it (substring), or as far as "
+        "the expected words are (rouge1). With --questions inside, the question is read with "
+        "the text in one pass; with after, the text is read without it, and the question is fed "
+        "then."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval niah --context 4K,8K,16K --essays essays.json --json niah.json --plot "
+        "niah.png",
+    )
+
+    context: tuple[int, ...] = context_option(
+        (2048, 4096, 8192, 16384), "tokens, question and room for the answer included"
+    )
+    depths: tuple[float, ...] = option(
+        tuple(float(depth) for depth in range(0, 101, 10)),
+        "where the needle is, in percent of the haystack, comma-separated",
+        kind=percents,
+    )
+    style: str | None = style_option(*STYLES)
+    samples: int = count_option(3, "documents in each cell")
+    distractors: int = option(0, "more needles, with other keys, anywhere", kind=whole_number(0))
+    questions: tuple[str, ...] = questions_option()
+    essays: Path | None = essays_option()
+    needle: str = option(_NEEDLE, "of --style sandwich")
+    question: str = option(_QUESTION, "of --style sandwich")
+    answer: str = option(_ANSWER, "of --style sandwich")
+    answer_tokens: int = answer_tokens_option()
+    score: str | None = option(None, "default: rouge1 for sandwich, else substring", choices=SCORES)
+
+    def __post_init__(self) -> None:
+        if self.style == "sandwich" and self.distractors:
+            raise ValueError(
+                f"--distractors {self.distractors}: there is one sandwich only; use --style magic"
+            )
+        if self.style != "sandwich" and self.sandwich != (_NEEDLE, _QUESTION, _ANSWER):
+            raise ValueError("--needle, --question and --answer are texts of --style sandwich")
+        if not all(part.strip() for part in self.sandwich):
+            raise ValueError("--needle, --question and --answer: none may be empty")
+
+    @property
+    def sandwich(self) -> tuple[str, str, str]:
+        """Needle, question and answer of that style."""
+        return self.needle, self.question, self.answer
+
+    def details(self) -> dict[str, Any]:
+        return {
+            "style": self.style,
+            "samples": self.samples,
+            "distractors": self.distractors,
+            "essays": describe_essays(self.essays),
+            "sandwich": list(self.sandwich) if self.style == "sandwich" else None,
+            "answer_tokens": self.answer_tokens,
+            "score": self.score,
+        }
+
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
+        return [
+            {"cache": cache, "questions": questions, "length": length, "depth": depth}
+            for length in self.context
+            for depth in self.depths
+            for questions in self.questions
+            for cache in caches
+        ]
+
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
+        wording = self._wording(subject)
+        for length in lengths_of(cells):
+            check_positions(subject.model, length)
+            self._document(wording, length, 0.0, 0)
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        wording = self._wording(subject)
+        given: list[dict[str, str]] = []
+        used = UsageSum()
+        for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="document"):
+            document = self._document(wording, cell["length"], cell["depth"], sample)
+            reader, tokens = _ask(subject, choice, document, wording, cell)
+            reply = wording.text(reader.answer(tokens, wording.answer_len, wording.stop))
+            given.append({"expected": document.asked[0].answer, "given": reply})
+            used.add(reader)
+        scores = {"substring": _mean(contains, given), "rouge1": _mean(rouge1_recall, given)}
+        default = "rouge1" if wording.name == "sandwich" else "substring"
+        return {
+            "score": scores[self.score or default],
+            **scores,
+            "answers": given,
+            **used.row(),
+        }
+
+    def _wording(self, subject: Subject) -> Wording:
+        if self.style != "sandwich":
+            return choose_wording(self.style, subject, self.name, self.essays, self.answer_tokens)
+        return _sandwich_wording(subject, self.essays, self.sandwich, self.answer_tokens)
+
+    def _document(self, wording: Wording, length: int, depth: float, sample: int) -> Document:
+        # The same document for every cache and both set-ups; each sample starts elsewhere in the
+        # text, the first one at its beginning.
+        rng = np.random.default_rng([self.seed, length, round(1000 * depth), sample])
+        places = [depth, *(100 * rng.random(self.distractors))]
+        return wording.document(rng, length, places, 1, start=sample / self.samples)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """A line for each cache and set-up, and below it how many depths a mean is of.
+
+        A mean of fewer depths than others says so.
+        """
+        lengths = sorted({cell["length"] for cell, _ in results})
+        count = len({cell["depth"] for cell, _ in results})
+        rows = []
+        for cache, questions in dict.fromkeys((c["cache"], c["questions"]) for c, _ in results):
+            wanted = {"cache": cache, "questions": questions}
+            found = [(cell, one) for cell, one in results if wanted.items() <= cell.items()]
+            pairs = [(one, results.find(cell | {"cache": "full"})) for cell, one in found]
+            by_length = [
+                [one["score"] for cell, one in found if cell["length"] == length]
+                for length in lengths
+            ]
+            over = [one["score"] - full["score"] for one, full in pairs if full is not None]
+            read = [one["read_ratio"] for _, one in found if one["read_ratio"] is not None]
+            scores = [_percent_of(some, count) for some in by_length]
+            every = [one["score"] for _, one in found]
+            scores.append(_percent_of(every, count * len(lengths)))
+            rows.append([cache, questions, *scores, _percent(over, "+.1f"), _percent(read, ".2f")])
+        header = ["cache", "question", *map(str, lengths), "mean", "over full", "cold rows read, %"]
+        return f"{markdown_table(header, rows)}\n\n{_depths_note(count, rows)}"
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        lengths = sorted({cell["length"] for cell, _ in results})
+        depths = sorted({cell["depth"] for cell, _ in results})
+        both = len({cell["questions"] for cell, _ in results}) > 1
+        maps: dict[str, np.ndarray] = {}
+        for cell, found in results:
+            name = f"{cell['cache']}, {cell['questions']}" if both else cell["cache"]
+            scores = maps.setdefault(name, np.full((len(depths), len(lengths)), np.nan))
+            scores[depths.index(cell["depth"]), lengths.index(cell["length"])] = (
+                100 * found["score"]
+            )
+        plot_heat_maps(
+            path,
+            maps,
+            rows=[f"{depth:g}" for depth in depths],
+            columns=[count_label(length) for length in lengths],
+            title="needle in a haystack, right answers in %",
+            x="tokens",
+            y="depth of the needle, %",
+            high=100.0,
+        )
+
+    @classmethod
+    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
+        return mean_points(results, "score")
+
+
+def rouge1_recall(answer: str, given: str) -> float:
+    """The share of the right answer's words, 0 to 1, that were given; each counts as often as in
+    both. Letter case and punctuation don't count (ROUGE-1 recall, Lin 2004, section 2)."""
+    right, told = (Counter(re.findall(r"[^\W_]+", text.lower())) for text in (answer, given))
+    return (right & told).total() / max(1, right.total())
+
+
+def _ask(
+    subject: Subject, choice: CacheChoice, document: Document, wording: Wording, cell: Cell
+) -> tuple[Reader, torch.Tensor]:
+    """A reader that has read its part, and the tokens that it is to be fed before it answers."""
+    question = torch.tensor(document.asked[0].question)
+    return begin(
+        subject.model,
+        choice,
+        document.context,
+        question,
+        wording.answer_len,
+        whole=cell["questions"] == "inside",
+    )
+
+
+def _sandwich_wording(
+    subject: Subject, essays: Path | None, texts: tuple[str, str, str], answer_len: int
+) -> Wording:
+    tokenizer = subject.need_tokenizer("niah --style sandwich")
+    needle, question, answer = texts
+    asked = encode(tokenizer, f"\n{question} {_RULE}.\nAnswer:")
+    fact = Fact(encode(tokenizer, needle), asked, encode(tokenizer, f" {answer}."), answer)
+    head = first_tokens(tokenizer)
+    return text_wording(
+        "sandwich", subject, (head, head), essays, lambda rng, count: [fact] * count, answer_len
+    )
+
+
+def _mean(score: Callable[[str, str], float], given: list[dict[str, str]]) -> float:
+    return sum(float(score(one["expected"], one["given"])) for one in given) / len(given)
+
+
+def _percent_of(shares: list[float], count: int) -> str:
+    """The mean of ``shares`` in percent, and how many they are where there should be ``count``."""
+    if not shares or len(shares) == count:
+        return _percent(shares)
+    return f"{_percent(shares)} ({len(shares)} of {count})"
+
+
+def _depths_note(count: int, rows: Sequence[Sequence[str]]) -> str:
+    """What the table's means are of, and how it shows those of fewer cells."""
+    note = f"A length's mean is of {count} {'depth' if count == 1 else 'depths'}."
+    if any(" of " in text or text == "-" for row in rows for text in row[2:-2]):
+        note += " (n of m) is a mean of n cells where others have m, and - has none."
+    return note
+
+
+def _percent(shares: list[float], form: str = ".1f") -> str:
+    return format(100 * sum(shares) / len(shares), form) if shares else "-"

@@ -1,0 +1,156 @@
+"""Perplexity of long text that goes through a cache step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from tqdm import tqdm
+
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.contexts import describe_file
+from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
+from hf_kvret.lab.evaluate.texts import read_text, token_ids
+from hf_kvret.lab.evaluate.usage import UsageSum
+from hf_kvret.lab.program.arguments import share
+from hf_kvret.lab.program.common_options import context_option, count_option, text_option
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.tables import Columns, or_dash, table_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity(Task):
+    """Perplexity of long text, fed through the cache step by step."""
+
+    name: ClassVar[str] = "ppl"
+    summary: ClassVar[str] = "perplexity of long text fed step by step"
+    description: ClassVar[str] = (
+        "Perplexity of long text, fed through the cache step by step. Each window of the text "
+        "is read up to --prefill in one pass; the rest is fed --step tokens at a time, and only "
+        "these count. A single forward pass over the window gives the same number for full "
+        "attention."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval ppl --text wiki.test.raw --context 4K --windows 8 --caches full,flat,paris",
+    )
+
+    text: Path = text_option("WikiText-2 raw test, or any")
+    context: tuple[int, ...] = context_option((4096,), "window sizes in tokens")
+    windows: int = count_option(8, "at most this many of each size")
+    prefill: float = option(0.5, "share read in one pass", kind=share())
+    step: int = count_option(
+        1,
+        "tokens a forward pass; retrieval caches select for each of them up to max_draft (32) and "
+        "attend to everything beyond",
+    )
+
+    def __post_init__(self) -> None:
+        if min(self.context) < 8:
+            raise ValueError(f"--context {min(self.context)}: a window needs at least 8 tokens")
+
+    def details(self) -> dict[str, Any]:
+        return {
+            "text": describe_file("--text", self.text),
+            "windows": self.windows,
+            "prefill": self.prefill,
+            "step": self.step,
+        }
+
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
+        return [{"cache": cache, "length": n} for n in self.context for cache in caches]
+
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
+        for length in lengths_of(cells):
+            self._windows(subject, length)
+            check_positions(subject.model, length)
+        for choice in choices.values():
+            Reader(subject.model, choice, 0).check_step(self.step)
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        windows = self._windows(subject, cell["length"])
+        total, tokens, used = 0.0, 0, UsageSum()
+        for window in tqdm(windows, leave=False, unit="window"):
+            reader, losses = self._read(subject, choice, window)
+            total, tokens = total + losses.double().sum().item(), tokens + len(losses)
+            used.add(reader)
+        return {
+            "ppl": math.exp(total / tokens),
+            "nats": total / tokens,
+            "tokens": tokens,
+            "windows": len(windows),
+            **used.row(),
+        }
+
+    def _windows(self, subject: Subject, length: int) -> torch.Tensor:
+        """``[count, length]`` token ids from the start of the text; ValueError for a short one."""
+        ids = token_ids(subject.need_tokenizer(self.name), read_text(self.text))
+        count = min(self.windows, len(ids) // length)
+        if not count:
+            raise ValueError(f"{self.text} has {len(ids)} tokens, fewer than --context {length}")
+        return ids[: count * length].view(count, length)
+
+    def _read(
+        self, subject: Subject, choice: CacheChoice, window: torch.Tensor
+    ) -> tuple[Reader, torch.Tensor]:
+        """The reader at the end of the window, and the losses ``[tokens that count]`` in nats."""
+        reader = Reader(subject.model, choice, len(window))
+        reader.check_step(self.step)
+        start = max(1, int(self.prefill * len(window)))
+        logits, losses = reader.prefill(window[:start]), []
+        for place in tqdm(
+            range(start, len(window), self.step), leave=False, desc=choice.name, mininterval=1
+        ):
+            step = window[place : place + self.step]
+            # The last logits foretell the first of these tokens, the new ones all others.
+            new = reader.feed(step, keep=len(step))
+            foretold = torch.cat([logits[-1:], new[:-1]])
+            losses.append(
+                torch.nn.functional.cross_entropy(
+                    foretold.float(), step.to(foretold.device), reduction="none"
+                ).cpu()
+            )
+            logits = new
+        return reader, torch.cat(losses)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        columns: Columns = {
+            "cache": lambda cell, row: cell["cache"],
+            "window": lambda cell, row: str(cell["length"]),
+            "perplexity": lambda cell, row: f"{row['ppl']:.3f}",
+            "nats over full": lambda cell, row: or_dash(_over_full(results, cell, row), "+.4f"),
+            "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
+            "device / full K,V": lambda cell, row: f"{row['device_bytes'] / row['full_bytes']:.1%}",
+            "bytes / full K,V": lambda cell, row: f"{_held(row) / row['full_bytes']:.1%}",
+            "tokens": lambda cell, row: str(row["tokens"]),
+        }
+        return table_of(results, columns)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        lines: dict[str, tuple[list[float], list[float]]] = {}
+        for cell, found in results:
+            xs, ys = lines.setdefault(cell["cache"], ([], []))
+            xs.append(cell["length"])
+            ys.append(found["ppl"])
+        plot_lines(
+            path, lines, title=results.setup["text"], x="window, tokens", y="perplexity", log_x=True
+        )
+
+
+def _over_full(results: Results, cell: Cell, row: dict[str, Any]) -> float | None:
+    full = results.find(cell | {"cache": "full"})
+    return None if full is None else row["nats"] - full["nats"]
+
+
+def _held(row: dict[str, Any]) -> int:
+    return row["device_bytes"] + row["host_bytes"]

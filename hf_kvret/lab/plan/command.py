@@ -1,0 +1,249 @@
+"""``hf-kvret fits``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from hf_kvret.lab.bench.limits import byte_count
+from hf_kvret.lab.bench.shapes import SHAPES, Shape, WeightBytes, load_shape, weight_bytes
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
+from hf_kvret.lab.plan.filling import Predictor, skipped_layers
+from hf_kvret.lab.plan.here import find_memory
+from hf_kvret.lab.plan.room import Machine, largest_batch, largest_context
+from hf_kvret.lab.plan.showing import shown
+from hf_kvret.lab.program.arguments import DTYPES, known_names, lengths, names
+from hf_kvret.lab.program.common_options import budget_option, count_option, dtype_option
+from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.models.compatibility import is_latent
+from hf_kvret.stores import SPLIT, STORES
+
+_CACHES = "full,flat,paris,lrqk,ctkvr,aqua:predictor=none:first_bits=4"
+_OURS = ("full", "static")
+# A GPU with memory of its own, and a CPU.
+_SPEEDS = {"device": 1000 * 10**9, "host": 60 * 10**9, "bus": 25 * 10**9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitsOptions:
+    """What ``hf-kvret fits`` takes."""
+
+    context: tuple[int, ...] = option((32_768, 131_072), "as 128K or 128K,1M", kind=lengths)
+    device_memory: int | None = option(
+        None,
+        "of the device that runs the model, as 24GB or 80GiB; default: what is free on this "
+        "machine's GPU, or in its memory where it has none",
+        kind=byte_count,
+        metavar="SIZE",
+    )
+    host_memory: int | None = option(
+        None,
+        "free for the cache; default: what is free here beside this machine's GPU; with "
+        "--device-memory alone the device is a CPU, and all is in its memory",
+        kind=byte_count,
+        metavar="SIZE",
+    )
+    caches: str = option(
+        _CACHES, "comma-separated, options after colons as paris:top_k=100:store=host"
+    )
+    stores: tuple[str, ...] = option(
+        ("device", "host"),
+        f"for caches that name none, comma-separated, of {', '.join(STORES)}",
+        kind=known_names(STORES),
+        metavar="STORES",
+    )
+    batch: int = count_option(1, "sequences")
+    top_k: int | float = budget_option(1024)
+    dtype: str = dtype_option("bfloat16")
+    reserve: int = option(
+        2 * 10**9,
+        "device memory that stays free for passes and the runtime",
+        kind=byte_count,
+        metavar="SIZE",
+    )
+    device_bandwidth: int | None = option(
+        None, "bytes a second, as 3350GB; default 1000GB, on a CPU 60GB", kind=byte_count
+    )
+    host_bandwidth: int | None = option(
+        None, "of host memory, for store=cpu; default 60GB", kind=byte_count
+    )
+    bus_bandwidth: int | None = option(None, "of the bus; default 25GB", kind=byte_count)
+    json: bool = option(False, "print JSON instead")
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The memory that was given, or that is free here now; ValueError of ``find_memory``."""
+        memory = find_memory(self.device_memory, self.host_memory)
+        usual = dict(_SPEEDS)
+        if memory.host is None:
+            usual["device"] = usual["host"]
+        return Machine(
+            memory.device,
+            memory.host,
+            self.reserve,
+            origin=memory.origin,
+            device_speed=self.device_bandwidth or usual["device"],
+            host_speed=self.host_bandwidth or usual["host"],
+            bus_speed=self.bus_bandwidth or usual["bus"],
+        )
+
+
+def add_fits_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``fits`` to the program's commands."""
+    parser = commands.add_parser(
+        "fits",
+        help="what each cache would hold where, and whether it fits; loads nothing",
+        description="Say what each method and store would hold on the device and the host at a "
+        "context, how much of it fits, and how long reading it takes in a step. Only the model's "
+        "configuration is read: the caches' own code is run on tensors without contents.",
+        epilog=example_lines(
+            [
+                "hf-kvret fits qwen3-4b",
+                "hf-kvret fits llama-3.1-8b --context 128K,1M --device-memory 24GB "
+                "--host-memory 64GB",
+                "hf-kvret fits ./my-model --device-memory 16GB --stores cpu",
+                "hf-kvret fits qwen3-4b --device-memory 24GB --host-memory 64GB --caches "
+                "full,paris:store=split:device_budget=8GB",
+            ]
+        ),
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "model", help=f"{', '.join(SHAPES)}, or a folder or hub id with config.json"
+    )
+    add_options(parser, FitsOptions)
+    parser.set_defaults(
+        run=lambda parsed: run_fits(read_options(FitsOptions, parsed), parsed.model)
+    )
+
+
+def run_fits(options: FitsOptions, model: str) -> int:
+    """Print the table or the JSON of a model; returns the exit status.
+
+    Raises:
+        ValueError: an unknown model or cache, or one that this model can't have when it is the only
+            one asked for; memory that is not given and that nobody says here.
+        OSError: the hub can't be reached.
+    """
+    transformers_logging.set_verbosity_error()
+    # Before anything is loaded, which takes memory itself.
+    _ = options.machine
+    table = Fits(options, load_shape(model, option="MODEL", experts=True))
+    rows = list(table.rows())
+    refused = [row for row in rows if "refused" in row]
+    if len(refused) == len(rows):
+        raise ValueError(refused[0]["refused"])
+    report = table.setup() | {"rows": rows}
+    print(json.dumps(report, indent=1) if options.json else shown(report))
+    return 0
+
+
+class Fits:
+    """The table of one model.
+
+    Args:
+        options: of the command line.
+        shape: of the model.
+    """
+
+    def __init__(self, options: FitsOptions, shape: Shape) -> None:
+        self.options, self.shape = options, shape
+        self.dtype = DTYPES[options.dtype]
+
+    @cached_property
+    def weights(self) -> WeightBytes:
+        """Of the model's parameters."""
+        return weight_bytes(self.shape.config, self.dtype)
+
+    @cached_property
+    def choices(self) -> dict[str, CacheChoice]:
+        """The caches by name, each in every store that it takes; ValueError for an unknown one."""
+        options = self.options
+        wanted = names(options.caches)
+        if options.caches == _CACHES and is_latent(self.shape.config):
+            wanted.insert(1, "latent")
+        choices: dict[str, CacheChoice] = {}
+        for name in wanted:
+            for store in options.stores:
+                choice = self._choice(name, store)
+                if choice.options is None and choice.method not in _OURS:
+                    raise ValueError(
+                        f"--caches {name}: fits knows {', '.join(_OURS)} and the retrieval caches; "
+                        "leave it out"
+                    )
+                choices.setdefault(_title(name, choice), choice)
+        if not choices:
+            raise ValueError("--caches names none: leave it out, or name one, as paris")
+        return choices
+
+    def _choice(self, name: str, store: str) -> CacheChoice:
+        """A cache in ``store``, or in what comes next to it of those that it takes."""
+        defaults = {"top_k": self.options.top_k}
+        choice = choose_cache(name, defaults | {"store": store})
+        if choice.options is not None and not choice.options.takes_store(store):
+            near = "device" if store == "higgs" else "host"
+            choice = choose_cache(name, defaults | {"store": near})
+        return choice
+
+    def setup(self) -> dict[str, Any]:
+        """What the rows are about."""
+        config, options = self.shape.config, self.options
+        first = next(iter(self.choices.values()), None)
+        made = None if first is None else choose_cache("full").make(config, 1)
+        return {
+            "model": self.shape.name,
+            "layers": self.shape.layers,
+            "positions": getattr(config, "max_position_embeddings", None),
+            "dtype": options.dtype,
+            "batch": options.batch,
+            "top_k": options.top_k,
+            "weights": asdict(self.weights),
+            "machine": asdict(options.machine),
+            "layers_left_out": 0 if made is None else len(skipped_layers(config, made)),
+        }
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row for each context and cache, or one with ``refused``, the reason."""
+        predictors: dict[str, Predictor | str] = {}
+        for name, choice in self.choices.items():
+            try:
+                predictors[name] = Predictor(self.shape.config, choice, self.dtype)
+            except (ValueError, OSError) as error:
+                predictors[name] = str(error)
+        for context in self.options.context:
+            for name, predictor in predictors.items():
+                size = {"cache": name, "context": context}
+                if isinstance(predictor, str):
+                    yield size | {"refused": predictor}
+                else:
+                    yield size | self._row(predictor, context)
+
+    def _row(self, predictor: Predictor, context: int) -> dict[str, Any]:
+        batch, machine, weights = self.options.batch, self.options.machine, self.weights
+        held = predictor.at(context).of_batch(batch)
+        read = weights.read + batch * weights.row
+        return {
+            "bytes": {name: round(value) for name, value in asdict(held).items()},
+            "device_bytes": round(held.device),
+            "host_bytes": round(held.host),
+            "fits": machine.fits(weights, held),
+            "largest_context": largest_context(machine, weights, predictor, batch),
+            "largest_batch": largest_batch(machine, weights, predictor, context),
+            "read_bytes": round(read + held.read_device + held.read_bus + held.read_cpu),
+            "floor_seconds": machine.seconds(weights, held, batch),
+        }
+
+
+def _title(name: str, choice: CacheChoice) -> str:
+    """The cache's name, with its store where it has one and the name doesn't say so."""
+    options = choice.options
+    if options is None or not options.retrieves or "store=" in name:
+        return name
+    return f"{name}:store={SPLIT if options.splits_rows else options.store}"

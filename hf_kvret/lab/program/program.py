@@ -1,0 +1,82 @@
+"""How a program runs: a user's mistake prints one line, not a trace, and so does Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from hf_kvret.artifacts.hub import CLIENT_ERROR
+from hf_kvret.loading import INTERRUPTED, loading_is_done
+
+# What a user, a file or the machine can be the cause of; anything else is our own bug.
+_MISTAKES = (
+    ValueError,
+    TypeError,
+    OSError,
+    ModuleNotFoundError,
+    RecursionError,
+    SafetensorError,
+    MemoryError,
+    torch.OutOfMemoryError,
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose commands name their own usage where an option is unknown.
+
+    argparse hands what a command doesn't know to the program, whose usage then says nothing of the
+    options of that command. Sub-commands get this class from the parser they are added to.
+    """
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As of argparse, but what is unknown ends the program: the list is empty."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+
+def run_program(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    kept: Callable[[argparse.Namespace], str],
+) -> int:
+    """Parse and call ``run`` of what was parsed; returns the exit status, 2 for a mistake.
+
+    Ctrl-C on the command line gives status 130. Callers who pass ``arguments`` get the
+    KeyboardInterrupt, which may be meant for them.
+
+    Args:
+        parser: sets ``run``, a function of what was parsed.
+        arguments: None for those of the command line.
+        kept: what an interrupted command leaves, as the end of a sentence.
+    """
+    options = parser.parse_args(arguments)
+    transformers_logging.disable_progress_bar()
+    try:
+        loading_is_done()
+        return options.run(options)
+    except KeyboardInterrupt:
+        if arguments is not None:
+            raise
+        # A progress bar may have left the cursor in the middle of a line.
+        print(f"\n{parser.prog}: interrupted{kept(options)}", file=sys.stderr)
+        return INTERRUPTED
+    except (*_MISTAKES, CLIENT_ERROR) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print(f"{parser.prog}: error: {reason}", file=sys.stderr)
+        return 2
+
+
+def kept_results(options: argparse.Namespace) -> str:
+    """What an interrupted measurement leaves to go on from; see ``run_program``."""
+    if options.json:
+        return ": the same command goes on where it stopped"
+    return ", and nothing is kept: with --json FILE the same command goes on"

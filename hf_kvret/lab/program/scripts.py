@@ -1,0 +1,104 @@
+"""Measurements that are scripts in the ``examples`` of a checkout, not part of the package.
+
+Studies of the papers' methods, and benches of kernels and steps for those who work on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_kvret.lab.evaluate.measurement import Measurement, fill_parser
+from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.program import kept_results, run_program
+
+FOLDER = Path(__file__).parents[3] / "examples"
+"""Of the checkout that the package is run from, where it is; code of others is never loaded."""
+
+SCRIPTS = {
+    "eval paris-ablation": "studies/paris_ablation.py",
+    "eval lrqk-factors": "studies/lrqk_factors.py",
+    "eval ctkvr-ablation": "studies/ctkvr_ablation.py",
+    "eval a2ats-ablation": "studies/a2ats_ablation.py",
+    "eval aqua-ablation": "studies/aqua_ablation.py",
+    "eval misses": "studies/misses.py",
+    "eval latent-heads": "studies/latent_heads.py",
+    "eval rest-tokens": "studies/rest_tokens.py",
+    "bench host-attention": "benchmarks/bench_host_attention.py",
+    "bench kernels": "benchmarks/bench_kernels.py",
+    "bench launch": "benchmarks/bench_launch.py",
+    "bench machine-code": "benchmarks/bench_machine_code.py",
+    "bench llama-cpp": "benchmarks/bench_llama_cpp.py",
+    "bench save": "benchmarks/bench_save.py",
+}
+"""Each script by the name in its result files."""
+
+
+def command_line(title: str) -> str:
+    """What runs the script in a checkout."""
+    return f"python examples/{SCRIPTS[title]}"
+
+
+def load_measurement(title: str) -> type[Measurement]:
+    """The measurement of a script.
+
+    Raises:
+        ValueError: this is no checkout; says where the script is.
+    """
+    script = FOLDER / SCRIPTS[title]
+    if not script.is_file():
+        raise ValueError(
+            f"{title} is the script examples/{SCRIPTS[title]} of hf-kvret's repository, and the "
+            "package is not run from a checkout of it: install it there with pip install -e"
+        )
+    sys.path.insert(0, str(script.parent))
+    try:
+        return importlib.import_module(script.stem).MEASUREMENT
+    finally:
+        sys.path.remove(str(script.parent))
+
+
+def script_parser(kind: type[Measurement]) -> argparse.ArgumentParser:
+    """The parser of a script's measurement."""
+    parser = argparse.ArgumentParser(
+        prog=Path(SCRIPTS[kind.title()]).name,
+        description=getattr(kind, "description", None) or sys.modules[kind.__module__].__doc__,
+        epilog=example_lines(kind.examples) if hasattr(kind, "examples") else None,
+        formatter_class=HelpFormatter,
+    )
+    fill_parser(parser, kind)
+    parser.add_argument("--smallest", action="store_true", help=f"as {kind.smallest}")
+    return parser
+
+
+def run_script(kind: type[Measurement], arguments: Sequence[str] | None = None) -> int:
+    """Run a script; returns the exit status, see ``run_program``.
+
+    ``--smallest`` stands for ``kind.smallest``, the options of a run of seconds; others go on top.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    if "--smallest" in words:
+        arguments = [*kind.smallest.split(), *words]
+    return run_program(script_parser(kind), arguments, kept_results)
+
+
+def add_script_name(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], title: str
+) -> None:
+    """Let ``hf-kvret bench NAME`` run the script ``title``.
+
+    The script is loaded when it is run; the help of the program doesn't list it.
+    """
+    # Whatever is given: nothing begins with this character.
+    parser = commands.add_parser(title.partition(" ")[2], add_help=False, prefix_chars="\0")
+    parser.add_argument("given", nargs="*")
+    parser.set_defaults(run=lambda parsed: _run(title, parsed), json=None)
+
+
+def _run(title: str, parsed: argparse.Namespace) -> int:
+    # What an interruption leaves is said by the program.
+    parsed.json = any(word.startswith("--json") for word in parsed.given)
+    return run_script(load_measurement(title), parsed.given)

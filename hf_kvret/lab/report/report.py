@@ -1,0 +1,220 @@
+"""``hf-kvret report DIR``: result files become pages with tables, pictures and their commands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from hf_kvret.lab.evaluate.measurement import Measurement
+from hf_kvret.lab.program.arguments import file_path
+from hf_kvret.lab.program.help_text import HelpFormatter
+from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
+from hf_kvret.lab.report.damage import naming_damage
+from hf_kvret.lab.report.outputs import (
+    PAGE_MARK,
+    check_file,
+    check_folder,
+    check_own,
+)
+from hf_kvret.lab.report.plots import plot_points, require_matplotlib
+from hf_kvret.lab.report.results import Results, why_no_results
+from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.saved.folder import replace_file
+
+_OVERVIEW = "overview.md"
+
+
+def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known) -> None:
+    """Add ``report`` to the program's commands; ``measurements`` by the name in their files."""
+    parser = commands.add_parser(
+        "report",
+        help="make pages with tables and pictures of result files",
+        description="Make a page NAME.md of every NAME.json in DIR that hf-kvret demo, eval or "
+        "bench wrote, with its table, picture, command, machine and versions, and overview.md "
+        "about all of them. A file NAME.notes.txt, where there is one, is put under the table. "
+        "Other JSON files are skipped, and named; status 1 says that results of ours have no "
+        "page, and why.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("folder", type=file_path, metavar="DIR", help="holds the result files")
+    parser.set_defaults(run=lambda options: _report(options.folder, measurements))
+
+
+_Known = Mapping[str, type[Measurement]]
+
+
+class Report(NamedTuple):
+    """What ``write_report`` did."""
+
+    pages: list[Path]
+    """The pages, the overview last."""
+    skipped: dict[Path, str]
+    """JSON of somebody else, with the reason."""
+    failed: dict[Path, str]
+    """Results without a page, with the reason: they are damaged, or of another version."""
+
+
+def write_report(folder: Path, measurements: _Known) -> Report:
+    """Write the pages of every result file in ``folder``.
+
+    Raises:
+        FileNotFoundError: no such folder, or no result file in it.
+        NotADirectoryError: ``folder`` is a file.
+        ValueError: no result file can be used; a page of somebody else where ours would be; a
+            folder that can't be written to.
+    """
+    if folder.is_file():
+        raise NotADirectoryError(f"{folder} is a file: give the folder that holds it")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}")
+    # Studies join them when they are met.
+    measurements = dict(measurements)
+    reasons = {path: why_no_results(path) for path in sorted(folder.glob("*.json"))}
+    skipped = {path: reason for path, reason in reasons.items() if reason is not None}
+    loaded: dict[Path, Results] = {}
+    failed: dict[Path, str] = {}
+    for path in (path for path, reason in reasons.items() if reason is None):
+        try:
+            loaded[path] = _load(path, measurements)
+        except ValueError as error:
+            failed[path] = str(error)
+    if failed and not loaded:
+        raise ValueError("; ".join(failed.values()))
+    if not loaded:
+        others = f" (but {', '.join(path.name for path in skipped)})" if skipped else ""
+        raise FileNotFoundError(
+            f"{folder} has no result file{others}: make one with hf-kvret eval TASK --json "
+            f"{folder}/NAME.json"
+        )
+    _check_pages(folder, loaded, measurements)
+    require_matplotlib()
+    pages = []
+    for path, results in tqdm(list(loaded.items()), unit="page"):
+        measurement = measurements[results.name]
+        picture = folder / "images" / f"{path.stem}.png"
+        try:
+            with naming_damage(measurement, results, path):
+                measurement.plot(picture, results)
+        except ValueError as error:
+            failed[path] = str(error)
+            del loaded[path]
+        else:
+            pages.append(_page(path, results, measurement, picture))
+    pages.append(_overview(folder, loaded, measurements))
+    return Report(pages, skipped, failed)
+
+
+def _load(path: Path, measurements: dict[str, Any]) -> Results:
+    """The results of a file; ValueError where no table can be made of them."""
+    results = Results.load(path)
+    if results.name in SCRIPTS and results.name not in measurements:
+        try:
+            measurements[results.name] = load_measurement(results.name)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    if results.name not in measurements:
+        raise ValueError(
+            f"{path} holds {results.name!r}, which this version does not know: "
+            f"{', '.join(measurements)}"
+        )
+    measurement = measurements[results.name]
+    with naming_damage(measurement, results, path):
+        measurement.table(results)
+        measurement.accuracy(results)
+    return results
+
+
+def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> None:
+    """Try every page and picture before the first one is written."""
+    images = folder / "images"
+    check_folder("DIR", folder)
+    check_folder("DIR", images)
+    for page in (*(path.with_suffix(".md") for path in loaded), folder / _OVERVIEW):
+        check_file("page", page)
+        check_own("page", page, "move the file, or give another DIR")
+    check_file("picture", images / "overview.png")
+    for path, results in loaded.items():
+        for picture in measurements[results.name].pictures(images / f"{path.stem}.png"):
+            check_file("picture", picture)
+
+
+def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path:
+    script = f"Made now by `{command_line(results.name)}`." if results.name in SCRIPTS else ""
+    parts = [f"# {results.name}: {path.stem}", measurement.table(results)]
+    notes = path.with_suffix(".notes.txt")
+    if notes.is_file():
+        parts.append(notes.read_text(encoding="utf-8").strip())
+    parts += [
+        *(f"![{results.name}](images/{one.name})" for one in _pictures(picture, path.parent)),
+        "## How it was made",
+        "\n\n".join(map(_made, results.environments)),
+        *([script] if script else []),
+        "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
+        f"All numbers are in [{path.name}]({path.name}). {PAGE_MARK}",
+    ]
+    page = path.with_suffix(".md")
+    replace_file(page, ("\n\n".join(parts) + "\n").encode())
+    return page
+
+
+def _pictures(first: Path, folder: Path) -> list[Path]:
+    """``NAME.png`` and a task's ``NAME-part.png`` beside it, not those of another file."""
+    others = sorted(first.parent.glob(f"{first.stem}-*.png"))
+    return [first, *(other for other in others if not (folder / f"{other.stem}.json").is_file())]
+
+
+def _made(environment: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
+    accelerator = environment["accelerator"] or "no GPU"
+    return (
+        f"    {environment['command']}\n\n{environment['processor']}, {environment['threads']} "
+        f"threads, {accelerator}; Python {environment['python']}, {versions}."
+    )
+
+
+def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> Path:
+    rows: list[tuple[str, ...]] = []
+    points: dict[str, tuple[float, float]] = {}
+    for path, results in loaded.items():
+        caches = list(dict.fromkeys(cell["cache"] for cell, _ in results))
+        link = f"[{path.stem}]({path.stem}.md)"
+        rows.append((link, results.name, str(len(results)), ", ".join(caches)))
+        found = measurements[results.name].accuracy(results)
+        points |= {f"{path.stem}, {cache}": point for cache, point in found.items()}
+    parts = ["# Results", markdown_table(("page", "measured", "cells", "caches"), rows)]
+    if points:
+        picture = folder / "images" / "overview.png"
+        plot_points(
+            picture,
+            {name: ([100 * x], [100 * y]) for name, (x, y) in points.items()},
+            title="answers right against bytes read",
+            x="bytes of the cache that a step reads, % of full keys and values",
+            y="answers right, %",
+        )
+        parts.append(f"![answers right against bytes read](images/{picture.name})")
+    parts.append(PAGE_MARK)
+    page = folder / _OVERVIEW
+    replace_file(page, ("\n\n".join(parts) + "\n").encode())
+    return page
+
+
+def _report(folder: Path, measurements: _Known) -> int:
+    pages, skipped, failed = write_report(folder, measurements)
+    lines = [
+        *(f"wrote {page}" for page in pages),
+        *(f"skipped {path}: {reason}" for path, reason in skipped.items()),
+    ]
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:
+        # Nobody reads on. What is left in the buffer goes nowhere, so that the exit is silent too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for reason in failed.values():
+        print(f"hf-kvret: error: {reason}", file=sys.stderr)
+    return 1 if failed else 0

@@ -1,0 +1,274 @@
+"""Results that survive an interruption: one JSON file, one entry a finished cell.
+
+Every entry has a checksum, and so has what stands above them, so that a number that was changed by
+mistake or by a bad disk is found. That of an entry is also of what stands above, so that it fits no
+other file. A cell may be taken out, and is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from hf_kvret.lab.report.environment import describe_environment
+from hf_kvret.saved.folder import replace_file
+from hf_kvret.saved.strict_json import plain_bytes, read_json
+
+FORMAT = 1
+_CHECKSUM = "checksum"
+_CHECKSUM_LEN = 16
+# What a page tells of a run; None and names that are missing stand for what was not there.
+_ENVIRONMENT = {"command", "processor", "threads", "accelerator", "python", "versions"}
+_FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
+
+# What a cell is called: for instance {"cache": "paris", "length": 4096, "task": "vt"}.
+Cell = dict[str, Any]
+
+
+class Results:
+    """Finished cells of one task, written to ``path`` after each one.
+
+    A file of the same task and set-up is gone on with; its cells are not run again.
+
+    Args:
+        name: of the task, as ``eval ruler``.
+        setup: everything besides the cells that a number depends on; plain JSON values.
+        path: where to keep them; None keeps them in memory only.
+
+    Raises:
+        ValueError: the file is no result of ours, or was made with another task or set-up.
+    """
+
+    def __init__(self, name: str, setup: dict[str, Any], path: Path | None = None) -> None:
+        self.name, self.setup, self.path = name, json.loads(json.dumps(setup)), path
+        self._environments: list[dict[str, Any]] = []
+        self._results: dict[str, tuple[Cell, dict[str, Any]]] = {}
+        if path is not None and path.is_file():
+            self._read(path)
+        environment = describe_environment()
+        if environment not in self._environments:
+            self._environments.append(environment)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """What a file holds, to be looked at; errors as ``read_results``."""
+        content = read_results(path)
+        results = cls(content["name"], content["setup"])
+        results._take(content)
+        return results
+
+    @property
+    def environments(self) -> list[dict[str, Any]]:
+        """Command, machine and versions of each run that added to the results."""
+        return self._environments
+
+    def find(self, cell: Cell) -> dict[str, Any] | None:
+        """The result of a finished cell, else None."""
+        found = self._results.get(_key(cell))
+        return None if found is None else found[1]
+
+    def add(self, cell: Cell, result: dict[str, Any]) -> None:
+        """Keep a finished cell; the file is replaced as a whole, so it is never half written.
+
+        Raises:
+            OSError: the file can't be written, because the disk is full for instance; it is as it
+                was.
+        """
+        self._results[_key(cell)] = (dict(cell), result)
+        if self.path is not None:
+            self.save(self.path)
+
+    def save(self, path: Path) -> None:
+        """Replace ``path`` by these results; OSError as of ``add``."""
+        replace_file(path, json.dumps(self.to_dict(), indent=1).encode() + b"\n")
+
+    def __iter__(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        return iter(self._results.values())
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The file's content."""
+        content = {
+            "name": self.name,
+            "format": FORMAT,
+            "setup": self.setup,
+            "environments": self._environments,
+        }
+        above = _checksum(content)
+        cells = ({"cell": cell, "result": result} for cell, result in self)
+        return {
+            **content,
+            _CHECKSUM: above,
+            "cells": [entry | {_CHECKSUM: _cell_checksum(entry, above)} for entry in cells],
+        }
+
+    def _read(self, path: Path) -> None:
+        content = check_results(path, self.name)
+        assert content is not None
+        changed = [
+            f"{key} was {content['setup'].get(key)!r}, now {self.setup.get(key)!r}"
+            for key in sorted({*content["setup"], *self.setup})
+            if content["setup"].get(key) != self.setup.get(key)
+        ]
+        if changed:
+            raise ValueError(
+                f"{path} was made with another set-up ({'; '.join(changed)}): give another --json, "
+                "or delete the file"
+            )
+        self._take(content)
+
+    def _take(self, content: dict[str, Any]) -> None:
+        self._environments = content["environments"]
+        for entry in content["cells"]:
+            self._results[_key(entry["cell"])] = (entry["cell"], entry["result"])
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The content of a result file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not one of ours.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    try:
+        # A measured number may be infinite, or none.
+        content = read_json(path.read_bytes(), allow_nan=True)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not JSON ({error}): delete it, or give another file"
+        ) from error
+    if not isinstance(content, dict) or any(
+        not isinstance(content.get(field), kind) for field, kind in _FIELDS.items()
+    ):
+        raise ValueError(
+            f"{path} is no result file of hf-kvret demo, eval, tune or bench: give another file"
+        )
+    version = content.get("format")
+    if version != FORMAT or type(version) is not int:
+        raise ValueError(
+            f"{path} has format {version!r}, this version reads {FORMAT}: make it again, or "
+            "upgrade hf-kvret"
+        )
+    if not all(map(_is_entry, content["cells"])):
+        raise ValueError(
+            f"{path} has a cell without a cache or without its result: the file is damaged, delete "
+            "it and make it again"
+        )
+    if not all(map(_is_environment, content["environments"])):
+        raise ValueError(
+            f"{path} has a damaged entry among its environments: delete it, or make it again"
+        )
+    _check_checksums(path, content)
+    _check_single(path, content["cells"])
+    return content
+
+
+def check_results(path: Path, name: str) -> dict[str, Any] | None:
+    """The content of a result file of ``name``; None where there is no file.
+
+    Raises:
+        ValueError: it is not one of ours, or of another task.
+    """
+    if not path.is_file():
+        return None
+    content = read_results(path)
+    if content["name"] != name:
+        raise ValueError(
+            f"{path} holds results of {content['name']!r}, not of {name!r}: give another --json"
+        )
+    return content
+
+
+def why_no_results(path: Path) -> str | None:
+    """Why a file is somebody else's; None for one of ours, maybe damaged or of another format.
+
+    Ours have ``format`` and ``cells``; so has the text of one that is no JSON any more.
+    """
+    if path.is_dir():
+        return "a folder"
+    if path.exists() and not path.is_file():
+        return "no ordinary file"
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"it can't be read ({error.strerror or error})"
+    try:
+        content = read_json(text, allow_nan=True)
+    except ValueError:
+        return None if '"format"' in text and '"cells"' in text else "not JSON"
+    if isinstance(content, dict) and {"format", "cells"} <= content.keys():
+        return None
+    return "no results of hf-kvret demo, eval, tune or bench"
+
+
+def _check_checksums(path: Path, content: dict[str, Any]) -> None:
+    """ValueError for a part of a result file that is not as it was written."""
+    above = {name: one for name, one in content.items() if name not in ("cells", _CHECKSUM)}
+    if content.get(_CHECKSUM) != _checksum(above):
+        raise ValueError(
+            f"{path} was changed: name, set-up and environments are not what its checksum says; "
+            "restore it, or delete it and make it again"
+        )
+    for entry in content["cells"]:
+        if entry.get(_CHECKSUM) != _cell_checksum(entry, content[_CHECKSUM]):
+            raise ValueError(
+                f"{path} was changed: the cell {_in_words(entry['cell'])} is not what its checksum "
+                "says, or of another file; restore the file, or take that entry out, and the "
+                "command that made it measures it again"
+            )
+
+
+def _check_single(path: Path, entries: list[dict[str, Any]]) -> None:
+    """ValueError for a cell that a result file has two entries of."""
+    keys = set()
+    for entry in entries:
+        key = _key(entry["cell"])
+        if key in keys:
+            raise ValueError(
+                f"{path} was changed: the cell {_in_words(entry['cell'])} is there twice; restore "
+                "the file, or take both entries out, and the command that made it measures it again"
+            )
+        keys.add(key)
+
+
+def _in_words(cell: Cell) -> str:
+    return ", ".join(f"{name} {value}" for name, value in cell.items())
+
+
+def _cell_checksum(entry: dict[str, Any], above: str) -> str:
+    """Of an entry, in a file with the checksum ``above``."""
+    return _checksum([above, {name: one for name, one in entry.items() if name != _CHECKSUM}])
+
+
+def _checksum(part: Any) -> str:
+    """Of what a reader of the file will have: JSON knows no tuples, and no numbers as names."""
+    read = json.loads(json.dumps(part))
+    return hashlib.sha256(plain_bytes(read)).hexdigest()[:_CHECKSUM_LEN]
+
+
+def _is_entry(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("cell"), dict)
+        and isinstance(entry["cell"].get("cache"), str)
+        and isinstance(entry.get("result"), dict)
+    )
+
+
+def _is_environment(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() >= _ENVIRONMENT
+        and isinstance(entry["versions"], dict)
+    )
+
+
+def _key(cell: Cell) -> str:
+    return json.dumps(cell, sort_keys=True)

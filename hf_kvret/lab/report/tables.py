@@ -1,0 +1,35 @@
+"""Results as markdown tables, and numbers as they stand in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from hf_kvret.lab.report.results import Cell
+
+Columns = Mapping[str, Callable[[Cell, dict[str, Any]], str]]
+"""By header, what stands in a column: a function of cell and row. A blank at the end tells headers
+apart that read alike."""
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        return f"| {' | '.join(padded)} |"
+
+    rule = line(["-" * width for width in widths])
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def table_of(results: Iterable[tuple[Cell, dict[str, Any]]], columns: Columns) -> str:
+    """A line for each cell, with what ``columns`` make of it and its row."""
+    lines = [[show(cell, row) for show in columns.values()] for cell, row in results]
+    return markdown_table([name.rstrip() for name in columns], lines)
+
+
+def or_dash(value: float | None, form: str) -> str:
+    """A number in ``form``, ``-`` for None."""
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,94 @@
+"""``hf-kvret inspect --verify``: what was saved is told by its files, and checked byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from hf_kvret.lab.calibrate import verification as artifacts
+from hf_kvret.lab.report.results import read_results, why_no_results
+from hf_kvret.saved import verification as caches
+from hf_kvret.saved.model_facts import printable
+
+KINDS = ("saved caches", "artifacts", "result files")
+
+# Names in a line.
+_MOST_NAMES = 8
+
+
+class _Part(NamedTuple):
+    """Something that is saved.
+
+    Attributes:
+        verify: lines that say what was checked; OSError or ValueError for damage.
+        files: names of the files that it reads, where they are whole.
+    """
+
+    verify: Callable[[], list[str]]
+    files: Callable[[], set[str]]
+
+
+def verify(path: Path) -> list[str]:
+    """Lines that say what ``path`` holds, what was checked, and what was not.
+
+    Raises:
+        OSError: a file is missing, or can't be read.
+        ValueError: damage, or nothing that can be verified.
+    """
+    lines: list[str] = []
+    files: set[str] = set()
+    faults: list[OSError | ValueError] = []
+    for part in _parts(path):
+        try:
+            lines += map(printable, part.verify())
+            files |= part.files()
+        except (OSError, ValueError) as error:
+            faults.append(error)
+    if len(faults) > 1:
+        raise ValueError("; ".join(map(str, faults)))
+    if faults:
+        raise faults[0]
+    if not lines:
+        raise ValueError(f"{path}: --verify checks {', '.join(KINDS)}")
+    skipped = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+    skipped = [printable(name) for name in skipped if name not in files]
+    if skipped:
+        more = len(skipped) - _MOST_NAMES
+        names = ", ".join(skipped[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        lines.append(f"skipped  {names}: nothing tells whether these are whole")
+    return lines
+
+
+def _parts(path: Path) -> Iterator[_Part]:
+    """All that is in ``path``, damaged perhaps."""
+    if path.is_file():
+        yield _Part(lambda: _verify_results(path), set)
+        return
+    if caches.holds_cache(path):
+        yield _Part(lambda: caches.verify_cache(path), lambda: caches.files_of_cache(path))
+    if artifacts.holds_artifact(path):
+        yield _Part(
+            lambda: artifacts.verify_artifact(path), lambda: artifacts.files_of_artifact(path)
+        )
+    others = {caches.DESCRIPTION, artifacts.DESCRIPTION}
+    for file in sorted(path.glob("*.json")):
+        if file.name not in others and why_no_results(file) is None:
+            yield _results_of(file)
+
+
+def _results_of(file: Path) -> _Part:
+    return _Part(lambda: _verify_results(file, f"{printable(file.name)}: "), lambda: {file.name})
+
+
+def _verify_results(path: Path, title: str = "") -> list[str]:
+    """Lines that say what a result file holds and what was checked.
+
+    Raises:
+        ValueError: damage, with the cell that has it.
+    """
+    content = read_results(path)
+    return [
+        f"results  {title}{content['name']}, format {content['format']}",
+        f"cells    {len(content['cells'])}: whole",
+    ]

@@ -1,0 +1,238 @@
+"""What goes on to the next round, what is on the front, and what is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+from hf_kvret.lab.evaluate.measurement import Row
+from hf_kvret.lab.report.results import Cell, Results
+
+FULL = "full"
+"""The name of full attention among caches."""
+
+LEAST = 4
+"""So many variants are never halved."""
+# Steps whose times are nearer than this are as quick as each other.
+_AS_QUICK = 1.05
+# Of fewer windows the spread is a guess.
+_WINDOWS_THAT_TELL = 4
+# The shares of windows spread so much more than those of as many independent tokens: 1.2 to 1.5
+# times on WikiText-2.
+_TEXT = 1.5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a variant: a row for each window, from the first one on without a gap."""
+
+    name: str
+    rows: tuple[Row, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Foretold in all windows."""
+        return sum(row["tokens"] for row in self.rows)
+
+    @property
+    def agreement(self) -> float:
+        """Share of tokens that are full attention's first choice too."""
+        return sum(row["equal"] for row in self.rows) / self.tokens
+
+    @property
+    def agreement_error(self) -> float:
+        """Standard error of ``agreement``, the larger one of tokens and of windows.
+
+        Tokens: of a share that is drawn to 1/2 by one token, so that it is never 0.
+        """
+        share = (self.agreement * self.tokens + 0.5) / (self.tokens + 1)
+        of_tokens = math.sqrt(share * (1 - share) / self.tokens)
+        return max(of_tokens, _window_error([row["equal"] / row["tokens"] for row in self.rows]))
+
+    @property
+    def kl(self) -> float:
+        """KL(full || variant), mean over tokens, in nats."""
+        return sum(row["kl"] for row in self.rows) / self.tokens
+
+    @property
+    def kl_error(self) -> float:
+        """Standard error of ``kl``, the larger one of tokens and of windows; 0 for one token."""
+        if self.tokens < 2:
+            return 0.0
+        squares = sum(row["kl_squares"] for row in self.rows)
+        variance = (squares - self.tokens * self.kl**2) / (self.tokens - 1)
+        of_tokens = math.sqrt(max(0.0, variance) / self.tokens)
+        return max(of_tokens, _window_error([row["kl"] / row["tokens"] for row in self.rows]))
+
+    @property
+    def step_bytes(self) -> float:
+        """Of the cache that a step reads, mean over windows."""
+        return fmean(row["step_bytes"] for row in self.rows)
+
+    @property
+    def device_bytes(self) -> float:
+        """Held on the device, mean over windows."""
+        return fmean(row["device_bytes"] for row in self.rows)
+
+    @property
+    def ms(self) -> float:
+        """Of a step, mean over windows of the median."""
+        return fmean(row["ms"] for row in self.rows)
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Less is cheaper: bytes, then time."""
+        return self.step_bytes, self.ms
+
+    def surplus(self, target: float) -> float:
+        """Of the agreement over ``target``, in standard errors that it would have at ``target``.
+
+        Its own would be near 0 where one window has been kind to it.
+        """
+        # Of a share that is drawn to 1/2, so that there is an error for a target of 1, too.
+        share = (target * self.tokens + 0.5) / (self.tokens + 1)
+        of_tokens = math.sqrt(share * (1 - share) / self.tokens)
+        if len(self.rows) < _WINDOWS_THAT_TELL:
+            return (self.agreement - target) / (_TEXT * of_tokens)
+        of_windows = _window_error([row["equal"] / row["tokens"] for row in self.rows])
+        return (self.agreement - target) / max(of_tokens, of_windows)
+
+    def on(self, windows: int) -> Measured:
+        """What is known of the first windows."""
+        return Measured(self.name, self.rows[:windows])
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The choice, and how sure it is.
+
+    Attributes:
+        variant: None where there is none.
+        certainty: ``"sure"``: its agreement reaches the target with a standard error to spare;
+            ``"mean"``: the mean reaches it; ``"missed"``: it is the best there is.
+    """
+
+    variant: Measured | None
+    certainty: str
+
+
+def _window_error(means: Sequence[float]) -> float:
+    """Standard error of the mean of ``means``, one of each window; 0 where these are too few.
+
+    Tokens of a window have its text in common, and so their errors.
+    """
+    if len(means) < _WINDOWS_THAT_TELL:
+        return 0.0
+    return stdev(means) / math.sqrt(len(means))
+
+
+def collect(cells: Iterable[tuple[Cell, Row]]) -> dict[str, Measured]:
+    """All that was measured, by cache; rows after a missing window are left out.
+
+    So are those without numbers, of what did not fit into memory.
+    """
+    found: dict[str, dict[int, Row]] = {}
+    for cell, row in cells:
+        rows = found.setdefault(cell["cache"], {})
+        if "tokens" in row:
+            rows[cell["window"]] = row
+    measured = {}
+    for name, rows in found.items():
+        count = next(number for number in range(len(rows) + 1) if number not in rows)
+        if count:
+            measured[name] = Measured(name, tuple(rows[number] for number in range(count)))
+    return measured
+
+
+def rounds(windows: int) -> list[range]:
+    """The windows of each round: the first one, the second, two more, four more and so on."""
+    found, start = [], 0
+    while start < windows:
+        stop = min(windows, max(1, 2 * start))
+        found.append(range(start, stop))
+        start = stop
+    return found
+
+
+def halved(count: int) -> int:
+    """How many of ``count`` variants go on."""
+    return max(min(count, LEAST), -(-count // 2))
+
+
+def survivors(measured: Sequence[Measured], target: float) -> list[str]:
+    """The half that is most likely to hold the choice, in the order given.
+
+    A variant is the choice if it reaches the target and nothing cheaper does; the chances of all
+    are taken as independent. The one that is surest to reach the target is always among them.
+    """
+    by_cost = sorted(measured, key=lambda one: one.cost)
+    # The cheapest of those that are as sure.
+    surest = max(by_cost, key=lambda one: one.surplus(target), default=None)
+    ranked, none_cheaper = [], 1.0
+    for place, one in enumerate(by_cost):
+        surplus = one.surplus(target)
+        chance = NormalDist().cdf(surplus)
+        # Far below the target all chances are 0.
+        ranked.append((one is not surest, -none_cheaper * chance, -surplus, place, one.name))
+        none_cheaper *= 1 - chance
+    kept = {name for *_, name in sorted(ranked)[: halved(len(ranked))]}
+    return [one.name for one in measured if one.name in kept]
+
+
+def complete(results: Results, running: Sequence[str], stop: int) -> list[Measured]:
+    """Those of ``running`` that were measured on all windows before ``stop``, up to there."""
+    measured = collect(results)
+    rows = [measured[name].on(stop) for name in running if name in measured]
+    return [one for one in rows if len(one.rows) == stop]
+
+
+def finalists(results: Results) -> list[Measured] | None:
+    """The variants that the last round of a tuning has measured; None before its end."""
+    running = [cell["cache"] for cell, _ in results if cell["window"] == 0]
+    # All of them, and full attention.
+    if len(running) <= results.setup["variants"]:
+        return None
+    running.remove(FULL)
+    last: list[Measured] = []
+    for windows in rounds(results.setup["windows"]):
+        cells = [{"cache": name, "window": window} for name in running for window in windows]
+        if any(results.find(cell) is None for cell in cells):
+            return None
+        last = complete(results, running, windows.stop)
+        running = survivors(last, results.setup["agreement"])
+    return last
+
+
+def choose(measured: Sequence[Measured], target: float) -> Chosen:
+    """The cheapest variant of the last round that reaches ``target``; see ``Chosen``."""
+    by_cost = sorted(measured, key=lambda one: one.cost)
+    for certainty, errors in (("sure", 1.0), ("mean", 0.0)):
+        reaching = [x for x in by_cost if x.agreement - errors * x.agreement_error >= target]
+        # Of those that cost the same, the best.
+        unbeaten = [x for x in reaching if not any(beats(other, x) for other in reaching)]
+        if unbeaten:
+            return Chosen(unbeaten[0], certainty)
+    return Chosen(max(by_cost, key=lambda one: one.agreement, default=None), "missed")
+
+
+def front(measured: Sequence[Measured]) -> list[Measured]:
+    """Those that no other one beats, cheapest first; see ``beats``."""
+    kept = [one for one in measured if not any(beats(other, one) for other in measured)]
+    return sorted(kept, key=lambda one: one.cost)
+
+
+def beats(one: Measured, other: Measured) -> bool:
+    """Whether ``one`` is nowhere worse (agreement, bytes, time) and somewhere better.
+
+    On the windows that both have seen. Times count where they differ by more than 5%, and KL where
+    agreement and bytes are equal.
+    """
+    shared = min(len(one.rows), len(other.rows))
+    a, b = one.on(shared), other.on(shared)
+    if a.agreement < b.agreement or a.step_bytes > b.step_bytes or a.ms > _AS_QUICK * b.ms:
+        return False
+    if (a.agreement, a.step_bytes) == (b.agreement, b.step_bytes):
+        return _AS_QUICK * a.ms < b.ms or (a.kl < b.kl and b.ms <= _AS_QUICK * a.ms)
+    return True

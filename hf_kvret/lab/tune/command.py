@@ -1,0 +1,263 @@
+"""``hf-kvret tune``: what to pass to ``generate``, for a model and a text of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from tqdm import tqdm
+
+from hf_kvret.lab.evaluate.contexts import describe_file
+from hf_kvret.lab.evaluate.measurement import Measurement, Outputs, Progress, Row
+from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.task import artifact_sha256, check_artifacts
+from hf_kvret.lab.evaluate.texts import read_text, token_ids
+from hf_kvret.lab.program import arguments
+from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names, several
+from hf_kvret.lab.program.common_options import (
+    count_option,
+    device_option,
+    dtype_option,
+    seed_option,
+    text_option,
+)
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.outputs import check_file
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.tune.choosing import FULL, complete, halved, rounds, survivors
+from hf_kvret.lab.tune.measuring import Walker
+from hf_kvret.lab.tune.showing import picture, shown, write_choice
+from hf_kvret.lab.tune.variants import (
+    OFF,
+    Variant,
+    check_method,
+    find_artifacts,
+    ladder,
+    make_variants,
+)
+from hf_kvret.lab.tune.windows import cut_windows, needle_windows
+from hf_kvret.stores import store_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune(Measurement):
+    """Which method, store, budget and rest are cheapest at a wanted agreement."""
+
+    command: ClassVar[str] = "tune"
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = "find the cheapest cache that agrees with full attention on your text"
+    description: ClassVar[str] = (
+        "Find the cheapest cache that agrees with full attention on your text. Contexts are read "
+        "at several places of it; the tokens that follow there are forced through every variant, "
+        "and the first choices for the next token are compared with those of full attention. All "
+        "variants start; after each round the half that is likeliest to hold the cheapest one "
+        "that reaches --agreement goes on to more tokens. What comes out is the front (agreement "
+        "against bytes and time) and one configuration for generate, as JSON."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret tune --model ./my-model --text my-text.txt --context 8K --agreement 0.99",
+        "hf-kvret tune --model needle --context 2K --agreement 0.95 --out cache.json",
+    )
+
+    model: str = option(
+        help="a folder, a hub id, or a model of ours: reference, reference-latent, needle"
+    )
+    text: Path | None = text_option(
+        "contexts are cut from it; with --model needle none, it makes its own", required=False
+    )
+    context: int = option(8192, "tokens of a context, as 8192 or 8K", kind=arguments.length)
+    agreement: float = option(
+        0.99,
+        "wanted share of tokens at which the first choice is full attention's",
+        kind=arguments.number(0, 1),
+    )
+    methods: str = option(
+        "flat,paris,lrqk,ctkvr", "to try, comma-separated, options after colons as paris:recent=64"
+    )
+    stores: str = option("auto", f"to try, comma-separated, of {store_names()}")
+    top_k: tuple[int | float, ...] | None = option(
+        None,
+        "budgets to try, as 64,256 or 0.02,0.1; default: powers of two from 1/128 of the context "
+        "to a half, and 3/4",
+        kind=several(arguments.budget),
+    )
+    rest: tuple[str, ...] = option(
+        (OFF, "mean"),
+        "what stands for tokens that are not selected: off, mean",
+        kind=known_names((OFF, "mean")),
+        metavar="REST",
+    )
+    artifact: str | None = option(
+        None,
+        "what a method learned about the model, a folder or a hub id, comma-separated for several; "
+        "the method is tried too",
+    )
+    tokens: int = count_option(1024, "measured for variants of the last round, over all windows")
+    windows: int = count_option(8, "contexts, at different places of the text")
+    out: Path | None = option(
+        None, "write the chosen configuration as JSON", kind=arguments.file_path, metavar="FILE"
+    )
+    dtype: str = dtype_option()
+    device: str = device_option()
+    seed: int = seed_option()
+
+    def __post_init__(self) -> None:
+        if (self.text is None) != (self.model == "needle"):
+            raise ValueError(
+                "--model needle makes its own documents: leave --text out"
+                if self.text
+                else "give --text FILE, a text of the kind that the model will read"
+            )
+        for name, values in (("--top-k", self.top_k or ()), ("--stores", names(self.stores))):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} has the same value twice: name each once")
+        for store in names(self.stores):
+            if store not in store_names().split(", "):
+                raise ValueError(f"--stores {store}: choose among {store_names()}")
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The model, loaded when it is first asked for."""
+        return load_subject(self.model, DTYPES[self.dtype], self.device)
+
+    @cached_property
+    def variants(self) -> dict[str, Variant]:
+        """What is tried, by name.
+
+        Raises:
+            ValueError: see ``variants.check_method`` and ``variants.make_variants``.
+        """
+        artifacts = find_artifacts(names(self.artifact or ""))
+        methods, stores = names(self.methods), names(self.stores)
+        known = {text.partition(":")[0].strip() for text in methods}
+        methods += [method for method in artifacts if method not in known]
+        for what, given in (("--methods", methods), ("--stores", stores)):
+            if not given:
+                raise ValueError(f"{what}: none is named")
+        for text in methods:
+            check_method(text, artifacts, self.model)
+        budgets = self.top_k or ladder(self.context)
+        return make_variants(methods, stores, budgets, self.rest, artifacts, self.context)
+
+    def check(self) -> None:
+        """Whatever can be said without the model."""
+        check_device(self.device)
+        describe_file("--text", self.text)
+        if self.out is not None:
+            check_file("--out", self.out)
+        _ = self.variants
+
+    def beside(self, outputs: Outputs) -> Self:
+        """The same; ValueError where ``--out`` is one of the other outputs."""
+        for name in ("json", "plot", "table"):
+            path = getattr(outputs, name)
+            if path is not None and self.out is not None and path.resolve() == self.out.resolve():
+                raise ValueError(f"--{name} and --out are both {path}: give each its own file")
+        return self
+
+    def setup(self) -> dict[str, Any]:
+        keys = (
+            *("device", "seed", "context", "tokens", "windows", "agreement"),
+            *("methods", "stores", "top_k", "rest"),
+        )
+        text = describe_file("--text", self.text)
+        tried = {"text": text, "variants": len(self.variants)}
+        return self.subject.describe() | tried | {key: getattr(self, key) for key in keys}
+
+    def cells(self) -> list[Cell]:
+        """Every variant on every window; halving leaves many of them out."""
+        return [
+            {"cache": name, "window": window}
+            for window in range(self.windows)
+            for name in (FULL, *self.variants)
+        ]
+
+    def count(self, results: Results) -> int:
+        """Those that are not left out, if memory suffices for all."""
+        planned, running = 0, len(self.variants)
+        for windows in rounds(self.windows):
+            planned += len(windows) * (1 + running)
+            running = halved(running)
+        return max(0, planned - len([cell for cell in self.cells() if results.find(cell)]))
+
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """Round by round, one by one; the choice is written at the end."""
+        check_artifacts(results, self._artifacts)
+        for base in {one.base.name: one.base for one in self.variants.values()}.values():
+            Reader(self.subject.model, base, 0)
+        check_positions(self.subject.model, self.context + self._new)
+        _ = self._walker
+        running = list(self.variants)
+        for windows in rounds(self.windows):
+            for window in windows:
+                for name in (FULL, *running):
+                    cell = {"cache": name, "window": window}
+                    if results.find(cell) is None:
+                        yield [cell]
+                    if name == FULL and not complete(results, [FULL], window + 1):
+                        # It did not fit, and without it there is nothing to agree with.
+                        return
+            running = survivors(complete(results, running, windows.stop), self.agreement)
+        if self.out is not None and write_choice(self.out, results) is not None:
+            tqdm.write(f"wrote {self.out}")
+
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """See ``Walker.row``; and of variants their method, configuration and artifact."""
+        found: list[Row] = []
+        for cell in group:
+            if cell["cache"] == FULL:
+                found.append(self._walker.full(cell["window"]))
+                continue
+            variant = self.variants[cell["cache"]]
+            row = self._walker.row(variant, cell["window"])
+            row |= {"method": variant.method, "cache_config": dict(variant.cache_config)}
+            artifact = self._artifacts[variant.name]
+            found.append(row if artifact is None else {**row, "artifact": artifact})
+        return found
+
+    @cached_property
+    def _artifacts(self) -> dict[str, str | None]:
+        """The artifact of each variant, None for those without."""
+        known: dict[str, str | None] = {}
+        for one in self.variants.values():
+            if one.base.name not in known:
+                known[one.base.name] = artifact_sha256(one.base, self.subject)
+        return {name: known[one.base.name] for name, one in self.variants.items()}
+
+    @property
+    def _new(self) -> int:
+        """Tokens of a window that are foretold."""
+        return -(-self.tokens // self.windows)
+
+    @cached_property
+    def _walker(self) -> Walker:
+        return Walker(self.subject, self._cut(), self._new)
+
+    def _cut(self) -> list[torch.Tensor]:
+        if self.text is None:
+            return needle_windows(self.context, self._new, self.windows, self.seed)
+        tokenizer = self.subject.need_tokenizer("tune")
+        ids, bos = token_ids(tokenizer, read_text(self.text)), tokenizer.bos_token_id
+        return cut_windows(
+            ids if bos is None else ids[1:],
+            self.context,
+            self._new,
+            self.windows,
+            bos=bos,
+            seed=self.seed,
+        )
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """The front and the choice."""
+        return shown(results)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """Agreement against bytes a step."""
+        picture(path, results)

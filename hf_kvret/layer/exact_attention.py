@@ -1,0 +1,107 @@
+"""Exact attention over all tokens of a layer, the cold ones piece by piece."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.contracts.pieces import piece_len
+from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.store import AttentionResult, all_of
+from hf_kvret.layer.call import AttentionCall
+from hf_kvret.layer.merge import merge
+from hf_kvret.layer.regions import Regions
+from hf_kvret_kernels.prompt_attention import prompt_attention
+
+
+def attend_dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scoring: Scoring,
+    causal_offset: int | None = None,
+) -> AttentionResult:
+    """Attention over dense ``keys`` and ``values [B, Hkv, n, D]``, which ``scoring.valid`` covers.
+
+    ``causal_offset`` as of ``prompt_attention``.
+    """
+    return prompt_attention(
+        query,
+        keys,
+        values,
+        scale=scoring.scale,
+        causal_offset=causal_offset,
+        valid=scoring.valid,
+        softcap=scoring.softcap,
+        out_dtype=torch.float32,
+    )
+
+
+def attend_cold(query: torch.Tensor, cold: ColdTokens, length: int) -> AttentionResult:
+    """Attention of ``query [B, Hq, Q, Dk]`` over all ``cold`` tokens, ``length`` at a time.
+
+    Raises:
+        RuntimeError: the store does not give all of them.
+    """
+    total = None
+    for start, keys, values in all_of(cold.store, cold.store.chunks(length)):
+        valid = cold.valid[:, start : start + keys.shape[2]]
+        part = attend_dense(query, keys, values, cold.scoring.of(valid))
+        # Not held while the next piece is made.
+        del keys, values
+        total = part if total is None else merge([total, part])
+    assert total is not None, "cold tokens are at least one"
+    return total
+
+
+def attend_exactly(
+    regions: Regions,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past: int,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """Attention of new tokens to all before slot ``past`` and, causally, to each other.
+
+    ``query [B, Hq, Q, Dk]``, ``key`` and ``value [B, Hkv, Q, D]`` are those of the new tokens.
+    Returns ``[B, Hq, Q, Dv]`` fp32.
+
+    Raises:
+        RuntimeError: the store does not give all of its tokens.
+    """
+    scoring, window, store = call.scoring, regions.window, regions.store
+    valid = scoring.valid
+    # Sinks are in the window, and exact there whatever the store does to its rows.
+    cold_valid = None if store is None else regions.retrievable(valid)
+    # Requested first: a store that reads over the bus starts now, behind the work below.
+    length = piece_len(query.shape[2], key, call.row_numbers(key, value))
+    pieces = () if store is None else all_of(store, store.chunks(length, past), past)
+    new_valid = None if valid is None else valid[:, past:]
+    new = call.keys_and_values(key, value)
+    total = attend_dense(query, *new, scoring.of(new_valid), causal_offset=0)
+    del new
+    near_keys, near_values = window.tokens()
+    near_valid = window.validity(valid, past)
+    # Made of all tokens at once, keys and values would outgrow any chunk.
+    step = length if call.makes_rows else max(1, near_keys.shape[2])
+    for start in range(0, near_keys.shape[2], step):
+        some = slice(start, start + step)
+        near = call.keys_and_values(near_keys[:, :, some], near_values[:, :, some])
+        some_valid = None if near_valid is None else near_valid[:, some]
+        total = merge([total, attend_dense(query, *near, scoring.of(some_valid))])
+        del near
+    for start, keys, values in pieces:
+        # Some stores also yield the new tokens, in the form in which they are stored.
+        count = min(keys.shape[2], past - start)
+        if count > 0:
+            old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
+            old = call.keys_and_values(keys[:, :, :count], values[:, :, :count])
+            part = attend_dense(query, *old, scoring.of(old_valid))
+            # Not held while the next piece is made.
+            del keys, values, old
+            total = merge([total, part])
+            del part
+    if call.sink_logits is not None:
+        total = merge([total], call.sink_logits)
+    return total[0]

@@ -1,0 +1,379 @@
+"""Regions: the tokens of one layer, as they move from the window into index and store."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ParamSpec, Self, TypeVar
+
+import torch
+
+from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
+from hf_kvret.contracts.first_rows import FirstRows
+from hf_kvret.contracts.index import ColdTokens, Index, SearchCost, blamed_on
+from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.state import Tensors
+from hf_kvret.contracts.store import Store, all_of
+from hf_kvret.contracts.token_buffer import TokenBuffer
+from hf_kvret.layer.rest import RestSums
+from hf_kvret.layer.saved_regions import load_regions, regions_to_save
+from hf_kvret.layer.window import Window
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret_kernels.ids import WrongIdError
+
+MakeStore = Callable[[FirstRows], Store]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _keeps_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``method`` outside of inference mode, whose tensors could not be written to outside of it."""
+
+    @functools.wraps(method)
+    def outside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return outside
+
+
+class Regions:
+    """Window, index and store of one layer, kept in step.
+
+    Slots ``0 .. cold_len`` are cold: in the store and the index, whether valid or not. The rest is
+    recent. The first valid cold tokens of each row are also in the window, as sinks.
+
+    Args:
+        config: sizes of the regions.
+        index: an empty index, or None: all cold tokens are attended to.
+        make_store: makes an empty store for the first block; called at the first flush.
+        keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens.
+        values: the same for values, ``[B, Hkv, *, Dv]``.
+        needs_positions: see ``RetrievalCache.needs_positions``.
+        value_in_key: Dv where values are the first numbers of keys, and not held; else 0.
+
+    Attributes:
+        built: whether the index was built, see ``Index.build``.
+        changes: goes up whenever other tokens are cold, or other rows of the batch are held.
+        rest: sums of cold tokens, where the options ask for their means, which may lag behind;
+            None: there are none yet.
+        compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
+    """
+
+    @_keeps_tensors
+    def __init__(
+        self,
+        config: RetrievalConfig,
+        index: Index | None,
+        make_store: MakeStore,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        needs_positions: str = "",
+        value_in_key: int = 0,
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.window = Window(config.sink, keys, values, value_in_key)
+        self.store: Store | None = None
+        self.rest: RestSums | None = None
+        # [B, 1, n] int32 of recent tokens.
+        self.positions = TokenBuffer(64)
+        self.needs_positions = needs_positions
+        self.make_store = make_store
+        self.changes = 0
+        self.compiled_len: dict[torch.Size, int] = {}
+        self.built = False
+        self._retrievable: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.window.end
+
+    @property
+    def cold_len(self) -> int:
+        """Tokens that have left the window."""
+        return 0 if self.store is None else len(self.store)
+
+    @property
+    def index_watches(self) -> bool:
+        """Whether the index looks at queries before it is asked, see ``Index.on_forward``."""
+        return self.index is not None and type(self.index).on_forward is not Index.on_forward
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch."""
+        return self.window.sink_slots.shape[0]
+
+    def check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """ValueError for new tokens of another batch, shape, dtype or device than those held."""
+        keys, values = self.window.keys, self.window.values
+        if keys.shape[0] != key.shape[0]:
+            raise ValueError(
+                f"this cache holds a batch of {len(keys)}, the new tokens are a batch of "
+                f"{len(key)}: use a new cache or reset(), or cache.batch_repeat_interleave(n)"
+            )
+        old_form = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        new_form = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        if old_form != new_form:
+            names = "KV heads {}, key dim {}, value dim {}, {}, {}"
+            raise ValueError(
+                f"this cache was filled by another model ({names.format(*old_form)}); the new "
+                f"tokens have {names.format(*new_form)}: use a new cache or reset()"
+            )
+
+    @_keeps_tensors
+    def on_forward(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """Pass ``queries [B, Hq, n, Dk]`` and keys of tokens about to be added to the index.
+
+        Raises:
+            ValueError: no ``positions [B, n]``, and the store needs them.
+        """
+        start, end = self.length, self.length + keys.shape[2]
+        new_valid = None if valid is None else valid[:, start:end]
+        place = self.window.place
+        if place is not None and new_valid is not None:
+            # Replays are for other slots than the captured step, so read the validity by column.
+            new_valid = place.mask.index_select(1, place.column)
+        if self.needs_positions:
+            if positions is None:
+                raise ValueError(self.needs_positions)
+            if len(self.positions) and start > self.positions.end:
+                raise RuntimeError(
+                    f"tokens start at slot {start}, but positions are known up to "
+                    f"{self.positions.end} only: on_forward was not called for a pass"
+                )
+            self.positions.put(positions.to(torch.int32)[:, None], start)
+        if self.index is not None:
+            self.index.on_forward(queries, keys, start, new_valid, positions)
+
+    @property
+    def most_recent(self) -> int:
+        """Recent tokens between two flushes, at most."""
+        return self.config.recent + self.config.flush + self.config.max_draft
+
+    def step_flushes(self) -> bool:
+        """Whether the next ``take_step`` moves tokens to the store."""
+        window, config = self.window, self.config
+        full = window.length >= config.recent + config.flush
+        return full and window.end >= config.dense_len
+
+    @_keeps_tensors
+    def take_step(
+        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        """Flush if one is due, then append ``[B, Hkv, n, D]``.
+
+        Dropping tokens of this step never has to undo a flush. ``valid [B, T]`` covers all slots,
+        those of the new tokens included; None: all valid.
+        """
+        window, config = self.window, self.config
+        if self.step_flushes():
+            self._cool(window.pop(window.length - config.recent, valid))
+            window.fit(self.most_recent)
+        window.append(keys, values)
+
+    @_keeps_tensors
+    def take_prompt(
+        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        """Add many tokens at once; if they overflow the window, all but ``recent`` become cold.
+
+        A cache that stays shorter than ``dense_below`` keeps everything in the window, and a
+        question that fits beside the recent tokens flushes nothing. Arguments as in ``take_step``.
+        """
+        window, config, new = self.window, self.config, keys.shape[2]
+        end, recent = window.end + new, window.length + new
+        if end < config.dense_len or recent <= config.recent + config.flush:
+            window.append(keys, values)
+            return
+        surplus = recent - config.recent
+        pop_len = min(window.length, surplus)
+        if pop_len:
+            self._cool(window.pop(pop_len, valid))
+        skip_len = surplus - pop_len
+        if skip_len:
+            start = window.start
+            skip_valid = None if valid is None else valid[:, start : start + skip_len]
+            skip_rows = keys[:, :, :skip_len], values[:, :, :skip_len]
+            in_key = window.value_in_key
+            self._cool(TokenBlock(*skip_rows, start, skip_valid, value_in_key=in_key))
+            window.skip(skip_len)
+        window.fit(self.most_recent)
+        window.append(keys[:, :, skip_len:], values[:, :, skip_len:])
+
+    def cold(self, scoring: Scoring) -> ColdTokens | None:
+        """The cold tokens; None if there are none. ``scoring.valid`` as in ``take_step``."""
+        if self.store is None or not self.cold_len:
+            return None
+        budget = self.config.budget(self.cold_len)
+        return ColdTokens(self.store, scoring.of(self.retrievable(scoring.valid)), budget)
+
+    @_keeps_tensors
+    def ready_index(self, cold: ColdTokens) -> Index | None:
+        """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
+        if not self.built:
+            self.build_index(cold)
+        elif self.index is not None:
+            try:
+                self.index.before_search(cold)
+            except WrongIdError as error:
+                raise blamed_on(self.index, "before_search", error) from error
+        return self.index
+
+    @_keeps_tensors
+    def build_index(self, cold: ColdTokens) -> None:
+        """Call ``Index.build``, unless it was called before."""
+        if not self.built and self.index is not None:
+            try:
+                self.index.build(cold)
+            except WrongIdError as error:
+                raise blamed_on(self.index, "build", error) from error
+        self.built = True
+
+    @_keeps_tensors
+    def rest_sums(self, cold: ColdTokens) -> RestSums:
+        """Sums of all of ``cold``."""
+        if self.rest is None or self.rest.mean_len != self.config.rest_blocks:
+            self.rest = self.new_sums()
+        window = self.window
+        self.rest.catch_up(cold, window.keys.shape[1], window.value_in_key)
+        # Made here, not within a capture.
+        self.rest.means()
+        if self.config.warn_lost_mass is not None:
+            self.rest.joint_means()
+        return self.rest
+
+    def search_cost(self) -> SearchCost:
+        """Cost of one search; without an index, of reading the store, its rows not counted."""
+        if self.index is None:
+            return SearchCost(0, 0 if self.store is None else self.store.shared_nbytes())
+        return self.index.cost(self.cold_len, self.config.budget(self.cold_len))
+
+    def retrievable(self, valid: torch.Tensor | None) -> torch.Tensor:
+        """``[B, cold]`` bool, False for padding, holes and sinks. ``valid`` as in ``take_step``."""
+        cold = self.cold_len
+        if self._retrievable is None:
+            slots = self.window.sink_slots
+            # A column more for slots that are not cold; rows of whole words, for wide loads.
+            width = (cold // 16 + 1) * 16
+            marks = torch.ones(len(slots), width, dtype=torch.bool, device=slots.device)
+            marks.scatter_(1, slots.masked_fill(slots < 0, cold), False)
+            self._retrievable = marks[:, :cold]
+        return self._retrievable if valid is None else self._retrievable & valid[:, :cold]
+
+    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the first ``count`` keys ``[B, Hkv, count, Dk]`` and values, by slot."""
+        window, device = self.window, self.window.keys.device
+        cold = min(count, self.cold_len)
+        parts = [tuple(side[:, :, : count - cold] for side in window.recent())]
+        if self.store is not None and cold:
+            chunks = all_of(self.store, self.store.chunks(stop=cold), cold)
+            read = [(keys, values) for _, keys, values in chunks]
+            keys, values = (torch.cat(side, dim=2)[:, :, :cold] for side in zip(*read, strict=True))
+            parts.insert(0, (keys.to(device), values.to(device)))
+        keys, values = (torch.cat(side, dim=2) for side in zip(*parts, strict=True))
+        return keys, values
+
+    @_keeps_tensors
+    def crop(self, count: int) -> None:
+        """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
+        deeper = self.window.drop_newest(count)
+        if not deeper or self.store is None:
+            return
+        length = len(self.store) - deeper
+        cold = length - min(length, self.config.recent)
+        device, heads = self.window.keys.device, self.window.keys.shape[1]
+        ids = torch.arange(cold, length, dtype=torch.int32, device=device)
+        ids = ids.expand(self.batch_size, heads, 1, -1).contiguous()
+        keys, values = self.store.gather(ids)
+        self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), length)
+        self.store.crop(cold)
+        if self.rest is not None:
+            self.rest.crop(cold)
+        if self.index is not None:
+            self.index.crop(cold)
+        # An index without tokens is like a new one: the next prompt builds it.
+        self.built = self.built and cold > 0
+        self._retrievable = None
+        self.changes += 1
+
+    @_keeps_tensors
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
+        self.window.reorder(rows)
+        if self.index is not None:
+            self.index.reorder(rows)
+        self.positions.reorder(rows)
+        if self.rest is not None:
+            self.rest.reorder(rows)
+        if self.store is not None:
+            self.store.reorder(rows)
+        self._retrievable = None
+        self.changes += 1
+
+    @_keeps_tensors
+    def fork(self, make_store: MakeStore) -> Self:
+        """An independent copy that shares the cold part; ``make_store`` as for a new one."""
+        index = None if self.index is None else self.index.fork()
+        keys, values = self.window.keys, self.window.values
+        kinds = self.needs_positions, self.window.value_in_key
+        twin = type(self)(self.config, index, make_store, keys, values, *kinds)
+        twin.window, twin.positions = self.window.fork(), self.positions.fork()
+        twin.store = None if self.store is None else self.store.fork()
+        twin.rest = None if self.rest is None else self.rest.fork()
+        twin.built, twin._retrievable = self.built, self._retrievable
+        return twin
+
+    def state_dict(self) -> Tensors:
+        """See ``regions_to_save``."""
+        return regions_to_save(self)
+
+    @_keeps_tensors
+    def load_state_dict(
+        self, state: Tensors, device: torch.device, query_heads: int | None = None
+    ) -> None:
+        """Become the regions whose ``state_dict`` this is; see ``load_regions``."""
+        load_regions(self, state, device, query_heads)
+
+    def new_sums(self) -> RestSums:
+        """Empty sums of tokens like these."""
+        window = self.window
+        dims = window.keys.shape[-1], window.values.shape[-1]
+        return RestSums(self.config.rest_blocks, *dims, bool(window.value_in_key))
+
+    def _cool(self, block: TokenBlock) -> None:
+        """Move a block into store and index, its first valid tokens also into free sinks."""
+        if self.store is None:
+            self.store = self.make_store(FirstRows.of(block))
+        takes_sinks = not self.window.sinks_full
+        self.window.take_sinks(block)
+        if self.positions.is_allocated:
+            # The store has the positions of tokens that a crop moved back to the window.
+            first, last = (max(0, slot - self.positions.first) for slot in (block.start, block.end))
+            positions = self.positions.rows[:, 0, first:last]
+            pad_len = len(block) - positions.shape[1]
+            positions = torch.nn.functional.pad(positions, (pad_len, 0), value=UNKNOWN_POSITION)
+            block = replace(block, positions=positions)
+        self.store.append(block)
+        if self.config.needs_means and not self.store.codes_rows:
+            if self.rest is None:
+                self.rest = self.new_sums()
+            # Else the store's rows are read again.
+            if self.rest.end == block.start:
+                self.rest.add(block, self.window.sink_slots if takes_sinks else None)
+        self.positions.drop(block.end)
+        if self.index is not None:
+            self.index.add(block)
+        self._retrievable = None
+        self.changes += 1

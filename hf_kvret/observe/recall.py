@@ -1,0 +1,67 @@
+"""Exact relevance of cold tokens: what an oracle selects, and how well an index does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvret.contracts.index import ColdTokens
+from hf_kvret_kernels.ids import check_id_range
+from hf_kvret_kernels.relevance import group_relevance
+from hf_kvret_kernels.soft_cap import soft_cap_
+
+
+def exact_scores(
+    query: torch.Tensor, keys: torch.Tensor, scale: float, softcap: float | None = None
+) -> torch.Tensor:
+    """Attention logits ``[B, Hq, Q, n]`` fp32: ``query [B, Hq, Q, D]``, ``keys [B, Hkv, n, D]``."""
+    batch, query_heads, count, dim = query.shape
+    heads = keys.shape[1]
+    folded = query.float().reshape(batch, heads, query_heads // heads * count, dim)
+    scores = folded @ keys.float().transpose(-1, -2) * scale
+    return soft_cap_(scores, softcap).view(batch, query_heads, count, -1)
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Quality of one selection, means over batch, heads and queries.
+
+    ``overlap``: share of the exact top-k that was selected. ``mass``: share of the attention
+    mass on cold tokens that the selected ones hold; ``best_mass``: of the exact top-k.
+    """
+
+    overlap: float
+    mass: float
+    best_mass: float
+
+
+def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> Recall:
+    """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store."""
+    pieces = [
+        exact_scores(query, keys, cold.scale, cold.softcap) for _, keys in cold.store.key_chunks()
+    ]
+    scores = torch.cat(pieces, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
+    heads = ids.shape[1]
+    relevance = group_relevance(scores, heads)
+    best_values, best = relevance.topk(min(ids.shape[-1], relevance.shape[-1]), dim=-1)
+    counted = best_values > float("-inf")
+    chosen = _marks(ids, relevance)
+    overlap = (chosen.gather(-1, best) & counted).sum() / counted.sum().clamp(min=1)
+    shares = scores.softmax(dim=-1).nan_to_num()
+    groups = scores.shape[1] // heads
+    mass = (shares * chosen.repeat_interleave(groups, dim=1)).sum(-1).mean()
+    exact = _marks(best.masked_fill(~counted, -1), relevance).repeat_interleave(groups, dim=1)
+    return Recall(float(overlap), float(mass), float((shares * exact).sum(-1).mean()))
+
+
+def slot_marks(ids: torch.Tensor, length: int) -> torch.Tensor:
+    """Bool ``[B, H, Q, length + 1]`` with True at ``ids [B, H, Q, K]``; -1 marks the last one."""
+    marks = ids.new_zeros(*ids.shape[:-1], length + 1, dtype=torch.bool)
+    return marks.scatter_(-1, ids.long().masked_fill(ids < 0, length), True)
+
+
+def _marks(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Bool ``[B, H, Q, n]`` with True at ``ids``; -1 marks nothing, WrongIdError for others."""
+    check_id_range(ids, like.shape[-1])
+    return slot_marks(ids, like.shape[-1])[..., :-1]

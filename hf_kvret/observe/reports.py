@@ -1,0 +1,184 @@
+"""Reports on a cache: bytes by part, and counts by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_kvret.options.config import RetrievalConfig
+
+if TYPE_CHECKING:
+    from hf_kvret.cache import RetrievalCache
+    from hf_kvret.layer.layer import RetrievalLayer
+    from hf_kvret.stores import StoreChoice
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes, spare capacity included.
+
+    Attributes:
+        window: sink and recent tokens, on the device.
+        index: the indexes, and sums of what is not selected, on the device.
+        shared: calibrated tensors on the device, one copy for all caches of the process.
+        store_device: cold rows and page tables on the device.
+        store_host: cold rows in host memory.
+        other_layers: sliding, linear and other layers that keep their own cache.
+        full_attention: keys and values of the same tokens without retrieval, in all layers.
+    """
+
+    window: int
+    index: int
+    shared: int
+    store_device: int
+    store_host: int
+    other_layers: int
+    full_attention: int
+
+    @property
+    def device(self) -> int:
+        """All bytes on the device."""
+        return self.window + self.index + self.shared + self.store_device + self.other_layers
+
+    @property
+    def host(self) -> int:
+        """All bytes in host memory."""
+        return self.store_host
+
+    def __str__(self) -> str:
+        def mib(count: int) -> str:
+            return f"{count / 2**20:.1f} MiB"
+
+        return (
+            f"device {mib(self.device)} (window {mib(self.window)}, index {mib(self.index)}, "
+            f"shared {mib(self.shared)}, store {mib(self.store_device)}, "
+            f"other layers {mib(self.other_layers)}), "
+            f"host {mib(self.host)}; full attention {mib(self.full_attention)}"
+        )
+
+
+def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryReport:
+    """The report over all ``layers``, of which ``retrieval`` are ours."""
+    window = index = shared = device = host = full = 0
+    for layer in retrieval:
+        regions = layer.regions
+        if regions is None:
+            continue
+        window += regions.window.nbytes()
+        window += regions.positions.nbytes()
+        if regions.index is not None:
+            index += regions.index.nbytes()
+            shared += regions.index.shared_nbytes()
+        if regions.rest is not None:
+            index += regions.rest.nbytes()
+        if regions.store is not None:
+            shared += regions.store.shared_nbytes()
+            on_host = regions.store.host_nbytes()
+            device, host = device + regions.store.nbytes() - on_host, host + on_host
+        heads = regions.window.keys.shape[1]
+        full += regions.batch_size * regions.length * heads * _row_bytes(layer)
+    ours = set(map(id, retrieval))
+    other = sum(_tensor_bytes(vars(layer)) for layer in layers if id(layer) not in ours)
+    return MemoryReport(window, index, shared, device, host, other, full + other)
+
+
+def cache_stats(cache: RetrievalCache, stores: StoreChoice) -> dict[str, Any]:
+    """Counts of ``cache``, whose stores ``stores`` chose.
+
+    Returns ``method``, ``store`` (None: not needed yet), ``store_reason`` (of ``"auto"``),
+    ``dense`` (why nothing was retrieved; None if something was) and ``layers``: for each
+    retrieval layer its number ``layer``, and what ``layer_stats`` counts.
+    """
+    layers = [
+        {"layer": layer.of_model.number, **layer_stats(layer)} for layer in cache.retrieval_layers
+    ]
+    return {
+        "method": cache.name,
+        "store": stores.name,
+        "store_reason": stores.reason,
+        "dense": cache.why_dense(),
+        "layers": layers,
+    }
+
+
+def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
+    """Counts of one retrieval layer since the last reset.
+
+    Returns a dict with ``steps`` (selections), ``queries``, ``cold_tokens`` held, ``candidates``
+    (tokens scored closely) and ``selected`` (rows read by selection), both summed over batch, heads
+    and queries, ``cold_rows`` (rows there were to choose from, summed alike), ``read_ratio =
+    selected / cold_rows``, ``exact_rows`` (rows read by exact attention of long second prompts),
+    ``bytes_fetched``, and with ``track_recall`` the means ``recall_overlap``, ``recall_mass``,
+    ``recall_best_mass`` (see ``Recall``). Also ``lost_mass``: the share of the attention that was
+    not computed exactly, as the index estimates it, mean over queries, heads and steps; None: not
+    measured, as it is with ``warn_lost_mass`` and ``track_recall``. With the latter
+    ``exact_lost_mass`` is the same from all keys.
+    """
+    counters = layer.counters
+    selected = 0 if counters.selected is None else int(counters.selected)
+    rows = selected + counters.exact_rows
+    stats: dict[str, Any] = {
+        "steps": counters.steps,
+        "queries": counters.queries,
+        "cold_tokens": layer.cold_len,
+        "candidates": counters.candidates,
+        "selected": selected,
+        "cold_rows": counters.cold_rows,
+        "read_ratio": selected / counters.cold_rows if counters.cold_rows else 0.0,
+        "exact_rows": counters.exact_rows,
+        "bytes_fetched": rows * _stored_row_bytes(layer),
+    }
+    if layer.regions is not None:
+        for part in (layer.regions.index, layer.regions.store):
+            stats |= {} if part is None else part.stats()
+    stats["lost_mass"] = counters.lost_mass()
+    if counters.exactly_lost is not None:
+        stats["exact_lost_mass"] = counters.exact_lost_mass()
+    if counters.recalls:
+        count = len(counters.recalls)
+        for name in ("overlap", "mass", "best_mass"):
+            stats[f"recall_{name}"] = sum(getattr(r, name) for r in counters.recalls) / count
+    return stats
+
+
+def dense_reason(layers: list[RetrievalLayer], options: RetrievalConfig, name: str) -> str | None:
+    """Why the ``layers`` of the cache ``name`` never retrieved, where they are too short for it."""
+    length = max(layer.get_seq_length() for layer in layers)
+    active = any(layer.counters.steps or layer.cold_len for layer in layers)
+    if active or not length or not options.retrieves:
+        return None
+    if length < options.dense_len:
+        return (
+            f"{name} retrieved nothing: it attends to all tokens below "
+            f"dense_below={options.dense_len}, and held {length}"
+        )
+    return (
+        f"{name} retrieved nothing: its {length} tokens fit into the window "
+        f"(sink={options.sink}, recent={options.recent}, flush={options.flush})"
+    )
+
+
+def _row_bytes(layer: RetrievalLayer) -> int:
+    """Bytes of one token's row in one KV head."""
+    if layer.regions is None:
+        return 0
+    window = layer.regions.window
+    return window.row_dim * window.keys.element_size()
+
+
+def _stored_row_bytes(layer: RetrievalLayer) -> int:
+    """The same in the format of the store."""
+    plain, regions = _row_bytes(layer), layer.regions
+    return plain if regions is None or regions.store is None else regions.store.row_nbytes(plain)
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_tensor_bytes, value))
+    return 0

@@ -1,0 +1,141 @@
+"""``cache.json``: what a saved cache is, and which files hold it. See docs/formats.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import transformers
+
+from hf_kvret.saved import strict_json
+from hf_kvret.saved.folder import VERSION_LEN
+from hf_kvret.saved.shards import SUFFIX, SavedTensors
+from hf_kvret.version import __version__
+
+FORMAT_VERSION = 1
+DESCRIPTION, STEM = "cache.json", "cache"
+
+_MOST_BYTES = 64 << 20
+_AGAIN = "save the cache again"
+_FILE = re.compile(rf"{STEM}-[0-9a-f]{{{VERSION_LEN}}}{re.escape(SUFFIX)}")
+_TYPES: dict[str, Any] = {
+    "library": dict,
+    "method": str,
+    "model": dict,
+    "options": dict,
+    "identity": dict | None,
+    "tokens": dict | None,
+    "layers": list,
+    "files": list,
+    "tensors": dict,
+}
+
+
+@dataclass(frozen=True)
+class Description:
+    """The content of ``cache.json``, checked for its types.
+
+    Attributes:
+        content: by name, see docs/formats.md.
+        digest: SHA-256 of the file.
+    """
+
+    content: Mapping[str, Any]
+    digest: str
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """That of the cache saved in ``directory``.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, or of another format.
+        """
+        path = directory / DESCRIPTION
+        if not path.is_file():
+            raise FileNotFoundError(f"no saved cache in {directory}: {DESCRIPTION} is missing")
+        content, digest = _read(path)
+        if content["format_version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has format version {content['format_version']}, this hf_kvret reads "
+                f"{FORMAT_VERSION}: {_AGAIN}"
+            )
+        try:
+            _check(content)
+        except (RecursionError, ValueError) as error:
+            raise ValueError(f"{path} is corrupt ({error}): {_AGAIN}") from error
+        return cls(content, digest)
+
+    def tensors(self, directory: Path) -> SavedTensors:
+        """The tensors of the cache in ``directory``; errors as of ``SavedTensors``."""
+        paths = [directory / name for name in self.content["files"]]
+        return SavedTensors(paths, self.content["tensors"])
+
+
+def encoded(content: Mapping[str, Any]) -> bytes:
+    """``cache.json`` with ``content``, the format, our versions, and a checksum."""
+    versions = {
+        "hf_kvret": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    content = {"format_version": FORMAT_VERSION, "library": versions, **content}
+    return json.dumps(content | {"checksum": checksum(content)}, indent=1).encode() + b"\n"
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the values of a description but ``checksum``, however they are laid out."""
+    values = {name: value for name, value in content.items() if name != "checksum"}
+    return hashlib.sha256(strict_json.plain_bytes(values)).hexdigest()
+
+
+def digest_of(directory: Path) -> str | None:
+    """SHA-256 of ``cache.json`` in ``directory``; None where there is none."""
+    path = directory / DESCRIPTION
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def is_of_cache(directory: Path) -> bool:
+    """Whether ``cache.json`` in ``directory`` is of a saved cache, of whatever format."""
+    try:
+        return {"format_version", "method", "layers"} <= _read(directory / DESCRIPTION)[0].keys()
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """The object in a JSON file, and the digest of the file; ValueError for anything else."""
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{path} is corrupt (of more than {_MOST_BYTES >> 20} MiB): {_AGAIN}")
+    text = path.read_bytes()
+    try:
+        content = strict_json.read_json(text, allow_infinity=True)
+    except ValueError as error:
+        # A message may have all of the file's content.
+        raise ValueError(f"{path} is corrupt ({str(error)[:200]}): {_AGAIN}") from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if type(version) is not int:
+        raise ValueError(f"{path} is corrupt (it has no format_version): {_AGAIN}")
+    return content, hashlib.sha256(text).hexdigest()
+
+
+def _check(content: dict[str, Any]) -> None:
+    """ValueError for what ``encoded`` does not make."""
+    for name, kind in _TYPES.items():
+        if name not in content or not isinstance(content[name], kind):
+            raise ValueError(f"{name} is missing")
+    if content.get("checksum") != checksum(content):
+        raise ValueError("its checksum is another one")
+    for layer in content["layers"]:
+        if not isinstance(layer, dict) or layer.keys() != {"type", "values"}:
+            raise ValueError("a layer has no type or no values")
+        if not isinstance(layer["type"], str) or not isinstance(layer["values"], dict):
+            raise ValueError("a layer's type is no text, or its values are no object")
+    if not all(isinstance(name, str) and _FILE.fullmatch(name) for name in content["files"]):
+        raise ValueError("files has a name that is not of tensors")

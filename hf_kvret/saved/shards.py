@@ -1,0 +1,196 @@
+"""Tensors of a saved cache in shards, which are safetensors files, with a checksum a tensor.
+
+The checksum is CRC-32, which finds damage (every burst of up to 32 bits; others but for one in four
+billion), not intent: whoever can write the file can write checksums, too. ISA-L computes it in a
+fourth of zlib's time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal.isal_zlib import crc32
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hf_kvret.contracts.state import Tensors
+from hf_kvret.saved.folder import VERSION_LEN, Replacement
+from hf_kvret.stores.host_memory import empty
+
+SHARD_BYTES = 1 << 30
+"""A shard holds no more, but for a single tensor that is larger."""
+
+SUFFIX = ".safetensors"
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint8),
+)
+"""What a cache may hold."""
+
+_AGAIN = "save the cache again"
+_CPU = torch.device("cpu")
+
+
+class ShardWriter:
+    """Writes tensors as they come, and holds those of one shard at most.
+
+    Attributes:
+        files: names of the shards, for the naming file.
+        checksums: of the tensors, by name.
+    """
+
+    def __init__(self, replacement: Replacement) -> None:
+        self.files: list[str] = []
+        self.checksums: dict[str, str] = {}
+        self._replacement = replacement
+        self._folder = replacement.new_folder()
+        self._shard: Tensors = {}
+
+    def add(self, prefix: str, tensors: Tensors) -> None:
+        """Take ``tensors`` (on the CPU), whose names begin with ``prefix`` in the file.
+
+        ``tensors`` is empty afterwards.
+
+        Raises:
+            OSError: the disk is full, for instance.
+            TypeError: a dtype that is not in ``DTYPES``.
+        """
+        while tensors:
+            name = next(iter(tensors))
+            tensor = tensors.pop(name)
+            if tensor.dtype not in DTYPES:
+                raise TypeError(f"cannot save {prefix}{name} of dtype {tensor.dtype}")
+            if sum(x.nbytes for x in self._shard.values()) + tensor.nbytes > SHARD_BYTES:
+                self.finish()
+            self._shard[f"{prefix}{name}"] = self._alone(tensor)
+
+    def finish(self) -> None:
+        """Write what is left, or a shard without tensors where there is nothing."""
+        if self.files and not self._shard:
+            return
+        self.checksums |= {name: checksum(name, tensor) for name, tensor in self._shard.items()}
+        path = self._folder / "shard"
+        with _os_errors():
+            save_file(self._shard, path)
+        self._shard.clear()
+        # safetensors gives its files to their owner alone; the folder has the rights of the umask.
+        path.chmod(self._folder.stat().st_mode & 0o666)
+        version = secrets.token_hex(VERSION_LEN // 2)
+        with path.open("rb+") as file:
+            self.files.append(self._replacement.keep(file, version, SUFFIX))
+
+    def _alone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, contiguous, with memory that no other of the shard has."""
+        tensor = tensor.detach().contiguous()
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        first = all(tensor.data_ptr() != x.data_ptr() for x in self._shard.values())
+        return tensor if whole and first else tensor.clone()
+
+
+class SavedTensors:
+    """The tensors of saved shards, by name, each compared with its checksum when it is read.
+
+    They are copies, so that it does not matter what happens to the files later. One shard is mapped
+    at a time.
+    """
+
+    def __init__(self, paths: list[Path], checksums: Mapping[str, Any]) -> None:
+        """Look into the shards at ``paths``, which hold the tensors that ``checksums`` names.
+
+        Raises:
+            FileNotFoundError: one is missing.
+            ValueError: one is damaged, or they hold other tensors.
+        """
+        self._checksums = checksums
+        self._paths: dict[str, Path] = {}
+        for path in paths:
+            with _opened(path) as shard:
+                self._paths |= dict.fromkeys(shard.keys(), path)
+        strange = self._paths.keys() ^ checksums.keys()
+        if strange:
+            raise ValueError(
+                f"{', '.join(path.name for path in paths[:8])} does not hold what the cache has: "
+                f"of {min(strange)[:80]} there is only one of tensor and checksum; {_AGAIN}"
+            )
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._paths)
+
+    def part(self, prefix: str) -> Tensors:
+        """The tensors whose names begin with ``prefix``, without it."""
+        names = [name for name in self._paths if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.read(name) for name in names}
+
+    def others(self, prefix: str) -> Tensors:
+        """The tensors whose names begin with anything else."""
+        return {name: self.read(name) for name in self._paths if not name.startswith(prefix)}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, on the CPU.
+
+        Raises:
+            MemoryError: there is too little for it.
+            ValueError: it is damaged.
+        """
+        path = self._paths[name]
+        with _opened(path) as shard:
+            rows = shard.get_tensor(name)
+            if rows.dtype not in DTYPES:
+                raise ValueError(f"{path}: {name[:80]} is {rows.dtype}, unlike any save; {_AGAIN}")
+            tensor = empty(tuple(rows.shape), rows.dtype, _CPU).copy_(rows)
+        if checksum(name, tensor) != self._checksums[name]:
+            raise ValueError(
+                f"{path} is damaged: {name[:80]} differs from what was saved; {_AGAIN}"
+            )
+        return tensor
+
+
+def checksum(name: str, tensor: torch.Tensor) -> str:
+    """8 hexadecimal digits of a contiguous CPU tensor: of its name, dtype, shape and numbers."""
+    head = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return f"{crc32(memoryview(content), head):08x}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The shard at ``path``; errors say what to do."""
+    _check_file(path)
+    try:
+        with safe_open(path, framework="pt") as shard:
+            yield shard
+    except SafetensorError as error:
+        message = f"{path} is corrupt or truncated ({str(error)[:200]}): {_AGAIN}"
+        raise ValueError(message) from error
+    except (MemoryError, RuntimeError) as error:
+        # It may just have been removed.
+        _check_file(path)
+        raise MemoryError(
+            f"no memory for {path} ({str(error)[:200]}): free memory; if no save wrote so much, "
+            f"the file is damaged or crafted, {_AGAIN}"
+        ) from error
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved cache in {path.parent}: {path.name} is missing")
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """The system's errors, which safetensors has in its words only, are OSErrors."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

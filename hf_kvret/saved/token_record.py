@@ -1,0 +1,143 @@
+"""TokenRecord: which text a cache holds, so that another one is not taken for it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_kvret.contracts.state import State, part
+from hf_kvret.contracts.token_buffer import TokenBuffer
+
+UNKNOWN = -1
+"""What stands in place of the id of a token that was not given as one."""
+
+EMBEDDINGS = "inputs_embeds"
+"""The input of a model that has a vector for each token."""
+
+
+class InputDigest(NamedTuple):
+    """SHA-256 of what is no text in the pass that filled the slots ``start`` to ``end - 1``."""
+
+    start: int
+    end: int
+    sha256: str
+
+    @classmethod
+    def of(
+        cls, inputs: Mapping[str, torch.Tensor], start: int, end: int, first: int = 0
+    ) -> InputDigest:
+        """That of ``inputs`` by name, whose embeddings begin at the slot ``first``; reads them."""
+        digest = hashlib.sha256()
+        for name, value in sorted(inputs.items()):
+            part = value[:, start - first : end - first] if name == EMBEDDINGS else value
+            digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+            flat = part.detach().cpu().contiguous().flatten()
+            digest.update(flat.view(torch.uint8).numpy().data)
+        return cls(start, end, digest.hexdigest())
+
+
+class TokenRecord(State):
+    """Ids of the tokens in a cache, as far as it saw them, and digests of its other inputs.
+
+    Ids are copied when they are noted, without waiting for the device, and read when they are
+    compared or saved. Slots that nobody noted are ``UNKNOWN``: tokens that came as embeddings, or
+    by hand.
+
+    Attributes:
+        passes: digests of the passes with inputs that are no text, in their order.
+        owner: who notes the pass under way, its outermost module; None between passes.
+        start: slot of the first token of that pass.
+    """
+
+    # [B, 1, n] int32, as a token buffer has heads.
+    _ids: TokenBuffer = part(TokenBuffer)
+
+    def __init__(self) -> None:
+        self.passes: tuple[InputDigest, ...] = ()
+        self.owner: Any = None
+        self.start = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def reset(self) -> None:
+        super().reset()
+        self.passes = ()
+
+    def crop(self, length: int) -> None:
+        """Forget the slots from ``length`` on, and digests of passes that filled some of them."""
+        super().crop(length)
+        self.passes = tuple(one for one in self.passes if one.end <= length)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """As every state; digests are forgotten where the number of rows changes."""
+        if not self._ids.is_allocated:
+            return
+        if len(rows) != len(self._ids.rows):
+            self.passes = ()
+        # As in `note`.
+        with torch.inference_mode(False):
+            super().reorder(rows.to(self._ids.rows.device))
+
+    def repeat(self, repeats: int) -> None:
+        """Every row of the batch ``repeats`` times."""
+        if self._ids.is_allocated:
+            rows = torch.arange(len(self._ids.rows), device=self._ids.rows.device)
+            self.reorder(rows.repeat_interleave(repeats))
+
+    def begin(self, owner: Any, start: int) -> bool:
+        """Begin a pass from slot ``start`` on; False inside of one, which its owner notes."""
+        if self.owner not in (None, owner) and self.start == start:
+            return False
+        self.owner, self.start = owner, start
+        self._ids.crop(start)
+        return True
+
+    def note(self, ids: torch.Tensor, start: int) -> None:
+        """Note that the cache was given ``ids`` ``[B, n]`` for the slots from ``start`` on.
+
+        What was noted of these slots is forgotten; those before that were not noted are unknown.
+        """
+        # Memory made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            if self._ids.is_allocated and len(self._ids.rows) != len(ids):
+                self.reset()
+            self._ids.crop(start)
+            like = ids.new_empty((len(ids), 1, 0), dtype=torch.int32)
+            if start > len(self):
+                self._ids.reserve(start - len(self), like).fill_(UNKNOWN)
+            self._ids.reserve(ids.shape[1], like).copy_(ids.detach()[:, None])
+
+    def ids(self, length: int) -> torch.Tensor | None:
+        """``[B, length]`` int32 of the slots from 0 on; None if nothing was ever noted."""
+        if not self._ids.is_allocated:
+            return None
+        ids = self._ids.rows[:, 0, :length]
+        return torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=UNKNOWN)
+
+    def difference(
+        self, prompt: torch.Tensor, mask: torch.Tensor, length: int
+    ) -> tuple[int, int, int, int] | None:
+        """Where a prompt first has another id: row, slot, and the ids of prompt and cache there.
+
+        None if they agree. Unknown tokens, and what the prompt masks, differ from nothing.
+
+        Args:
+            prompt: ``[B, T]`` ids; each row may stand for several rows of the cache.
+            mask: ``[B, T]``, padding is 0.
+            length: tokens that the cache holds; all slots if the prompt has as many.
+        """
+        ids = self.ids(length)
+        if ids is None or len(ids) % len(prompt):
+            return None
+        ids, repeats = ids[:, : prompt.shape[1]].to(prompt.device), len(ids) // len(prompt)
+        prompt, mask = (one[:, :length].repeat_interleave(repeats, dim=0) for one in (prompt, mask))
+        differs = (ids != prompt) & (ids != UNKNOWN) & (mask != 0).to(ids.device)
+        if not differs.any():
+            return None
+        slot = int(differs.any(dim=0).nonzero()[0])
+        row = int(differs[:, slot].nonzero()[0])
+        return row, slot, int(prompt[row, slot]), int(ids[row, slot])

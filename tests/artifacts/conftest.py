@@ -1,0 +1,88 @@
+"""A small model, an artifact of it, and a hub on this machine for the real client."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import PreTrainedModel
+
+from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
+from hf_kvret.testing import MODELS
+
+
+def _fake_hub() -> Any:
+    """A new server; its file is no package's, so it is loaded by path."""
+    path = Path(__file__).with_name("fake_hub.py")
+    spec = importlib.util.spec_from_file_location("hf_kvret_fake_hub", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FakeHub()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A running hub that the client in this process talks to, with an empty cache, no token."""
+    with _fake_hub() as server:
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        # The client keeps connections; new ones see the settings of this test.
+        huggingface_hub.close_session()
+        yield server
+        huggingface_hub.close_session()
+    assert not server.faults
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    """A tiny random Llama with scaled RoPE, 4 query heads and 2 KV heads."""
+    return MODELS["llama"].build()
+
+
+@pytest.fixture(scope="session")
+def identity(llama: PreTrainedModel) -> ModelIdentity:
+    """That of ``llama``, under the name of a hub repository."""
+    return ModelIdentity.of(llama, "meta/tiny-llama")
+
+
+@pytest.fixture
+def artifact(identity: ModelIdentity) -> CalibrationArtifact:
+    """Two layers of codebooks in two dtypes."""
+    codebooks = torch.randn(2, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+    return CalibrationArtifact(
+        method="a2ats",
+        model=identity,
+        tensors={
+            **{f"layers.{n}.codebook": codebooks[n].bfloat16() for n in range(2)},
+            **{f"layers.{n}.factor": codebooks[n, :, :2] for n in range(2)},
+        },
+        data={"datasets": ["alice/texts"], "tokens": 4096, "files": ["a.txt", "b.txt"]},
+        options={"codewords": 8, "position": 2048, "seed": None},
+        quality=[
+            {"layer": 0, "score_error": 0.12345678, "plain_error": 0.25},
+            {"layer": 1, "score_error": 0.0625, "note": "no RoPE"},
+        ],
+    )
+
+
+@pytest.fixture
+def saved(artifact: CalibrationArtifact, tmp_path: Path) -> Path:
+    """A folder with a whole artifact."""
+    artifact.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"

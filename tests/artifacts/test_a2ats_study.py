@@ -1,0 +1,292 @@
+"""A2ATS's study of one layer: what it learns from which tokens, and its figures."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.study import LayerFindings
+from hf_kvret.methods.a2ats.learned import learned_layer, load
+from hf_kvret.methods.a2ats.vector_quantization import at_distance, query_metric
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens
+
+QUERY_HEADS, HEADS, DIM = 4, 2, 16
+WINDOW = 50
+ROPE = Rope(10000.0 ** -(torch.arange(0, DIM, 2) / DIM), 1.5)
+NO_ROPE = Rope(torch.empty(0), 1.0, "none")
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tokens(
+    n: int, seed: int, dtype: torch.dtype = torch.float32, rope: Rope = ROPE, skew: float = 1.0
+) -> LayerTokens:
+    """Tokens whose queries are `skew` times larger in the first quarter of their numbers."""
+    query = draw(1, QUERY_HEADS, n, DIM, seed=seed)
+    query[..., : DIM // 4] *= skew
+    query, key = query.to(dtype), draw(1, HEADS, n, DIM, seed=seed + 1, dtype=dtype) + 3
+    positions = torch.arange(n)
+    return LayerTokens(
+        query_before=query,
+        key_before=key,
+        query=rope.rotate(query, positions),
+        key=rope.rotate(key, positions),
+        value=key,
+        cos=None,
+        sin=None,
+        hidden=None,
+        position_ids=positions[None],
+    )
+
+
+def study(
+    learned: list[LayerTokens],
+    held_out: list[LayerTokens] | None = None,
+    rope: Rope = ROPE,
+    **options: Any,
+) -> LayerFindings:
+    options = {"codewords": 8, "window": WINDOW, "rounds": 10, **options}
+    made = A2ATSCalibration(**options).study(0, rope, torch.device("cpu"))
+    for one in learned:
+        made.add(one, False)
+    for one in held_out or []:
+        made.add(one, True)
+    return made.finish(lambda done: None)
+
+
+def seen_moments(seen: list[LayerTokens], rope: Rope = ROPE) -> torch.Tensor:
+    """The second moments of queries at the window's end, in fp64, by a loop."""
+    total = torch.zeros(HEADS, DIM, DIM, dtype=torch.float64)
+    for one in seen:
+        at = torch.full((one.query_before.shape[2],), WINDOW)
+        turned = rope.rotate(one.query_before, at, dtype=torch.float32).double()[0]
+        # Once more: keys before RoPE lack the factor that attention's keys have.
+        turned[..., : rope.rotary_dim] *= rope.attention_factor
+        for head in range(QUERY_HEADS):
+            total[head // (QUERY_HEADS // HEADS)] += turned[head].T @ turned[head]
+    return total
+
+
+PARTIAL = Rope(10000.0 ** -(torch.arange(0, DIM // 2, 2) / DIM), 1.5)
+
+
+def test_scores_of_partly_rotated_heads_are_those_of_attention() -> None:
+    # Where the factor is wrong, numbers that pass count too much or too little in the metric.
+    seen = tokens(60, 0, rope=PARTIAL)
+    found = study([seen], rope=PARTIAL, codewords=60, rounds=0).tensors
+    expected, _ = query_metric(seen_moments([seen], PARTIAL))
+    assert torch.allclose(found["metric"], expected, rtol=1e-5, atol=1e-6)
+    # A query at position b sees a key at position 0 by the score of attention itself.
+    query, key = at_distance(seen.query_before, PARTIAL, WINDOW), seen.key_before
+    there, here = torch.full((60,), WINDOW), torch.zeros(60, dtype=torch.long)
+    rotated = PARTIAL.rotate(seen.query_before, there), PARTIAL.rotate(key, here)
+    for head in range(QUERY_HEADS):
+        of = head // (QUERY_HEADS // HEADS)
+        exact = rotated[0][0, head] @ rotated[1][0, of].T
+        assert torch.allclose(query[0, head] @ key[0, of].T, exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_metric_is_that_of_queries_at_one_position(dtype: torch.dtype) -> None:
+    seen = [tokens(30, 0, dtype), tokens(40, 10, dtype)]
+    found = study(seen).tensors["metric"]
+    expected, _ = query_metric(seen_moments(seen))
+    assert found.dtype == torch.float32
+    # Sums are in fp64 and only their order differs.
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    unturned, _ = query_metric(seen_moments(seen, NO_ROPE))
+    assert not torch.allclose(found, unturned, rtol=1e-2, atol=1e-2)
+
+
+def test_with_a_word_for_each_key_the_words_are_the_keys_before_rope() -> None:
+    seen = tokens(6, 3)
+    for space, keys in (("windowed", seen.key_before[0]), ("rotated", seen.key[0])):
+        options = {"space": space, "query_aware": False, "codeword_dtype": "float32"}
+        found = study([seen], codewords=6, rounds=0, **options)
+        assert torch.equal(found.tensors["metric"], torch.eye(DIM).expand(HEADS, -1, -1))
+        distances = torch.cdist(found.tensors["codewords"], keys)
+        # The mean is taken off and put back, which rounds.
+        assert distances.amin(1).max() < 1e-5 and distances.amin(2).max() < 1e-5
+
+
+def test_in_query_aware_space_the_words_are_keys_times_the_metric() -> None:
+    seen = tokens(6, 3)
+    found = study([seen], codewords=6, rounds=0, codeword_dtype="float32").tensors
+    restored = torch.linalg.solve(found["metric"], found["codewords"], left=False)
+    assert torch.cdist(restored, seen.key_before[0]).amin(2).max() < 1e-2
+
+
+def test_figures_are_the_variance_that_held_out_scores_lose() -> None:
+    held = tokens(50, 20)
+    found = study([tokens(200, 0)], [held])
+    factor, words = found.tensors["metric"], found.tensors["codewords"].float()
+    at = torch.full((50,), WINDOW)
+    queries = ROPE.rotate(held.query_before, at)[0]
+    shares = []
+    for head in range(HEADS):
+        keys = held.key_before[0, head]
+        nearest = torch.cdist(keys @ factor[head], words[head]).argmin(1)
+        restored = words[head][nearest] @ factor[head].inverse()
+        group = queries[2 * head : 2 * head + 2].flatten(0, 1)
+        exact, near = group @ keys.T, group @ restored.T
+        shares.append((exact - near).var(dim=1).mean() / exact.var(dim=1).mean())
+    assert 0 < found.quality["score_error"] < 1
+    assert found.quality["score_error"] == pytest.approx(float(sum(shares) / HEADS), rel=1e-4)
+
+
+def test_query_aware_codebooks_lose_less_of_held_out_scores() -> None:
+    learned = [tokens(300, 0, skew=8.0), tokens(300, 30, skew=8.0)]
+    quality = study(learned, [tokens(200, 60, skew=8.0)], codewords=32).quality
+    assert quality["score_error"] < 0.8 * quality["plain_score_error"]
+    alone = study(learned, [tokens(200, 60, skew=8.0)], codewords=32, query_aware=False).quality
+    assert alone["score_error"] == quality["plain_score_error"]
+    assert "plain_score_error" not in alone
+
+
+def test_nothing_is_learned_from_what_is_held_out() -> None:
+    first = study([tokens(100, 0)], [tokens(50, 20)])
+    other = study([tokens(100, 0)], [tokens(70, 40), tokens(5, 60)])
+    for name, tensor in first.tensors.items():
+        assert torch.equal(tensor, other.tensors[name]), name
+    assert first.quality["score_error"] != other.quality["score_error"]
+
+
+def test_where_nothing_is_held_out_there_is_no_error() -> None:
+    assert study([tokens(20, 0)]).quality["score_error"] is None
+    # One key has no variance.
+    quality = study([tokens(20, 0)], [tokens(1, 5)]).quality
+    assert quality["score_error"] is None and quality["plain_score_error"] is None
+
+
+def test_codewords_are_saved_in_half_the_bytes_and_measured_so() -> None:
+    seen, held = [tokens(300, 0)], [tokens(60, 20)]
+    short = study(seen, held, codewords=32)
+    full = study(seen, held, codewords=32, codeword_dtype="float32")
+    words = short.tensors["codewords"], full.tensors["codewords"]
+    assert [x.dtype for x in words] == [torch.bfloat16, torch.float32]
+    assert torch.equal(words[0], words[1].bfloat16()) and 2 * words[0].nbytes == words[1].nbytes
+    assert torch.equal(short.tensors["metric"], full.tensors["metric"])
+    # bf16 rounds by 2^-9 of a number, far below the distance of a key to its codeword here.
+    for name in ("score_error", "plain_score_error"):
+        assert short.quality[name] != full.quality[name]
+        assert short.quality[name] == pytest.approx(full.quality[name], rel=0.02)
+
+
+def test_tokens_are_copied_and_what_they_were_a_part_of_is_let_go() -> None:
+    made = A2ATSCalibration(codewords=4, window=WINDOW, rounds=3).study(
+        0, ROPE, torch.device("cpu")
+    )
+    fused = draw(1, QUERY_HEADS + 2 * HEADS, 20, DIM, seed=0)
+    whole = weakref.ref(fused)
+    query, key, value = fused.split([QUERY_HEADS, HEADS, HEADS], dim=1)
+    given = LayerTokens(query, key, query, key, value, None, None, None, None)
+    expected = study(
+        [
+            LayerTokens(
+                *(x.clone() for x in (query, key, query, key, value)), None, None, None, None
+            )
+        ],
+        codewords=4,
+        rounds=3,
+    )
+    made.add(given, False)
+    fused.fill_(float("nan"))
+    del fused, query, key, value, given
+    gc.collect()
+    assert whole() is None
+    found = made.finish(lambda done: None)
+    assert torch.equal(found.tensors["codewords"], expected.tensors["codewords"])
+
+
+def test_keys_wait_in_the_dtype_of_the_model() -> None:
+    made = A2ATSCalibration(codewords=4).study(0, ROPE, torch.device("cpu"))
+    made.add(tokens(20, 0, torch.bfloat16), False)
+    (held,) = made._keys[False]
+    assert held.dtype == torch.bfloat16
+    assert held.untyped_storage().nbytes() == 20 * HEADS * DIM * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "books"), [({}, 2), ({"compare": False}, 1), ({"query_aware": False}, 1)], ids=str
+)
+def test_progress_adds_up_to_the_work(options: dict[str, bool], books: int) -> None:
+    made = A2ATSCalibration(codewords=4, rounds=7, **options).study(0, ROPE, torch.device("cpu"))
+    made.add(tokens(40, 0), False)
+    steps: list[int] = []
+    made.finish(steps.append)
+    assert sum(steps) == made.work == books * HEADS * 7
+
+
+def test_a_layer_tells_how_it_rotates() -> None:
+    found = study([tokens(20, 0)])
+    assert found.told == {"layout": "half", "attention_factor": 1.5}
+    assert torch.equal(found.tensors["inv_freq"], ROPE.inv_freq)
+    found = study([tokens(20, 0, rope=NO_ROPE)], rope=NO_ROPE)
+    assert found.told == {"layout": "none", "attention_factor": 1.0}
+    assert found.tensors["inv_freq"].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"codewords": 0}, "codewords=0: 1 to 32768"),
+        ({"codewords": 32769}, "codewords=32769"),
+        ({"window": -1}, "window=-1: 0 or more"),
+        ({"rounds": -1}, "rounds=-1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"tolerance": -1.0}, "tolerance=-1.0: 0 or more"),
+        ({"tolerance": float("nan")}, "tolerance=nan"),
+        ({"codeword_dtype": "float16"}, "codeword_dtype='float16': choose 'bfloat16' or 'float32'"),
+        ({"space": "plain"}, "space='plain': choose 'windowed' or 'rotated'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        A2ATSCalibration(**wrong)
+
+
+def test_nothing_to_learn_from_is_said() -> None:
+    with pytest.raises(ValueError, match="no tokens to learn from"):
+        study([])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_codes_are_the_nearest_words_as_saved_in_new_and_old_artifacts(
+    dtype: str, identity: ModelIdentity, tmp_path: Path
+) -> None:
+    found = study([tokens(300, 0)], codewords=64, codeword_dtype=dtype)
+    options = A2ATSCalibration(codewords=64, window=WINDOW, codeword_dtype=dtype).options()
+    if dtype == "float32":
+        # As artifacts were before there was a choice.
+        del options["codeword_dtype"]
+    named = {f"layers.0.{name}": x for name, x in found.tensors.items()}
+    told = {**options, "layers": {"0": found.told}}
+    CalibrationArtifact("a2ats", identity, named, options=told).save_pretrained(tmp_path)
+    learned = learned_layer(load(str(tmp_path), None), 0, torch.device("cpu"))
+    words, factor = found.tensors["codewords"].float(), found.tensors["metric"]
+    assert learned.words.dtype == getattr(torch, dtype)
+    seen = tokens(50, 40)
+    codes = learned.encode(seen.key, torch.arange(50)[None])[0].long()
+    for head in range(HEADS):
+        distances = torch.cdist(
+            (seen.key_before[0, head] @ factor[head]).double(), words[head].double()
+        )
+        chosen = distances.gather(1, codes[head, :, None])[:, 0]
+        # Un-rotating rounds, so of two words that are equally near either may be chosen.
+        assert torch.allclose(chosen, distances.amin(1), rtol=1e-4)
+    table = learned.table(seen.query, torch.arange(50)[None], 1.0, None)
+    plain = at_distance(seen.query_before, ROPE, WINDOW)
+    restored = torch.linalg.solve(factor, words, left=False)
+    exact = plain.unflatten(1, (HEADS, -1)) @ restored.mT[:, None]
+    assert torch.allclose(table, exact.flatten(1, 2), rtol=1e-2, atol=1e-2 * float(exact.std()))

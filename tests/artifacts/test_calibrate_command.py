@@ -1,0 +1,326 @@
+"""``hf-kvret calibrate a2ats``: sources, folders, the hub, going on, one line for each mistake."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.cli import main
+from hf_kvret.lab.calibrate import command as calibrate_command
+from hf_kvret.lab.calibrate.a2ats import CodebookStudy
+from hf_kvret.lab.calibrate.command import make_corpus
+from hf_kvret.lab.calibrate.command_options import A2ATSOptions
+from hf_kvret.lab.calibrate.study import LayerFindings, Progress
+from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
+from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.program.options import add_options, read_options
+from hf_kvret.testing.tiny import spread_weights
+
+PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"
+SMALL = ("--codewords", "8", "--window", "64", "--rounds", "3")
+SHORT = ("--tokens", "400", "--length", "100", "--uuid-tokens", "100")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama of three layers and the tokenizer of the reference model."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_MODEL)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    spread_weights(model, 0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "river.txt"
+    lines = [f"{n}. The river bends {n % 7} times before the mill." for n in range(100)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def arguments(model_dir: Path, text: Path, tmp_path: Path) -> list[str]:
+    """A whole command line that takes a second."""
+    where = ["--model", str(model_dir), "--text", str(text), "--out", str(tmp_path / "out")]
+    return ["calibrate", "a2ats", *where, *SMALL, *SHORT]
+
+
+def parsed(*arguments: str) -> A2ATSOptions:
+    parser = argparse.ArgumentParser()
+    add_options(parser, A2ATSOptions)
+    return read_options(A2ATSOptions, parser.parse_args(arguments))
+
+
+def failing(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """The one line of a command that fails."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "hf-kvret: error" in line]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_command_makes_an_artifact_of_the_model(
+    arguments: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'out'}" in shown and "plain score error" in shown
+    artifact = CalibrationArtifact.from_pretrained(tmp_path / "out", method="a2ats")
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    artifact.check(model.config)
+    assert artifact.check_weights(model).compared > 5
+    assert artifact.model.name == "tiny-llama"
+    assert artifact.data["tokens"] == 400 and artifact.data["uuid_tokens"] == 100
+    assert artifact.data["text"].startswith("river.txt ")
+    assert artifact.data["held_out_sequences"] == 1
+    assert artifact.tensors["layers.2.codewords"].shape == (1, 8, 16)
+    # No path of this machine is shared with the artifact.
+    for name in ("config.json", "README.md"):
+        assert str(tmp_path.parent) not in (tmp_path / "out" / name).read_text()
+
+
+def test_options_reach_the_artifact(arguments: list[str], tmp_path: Path) -> None:
+    more = ["--plain", "--no-compare", "--space", "rotated", "--seed", "3", "--name", "me/it"]
+    assert main([*arguments, *more, "--dtype", "bfloat16", "--held-out", "0"]) == 0
+    artifact = CalibrationArtifact.from_pretrained(tmp_path / "out")
+    found = {name: artifact.options[name] for name in ("space", "query_aware", "compare", "seed")}
+    assert found == {"space": "rotated", "query_aware": False, "compare": False, "seed": 3}
+    assert artifact.options["codewords"] == 8 and artifact.options["window"] == 64
+    assert artifact.model.name == "me/it"
+    assert all(row["score_error"] is None for row in artifact.quality)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    options = parsed("--model", "m", "--out", "o")
+    made = options.calibration()
+    assert (made.codewords, made.window, made.rounds, made.space) == (4096, 2048, 300, "windowed")
+    assert made.query_aware and made.compare
+    assert (options.tokens, options.length) == (65_536, 4096)
+    assert (options.uuid_tokens, options.usual_uuid_tokens) == (None, 16_384)
+
+
+def test_the_bundled_model_learns_from_its_own_language(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["calibrate", "a2ats", "--model", "needle", "--out", str(tmp_path / "out")]
+    assert main([*where, *SMALL, "--tokens", "512", "--length", "128", "--no-compare"]) == 0
+    artifact = CalibrationArtifact.from_pretrained(tmp_path / "out")
+    assert artifact.data["documents"] == "needle language" and artifact.data["tokens"] == 512
+    assert all(0 < row["score_error"] < 1 for row in artifact.quality)
+    message = failing(capsys, [*where, "--text", str(tmp_path / "a.txt")])
+    assert "--model needle reads no text: leave --text and --dataset out" in message
+    message = failing(capsys, [*where, "--uuid-tokens", "2K"])
+    assert "--model needle knows no UUIDs: leave --uuid-tokens 2048 out" in message
+
+
+def test_the_same_command_goes_on_after_an_interruption(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, finished = CodebookStudy.finish, []
+
+    def counted(self: CodebookStudy, progress: Progress, carried: object) -> LayerFindings:
+        finished.append(finish(self, progress, carried))
+        return finished[-1]
+
+    def third_time(self: CodebookStudy, progress: Progress, carried: object) -> LayerFindings:
+        if len(finished) == 2:
+            raise KeyboardInterrupt
+        return counted(self, progress, carried)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CodebookStudy, "finish", third_time)
+        with pytest.raises(KeyboardInterrupt):
+            main(arguments)
+    assert not (tmp_path / "out" / "config.json").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(CodebookStudy, "finish", counted)
+        assert main(arguments) == 0
+    assert len(finished) == 3
+    (resumed,) = (tmp_path / "out").glob("artifact-*.safetensors")
+    whole = [*arguments, "--out", str(tmp_path / "whole")]
+    assert main(whole) == 0
+    (once,) = (tmp_path / "whole").glob("artifact-*.safetensors")
+    assert once.read_bytes() == resumed.read_bytes()
+
+
+def test_the_held_out_text_is_the_end_of_the_text(model_dir: Path, text: Path) -> None:
+    subject = load_subject(str(model_dir))
+    base = ["--model", "m", "--out", "o", "--text", str(text)]
+
+    def corpus(*more: str) -> Any:
+        return make_corpus(parsed(*base, *SHORT, *more), subject)
+
+    made = corpus()
+    assert [len(ids) for ids in made.sequences] == [100] * 5
+    words = subject.need_tokenizer("test").decode
+    assert "The river" not in words(made.sequences[0])
+    read = " ".join(words(ids) for ids in made.sequences[1:])
+    assert read.index("1. The") < read.index("9. The")
+    # A share of the text, at least one sequence and never all.
+    assert [corpus("--held-out", share).held_out for share in ("0", "0.1", "0.5", "0.99")] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    few = r"--held-out 0\.1 of one sequence with 100 tokens: .* shorter --length or --held-out 0"
+    with pytest.raises(ValueError, match=few):
+        corpus("--tokens", "100")
+    assert corpus("--tokens", "100", "--held-out", "0").held_out == 0
+    assert len(corpus("--uuid-tokens", "0").sequences) == 4
+
+
+def test_mistakes_are_one_line_each(
+    arguments: list[str],
+    model_dir: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = ["calibrate", "a2ats", "--model", str(model_dir), "--out", str(tmp_path / "out")]
+    (tmp_path / "file").write_text("x")
+    both = "give one of --text FILE and --dataset ID"
+    for more, message in (
+        (["--out", str(tmp_path / "file")], r"--out .*file is a file: give a folder"),
+        (["--dataset", "a/b"], both),
+        (["--tokens", "1M"], r"--tokens 1048576: the text has \d+ tokens; give more text"),
+        (["--text", str(tmp_path / "no.txt")], r"--text .*no\.txt: no such file"),
+        (["--codewords", "40000"], r"codewords=40000: 1 to 32768"),
+        (
+            ["--length", "2K", "--uuid-tokens", "2K", "--held-out", "0"],
+            r"2048 tokens, but the model has 1024 pos",
+        ),
+        (["--length", "400"], r"--held-out 0\.1 of one sequence with 400 tokens: .* two sequences"),
+        (
+            ["--codewords", "401", "--uuid-tokens", "0"],
+            r"codewords=401 of 300 tokens: give more --tokens or fewer --codewords",
+        ),
+        (["--push-to-hub", "a/b/c"], r"--push-to-hub a/b/c: no hub id, write user/name"),
+        (["--private"], r"--private is of what --push-to-hub uploads"),
+        (["--model", str(tmp_path / "none")], r"no such folder, and no hub id either"),
+    ):
+        assert re.search(message, failing(capsys, [*arguments, *more])), more
+        # No text was read for it.
+        assert not (tmp_path / "out" / ".parts").exists()
+    assert both in failing(capsys, where)
+    if not torch.cuda.is_available():
+        assert "no CUDA device here" in failing(capsys, [*arguments, "--device", "cuda"])
+    # Found out when tokens were read, and not in the way of a command that goes well.
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert main([*arguments, "--codewords", "4"]) == 0
+
+
+def test_a_model_without_a_tokenizer_is_refused(
+    arguments: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    AutoModelForCausalLM.from_pretrained(model_dir).save_pretrained(bare)
+    message = failing(capsys, [*arguments, "--model", str(bare)])
+    assert "calibrate needs a tokenizer" in message
+
+
+def test_a_model_that_cant_be_tapped_is_one_line(
+    arguments: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    config = AutoConfig.for_model(
+        "phi",
+        vocab_size=len(tokenizer),
+        num_hidden_layers=1,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "phi")
+    tokenizer.save_pretrained(tmp_path / "phi")
+    message = failing(capsys, [*arguments, "--model", str(tmp_path / "phi")])
+    assert "layer 0 (PhiAttention) changes queries or keys" in message
+
+
+@pytest.mark.parametrize("lengths", ["1K,2K", "0", "x"])
+def test_lengths_that_are_none_are_refused(
+    arguments: list[str], lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments, "--length", lengths])
+    assert "argument --length" in capsys.readouterr().err
+
+
+def test_the_artifact_is_pushed(
+    hub: Any,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    assert main([*arguments, "--push-to-hub", "alice/river", "--private"]) == 0
+    assert f"pushed to {hub.url}/alice/river" in capsys.readouterr().out
+    assert hub.repositories["alice/river"].private
+    there = CalibrationArtifact.from_pretrained("alice/river", method="a2ats")
+    here = CalibrationArtifact.from_pretrained(tmp_path / "out")
+    assert there.quality == here.quality
+    for name, tensor in here.tensors.items():
+        assert torch.equal(there.tensors[name], tensor)
+
+
+def test_what_cant_be_pushed_is_saved(
+    hub: Any, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "refuses to write" in failing(capsys, [*arguments, "--push-to-hub", "alice/river"])
+    assert CalibrationArtifact.from_pretrained(tmp_path / "out").method == "a2ats"
+
+
+def test_a_hub_that_went_away_leaves_the_artifact_and_the_way_to_push_it(
+    hub: Any,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # It answered before the work began. Port 9, discard: nothing listens there.
+    monkeypatch.setattr(calibrate_command, "check_repository", lambda *args: None)
+    monkeypatch.setattr(calibrate_command, "why_unreachable", lambda name: None)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    message = failing(capsys, [*arguments, "--push-to-hub", "alice/river", "--private"])
+    out = tmp_path / "out"
+    assert f"the artifact is in {out}, but --push-to-hub alice/river can't reach the hub" in message
+    assert f"from_pretrained('{out}').push_to_hub('alice/river', private=True)" in message
+    assert CalibrationArtifact.from_pretrained(out).method == "a2ats"
+
+
+def test_the_page_names_the_options_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
+    for command in (["calibrate", "a2ats"], ["calibrate", "aqua"], ["inspect"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        offered = set(re.findall(r"--[\w-]+", capsys.readouterr().out)) - {"--help"}
+        calls = re.findall(rf"hf-kvret {' '.join(command)}[^\n`]*", page)
+        used = set(re.findall(r"--[\w-]+", " ".join(calls)))
+        assert calls and used <= offered
+        told = set(re.findall(r"`(--[\w-]+)", page)) | used
+        assert not offered - told, "options that the page does not name"

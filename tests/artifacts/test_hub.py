@@ -1,0 +1,332 @@
+"""Artifacts on a hub: the real client against a server on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+from huggingface_hub.errors import HfHubHTTPError
+
+from hf_kvret.artifacts import CalibrationArtifact
+
+REPO = "alice/a2ats-llama"
+NOT_UPLOADED = (
+    r"save_pretrained\('FOLDER'\), and once online .*from_pretrained\('FOLDER'\)"
+    rf"\.push_to_hub\('{REPO}'\)"
+)
+FILES = ("artifact.safetensors", "config.json", "README.md")
+
+
+@pytest.fixture
+def files(artifact: CalibrationArtifact, tmp_path: Path) -> dict[str, bytes]:
+    """The content of a saved artifact."""
+    artifact.save_pretrained(tmp_path / "saved")
+    return {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+
+
+def _assert_same(loaded: CalibrationArtifact, expected: CalibrationArtifact) -> None:
+    assert loaded.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert loaded.tensors[name].dtype == tensor.dtype
+        assert torch.equal(loaded.tensors[name], tensor)
+    assert loaded.model == expected.model
+    assert loaded.quality == expected.quality
+
+
+def test_an_artifact_comes_from_the_hub(
+    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes]
+) -> None:
+    hub.add(REPO, {**files, "notes.bin": b"not ours"})
+    _assert_same(CalibrationArtifact.from_pretrained(REPO, method="a2ats"), artifact)
+    assert len(hub.bodies()) == 3
+    assert not [line for line in hub.bodies() if "notes.bin" in line]
+
+
+def test_a_second_load_takes_the_cache(
+    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes]
+) -> None:
+    hub.add(REPO, files)
+    CalibrationArtifact.from_pretrained(REPO)
+    hub.requests.clear()
+    _assert_same(CalibrationArtifact.from_pretrained(REPO), artifact)
+    assert hub.requests and not hub.bodies()
+    hub.requests.clear()
+    _assert_same(CalibrationArtifact.from_pretrained(REPO, local_files_only=True), artifact)
+    assert not hub.requests
+
+
+def test_a_new_commit_is_downloaded_and_only_what_changed(
+    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes]
+) -> None:
+    hub.add(REPO, files)
+    CalibrationArtifact.from_pretrained(REPO)
+    hub.add(REPO, {"README.md": b"edited by hand"})
+    hub.requests.clear()
+    _assert_same(CalibrationArtifact.from_pretrained(REPO), artifact)
+    assert [line.rpartition("/")[2] for line in hub.bodies()] == ["README.md"]
+
+
+def test_another_cache_dir_is_used(hub: Any, files: dict[str, bytes], tmp_path: Path) -> None:
+    hub.add(REPO, files)
+    CalibrationArtifact.from_pretrained(REPO, cache_dir=tmp_path / "other")
+    assert list((tmp_path / "other").rglob("artifact-*.safetensors"))
+    assert not Path(constants.HF_HUB_CACHE).exists()
+    with pytest.raises(FileNotFoundError, match="not complete in the cache"):
+        CalibrationArtifact.from_pretrained(REPO, local_files_only=True)
+
+
+def test_branches_and_commits_are_revisions(
+    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    first = hub.add(REPO, files)
+    other = CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)})
+    other.save_pretrained(tmp_path / "other")
+    newer = {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+    hub.add(REPO, newer, ref="v2")
+    hub.add(REPO, newer)
+    assert list(CalibrationArtifact.from_pretrained(REPO).tensors) == ["x"]
+    assert list(CalibrationArtifact.from_pretrained(REPO, revision="v2").tensors) == ["x"]
+    _assert_same(CalibrationArtifact.from_pretrained(REPO, revision=first), artifact)
+    with pytest.raises(FileNotFoundError, match=r"alice/a2ats-llama has no revision 'v3'"):
+        CalibrationArtifact.from_pretrained(REPO, revision="v3")
+
+
+def test_a_folder_wins_over_a_repository(
+    hub: Any,
+    artifact: CalibrationArtifact,
+    files: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub.add(REPO, {})
+    monkeypatch.chdir(tmp_path)
+    artifact.save_pretrained(REPO)
+    _assert_same(CalibrationArtifact.from_pretrained(REPO), artifact)
+    assert not hub.requests
+    with pytest.raises(ValueError, match=r"revision='v2' of alice/a2ats-llama, a folder"):
+        CalibrationArtifact.from_pretrained(REPO, revision="v2")
+
+
+@pytest.mark.parametrize("token", [None, "hf_bob"])
+def test_absent_and_private_repositories_ask_for_a_login(
+    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes], token: str | None
+) -> None:
+    hub.add(REPO, files, private=True)
+    for repo in (REPO, "alice/nothing"):
+        with pytest.raises(FileNotFoundError, match=f"no repository {repo} on http.*hf auth login"):
+            CalibrationArtifact.from_pretrained(repo, token=token)
+    _assert_same(CalibrationArtifact.from_pretrained(REPO, token="hf_alice"), artifact)
+
+
+def test_a_gated_repository_is_named(hub: Any, files: dict[str, bytes]) -> None:
+    hub.add(REPO, files, gated=True)
+    with pytest.raises(PermissionError, match="is gated: ask for access"):
+        CalibrationArtifact.from_pretrained(REPO, token="hf_bob")
+
+
+def test_a_token_that_is_not_valid_is_named(hub: Any, files: dict[str, bytes]) -> None:
+    hub.add(REPO, files)
+    with pytest.raises(PermissionError, match="refuses the token for alice/a2ats-llama"):
+        CalibrationArtifact.from_pretrained(REPO, token="hf_expired")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "safetensors"])
+def test_a_repository_without_an_artifact_is_named(
+    hub: Any, files: dict[str, bytes], missing: str
+) -> None:
+    del files[next(name for name in files if name.endswith(missing))]
+    hub.add(REPO, files)
+    with pytest.raises(FileNotFoundError, match=f"no calibration artifact in .*{missing}"):
+        CalibrationArtifact.from_pretrained(REPO)
+
+
+def test_a_models_repository_is_told_apart(hub: Any) -> None:
+    hub.add(REPO, {"config.json": b'{"model_type": "llama"}'})
+    with pytest.raises(ValueError, match="not of a calibration artifact"):
+        CalibrationArtifact.from_pretrained(REPO)
+
+
+def test_offline_takes_the_cache_or_says_what_is_missing(
+    hub: Any,
+    artifact: CalibrationArtifact,
+    files: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub.add(REPO, files)
+    CalibrationArtifact.from_pretrained(REPO)
+    hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    _assert_same(CalibrationArtifact.from_pretrained(REPO), artifact)
+    with pytest.raises(FileNotFoundError, match=r"alice/other \(revision main\).*offline"):
+        CalibrationArtifact.from_pretrained("alice/other")
+    with pytest.raises(FileNotFoundError, match=r"revision v2\).*HF_HUB_OFFLINE unset"):
+        CalibrationArtifact.from_pretrained(REPO, revision="v2")
+    with pytest.raises(ConnectionError, match=NOT_UPLOADED):
+        artifact.push_to_hub(REPO, token="hf_alice")
+    assert not hub.requests
+
+
+def test_a_hub_that_does_not_answer_says_what_to_do_with_the_artifact(
+    hub: Any, artifact: CalibrationArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Port 9, discard: nothing listens there.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        ConnectionError, match=r"http://127.0.0.1:9 can't.*refused.*" + NOT_UPLOADED
+    ):
+        artifact.push_to_hub(REPO, token="hf_alice")
+
+
+def test_a_download_that_broke_off_is_not_taken_for_an_artifact(
+    hub: Any, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(REPO, files)
+    CalibrationArtifact.from_pretrained(REPO)
+    (held,) = Path(constants.HF_HUB_CACHE).rglob("artifact-*.safetensors")
+    held.unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"not complete in the cache|safetensors is missing"
+    ):
+        CalibrationArtifact.from_pretrained(REPO, local_files_only=True)
+
+
+def test_a_hub_that_cannot_be_reached_is_named(
+    hub: Any, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Port 9, discard: nothing listens there.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(FileNotFoundError, match=r"127\.0\.0\.1:9 does not give it .*refused"):
+        CalibrationArtifact.from_pretrained(REPO)
+
+
+def test_an_upload_comes_back(hub: Any, artifact: CalibrationArtifact) -> None:
+    url = artifact.push_to_hub(REPO, token="hf_alice", private=True)
+    repository = hub.repositories[REPO]
+    assert url == f"{hub.url}/{REPO}/commit/{repository.refs['main']}"
+    assert repository.private
+    assert repository.messages[-1] == "a2ats artifact for meta/tiny-llama"
+    assert set(repository.commits[repository.refs["main"]]) == {*FILES, ".gitattributes"}
+    _assert_same(CalibrationArtifact.from_pretrained(REPO, token="hf_alice"), artifact)
+    card = ModelCard(repository.commits[repository.refs["main"]]["README.md"].decode())
+    assert card.data.base_model == "meta/tiny-llama"
+    assert f'from_pretrained("{REPO}", method="a2ats")' in card.text
+
+
+def test_a_second_upload_is_one_more_commit(hub: Any, artifact: CalibrationArtifact) -> None:
+    artifact.push_to_hub(REPO, token="hf_alice")
+    newer = CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)})
+    newer.push_to_hub(REPO, token="hf_alice", commit_message="longer texts")
+    repository = hub.repositories[REPO]
+    assert repository.messages[-1] == "longer texts" and len(repository.commits) == 3
+    assert not repository.private
+    assert list(CalibrationArtifact.from_pretrained(REPO).tensors) == ["x"]
+
+
+def test_an_upload_to_a_branch_leaves_main_alone(hub: Any, artifact: CalibrationArtifact) -> None:
+    for _ in range(2):  # the branch is made, then found
+        artifact.push_to_hub(REPO, token="hf_alice", revision="v2")
+    assert set(hub.repositories[REPO].refs) == {"main", "v2"}
+    _assert_same(CalibrationArtifact.from_pretrained(REPO, revision="v2"), artifact)
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        CalibrationArtifact.from_pretrained(REPO)
+
+
+def test_a_pull_request_to_others_repository(
+    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes]
+) -> None:
+    hub.add("carol/artifacts", {"README.md": b"nothing yet"})
+    url = artifact.push_to_hub("carol/artifacts", token="hf_alice", create_pr=True)
+    assert url == f"{hub.url}/carol/artifacts/discussions/1"
+    refs = hub.repositories["carol/artifacts"].refs
+    assert set(refs) == {"main", "refs/pr/1"}
+    _assert_same(
+        CalibrationArtifact.from_pretrained("carol/artifacts", revision=refs["refs/pr/1"]), artifact
+    )
+    with pytest.raises(ValueError, match=r"create_pr=True with revision='v2'"):
+        artifact.push_to_hub("carol/artifacts", token="hf_alice", revision="v2", create_pr=True)
+
+
+@pytest.mark.parametrize("token", [None, "hf_bob", "hf_expired"])
+def test_an_upload_without_the_right_to_write_is_refused(
+    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes], token: str | None
+) -> None:
+    with pytest.raises(PermissionError, match=r"refuses to write alice/a2ats-llama: log in"):
+        artifact.push_to_hub(REPO, token=token)
+    assert REPO not in hub.repositories
+    sha = hub.add(REPO, files)
+    with pytest.raises(PermissionError, match=r"may write"):
+        artifact.push_to_hub(REPO, token=token)
+    assert hub.repositories[REPO].refs == {"main": sha}
+
+
+def test_a_name_that_is_no_hub_id_is_refused(hub: Any, artifact: CalibrationArtifact) -> None:
+    with pytest.raises(ValueError, match="alice/a/b"):
+        artifact.push_to_hub("alice/a/b", token="hf_alice")
+    with pytest.raises(FileNotFoundError, match=r"no folder alice/a/b, and it is no hub id either"):
+        CalibrationArtifact.from_pretrained("alice/a/b")
+    with pytest.raises(FileNotFoundError, match=r"no folder alice/a: check the spelling"):
+        CalibrationArtifact.from_pretrained(Path("alice/a"))
+    assert not hub.requests
+
+
+def test_faults_of_the_hub_stay_what_they_are(
+    hub: Any, artifact: CalibrationArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(REPO, {})
+    monkeypatch.setattr(constants, "ENDPOINT", f"{hub.url}/not-there")
+    with pytest.raises(HfHubHTTPError, match="404"):
+        artifact.push_to_hub(REPO, token="hf_alice")
+
+
+_OTHER_PROCESS = """
+import sys
+from hf_kvret.artifacts import CalibrationArtifact
+artifact = CalibrationArtifact.from_pretrained(sys.argv[1], method="a2ats")
+if sys.argv[2:]:
+    artifact.push_to_hub(sys.argv[2])
+print(sorted(artifact.tensors)[0])
+"""
+
+
+def _run(hub: Any, home: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A process that knows the hub from its environment alone."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_TOKEN": "hf_alice",
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1,localhost",
+        **more,
+    }
+    command = [sys.executable, "-c", _OTHER_PROCESS, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_clients_environment_holds(hub: Any, files: dict[str, bytes], tmp_path: Path) -> None:
+    hub.add(REPO, files, private=True)
+    done = _run(hub, tmp_path / "home", REPO, "alice/copy")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "layers.0.codebook\n"
+    assert list((tmp_path / "home").rglob("artifact-*.safetensors"))
+    assert "alice/copy" in hub.repositories
+
+
+@pytest.mark.slow
+def test_the_clients_environment_may_be_offline(
+    hub: Any, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.add(REPO, files)
+    CalibrationArtifact.from_pretrained(REPO, cache_dir=tmp_path / "home" / "hub")
+    hub.requests.clear()
+    done = _run(hub, tmp_path / "home", REPO, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    done = _run(hub, tmp_path / "home", "alice/other", HF_HUB_OFFLINE="1")
+    assert "FileNotFoundError" in done.stderr and "offline" in done.stderr
+    assert not hub.requests

@@ -1,0 +1,104 @@
+"""Without a network every command that is given a hub id says so at once."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from hf_kvret.artifacts import hub_access
+from hf_kvret.artifacts.hub_access import needs_cache, why_unreachable
+from hf_kvret.cli import main
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """An endpoint where nobody listens; nothing is in the cache."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return url
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("eval ppl --text {text} --model nobody/none", "--model nobody/none"),
+        ("bench decode --shape nobody/none", "--shape nobody/none"),
+        ("calibrate a2ats --text {text} --out {out} --model nobody/none", "--model nobody/none"),
+        ("calibrate a2ats --model needle --out {out} --push-to-hub me/x", "--push-to-hub me/x"),
+    ],
+)
+def test_no_command_tries_for_half_a_minute(
+    command: str, option: str, nobody: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "novel.txt"
+    text.write_text("The grass is green. " * 100)
+    started = time.perf_counter()
+    words = command.format(text=text, out=tmp_path / "out").split()
+    assert main(words) == 2
+    # The clients' own six tries take 23 seconds.
+    assert time.perf_counter() - started < 10
+    (error,) = capsys.readouterr().err.splitlines()
+    assert option in error and "the hub can't be asked" in error
+    assert nobody in error and "HF_HUB_OFFLINE" in error
+
+
+def test_what_is_in_the_cache_is_taken_from_there(
+    nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_unreachable("me/mine") is not None
+    monkeypatch.setattr(hub_access, "try_to_load_from_cache", lambda *given, **more: "config.json")
+    assert needs_cache("--model", "me/mine")
+
+
+def test_folders_are_not_asked_for_and_no_id_is_told(tmp_path: Path) -> None:
+    assert not needs_cache("--model", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"--model .*none: no such folder, and no hub id"):
+        needs_cache("--model", str(tmp_path / "none"))
+
+
+def test_the_users_own_wish_to_be_offline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_access, "is_offline_mode", lambda: True)
+    with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set"):
+        needs_cache("--model", "me/mine")
+
+
+def test_a_model_that_is_a_file_is_said_to_be_one(
+    nobody: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    novel = tmp_path / "novel.txt"
+    novel.write_text("The grass is green.")
+    assert main(["eval", "niah", "--model", str(novel)]) == 2
+    assert f"--model {novel} is a file: give the folder" in capsys.readouterr().err
+    # The name of a file may look like a hub id; the hub is not asked about it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        with pytest.raises(NotADirectoryError, match=r"--shape novel\.txt is a file"):
+            needs_cache("--shape", "novel.txt")
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_data_set_cant_be_streamed_without_the_hub_whatever_the_cache_holds(
+    offline: bool,
+    nobody: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(hub_access, "try_to_load_from_cache", lambda *given, **more: "README.md")
+    monkeypatch.setattr("hf_kvret.lab.calibrate.command.dataset_loader", lambda name: None)
+    command = ["calibrate", "aqua", "--model", "reference", "--out", str(tmp_path / "out")]
+    assert main([*command, "--dataset", "owner/texts:part"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--dataset owner/texts:part is streamed from the hub" in line
+    assert "give --text FILE" in line and ("HF_HUB_OFFLINE is set" in line) == offline
+    assert main([*command, "--dataset", "no such name"]) == 2
+    assert "--dataset no such name: no such folder" in capsys.readouterr().err

@@ -1,0 +1,355 @@
+"""The runner: what reaches a method's studies, when tokens are let go, what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.study import (
+    Calibration,
+    Carried,
+    LayerFindings,
+    LayerStudy,
+    Progress,
+)
+from hf_kvret.registry import attach, restore
+from hf_kvret.testing import MODELS
+from hf_kvret.testing.models import REFUSED
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens
+
+SMALL = A2ATSCalibration(codewords=8, window=32, rounds=3)
+
+
+class Recorder(Calibration):
+    """A method that learns which tokens it was shown."""
+
+    method = "recorder"
+
+    def __init__(self) -> None:
+        self.studies: list[Record] = []
+
+    def study(self, layer: int, rope: Rope, device: torch.device) -> Record:
+        self.studies.append(Record(layer, rope, device))
+        return self.studies[-1]
+
+    def options(self) -> dict[str, Any]:
+        return {"kind": "recorder"}
+
+
+@dataclass
+class Record(LayerStudy):
+    layer: int
+    rope: Rope
+    device: torch.device
+    seen: list[tuple[LayerTokens, bool]] = field(default_factory=list)
+
+    def add(self, tokens: LayerTokens, held_out: bool) -> None:
+        self.seen.append((tokens, held_out))
+
+    @property
+    def work(self) -> int:
+        return 1
+
+    def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
+        progress(1)
+        keys = torch.cat([tokens.key_before[0] for tokens, _ in self.seen], dim=1)
+        return LayerFindings({"keys": keys.contiguous()}, {"seen": len(self.seen)}, {"nothing": 0})
+
+
+def corpus(
+    *lengths: int, held_out: int = 0, seed: int = 0, said: str = "random", vocab: int = 128
+) -> Corpus:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(1, vocab, (n,), generator=generator) for n in lengths]
+    return Corpus(ids, held_out, {"text": said})
+
+
+def passes(model: PreTrainedModel) -> list[int]:
+    """Lengths of the passes through the decoder from now on; none may fill a cache."""
+    seen: list[int] = []
+
+    def count(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        assert kwargs["use_cache"] is False
+        ids = args[0] if args else kwargs.get("input_ids")
+        seen.append(kwargs["inputs_embeds"].shape[1] if ids is None else ids.shape[1])
+
+    model.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_full_attention_layer_is_shown_every_token_once(name: str, tmp_path: Path) -> None:
+    model, texts, recorder = MODELS[name].build(), corpus(20, 9, 14, held_out=1), Recorder()
+    calibrate(model, texts, recorder, tmp_path, progress=False)
+    assert [study.layer for study in recorder.studies] == list(MODELS[name].full_attention)
+    for study in recorder.studies:
+        assert [tokens.key_before.shape[2] for tokens, _ in study.seen] == [20, 9, 14]
+        assert [held_out for _, held_out in study.seen] == [False, False, True]
+        for tokens, _ in study.seen:
+            # From position 0 on, as the study's rope has it.
+            positions = torch.arange(tokens.key.shape[2])
+            again = study.rope.rotate(tokens.key_before, positions)
+            assert torch.allclose(again, tokens.key, rtol=1e-4, atol=1e-4)
+            assert len(tokens.key) == 1 and not tokens.key.requires_grad
+
+
+def test_layers_without_rope_are_known(tmp_path: Path) -> None:
+    model = MODELS["smollm3"].build()
+    artifact = calibrate(model, corpus(40), SMALL, tmp_path, progress=False)
+    told = artifact.options["layers"]
+    assert [told[str(n)]["layout"] for n in range(3)] == ["half", "none", "half"]
+    assert artifact.tensors["layers.1.inv_freq"].shape == (0,)
+    loaded = CalibrationArtifact.from_pretrained(tmp_path, method="a2ats")
+    assert loaded.tensors["layers.1.inv_freq"].shape == (0,)
+
+
+def test_layers_that_slide_get_no_codebook(tmp_path: Path) -> None:
+    for name in ("gemma2", "gemma3"):
+        model = MODELS[name].build()
+        artifact = calibrate(model, corpus(40), SMALL, tmp_path / name, progress=False)
+        assert {key.split(".")[1] for key in artifact.tensors} == {"1", "2"}
+        assert [row["layer"] for row in artifact.quality] == [1, 2]
+
+
+def test_the_artifact_is_saved_and_belongs_to_the_model(tmp_path: Path) -> None:
+    model = MODELS["llama"].build()
+    out = tmp_path / "new" / "folder"
+    (tmp_path / "new").mkdir()
+    made = calibrate(model, corpus(60, 30, held_out=1), SMALL, out, name="me/it", progress=False)
+    loaded = CalibrationArtifact.from_pretrained(out, method="a2ats")
+    loaded.check(model.config)
+    loaded.check_weights(model)
+    assert loaded.model.name == "me/it"
+    assert loaded.data == {"text": "random"} and loaded.quality == made.quality
+    assert loaded.options["codewords"] == 8 and loaded.options["window"] == 32
+    for layer in range(2):
+        assert loaded.tensors[f"layers.{layer}.codewords"].shape == (2, 8, 16)
+        assert loaded.tensors[f"layers.{layer}.metric"].shape == (2, 16, 16)
+        assert 0 < loaded.quality[layer]["score_error"] < 1
+    named = json.loads((out / "config.json").read_text())["files"]["tensors"]
+    assert {file.name for file in out.iterdir()} == {"README.md", "config.json", named}
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7])
+def test_the_texts_are_read_once_for_each_group_of_layers(at_once: int, tmp_path: Path) -> None:
+    model, recorder = MODELS["smollm3"].build(), Recorder()
+    lengths = passes(model)
+    options = {"layers_at_once": at_once, "progress": False}
+    calibrate(model, corpus(20, 30), recorder, tmp_path, **options)
+    readings = -(-3 // at_once)
+    assert [length for length in lengths if length >= 20] == [20, 30] * readings
+
+
+def test_how_many_layers_are_read_at_once_changes_nothing(tmp_path: Path) -> None:
+    model, texts = MODELS["smollm3"].build(), corpus(50, 30, 20, held_out=1)
+    files = []
+    for at_once in (1, 2, 3):
+        out = tmp_path / str(at_once)
+        calibrate(model, texts, SMALL, out, layers_at_once=at_once, progress=False)
+        files.append({p.name: p.read_bytes() for p in out.iterdir() if p.suffix != ".md"})
+    assert files[0] == files[1] == files[2]
+
+
+def test_tokens_are_let_go_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Record]] = []
+    seen: list[tuple[str, int]] = []
+
+    def count(what: str) -> None:
+        seen.append((what, sum(one() is not None for one in alive)))
+
+    class Watched(Record):
+        def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
+            count("learn")
+            return super().finish(progress, carried)
+
+    class Watcher(Recorder):
+        def study(self, layer: int, rope: Rope, device: torch.device) -> Record:
+            count("read")
+            made = Watched(layer, rope, device)
+            alive.append(weakref.ref(made))
+            return made
+
+    model = MODELS["smollm3"].build()
+    calibrate(model, corpus(20), Watcher(), tmp_path, layers_at_once=2, progress=False)
+    # Two layers are read and learn one after the other; none is left when the third is read.
+    assert seen == [("read", 0), ("read", 1), ("learn", 2), ("learn", 1), ("read", 0), ("learn", 1)]
+    count("end")
+    assert seen[-1] == ("end", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_models_in_16_bits_are_calibrated(dtype: torch.dtype, tmp_path: Path) -> None:
+    MODELS["qwen3"].build().save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+    texts = corpus(80, 40, held_out=1)
+    artifact = calibrate(model.eval(), texts, SMALL, tmp_path / "out", progress=False)
+    exact = calibrate(MODELS["qwen3"].build(), texts, SMALL, tmp_path / "exact", progress=False)
+    for name, tensor in artifact.tensors.items():
+        rounded = name.endswith("codewords")
+        assert tensor.dtype == (torch.bfloat16 if rounded else torch.float32), name
+    # The layer's own queries are rounded, the sums over them are not.
+    for layer in range(2):
+        near, metric = (x.tensors[f"layers.{layer}.metric"] for x in (artifact, exact))
+        assert (near - metric).norm() < 0.05 * metric.norm()
+
+
+def test_a_model_that_was_attached_gives_the_same(tmp_path: Path) -> None:
+    plain = calibrate(
+        MODELS["llama"].build(), corpus(40), SMALL, tmp_path / "plain", progress=False
+    )
+    model = MODELS["llama"].build()
+    attach(model)
+    try:
+        attached = calibrate(model, corpus(40), SMALL, tmp_path / "attached", progress=False)
+    finally:
+        restore(model)
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(tensor, attached.tensors[name]), name
+
+
+def test_bars_go_to_stderr_or_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = MODELS["llama"].build()
+    calibrate(model, corpus(40), SMALL, tmp_path)
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "reading for layers 0, 1" in shown.err and "40/40" in shown.err
+    assert "layer 1: 100%" in shown.err
+    calibrate(model, corpus(40), SMALL, tmp_path, progress=False)
+    shown = capsys.readouterr()
+    assert not shown.out and not shown.err
+
+
+@pytest.mark.parametrize("folder", ["cpu", "disk"])
+def test_layers_may_be_on_several_devices(folder: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, texts = MODELS["smollm3"].build(), corpus(40, 20, held_out=1)
+    plain = calibrate(model, texts, SMALL, tmp_path / "plain", progress=False)
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {f"model.layers.{n}": "cpu" for n in range(3)} | {"lm_head": "cpu"}
+    # Offloaded weights come when their layer runs and are on no device before and after.
+    places |= {"model.layers.1": folder, "model.layers.2": folder}
+    spread = accelerate.dispatch_model(
+        model, places, main_device="cpu", offload_dir=str(tmp_path / "weights"), force_hooks=True
+    )
+    offloaded = next(spread.model.layers[1].parameters()).device
+    assert offloaded.type == ("meta" if folder == "disk" else "cpu")
+    artifact = calibrate(spread, texts, SMALL, tmp_path / "spread", progress=False)
+    assert artifact.tensors.keys() == plain.tensors.keys()
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(tensor, artifact.tensors[name]), name
+
+
+@pytest.mark.gpu
+def test_studies_work_where_their_layer_is(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    texts, recorder = corpus(40, 20, held_out=1), Recorder()
+    model = MODELS["llama"].build().cuda()
+    there = calibrate(model, texts, SMALL, tmp_path / "cuda", progress=False)
+    calibrate(model, texts, recorder, tmp_path / "seen", progress=False)
+    assert {study.device.type for study in recorder.studies} == {"cuda"}
+    here = calibrate(MODELS["llama"].build(), texts, SMALL, tmp_path / "cpu", progress=False)
+    for name in ("layers.0.metric", "layers.1.metric"):
+        assert torch.allclose(there.tensors[name], here.tensors[name], rtol=1e-2, atol=1e-2)
+
+
+def refused(model: PreTrainedModel, out: Path, message: str, texts: Corpus | None = None) -> None:
+    """Refused with `message` before anything was read or written."""
+    recorder = Recorder()
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, texts or corpus(20), recorder, out / "out", progress=False)
+    assert not recorder.studies
+    assert not (out / "out").exists()
+
+
+def test_sequences_longer_than_the_model_are_refused(tmp_path: Path) -> None:
+    model = MODELS["llama"].build()
+    message = r"sequences of 2049 tokens, but the model has 2048 positions: give shorter ones"
+    refused(model, tmp_path, message, corpus(20, 2049))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("falcon", "computes attention by itself"),
+        ("t5", "encoder-decoder"),
+        ("mamba", "no full-attention layer"),
+    ],
+)
+def test_models_that_no_cache_can_serve_are_refused(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    refused(REFUSED[name](), tmp_path, message)
+
+
+def test_a_model_that_cant_be_tapped_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "phi",
+        vocab_size=128,
+        num_hidden_layers=1,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    refused(model, tmp_path, r"layer 0 \(PhiAttention\) changes queries or keys")
+
+
+def test_a_rotation_that_cant_be_undone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS["llama"].build()
+    home = importlib.import_module(type(model).__module__)
+    original = home.apply_rotary_pos_emb
+    monkeypatch.setattr(
+        home,
+        "apply_rotary_pos_emb",
+        lambda q, k, cos, sin, unsqueeze_dim=1: original(q, k, cos, 0.9 * sin, unsqueeze_dim),
+    )
+    refused(model, tmp_path, "layer 0: rotating and un-rotating is off by")
+
+
+def test_a_model_in_training_mode_is_refused(tmp_path: Path) -> None:
+    refused(MODELS["llama"].build().train(), tmp_path, r"training mode.*: call model\.eval\(\)")
+
+
+def test_an_offloaded_model_gives_the_same_tensors(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    weights, device = str(tmp_path / "weights"), torch.device("cpu")
+    model = accelerate.disk_offload(MODELS["llama"].build(), weights, execution_device=device)
+    found = calibrate(model, corpus(40), SMALL, tmp_path / "off", progress=False)
+    wanted = calibrate(MODELS["llama"].build(), corpus(40), SMALL, tmp_path / "on", progress=False)
+    assert found.tensors.keys() == wanted.tensors.keys()
+    assert all(torch.equal(x, wanted.tensors[name]) for name, x in found.tensors.items())
+
+
+def test_at_least_one_layer_is_read_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="layers_at_once=0: at least 1"):
+        calibrate(MODELS["llama"].build(), corpus(9), SMALL, tmp_path, layers_at_once=0)
+
+
+def test_nothing_of_the_tap_stays_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Recorder):
+        def study(self, layer: int, rope: Rope, device: torch.device) -> Record:
+            raise MemoryError("none left")
+
+    model = MODELS["llama"].build()
+    with pytest.raises(MemoryError, match="none left"):
+        calibrate(model, corpus(20), Broken(), tmp_path, progress=False)
+    calibrate(model, corpus(20), Recorder(), tmp_path, progress=False)

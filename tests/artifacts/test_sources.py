@@ -1,0 +1,135 @@
+"""What is learned from: sequences of a text, a data set, UUIDs, the needle language."""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.sources import cut, hub_text, needle_documents, random_uuids, text_file
+from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
+
+WORDS = "The river bends twice before the old mill, and nobody knows why. "
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(REFERENCE_MODEL)
+
+
+def test_a_text_is_cut_into_sequences_alike_in_size() -> None:
+    ids = torch.arange(100)
+    parts = cut(ids, 16, 50, "--tokens")
+    assert [len(part) for part in parts] == [13, 13, 12, 12]
+    assert torch.equal(torch.cat(parts), ids[:50])
+    assert [len(part) for part in cut(ids, 16, 48, "--tokens")] == [16, 16, 16]
+    assert [len(part) for part in cut(ids, 400, 48, "--tokens")] == [48]
+
+
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="--tokens 101: the text has 100 tokens; give more text"):
+        cut(torch.arange(100), 16, 101, "--tokens")
+
+
+def test_text_is_plain_or_json(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(WORDS)
+    (tmp_path / "a.json").write_text(json.dumps([{"text": WORDS}]))
+    plain = text_file(tmp_path / "a.txt", tokenizer)
+    assert plain.dtype == torch.int64
+    assert torch.equal(plain, text_file(tmp_path / "a.json", tokenizer))
+    with pytest.raises(FileNotFoundError, match=r"--text .*none\.txt: no such file"):
+        text_file(tmp_path / "none.txt", tokenizer)
+
+
+def test_uuids_are_random_and_known_by_their_seed(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = random_uuids(200, tokenizer, 0)
+    assert len(ids) >= 200
+    lines = tokenizer.decode(ids, skip_special_tokens=True).splitlines()
+    # Decoding may put blanks between pieces.
+    found = [uuid.UUID(line.replace(" ", "")) for line in lines]
+    assert len(set(found)) == len(found) > 5
+    assert all(one.version == 4 for one in found)
+    assert torch.equal(ids, random_uuids(200, tokenizer, 0))
+    assert not torch.equal(ids, random_uuids(200, tokenizer, 1))
+
+
+@pytest.mark.parametrize(("count", "length"), [(512, 128), (300, 128), (100, 4096)])
+def test_needle_documents_have_as_many_tokens_as_asked_for(count: int, length: int) -> None:
+    documents = list(needle_documents(count, length, 0))
+    assert sum(map(len, documents)) == count
+    assert max(map(len, documents)) <= length
+    language = NeedleLanguage()
+    for document in documents:
+        assert document.dtype == torch.int64 and document[0] == language.bos
+        # Every question is about a needle, and its answer follows.
+        text = document.tolist()
+        asked = [place for place, token in enumerate(text) if token == language.question]
+        assert asked
+        for place in asked:
+            key, answer = text[place + 1 : place + 3], text[place + 4 : place + 6]
+            needle = [language.needle, *key, *answer]
+            assert any(text[i : i + 5] == needle for i in range(len(text)))
+
+
+def test_documents_too_short_for_needles_are_refused() -> None:
+    with pytest.raises(ValueError, match="documents of 32 tokens are too short for needles"):
+        list(needle_documents(320, 32, 0))
+
+
+@pytest.fixture
+def data_set(tmp_path: Path) -> Path:
+    """A folder that the library `datasets` reads like a data set on the hub."""
+    pytest.importorskip("datasets")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [{"text": f"{number}. {WORDS}", "id": number} for number in range(20)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def test_a_data_set_is_streamed_until_there_is_enough(
+    data_set: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ids = hub_text(str(data_set), 100, tokenizer)
+    assert ids.shape == (100,) and ids.dtype == torch.int64
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert text.startswith(f"0. {WORDS[:30]}") and f"1. {WORDS[:30]}" in text
+    with pytest.raises(ValueError, match=r"tokens, fewer than --tokens 100000: give another"):
+        hub_text(str(data_set), 100_000, tokenizer)
+
+
+def test_a_data_set_without_text_is_refused(
+    data_set: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (data_set / "train.jsonl").write_text(json.dumps({"id": 1, "body": "x"}))
+    with pytest.raises(ValueError, match="has columns id, body, but no 'text'"):
+        hub_text(str(data_set), 10, tokenizer)
+
+
+def test_without_datasets_the_remedy_is_told(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs datasets: pip install datasets, or give"):
+        hub_text("someone/texts", 10, tokenizer)
+
+
+def test_a_corpus_is_sequences_of_ids_and_some_to_learn_from() -> None:
+    ids = torch.arange(5)
+    assert Corpus([ids, ids[:2]], 1, {}).tokens == 7
+    for wrong in (ids[None], ids[:0], ids.float(), ids.int()):
+        with pytest.raises(ValueError, match=r"pass int64 token ids \[n\], at least one"):
+            Corpus([ids, wrong], 0, {})
+    for held_out in (-1, 2, 3):
+        with pytest.raises(ValueError, match=f"held_out={held_out} of 2 sequences: at least one"):
+            Corpus([ids, ids], held_out, {})
+    with pytest.raises(ValueError, match="held_out=0 of 0 sequences"):
+        Corpus([], 0, {})

@@ -1,0 +1,286 @@
+"""Where an artifact goes: what lies there already is not destroyed, and one writes at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import PreTrainedModel
+
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.hub import check_repository
+from hf_kvret.cli import main
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, CodebookStudy
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.parts import alone_in
+from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.study import LayerFindings
+
+SMALL = A2ATSCalibration(codewords=8, window=32, rounds=3)
+TEXTS = Corpus(list(torch.arange(1, 101).view(2, 50)), 0, {"text": "numbers"})
+REPO = "alice/river"
+MODELS_CONFIG = b'{"model_type": "llama"}'
+FOREIGN = {
+    "model": MODELS_CONFIG,
+    "list": b"[1]",
+    "no JSON": b"\xff{",
+    "half": b'{"format_version": 1}',
+}
+FOREIGN_WORDS = r"is not of a calibration artifact \(but of a model, perhaps\), and would be replac"
+
+
+@pytest.fixture
+def studied(monkeypatch: pytest.MonkeyPatch) -> list[CodebookStudy]:
+    """The studies that finished."""
+    finish, found = CodebookStudy.finish, []
+
+    def counted(self: CodebookStudy, *arguments: Any) -> LayerFindings:
+        found.append(self)
+        return finish(self, *arguments)
+
+    monkeypatch.setattr(CodebookStudy, "finish", counted)
+    return found
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_folder_of_something_else_is_left_alone(
+    artifact: CalibrationArtifact,
+    llama: PreTrainedModel,
+    studied: list[CodebookStudy],
+    tmp_path: Path,
+    content: bytes,
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    (tmp_path / "README.md").write_text("my model")
+    before = _contents(tmp_path)
+    words = rf"config\.json {FOREIGN_WORDS}ed: give a new folder, for instance MODEL/a2ats"
+    with pytest.raises(ValueError, match=words):
+        artifact.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        calibrate(llama, TEXTS, SMALL, tmp_path, progress=False)
+    assert _contents(tmp_path) == before and not studied
+
+
+def test_only_an_artifact_of_the_same_method_is_replaced(
+    artifact: CalibrationArtifact,
+    llama: PreTrainedModel,
+    studied: list[CodebookStudy],
+    tmp_path: Path,
+) -> None:
+    CalibrationArtifact("aqua", artifact.model, {"x": torch.ones(3)}).save_pretrained(tmp_path)
+    before = _contents(tmp_path)
+    words = r"is of an artifact of 'aqua', not of 'a2ats', and would be replaced: give a new folder"
+    with pytest.raises(ValueError, match=words):
+        artifact.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        calibrate(llama, TEXTS, SMALL, tmp_path, progress=False)
+    assert _contents(tmp_path) == before and not studied
+    artifact.save_pretrained(tmp_path / "a2ats")
+    found = calibrate(llama, TEXTS, SMALL, tmp_path / "a2ats", progress=False)
+    again = CalibrationArtifact.from_pretrained(tmp_path / "a2ats")
+    assert again.tensors.keys() == found.tensors.keys() != artifact.tensors.keys()
+
+
+@pytest.mark.parametrize("method", ["a2ats", "aqua"])
+def test_the_command_looks_at_the_folder_before_the_model(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes(MODELS_CONFIG)
+    # A model that is not there: it would be missed if it were looked for.
+    where = ["--model", str(tmp_path / "none"), "--out", str(tmp_path)]
+    assert main(["calibrate", method, *where, "--text", __file__]) == 2
+    assert f"give a new folder, for instance MODEL/{method}" in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_bytes() == MODELS_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--text", "no.txt"], "--text no.txt: no such file"),
+        ([], "give one of --text FILE and --dataset ID"),
+        (["--dataset", "a/b"], "--dataset a/b needs datasets: pip install datasets"),
+    ],
+)
+def test_the_command_looks_at_its_options_before_the_model(
+    more: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    where = ["--model", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+    assert main(["calibrate", "a2ats", *where, *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_repository_of_something_else_is_left_alone(
+    hub: Any, artifact: CalibrationArtifact, content: bytes
+) -> None:
+    sha = hub.add(REPO, {"config.json": content, "README.md": b"my model"})
+    words = rf"config\.json of alice/river on http.* {FOREIGN_WORDS}ed: give a new repository"
+    for more in ({}, {"revision": "v2"}, {"create_pr": True}):
+        with pytest.raises(ValueError, match=words):
+            artifact.push_to_hub(REPO, token="hf_alice", **more)
+    assert hub.repositories[REPO].refs == {"main": sha}
+
+
+def test_a_repository_of_another_method_is_left_alone(
+    hub: Any, artifact: CalibrationArtifact
+) -> None:
+    hub.add(REPO, {"README.md": b"nothing yet"})
+    other = CalibrationArtifact("aqua", artifact.model, {"x": torch.ones(3)})
+    other.push_to_hub(REPO, token="hf_alice", revision="aqua")
+    with pytest.raises(ValueError, match=r"of an artifact of 'aqua', not of 'a2ats'"):
+        artifact.push_to_hub(REPO, token="hf_alice", revision="aqua")
+    # Nothing is replaced on main.
+    artifact.push_to_hub(REPO, token="hf_alice")
+    assert CalibrationArtifact.from_pretrained(REPO).method == "a2ats"
+
+
+def test_a_private_repository_is_looked_at_with_the_token(hub: Any) -> None:
+    hub.add(REPO, {"config.json": MODELS_CONFIG}, private=True)
+    with pytest.raises(ValueError, match="not of a calibration artifact"):
+        check_repository(REPO, "a2ats", token="hf_alice")
+    # Who can't see it can't write to it either.
+    check_repository(REPO, "a2ats", token="hf_bob")
+    with pytest.raises(PermissionError, match="refuses the token for alice/river"):
+        check_repository(REPO, "a2ats", token="hf_expired")
+
+
+def test_a_look_at_a_new_repository_is_one_request(hub: Any) -> None:
+    check_repository("alice/new", "a2ats", token="hf_alice")
+    assert len(hub.requests) == 1
+
+
+def test_a_hub_that_does_not_answer_is_named(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(REPO, {"config.json": MODELS_CONFIG})
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(ConnectionError, match=r"what is in alice/river .*HF_HUB_OFFLINE unset"):
+            check_repository(REPO, "a2ats")
+        assert not hub.requests
+    # Port 9, discard: nothing listens there. The client tries for 23 s; here it does not wait.
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}",
+    )
+    with pytest.raises(ConnectionError, match=r"does not tell what is in alice/river .*refused"):
+        check_repository(REPO, "a2ats")
+
+
+def test_the_command_looks_at_the_repository_before_the_model(
+    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    hub.add(REPO, {"config.json": MODELS_CONFIG})
+    where = ["--model", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+    assert main(["calibrate", "aqua", *where, "--text", __file__, "--push-to-hub", REPO]) == 2
+    assert "give a new repository, for instance USER/MODEL-aqua" in capsys.readouterr().err
+
+
+def test_out_is_a_path_of_any_kind(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    calibrate(llama, TEXTS, SMALL, str(tmp_path / "text"), progress=False)
+    calibrate(llama, TEXTS, SMALL, "~/tilde", progress=False)
+    assert _contents(tmp_path / "text").keys() == _contents(tmp_path / "tilde").keys()
+    assert CalibrationArtifact.from_pretrained(tmp_path / "tilde").method == "a2ats"
+    with pytest.raises(TypeError, match=r"out is a NoneType: pass the path of a folder"):
+        calibrate(llama, TEXTS, SMALL, None, progress=False)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"file is a file: give a folder"):
+        calibrate(llama, TEXTS, SMALL, str(tmp_path / "file"), progress=False)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\u2028b"])
+def test_a_name_of_several_lines_is_refused(
+    llama: PreTrainedModel, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(ValueError, match=r"name='a.*b' has several lines"):
+        calibrate(llama, TEXTS, SMALL, tmp_path / "out", name=name, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_codewords_than_tokens_are_refused_and_fewer_go_on(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    many = A2ATSCalibration(codewords=101, window=32, rounds=3)
+    words = "codewords=101 of 100 tokens: give more --tokens or fewer --codewords"
+    with pytest.raises(ValueError, match=words):
+        calibrate(llama, TEXTS, many, tmp_path, progress=False)
+    # What the message says must help, in the same folder too.
+    fewer = A2ATSCalibration(codewords=100, window=32, rounds=3)
+    found = calibrate(llama, TEXTS, fewer, tmp_path, progress=False)
+    assert found.tensors["layers.0.codewords"].shape[1] == 100
+
+
+def _ended() -> int:
+    """The number of a process that is over."""
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def test_two_calibrations_into_one_folder_are_refused(
+    llama: PreTrainedModel, studied: list[CodebookStudy], tmp_path: Path
+) -> None:
+    words = rf"another calibration writes to .*\(process {os.getpid()} .*or give another --out"
+    with alone_in(tmp_path), pytest.raises(ValueError, match=words):
+        calibrate(llama, TEXTS, SMALL, tmp_path, progress=False)
+    assert not studied and not list(tmp_path.iterdir())
+    calibrate(llama, TEXTS, SMALL, tmp_path, progress=False)
+    assert len(_contents(tmp_path)) == 3
+
+
+def test_the_lock_of_a_process_that_ended_is_taken_over(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    (tmp_path / ".lock").write_text(f"{_ended()} {platform.node()}")
+    calibrate(llama, TEXTS, SMALL, tmp_path, progress=False)
+    assert len(_contents(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("owner", ["", "half", "1 of-another-machine"])
+def test_a_lock_of_which_nobody_can_tell_is_left(tmp_path: Path, owner: str) -> None:
+    (tmp_path / ".lock").write_text(owner)
+    with (
+        pytest.raises(ValueError, match=r"if it is not running, delete .*\.lock"),
+        alone_in(tmp_path),
+    ):
+        pass
+    assert (tmp_path / ".lock").read_text() == owner
+
+
+def test_the_lock_goes_with_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), alone_in(tmp_path / "new"):
+        held = (tmp_path / "new" / ".lock").read_text()
+        raise KeyboardInterrupt
+    assert held == f"{os.getpid()} {platform.node()}"
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_a_models_name_is_one_line_in_the_card(
+    artifact: CalibrationArtifact, tmp_path: Path
+) -> None:
+    model = type(artifact.model)("a\n# b", artifact.model.facts, artifact.model.weights)
+    CalibrationArtifact("a2ats", model, artifact.tensors).save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "# a2ats artifact for a # b\n" in card and "\n# b" not in card
+    assert json.loads((tmp_path / "config.json").read_text())["model"]["name"] == "a\n# b"

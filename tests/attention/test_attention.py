@@ -1,0 +1,129 @@
+"""The registered function: long prompts block by block, and what it refuses to pass over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+import hf_kvret
+from hf_kvret import FlatKVCache, RetrievalCache
+from hf_kvret.attention import attention
+from hf_kvret.attention.attention import retrieval_attention
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
+
+
+def _padded(length: int = 40) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 128, (3, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[1, :11], mask[1, :11] = 0, 0
+    ids[2, : length - 1], mask[2, : length - 1] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Makes every matrix too large for the base; lists the shapes of block-wise prompts."""
+    shapes: list[tuple[int, ...]] = []
+    real = attention.prompt_attention
+
+    def noting(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(query.shape))
+        return real(query, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "_DENSE_ELEMENTS", 1)
+    monkeypatch.setattr(attention, "prompt_attention", noting)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [("llama", "sdpa"), ("qwen3", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager")],
+)
+def test_long_prompts_go_block_by_block_and_agree_with_the_base(
+    name: str, base: str, blocks: list[tuple[int, ...]]
+) -> None:
+    model = MODELS[name].build()
+    model.set_attn_implementation(base)
+    inputs = _padded()
+    valid = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
+        hf_kvret.attach(model)
+        got = model(**inputs, past_key_values=FlatKVCache(model.config, **SMALL)).logits
+    assert len(blocks) == len(MODELS[name].full_attention)
+    # Two fp32 orders of the same sums, through three layers with logits around 10.
+    torch.testing.assert_close(got[valid], expected[valid], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_prompts_keep_the_dtype_of_a_model_with_sinks(
+    dtype: torch.dtype, blocks: list[tuple[int, ...]]
+) -> None:
+    model = MODELS["gpt_oss"].build().to(dtype)
+    cache = FlatKVCache(model.config, **SMALL)
+    out = model.generate(**_padded(), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert out.shape == (3, 43) and blocks
+
+
+def test_sdpa_without_padding_keeps_its_own_fast_path(blocks: list[tuple[int, ...]]) -> None:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    ids = _padded()["input_ids"][:1]
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=FlatKVCache(model.config, **SMALL))
+    assert blocks == []
+
+
+def _call(layer_cache: RetrievalCache, **keywords: Any) -> Any:
+    """The attention function on a layer that was given ten new tokens."""
+    key, value = torch.randn(1, 2, 10, 16), torch.randn(1, 2, 10, 16)
+    key, value = layer_cache.update(key, value, 0)
+    module = MODELS["llama"].build().model.layers[0].self_attn
+    return retrieval_attention(module, torch.randn(1, 4, 10, 16), key, value, None, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"position_bias": torch.zeros(1)}, "attention was called with position_bias=Tensor"),
+        ({"head_mask": torch.zeros(1)}, "attention was called with head_mask=Tensor"),
+        ({"output_attentions": True}, "output_attentions=True: a retrieval cache never forms"),
+        ({"sliding_window": 16}, "sliding_window=16 on a layer that the cache holds as full"),
+        ({"dropout": 0.1}, "dropout=0.1: put the model in eval mode"),
+    ],
+)
+def test_a_keyword_that_changes_attention_is_refused(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        _call(FlatKVCache(MODELS["llama"].config(), **SMALL), **keywords)
+
+
+def test_a_keyword_that_is_none_or_harmless_passes() -> None:
+    cache = FlatKVCache(MODELS["llama"].config(), **SMALL)
+    out, weights = _call(cache, position_bias=None, position_ids=torch.arange(10), dropout=0.0)
+    assert out.shape == (1, 10, 4, 16) and out.is_contiguous() and weights is None
+
+
+def test_layers_that_share_a_cache_layer_take_tokens_in_once() -> None:
+    config = MODELS["llama"].config()
+    config.num_hidden_layers = 1
+    cache = FlatKVCache(config, **SMALL)
+    key, value = cache.update(torch.randn(1, 2, 10, 16), torch.randn(1, 2, 10, 16), 0)
+    module: nn.Module = MODELS["llama"].build().model.layers[0].self_attn
+    query = torch.randn(1, 4, 10, 16)
+    first, _ = retrieval_attention(module, query, key, value, None)
+    second, _ = retrieval_attention(module, query, key, value, None)
+    assert torch.equal(first, second) and cache.get_seq_length() == 10
+    for count in (1, 3, 9):
+        key, value = cache.update(torch.randn(1, 2, count, 16), torch.randn(1, 2, count, 16), 0)
+        query = torch.randn(1, 4, count, 16)
+        first, _ = retrieval_attention(module, query, key, value, None)
+        second, _ = retrieval_attention(module, query, key, value, None)
+        # The second call finds the new tokens flushed or not: the same sums, merged elsewhere.
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
+    assert cache.get_seq_length() == 23

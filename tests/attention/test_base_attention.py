@@ -1,0 +1,176 @@
+"""The attention that a model had: found, remembered, and never the wrong one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_kvret
+from hf_kvret import FlatKVCache
+from hf_kvret.attention import base_attention
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+
+FLASH = "flash_attention_2"
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
+RUN = {"max_new_tokens": 10, "do_sample": False}
+# Two fp32 orders of the same sums, through three layers with logits around 10.
+CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+
+
+def _prompt() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[1, :11], mask[1, :11] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _logits(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    """Of a padded prompt and three steps behind it."""
+    inputs = _prompt()
+    mask, ids = inputs["attention_mask"], inputs["input_ids"]
+    with torch.no_grad():
+        found = [model(**inputs, past_key_values=cache).logits[1:, -5:]]
+        for _ in range(3):
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+            out = model(input_ids=ids[:, :1], attention_mask=mask, past_key_values=cache)
+            found.append(out.logits)
+    return torch.cat([part.flatten(0, 1) for part in found])
+
+
+class FlashStandIn:
+    """Causal attention with flash attention's masks; notes the names in the modules' configs."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        self.names.append(module.config._attn_implementation)
+        assert module.layer_idx in (0, 1) and not module.training and module.is_causal
+        assert attention_mask is None or attention_mask.ndim == 2
+        new, total = query.shape[2], key.shape[2]
+        seen = torch.ones(new, total, dtype=torch.bool).tril(total - new)[None]
+        if attention_mask is not None:
+            seen = seen & attention_mask[:, None].bool()
+        group = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(group, dim=1).transpose(2, 3) * scaling
+        scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
+        out = scores.softmax(dim=-1) @ value.repeat_interleave(group, dim=1)
+        return out.transpose(1, 2), None
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashStandIn]:
+    stand_in = FlashStandIn()
+    monkeypatch.setitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, FLASH, stand_in)
+    yield stand_in
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_flash_attention_is_called_under_its_own_name(flash: FlashStandIn, padded: bool) -> None:
+    model = MODELS["llama"].build()
+    inputs = _prompt() if padded else {"input_ids": _prompt()["input_ids"][:1]}
+    expected = model.generate(**inputs, **RUN)
+    model.config._attn_implementation = FLASH  # as if flash-attn were installed
+    cache = FlatKVCache(model.config, **SMALL)
+    assert torch.equal(model.generate(**inputs, **RUN, past_key_values=cache), expected)
+    assert flash.names == [FLASH] * 2, "the prompt of both layers, and nothing else"
+    assert torch.equal(model.generate(**inputs, **RUN), expected)
+    assert model.config._attn_implementation == "hf_kvret"
+    assert len(flash.names) == 2 + 2 * 10 and set(flash.names) == {FLASH}
+    hf_kvret.restore(model)
+    assert model.config._attn_implementation == FLASH
+
+
+@pytest.mark.parametrize("base", ["sdpa", "eager"])
+def test_the_prompt_goes_through_the_models_own_attention(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS["llama"].build()
+    model.set_attn_implementation(base)
+    names = []
+    real = base_attention.attend_with_base
+
+    def noting(name: str, *args: Any, **kwargs: Any) -> Any:
+        names.append(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr("hf_kvret.attention.attention.attend_with_base", noting)
+    cache = FlatKVCache(model.config, **SMALL)
+    inputs = _prompt()
+    expected = model.generate(**inputs, **RUN)
+    assert torch.equal(model.generate(**inputs, **RUN, past_key_values=cache), expected)
+    assert names == [base] * 2
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama"])
+def test_a_model_loaded_with_our_name_matches_eager(name: str, tmp_path: Path) -> None:
+    """Nobody recorded a base: soft cap and sinks must not be lost on the way."""
+    model = MODELS[name].build()
+    model.set_attn_implementation("eager")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="paris")
+    assert loaded.config._attn_implementation == "paris"
+    expected = _logits(model, DynamicCache(config=model.config))
+    for cache in (DynamicCache(config=model.config), FlatKVCache(loaded.config, **SMALL)):
+        torch.testing.assert_close(_logits(loaded, cache), expected, **CLOSE)
+
+
+def test_soft_cap_and_sinks_matter_in_these_models() -> None:
+    """Guards the test above: without them the same models answer otherwise."""
+    for name in ("gemma2", "gpt_oss"):
+        model = MODELS[name].build()
+        model.set_attn_implementation("eager")
+        expected = _logits(model, DynamicCache(config=model.config))
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+            if hasattr(layer.self_attn, "sinks"):
+                layer.self_attn.sinks.data.fill_(-1e4)
+        changed = _logits(model, DynamicCache(config=model.config))
+        assert (changed - expected).abs().max() > 100 * CLOSE["atol"]
+
+
+def test_without_a_record_sdpa_is_only_for_calls_it_can_honour() -> None:
+    plain = MODELS["llama"].build().model.layers[0].self_attn
+    sinks = MODELS["gpt_oss"].build().model.layers[0].self_attn
+    assert base_attention.base_name(plain, {"softcap": None}) == "sdpa"
+    assert base_attention.base_name(plain, {"softcap": 50.0}) == "eager"
+    assert base_attention.base_name(plain, {"s_aux": torch.zeros(4)}) == "eager"
+    assert base_attention.base_name(sinks, {}) == "eager", "the model has no sdpa"
+    base_attention.record_base(plain.config, FLASH)
+    assert base_attention.base_name(plain, {"softcap": 50.0}) == FLASH
+
+
+def test_the_record_dies_with_its_config() -> None:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    key = id(model.config)
+    assert base_attention.recorded_base(model.config) == "sdpa"
+    assert "sdpa" not in model.config.to_json_string()
+    del model
+    gc.collect()
+    assert key not in base_attention._bases
+
+
+def test_a_model_without_eager_attention_says_so() -> None:
+    with pytest.raises(RuntimeError, match="has no eager attention: load the model with"):
+        tensor = torch.zeros(1, 1, 1, 4)
+        base_attention.attend_with_base(
+            "eager", nn.Linear(1, 1), tensor, tensor, tensor, None, scaling=1.0
+        )

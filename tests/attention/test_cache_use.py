@@ -1,0 +1,376 @@
+"""A call of generate whose passes don't use its retrieval cache works, or ends in an error."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    DynamicCache,
+    LogitsProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+import hf_kvret
+from hf_kvret.attention.cache_use import check_end
+from hf_kvret.attention.requests import Request
+from hf_kvret.models.versions import CACHE_NAME, as_argument, cache_argument, cache_of
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt, ragged
+from hf_kvret.testing.tiny import TinyModel
+
+GREEDY: dict[str, Any] = {"do_sample": False}
+# Every pass reads the whole text, with the frequencies of its length: before 5.20 transformers
+# itself loses the text where it crosses the limit with a cache.
+TRUTH: dict[str, Any] = {**GREEDY, "use_cache": False}
+LIMIT = 64
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": LIMIT,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "short_mscale": 1.0,
+    "long_mscale": 1.0,
+}
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+def phi(kind: str = "phi3") -> PreTrainedModel:
+    """A model that reads its text anew at ``LIMIT`` tokens, with other frequencies of its RoPE."""
+    return TinyModel(kind, partial(_phi_config, kind), (0, 1), "drops its cache").build()
+
+
+def _phi_config(kind: str) -> PreTrainedConfig:
+    return AutoConfig.for_model(
+        kind,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        original_max_position_embeddings=LIMIT,
+        rope_parameters=dict(LONGROPE),
+        sliding_window=None,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def new_cache(model: PreTrainedModel) -> hf_kvret.FlatKVCache:
+    return hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+@pytest.mark.parametrize("prompt_len", [LIMIT - 20, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 40])
+def test_a_text_that_is_read_anew_at_a_limit_stays_in_the_cache(kind: str, prompt_len: int) -> None:
+    ids = prompt(1, prompt_len)
+    expected = phi(kind).generate(ids, max_new_tokens=30, **TRUTH)
+    model = phi(kind)
+    cache = new_cache(model)
+    tokens = model.generate(ids, max_new_tokens=30, past_key_values=cache, **GREEDY)
+    assert torch.equal(tokens, expected)
+    assert cache.get_seq_length() == prompt_len + 29
+    assert cache.identity is not None
+    assert torch.equal(cache.tokens.ids(prompt_len + 29), tokens[:, :-1].int())
+    named = {"cache_implementation": "flat", "cache_config": COVERING_OPTIONS}
+    result = phi(kind).generate(
+        ids, max_new_tokens=30, return_dict_in_generate=True, **named, **GREEDY
+    )
+    assert isinstance(cache_of(result), hf_kvret.FlatKVCache)
+    assert cache_of(result).get_seq_length() == prompt_len + 29
+    assert torch.equal(result.sequences, expected)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 3},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=lambda mode: "-".join(mode),
+)
+def test_the_limit_is_crossed_in_every_mode(mode: dict[str, Any]) -> None:
+    ids = prompt(1, LIMIT - 12)
+    drafts = "prompt_lookup_num_tokens" in mode
+    expected = phi().generate(ids, max_new_tokens=30, **({} if drafts else mode), **TRUTH)
+    model = phi()
+    cache = new_cache(model)
+    tokens = model.generate(ids, max_new_tokens=30, past_key_values=cache, **mode, **GREEDY)
+    assert torch.equal(tokens, expected)
+    assert cache.get_seq_length() >= tokens.shape[1] - 1
+
+
+def test_the_limit_is_crossed_by_a_padded_batch() -> None:
+    ids, mask = ragged((LIMIT - 30, LIMIT - 8))
+    run = {"attention_mask": mask, "max_new_tokens": 30}
+    expected = phi().generate(ids, **run, **TRUTH)
+    model = phi()
+    tokens = model.generate(ids, **run, **GREEDY, past_key_values=new_cache(model))
+    assert torch.equal(tokens, expected)
+
+
+def test_the_limit_is_crossed_in_a_second_turn() -> None:
+    model = phi()
+    cache = new_cache(model)
+    first = model.generate(prompt(1, LIMIT - 30), max_new_tokens=5, past_key_values=cache, **GREEDY)
+    ids = torch.cat([first, prompt(1, 40)], dim=1)
+    expected = phi().generate(ids, max_new_tokens=10, **TRUTH)
+    tokens = model.generate(ids, max_new_tokens=10, past_key_values=cache, **GREEDY)
+    assert torch.equal(tokens, expected)
+    assert cache.get_seq_length() == tokens.shape[1] - 1
+    third = torch.cat([tokens, prompt(1, 7)], dim=1)
+    expected = phi().generate(third, max_new_tokens=10, **TRUTH)
+    assert torch.equal(
+        model.generate(third, max_new_tokens=10, past_key_values=cache, **GREEDY), expected
+    )
+
+
+@pytest.mark.parametrize("how", ["argument", "generation config", "the model's own"])
+def test_a_cache_beside_use_cache_false_is_refused(llama: PreTrainedModel, how: str) -> None:
+    given: dict[str, Any] = {}
+    if how == "argument":
+        given = {"use_cache": False}
+    elif how == "generation config":
+        given = {"generation_config": type(llama.generation_config)(use_cache=False)}
+    else:
+        llama.generation_config.use_cache = False
+    cache = new_cache(llama)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        llama.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=3, **given, **GREEDY)
+    assert cache.get_seq_length() == 0
+
+
+class Unfaithful:
+    """Makes the passes of a model do something to their cache."""
+
+    def __init__(self, model: PreTrainedModel, from_pass: int, change: Any) -> None:
+        self._forward, self._change = model.forward, change
+        self._first, self._count = from_pass, 0
+        model.forward = self.__call__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._count += 1
+        if self._count > self._first:
+            self._change(kwargs)
+        return self._forward(*args, **kwargs)
+
+
+def _drop(kwargs: dict[str, Any]) -> None:
+    kwargs.update(as_argument(None))
+
+
+def _replace(kwargs: dict[str, Any]) -> None:
+    kwargs.update(as_argument(DynamicCache()))
+
+
+@pytest.mark.parametrize("change", [_drop, _replace])
+@pytest.mark.parametrize("from_pass", [0, 1, 3])
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
+def test_a_model_that_takes_another_cache_is_an_error(
+    llama: PreTrainedModel, change: Any, from_pass: int, mode: dict[str, Any]
+) -> None:
+    Unfaithful(llama, from_pass, change)
+    cache = new_cache(llama)
+    with pytest.raises(ValueError, match="without the cache of this call"):
+        llama.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=9, **mode, **GREEDY)
+
+
+def test_a_model_that_drops_its_cache_in_silence_is_served_or_an_error(
+    llama: PreTrainedModel,
+) -> None:
+    """What an output without a cache means differs by version of transformers."""
+    expected = llama.generate(prompt(1, 40), max_new_tokens=4, **GREEDY)
+    forward = llama.forward
+
+    def without(*args: Any, **kwargs: Any) -> Any:
+        if cache_argument(kwargs).get_seq_length():
+            kwargs.update(as_argument(None), use_cache=False)
+        output = forward(*args, **kwargs)
+        setattr(output, CACHE_NAME, None)
+        return output
+
+    llama.forward = without
+    cache = new_cache(llama)
+    run = {"past_key_values": cache, "max_new_tokens": 4, **GREEDY}
+    try:
+        tokens = llama.generate(prompt(1, 40), **run)
+    except ValueError as error:
+        assert "the cache of this call holds 40 of them" in str(error)
+    else:
+        assert torch.equal(tokens, expected)
+        assert cache.get_seq_length() == 43
+
+
+@pytest.mark.parametrize(
+    ("held", "start", "arguments", "result", "fits"),
+    [
+        (44, 0, {"input_ids": 40}, 45, True),
+        (43, 0, {"input_ids": 40}, 45, False),
+        (44, 30, {"input_ids": 40}, 45, True),
+        (43, 30, {"input_ids": 40}, 45, False),
+        # The new tokens alone, beside a mask of all.
+        (44, 30, {"input_ids": 10, "attention_mask": 40}, 15, True),
+        (43, 30, {"input_ids": 10, "attention_mask": 40}, 15, False),
+        (44, 0, {"inputs": 40, "attention_mask": 40}, 45, True),
+        # Embeddings, without ids in the result.
+        (44, 0, {"inputs_embeds": 40}, 5, True),
+        (40, 0, {"inputs_embeds": 40}, 5, False),
+        (44, 30, {"inputs_embeds": 40}, 5, True),
+        (44, 0, {"inputs_embeds": 40, "input_ids": 40}, 45, True),
+        (43, 0, {"inputs_embeds": 40, "input_ids": 40}, 45, False),
+    ],
+)
+def test_the_end_of_a_call_compares_lengths(
+    llama: PreTrainedModel,
+    held: int,
+    start: int,
+    arguments: dict[str, int],
+    result: int,
+    fits: bool,
+) -> None:
+    cache = new_cache(llama)
+    hf_kvret.attach(llama)
+    with torch.no_grad():
+        llama(prompt(1, held), past_key_values=cache)
+    given = {name: prompt(1, length) for name, length in arguments.items()}
+    if "inputs_embeds" in given:
+        given["inputs_embeds"] = llama.get_input_embeddings()(given["inputs_embeds"])
+    call = Request(llama, given, cache, start_len=start)
+    if fits:
+        check_end(call, prompt(1, result))
+    else:
+        with pytest.raises(ValueError, match="ran forward passes without it"):
+            check_end(call, prompt(1, result))
+
+
+def test_layers_that_never_get_the_cache_are_an_error_at_once(llama: PreTrainedModel) -> None:
+    for layer in llama.model.layers:
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, **as_argument(None)}), with_kwargs=True
+        )
+    with pytest.raises(ValueError, match="added no token to the cache"):
+        llama.generate(prompt(1, 40), past_key_values=new_cache(llama), max_new_tokens=4, **GREEDY)
+
+
+def test_a_loop_of_the_callers_that_leaves_the_cache_out_is_an_error(
+    llama: PreTrainedModel,
+) -> None:
+    def careless(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for _ in range(3):
+            logits = model(input_ids, use_cache=False).logits[:, -1:]
+            input_ids = torch.cat([input_ids, logits.argmax(-1)], dim=1)
+        return input_ids
+
+    with pytest.raises(ValueError, match="custom_generate must hand on"):
+        llama.generate(
+            prompt(1, 40),
+            past_key_values=new_cache(llama),
+            custom_generate=careless,
+            max_new_tokens=3,
+            **GREEDY,
+        )
+
+
+def test_passes_of_a_logits_processor_are_its_own(llama: PreTrainedModel) -> None:
+    class Asks(LogitsProcessor):
+        """Adds what the model says without a cache, of this text or another."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            other = torch.cat([input_ids, input_ids.flip(1)], dim=1)
+            for ids in (input_ids, other):
+                scores = scores + llama(ids, use_cache=False).logits[:, -1]
+            return scores
+
+    run = {"max_new_tokens": 6, "logits_processor": [Asks()], **GREEDY}
+    expected = llama.generate(prompt(1, 40), **run)
+    cache = new_cache(llama)
+    assert torch.equal(llama.generate(prompt(1, 40), past_key_values=cache, **run), expected)
+    assert cache.get_seq_length() == 45
+
+
+@pytest.mark.parametrize("negative", [None, 90])
+def test_guidance_keeps_its_own_cache(negative: int | None) -> None:
+    ids = prompt(1, LIMIT + 8)
+    given = {} if negative is None else {"negative_prompt_ids": prompt(1, negative)}
+    run = {"max_new_tokens": 6, "guidance_scale": 1.5, **given, **GREEDY}
+    llama = MODELS["llama"].build()
+    expected = llama.generate(ids, **run)
+    assert torch.equal(llama.generate(ids, past_key_values=new_cache(llama), **run), expected)
+
+
+def test_prompts_of_embeddings_end_well(llama: PreTrainedModel) -> None:
+    ids = prompt(1, 40)
+    given = {"inputs_embeds": llama.get_input_embeddings()(ids)}
+    for run in (given, {**given, "input_ids": ids}):
+        expected = llama.generate(**run, max_new_tokens=5, **GREEDY)
+        cache = new_cache(llama)
+        tokens = llama.generate(**run, max_new_tokens=5, past_key_values=cache, **GREEDY)
+        assert torch.equal(tokens, expected)
+        assert cache.get_seq_length() == 44
+
+
+def test_embeddings_whose_cache_is_dropped_behind_the_prompt_are_an_error(
+    llama: PreTrainedModel,
+) -> None:
+    Unfaithful(llama, 1, _drop)
+    embedded = llama.get_input_embeddings()(prompt(1, 40))
+    with pytest.raises(ValueError, match=r"without the cache of this call|ran forward passes"):
+        llama.generate(
+            inputs_embeds=embedded, past_key_values=new_cache(llama), max_new_tokens=20, **GREEDY
+        )
+
+
+FOREIGN = """
+def generate(model, inputs=None, **kwargs):
+    {body}
+"""
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_generate_from_a_folder_uses_the_cache_or_is_an_error(
+    llama: PreTrainedModel, tmp_path: Path, by_name: bool, uses: bool
+) -> None:
+    names = ("past_key_values", "cache", "cache_implementation", "cache_config")
+    handed = f"{{k: v for k, v in kwargs.items() if k in {names}}}" if uses else "{}"
+    call = f"model.generate(inputs, max_new_tokens=4, do_sample=False, **{handed})"
+    (tmp_path / "custom_generate").mkdir()
+    file = tmp_path / "custom_generate" / "generate.py"
+    file.write_text(FOREIGN.format(body=f"return {call}"))
+    cache = new_cache(llama)
+    named = {"cache_implementation": "flat", "cache_config": COVERING_OPTIONS}
+    run = {"custom_generate": str(tmp_path), "trust_remote_code": True, **GREEDY}
+    run |= named if by_name else {"past_key_values": cache}
+    if uses:
+        expected = llama.generate(prompt(1, 40), max_new_tokens=4, **GREEDY)
+        assert torch.equal(llama.generate(prompt(1, 40), **run), expected)
+    else:
+        with pytest.raises(ValueError, match="ran without the retrieval cache"):
+            llama.generate(prompt(1, 40), **run)
+
+
+def test_a_loop_of_the_callers_may_return_what_it_likes(llama: PreTrainedModel) -> None:
+    def padded(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model(input_ids, **{name: kwargs[name] for name in kwargs if name == CACHE_NAME})
+        return torch.nn.functional.pad(input_ids, (0, 30))
+
+    cache, run = new_cache(llama), {"max_new_tokens": 4, **GREEDY}
+    tokens = llama.generate(prompt(1, 40), past_key_values=cache, custom_generate=padded, **run)
+    assert tokens.shape == (1, 70) and cache.get_seq_length() == 40

@@ -1,0 +1,189 @@
+"""Heads and head dims by layer: layers that retrieve may differ, also among themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
+
+from hf_kvret import (
+    A2ATSCache,
+    AquaKVCache,
+    CTkvrCache,
+    FlatKVCache,
+    H2OCache,
+    LRQKCache,
+    ParisKVCache,
+    RetrievalCache,
+)
+from hf_kvret.artifacts.identity import ModelIdentity
+from hf_kvret.attention.prompt_chunks import token_bytes
+from hf_kvret.models.compatibility import (
+    AttentionShape,
+    head_dims,
+    layer_shapes,
+    model_shape,
+    retrieval_shapes,
+)
+from hf_kvret.saved.model_facts import model_facts
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, tiny_artifact
+from hf_kvret.testing.models import GEMMA4
+from hf_kvret.testing.scenario import prompt, ragged
+from hf_kvret.testing.tiny import spread_weights
+
+CACHES: dict[str, Callable[..., RetrievalCache]] = {
+    "flat": FlatKVCache,
+    "paris": ParisKVCache,
+    "lrqk": LRQKCache,
+    "ctkvr": CTkvrCache,
+    "a2ats": A2ATSCache,
+    "aqua": partial(AquaKVCache, bits=16),
+    "h2o": H2OCache,
+}
+RUN: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+def gemma4(**changes: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model("gemma4_text", **{**GEMMA4, **changes})
+
+
+def unlike(dim: int = 24, kv_heads: int = 1) -> PreTrainedModel:
+    """SmolLM3 of three layers that retrieve; the middle one, which has no RoPE, has other heads."""
+    model: Any = MODELS["smollm3"].build()
+    config = model.config
+    other = copy.deepcopy(config)
+    other.head_dim, other.num_key_value_heads = dim, kv_heads
+    attention = SmolLM3Attention(other, 1)
+    attention.config = config
+    model.model.layers[1].self_attn = attention
+    config.head_dim = 16
+    config.per_layer_config = {1: {"head_dim": dim, "num_key_value_heads": kv_heads}}
+    spread_weights(model, 1)
+    return model.eval()
+
+
+def test_shapes_are_those_of_each_layer() -> None:
+    config = gemma4()
+    sliding, full = AttentionShape(4, 2, 16), AttentionShape(4, 1, 32)
+    assert layer_shapes(config) == [sliding, full, full]
+    assert retrieval_shapes(config) == {1: full, 2: full}
+    assert head_dims(config) == [32]
+    assert [shape.width for shape in layer_shapes(config)] == [32, 32, 32]
+    assert head_dims(unlike().config) == [24, 16]
+    assert head_dims(MODELS["llama"].config()) == [16]
+    composite = AutoConfig.for_model("gemma4", text_config=GEMMA4, vision_config=None)
+    assert layer_shapes(composite) == layer_shapes(config)
+
+
+def test_a_saved_cache_knows_heads_by_layer(tmp_path: Path) -> None:
+    model, ids = MODELS["gemma4"].build(), prompt(1, 40)
+    assert model_shape(model.config)["head_dim"] == [16, 32, 32]
+    assert model_shape(MODELS["llama"].config())["num_key_value_heads"] == 2
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
+    model.generate(ids, past_key_values=cache, **RUN)
+    cache.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has head_dim\[1\] 32, this model head_dim\[1\] 64"):
+        FlatKVCache.from_pretrained(tmp_path, gemma4(global_head_dim=64))
+    with pytest.raises(ValueError, match=r"heads \[2, 1, 1\], this model num_key_value_heads 2"):
+        FlatKVCache.from_pretrained(tmp_path, gemma4(num_global_key_value_heads=2))
+
+
+def test_an_artifact_knows_heads_by_layer() -> None:
+    facts = model_facts(gemma4())
+    assert facts["head_dim"] == [16, 32, 32] and facts["num_key_value_heads"] == [2, 1, 1]
+    assert model_facts(MODELS["llama"].config())["num_key_value_heads"] == 2
+    identity = ModelIdentity("gemma", facts)
+    assert ModelIdentity.from_json(identity.as_json()).difference(gemma4()) == ""
+    words = identity.difference(gemma4(global_head_dim=64))
+    assert words == "made for head_dim[1]=32, this model has 64"
+    words = identity.difference(gemma4(attention_k_eq_v=False))
+    assert words == "made for [2, 1, 1] KV heads, this model has 2"
+
+
+def test_a_chunk_of_a_prompt_counts_the_largest_layer() -> None:
+    def numbers(**changes: Any) -> int:
+        return token_bytes(gemma4(**changes), torch.float16)
+
+    assert numbers(global_head_dim=64) > numbers() > numbers(global_head_dim=16)
+    plain = {"global_head_dim": 32, "head_dim": 32, "num_global_key_value_heads": 2}
+    assert numbers() == numbers(**plain)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (gemma4(num_kv_shared_layers=1), r"shares keys and values between layers \(num_kv_shared"),
+        (gemma4(use_bidirectional_attention="all"), "attends to both sides"),
+    ],
+    ids=["shared", "both sides"],
+)
+def test_what_gemma4_can_be_beside_is_refused(config: PreTrainedConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlatKVCache(config)
+
+
+def test_options_are_checked_by_layer() -> None:
+    config = unlike(dim=20).config
+    with pytest.raises(ValueError, match="heads of 20 numbers: coded rows need dims that 8"):
+        FlatKVCache(config, store="higgs")
+    with pytest.raises(ValueError, match="16"):
+        LRQKCache(config, rank=20)
+    FlatKVCache(config, store="device")
+    wide = unlike(dim=512).config
+    with pytest.raises(ValueError, match="head dim 512: codes exist up to 256"):
+        CTkvrCache(wide, rerank="codes")
+    # Of layers that slide nothing is held in codes.
+    FlatKVCache(gemma4(head_dim=20), store="higgs")
+
+
+def test_where_rows_live_is_decided_by_the_rows_of_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def choose(device: torch.device, rows_bytes: int, options: Any, head_dim: int) -> Any:
+        sizes.append(rows_bytes)
+        assert head_dim == 8, "what divides 24 and 16"
+        return "device", "a test"
+
+    monkeypatch.setattr("hf_kvret.stores.choose", choose)
+    model = unlike()
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
+    model.generate(prompt(1, 108), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    # Keys and values of 101 tokens and more, fp32: 2 heads of 16, 1 of 24, 2 of 16.
+    assert sizes[0] % (2 * 4 * (32 + 24 + 32)) == 0 and sizes[0] >= 100 * 2 * 4 * 88
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in ("lrqk", "aqua") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CACHES
+    ],
+)
+def test_every_method_serves_layers_that_differ(method: str, tmp_path: Path) -> None:
+    model = unlike()
+    place = {}
+    if method in ("a2ats", "aqua"):
+        place["artifact"] = tiny_artifact(model, method, tmp_path / "artifact")
+    options: dict[str, Any] = {**COVERING_OPTIONS, **place}
+    ids, mask = ragged((61, 40))
+    run = {**RUN, "attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(ids, **run)
+    cache = CACHES[method](model.config, **options)
+    found = model.generate(ids, past_key_values=cache, **run)
+    assert torch.equal(found.sequences, expected.sequences)
+    for got, wanted in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=3e-4)
+    assert all(layer["selected"] for layer in cache.stats()["layers"])
+    assert [keys.shape[1::2] for keys, _, _ in cache] == [(2, 16), (1, 24), (2, 16)]
+    cache.save_pretrained(tmp_path / "saved")
+    again = type(cache).from_pretrained(tmp_path / "saved", model.config, **place)
+    assert again.get_seq_length() == cache.get_seq_length()

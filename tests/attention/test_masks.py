@@ -1,0 +1,228 @@
+"""The mask carrier: one small tensor that becomes the base's mask or a layer's padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from hf_kvret.attention.masks import base_mask, mask_info, retrieval_mask, slot_validity
+
+CPU = torch.device("cpu")
+
+
+def _arguments(new: int, total: int, padding: torch.Tensor | None, **changes: Any) -> dict:
+    return {
+        "batch_size": 2,
+        "q_length": new,
+        "kv_length": total,
+        "q_offset": total - new,
+        "attention_mask": padding,
+        "dtype": torch.float32,
+        **changes,
+    }
+
+
+def _padding(total: int) -> torch.Tensor:
+    padding = torch.ones(2, total, dtype=torch.bool)
+    padding[1, : total // 3] = False
+    return padding
+
+
+@pytest.mark.factor("base", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.factor("new", [1, 3, 12])
+@pytest.mark.factor("padded", [False, True])
+@pytest.mark.factor("window", [None, 4])
+def test_the_base_gets_the_very_mask_that_it_would_have_made(
+    base: str, new: int, padded: bool, window: int | None
+) -> None:
+    arguments = _arguments(new, 12, _padding(12) if padded else None)
+    if window is not None:
+        function = sliding_window_causal_mask_function(window)
+        arguments |= {"mask_function": function, "local_size": window}
+    expected = ALL_MASK_ATTENTION_FUNCTIONS[base](**arguments)
+    got = base_mask(retrieval_mask(**arguments), base, CPU)
+    if expected is None:
+        assert got is None
+    else:
+        assert torch.equal(got, expected)
+
+
+def _padding_of(carrier: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return carrier.as_subclass(torch.Tensor)
+
+
+def test_a_step_makes_no_tensor_of_its_own() -> None:
+    padding = _padding(12)
+    with_padding = retrieval_mask(**_arguments(1, 12, padding))
+    assert with_padding.data_ptr() == padding.data_ptr() and with_padding is not padding
+    once, twice = (retrieval_mask(**_arguments(1, 12, None)) for _ in range(2))
+    assert once.data_ptr() == twice.data_ptr() and once is not twice
+    assert once.shape == (2, 12) and _padding_of(once).all()
+
+
+@pytest.mark.parametrize("length", [10, 12, 15])
+def test_the_carrier_survives_contiguous_and_a_second_call(length: int) -> None:
+    """What ``generate`` does to masks for a static cache, longer than the mask given."""
+    for padding in (None, _padding(length)):
+        carrier = retrieval_mask(**_arguments(4, 12, padding))
+        copy = carrier.contiguous()
+        assert mask_info(copy) is mask_info(carrier) is not None
+        assert copy.shape == (2, 1, 4, 12) and copy.dtype == torch.bool
+        assert _padding_of(copy).shape == (2, 12), "it takes no more memory than padding"
+        assert retrieval_mask(**_arguments(4, 12, copy)) is copy
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        torch.Tensor.clone,
+        torch.Tensor.detach,
+        torch.Tensor.contiguous,
+        lambda mask: mask.to("cpu"),
+        lambda mask: mask.to(torch.int64),
+        lambda mask: mask.data,
+    ],
+)
+def test_a_copy_remembers(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    carrier = retrieval_mask(**_arguments(4, 12, _padding(12)))
+    assert mask_info(copy(carrier)) is mask_info(carrier) is not None
+
+
+@pytest.mark.parametrize(
+    ("compute", "operation"),
+    [
+        (lambda mask: mask & torch.ones(2, 12, dtype=torch.bool), "__and__"),
+        (lambda mask: torch.ones(2, 12, dtype=torch.bool) & mask, "__and__"),
+        (lambda mask: mask | mask, "__or__"),
+        (lambda mask: ~mask, "__invert__"),
+        (lambda mask: mask == 0, "__eq__"),
+        (lambda mask: mask[:, None, None], "__getitem__"),
+        (lambda mask: mask[:, :4], "__getitem__"),
+        (lambda mask: torch.where(mask, 0.0, 1.0), "where"),
+        (lambda mask: torch.zeros(2, 12).masked_fill(mask, 1.0), "masked_fill"),
+        (lambda mask: torch.zeros(2, 12) + mask, "add"),
+        (lambda mask: mask.all(), "all"),
+        (bool, "__bool__"),
+        (lambda mask: mask.sum(-1), "sum"),
+        (lambda mask: mask.unsqueeze(1), "unsqueeze"),
+        (lambda mask: mask.expand(2, 12), "expand"),
+        (lambda mask: mask.view(-1), "view"),
+        (lambda mask: mask.T, "T"),
+        (lambda mask: torch.cat([mask, mask]), "cat"),
+        (lambda mask: mask.fill_(True), "fill_"),
+        (lambda mask: mask.__setitem__((0, 0), False), "__setitem__"),
+        (torch.zeros_like, "zeros_like"),
+    ],
+)
+def test_whoever_computes_with_a_carrier_is_told(
+    compute: Callable[[torch.Tensor], object], operation: str
+) -> None:
+    """A model that makes a mask of its own of it would be wrong in silence (MiniMax-M3)."""
+    carrier = retrieval_mask(**_arguments(12, 12, _padding(12)))
+    with pytest.raises(ValueError, match=rf"attention mask \({operation}\).*restore\(model\)"):
+        compute(carrier)
+
+
+def test_form_can_be_asked_for() -> None:
+    carrier = retrieval_mask(**_arguments(12, 12, None))
+    assert carrier.shape == carrier.size() == (2, 12) and len(carrier) == 2 and carrier.ndim == 2
+    assert carrier.dim() == 2 and carrier.numel() == 24 and carrier.is_contiguous()
+    assert carrier.dtype == torch.bool and carrier.device == CPU and not carrier.is_cuda
+    assert not carrier.requires_grad and isinstance(repr(carrier), str)
+
+
+def test_one_padding_carries_the_masks_of_several_kinds_of_layer() -> None:
+    padding = _padding(12)
+    full = retrieval_mask(**_arguments(12, 12, padding))
+    function = sliding_window_causal_mask_function(4)
+    slides = retrieval_mask(**_arguments(12, 12, padding, mask_function=function, local_size=4))
+    full_mask, sliding_mask = base_mask(full, "eager", CPU), base_mask(slides, "eager", CPU)
+    assert full_mask is not None and sliding_mask is not None
+    assert not torch.equal(full_mask, sliding_mask)
+    assert mask_info(padding) is None, "the caller's tensor is left alone"
+
+
+def test_a_layer_gets_the_padding_and_none_means_all_valid() -> None:
+    assert slot_validity(None, 1, 12, CPU) is None
+    assert slot_validity(retrieval_mask(**_arguments(1, 12, None)), 1, 12, CPU) is None
+    padding = _padding(12)
+    got = slot_validity(retrieval_mask(**_arguments(3, 12, padding)), 3, 12, CPU)
+    assert got is not None and torch.equal(got, padding)
+    longs = slot_validity(retrieval_mask(**_arguments(3, 12, padding.long())), 3, 12, CPU)
+    assert longs is not None and longs.dtype == torch.bool and torch.equal(longs, padding)
+
+
+@pytest.mark.parametrize("columns", [11, 13])
+def test_a_mask_of_another_length_is_refused(columns: int) -> None:
+    carrier = retrieval_mask(**_arguments(1, 12, _padding(columns)))
+    with pytest.raises(ValueError, match=f"attention_mask has {columns} columns, the cache holds"):
+        slot_validity(carrier, 1, 12, CPU)
+
+
+def test_somebody_elses_mask_is_refused_by_a_layer_and_passed_to_the_base() -> None:
+    foreign = torch.zeros(2, 1, 3, 12)
+    assert base_mask(foreign, "sdpa", CPU) is foreign
+    with pytest.raises(ValueError, match=r"shape \(2, 1, 3, 12\).* custom 4D masks are not"):
+        slot_validity(foreign, 3, 12, CPU)
+
+
+def test_attention_that_is_not_causal_is_refused_behind_cached_tokens() -> None:
+    def to_both_sides(batch: int, head: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return causal_mask_function(batch, head, q, kv) | (kv < 11)
+
+    arguments = _arguments(3, 12, None, mask_function=to_both_sides, use_vmap=True)
+    with pytest.raises(ValueError, match="give the whole prompt in one forward pass"):
+        slot_validity(retrieval_mask(**arguments), 3, 12, CPU)
+    prompt = _arguments(12, 12, None, mask_function=to_both_sides, use_vmap=True)
+    assert slot_validity(retrieval_mask(**prompt), 12, 12, CPU) is None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_function_that_comes_to_causal_attention_is_served(padded: bool) -> None:
+    """Behind an image, whose tokens see each other, there is text: these queries see as others."""
+
+    def past_image(batch: int, head: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return causal_mask_function(batch, head, q, kv) | (kv < 9)
+
+    padding = _padding(12) if padded else None
+    arguments = _arguments(3, 12, padding, mask_function=past_image, use_vmap=True)
+    valid = slot_validity(retrieval_mask(**arguments), 3, 12, CPU)
+    assert (valid is None) != padded
+    assert valid is None or valid.tolist() == _padding(12).tolist()
+
+
+def test_one_query_sees_what_any_mask_shows_it() -> None:
+    def hide_two(batch: int, head: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return causal_mask_function(batch, head, q, kv) & (kv != 2)
+
+    arguments = _arguments(1, 6, _padding(6), mask_function=hide_two, use_vmap=True)
+    seen = slot_validity(retrieval_mask(**arguments), 1, 6, CPU)
+    assert seen is not None
+    expected = [[True, True, False, True, True, True], [False, False, False, True, True, True]]
+    assert seen.tolist() == expected
+
+
+def test_the_newest_of_several_queries_is_the_last() -> None:
+    arguments = _arguments(3, 6, _padding(6), mask_function=causal_mask_function)
+    info = mask_info(retrieval_mask(**arguments))
+    assert info is not None
+    assert info.newest_row().tolist() == _padding(6).tolist()
+
+
+def test_a_counter_that_moves_on_does_not_change_the_mask() -> None:
+    """A static cache passes its own counter, and counts new tokens before the mask is made."""
+    counter = torch.tensor(9)
+    arguments = _arguments(3, 16, None) | {"q_offset": counter}
+    expected = ALL_MASK_ATTENTION_FUNCTIONS["eager"](**arguments | {"q_offset": 9})
+    carrier = retrieval_mask(**arguments)
+    counter += 3
+    assert torch.equal(base_mask(carrier, "eager", CPU), expected)

@@ -1,0 +1,206 @@
+"""Models that make their mask twice: an outer one hands it to a text model that makes it again."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, DynamicCache, PreTrainedModel, masking_utils
+from transformers.cache_utils import Cache
+
+from hf_kvret import FlatKVCache, attach, restore
+from hf_kvret.lab.coverage.scan import default_type, text_class, type_names
+from hf_kvret.lab.coverage.small import VOCAB_SIZE, small_config, small_model
+from hf_kvret.lab.coverage.trial import _IMPOSSIBLE
+from hf_kvret.lab.coverage.unusual import image_inputs
+from hf_kvret.models.versions import as_argument
+from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
+from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
+
+PROMPT_LEN, PADDING_LEN = 120, 31
+TOLERANCE = 2 * LOGIT_TOLERANCE
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+MODELS = Path(transformers.__file__).with_name("models")
+# A class that makes a mask and calls a text model reads like this.
+_MAKES = re.compile(r"\bcreate_(causal|sliding_window_causal|chunked_causal)_mask\w*\(")
+_HANDS_ON = re.compile(r"\bself\.(language_model|text_model)\(")
+
+
+def _classes(source: str) -> list[str]:
+    return re.split(r"^class ", source, flags=re.MULTILINE)[1:]
+
+
+def _candidates() -> list[str]:
+    """Types with a class whose source makes masks and calls a text model."""
+    names = set()
+    for path in MODELS.glob("*/modeling_*.py"):
+        source = path.read_text(encoding="utf-8")
+        if any(_MAKES.search(one) and _HANDS_ON.search(one) for one in _classes(source)):
+            names.add(path.parent.name)
+    return sorted(names & set(type_names()))
+
+
+@contextmanager
+def finished_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Mask functions of transformers that were called with a finished mask."""
+    names: list[str] = []
+    prepare = masking_utils._preprocess_mask_arguments
+
+    def watched(config: Any, inputs_embeds: Any, attention_mask: Any, *rest: Any) -> Any:
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
+            names.append(type(config).__name__)
+        return prepare(config, inputs_embeds, attention_mask, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(masking_utils, "_preprocess_mask_arguments", watched)
+        yield names
+
+
+def _model(name: str) -> PreTrainedModel:
+    try:
+        return small_model(name, text_class(name))
+    except _IMPOSSIBLE as error:
+        pytest.skip(f"transformers can't build a small model: {error}")
+
+
+def _inputs(model: PreTrainedModel, types: str, *, padded: bool) -> dict[str, Any]:
+    """Two rows with a block of another token type, as tokens of a picture have it."""
+    shape = (2, PROMPT_LEN)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB_SIZE // 2, VOCAB_SIZE, shape, generator=generator)
+    mask = torch.ones_like(tokens)
+    if padded:
+        mask[1, :PADDING_LEN] = 0
+    block = torch.zeros_like(tokens)
+    block[:, 50:70] = 1
+    return {
+        "input_ids": tokens.masked_fill(mask == 0, PAD_TOKEN),
+        "attention_mask": mask,
+        **({types: block} if types else {}),
+        **image_inputs(model.config.model_type, *shape),
+    }
+
+
+def _token_types(model: PreTrainedModel) -> list[str]:
+    """Names of token types that ``model`` takes; an empty one stands for a call without."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return ["", *(name for name in TOKEN_TYPES if name in parameters)]
+
+
+def _generate(model: PreTrainedModel, inputs: dict[str, Any], cache: Cache) -> Any:
+    return model.generate(
+        **inputs,
+        **as_argument(cache),
+        max_new_tokens=6,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+
+
+def _nests(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a forward pass with padding makes a mask out of a finished one."""
+    inputs = _inputs(model, _token_types(model)[-1], padded=True)
+    with finished_masks(monkeypatch) as names, torch.no_grad():
+        model(**inputs)
+    return bool(names)
+
+
+def _check(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    """Our caches, and the model's own under our attention, give the text of its own attention."""
+    own = _generate(model, inputs, DynamicCache(config=model.config))
+    attach(model)
+    caches = {
+        "flat": FlatKVCache(model.config, **COVERING_OPTIONS),
+        "its own": DynamicCache(config=model.config),
+    }
+    try:
+        texts = {name: _generate(model, inputs, cache) for name, cache in caches.items()}
+    finally:
+        restore(model)
+    expected = torch.stack(own.logits)
+    tolerance = TOLERANCE * max(1.0, float(expected.std()))
+    for name, text in texts.items():
+        difference = float((torch.stack(text.logits) - expected).abs().max())
+        assert difference <= tolerance, f"{name}: logits differ by {difference:.1e}"
+        assert torch.equal(text.sequences, own.sequences), name
+
+
+def _check_all(model: PreTrainedModel) -> None:
+    for types in _token_types(model):
+        for padded in (True, False):
+            _check(model, _inputs(model, types, padded=padded))
+
+
+@pytest.mark.parametrize("name", _candidates())
+def test_a_type_that_makes_masks_twice_gives_its_own_text(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not default_type(name).served:
+        pytest.skip("the type is refused")
+    model = _model(name)
+    if not _nests(model, monkeypatch):
+        pytest.skip("it hands on masks for each kind of layer, which are not made again")
+    _check_all(model)
+
+
+def test_token_types_change_the_text() -> None:
+    """Otherwise an equal text would not show that the block in the mask was kept."""
+    model = _model("paligemma")
+    logits = [
+        torch.stack(
+            _generate(
+                model, _inputs(model, types, padded=True), DynamicCache(config=model.config)
+            ).logits
+        )
+        for types in ("", "token_type_ids")
+    ]
+    assert float((logits[0] - logits[1]).abs().max()) > 100 * TOLERANCE
+
+
+def test_the_search_finds_paligemma() -> None:
+    assert "paligemma" in _candidates()
+
+
+def _with_pictures() -> PreTrainedModel:
+    """A small PaliGemma whose pictures of 16 tokens fit its text."""
+    model_class = text_class("paligemma")
+    config = small_config(AutoConfig.for_model("paligemma"))
+    config.vision_config.image_size, config.vision_config.patch_size = 32, 8
+    config.projection_dim = config.text_config.hidden_size
+    config.vision_config.projection_dim = config.projection_dim
+    model = model_class._from_config(config, dtype=torch.float32)
+    spread_weights(model, seed=5)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, PAD_TOKEN
+    return model.eval()
+
+
+def test_a_picture_before_a_padded_text() -> None:
+    """PaliGemma's prompt is attended to in both directions, pictures included."""
+    model = _with_pictures()
+    inputs = _inputs(model, "token_type_ids", padded=True)
+    inputs["input_ids"][:, 80:96] = model.config.image_token_id
+    inputs["token_type_ids"].zero_()
+    pixels = torch.linspace(-1, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32)
+    _check(model, {**inputs, "pixel_values": pixels})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", type_names())
+def test_no_other_type_makes_masks_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search in the sources misses none of those that a forward pass shows."""
+    if not default_type(name).served:
+        pytest.skip("the type is refused")
+    model = _model(name)
+    try:
+        nests = _nests(model, monkeypatch)
+    except _IMPOSSIBLE as error:
+        pytest.skip(f"the model does not run on text alone: {error}")
+    assert not nests or name in _candidates()

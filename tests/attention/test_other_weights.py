@@ -1,0 +1,283 @@
+"""Other weights than those that filled a cache are seen wherever they lie, and in any pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_kvret
+from hf_kvret import RetrievalCache
+from hf_kvret.saved.identity import plain_tensor
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+OTHER = "filled by other weights"
+
+
+@pytest.fixture
+def llama() -> Any:
+    return MODELS["llama"].build()
+
+
+def filled(model: Any) -> tuple[RetrievalCache, torch.Tensor]:
+    """A cache that ``generate`` filled, and a prompt that goes on with it."""
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+    answer = model.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    return cache, torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
+
+
+def changed(model: Any) -> Any:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    return other
+
+
+def as_it_is(cache: RetrievalCache, directory: Path, model: Any) -> RetrievalCache:
+    return cache
+
+
+def forked(cache: RetrievalCache, directory: Path, model: Any) -> RetrievalCache:
+    return cache.fork()
+
+
+def saved(cache: RetrievalCache, directory: Path, model: Any) -> RetrievalCache:
+    cache.save_pretrained(directory)
+    return type(cache).from_pretrained(directory, model.config)
+
+
+def one_token(model: Any) -> dict[str, Any]:
+    return {"input_ids": prompt(1, 1)}
+
+
+def embeddings(model: Any) -> dict[str, Any]:
+    return {"inputs_embeds": model.get_input_embeddings()(prompt(1, 5))}
+
+
+def one_embedding(model: Any) -> dict[str, Any]:
+    return {"inputs_embeds": model.get_input_embeddings()(prompt(1, 1))}
+
+
+@pytest.mark.parametrize("go_on", [as_it_is, forked, saved])
+@pytest.mark.parametrize("inputs", [one_token, embeddings, one_embedding])
+def test_the_first_pass_of_another_model_is_refused(
+    llama: Any, tmp_path: Path, go_on: Callable[..., RetrievalCache], inputs: Callable[..., Any]
+) -> None:
+    cache, _ = filled(llama)
+    cache = go_on(cache, tmp_path, llama)
+    other = changed(llama)
+    for model in (llama, other):
+        hf_kvret.attach(model)
+    with torch.no_grad():
+        # The model that filled it goes on, and does not stand for others.
+        llama(**inputs(llama), past_key_values=cache.fork())
+        for module in (other, other.model):
+            with pytest.raises(ValueError, match=OTHER):
+                module(**inputs(other), past_key_values=cache)
+        llama(**inputs(llama), past_key_values=cache)
+
+
+def test_a_step_with_the_same_model_compares_nothing(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_kvret.attach(llama)
+    cache, ids = filled(llama)
+    with torch.no_grad():
+        llama(ids[:, 53:60], past_key_values=cache)
+        monkeypatch.setattr(RetrievalCache, "meet", pytest.fail)
+        for one in (cache, cache.fork(), copy.deepcopy(cache)):
+            llama(ids[:, 60:61], past_key_values=one)
+            llama.model(ids[:, 61:62], past_key_values=one)
+
+
+def test_weights_written_past_autograd_are_seen_by_generate(llama: Any) -> None:
+    """As PEFT merges adapters: ``parameter.data`` has no version counter."""
+    cache, ids = filled(llama)
+    llama.generate(ids, past_key_values=cache.fork(), **RUN)
+    for parameter in llama.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    with pytest.raises(ValueError, match=OTHER):
+        llama.generate(ids, past_key_values=cache, **RUN)
+
+
+class Packed(nn.Module):
+    """A linear layer of 8-bit codes."""
+
+    def __init__(self, linear: nn.Linear, keep: str) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        scale = weight.abs().amax() / 127
+        codes = (weight / scale).round().to(torch.int8)
+        if keep == "parameter":
+            self.codes = nn.Parameter(codes, requires_grad=False)
+        elif keep == "buffer":
+            self.register_buffer("codes", codes.view(torch.int32))
+        else:
+            self.codes = nn.Parameter(codes.as_subclass(Codes), requires_grad=False)
+        self.scale = float(scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = self.codes.as_subclass(torch.Tensor).view(torch.int8)
+        return x @ (codes.float() * self.scale).T
+
+
+class Codes(torch.Tensor):
+    """As bitsandbytes keeps its weights: a plain tensor under another name."""
+
+
+def quantized(model: Any, keep: str, noise: float = 0.0) -> Any:
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, nn.Linear):
+                    with torch.no_grad():
+                        linear.weight += noise * torch.randn_like(linear.weight)
+                    setattr(part, name, Packed(linear, keep))
+    return model
+
+
+@pytest.mark.parametrize("keep", ["parameter", "buffer", "subclass"])
+def test_other_quantized_weights_are_refused(
+    llama: Any, tmp_path: Path, keep: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = quantized(llama, keep), quantized(llama, keep, noise=0.1)
+    cache, ids = filled(one)
+    cache = saved(cache, tmp_path, one)
+    with pytest.raises(ValueError, match=OTHER):
+        other.generate(ids, past_key_values=cache.fork(), **RUN)
+    again = quantized(llama, keep)
+    again.generate(ids, past_key_values=cache.fork(), **RUN)
+    assert not caplog.text
+    # Also where the codes of the same object are written anew.
+    for layer in again.model.layers:
+        for linear in layer.mlp.children():
+            if isinstance(linear, Packed):
+                linear.codes.data += 1
+    with pytest.raises(ValueError, match=OTHER):
+        again.generate(ids, past_key_values=cache, **RUN)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that holds others and is none itself, as torchao's; without a way to open it."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.codes = inner.view(torch.uint8)
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class Opened(Wrapper):
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+
+def test_tensors_inside_a_wrapper_are_found() -> None:
+    inner = torch.randn(4, 8)
+    assert plain_tensor(Wrapper(inner)) is None
+    codes = plain_tensor(Opened(inner))
+    assert codes is not None and torch.equal(codes, inner.view(torch.uint8))
+    assert plain_tensor(inner.to("meta")) is None
+
+
+def test_another_vision_tower_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = MODELS["qwen2_vl"].build()
+    cache, ids = filled(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "visual" in name:
+                parameter.add_(0.5 * torch.randn_like(parameter))
+    loaded = saved(cache, tmp_path, model)
+    with pytest.raises(ValueError, match=OTHER):
+        other.generate(ids, past_key_values=loaded, **RUN)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    twin.generate(ids, past_key_values=loaded, **RUN)
+    assert not caplog.text
+
+
+def test_a_text_model_between_leaves_the_tower_that_filled_it() -> None:
+    model = MODELS["qwen2_vl"].build()
+    cache, ids = filled(model)
+    other = copy.deepcopy(model)
+    cache.meet(copy.deepcopy(model.model.language_model))
+    with torch.no_grad():
+        for parameter in other.model.visual.parameters():
+            parameter.mul_(1.5)
+    with pytest.raises(ValueError, match=OTHER):
+        other.generate(ids, past_key_values=cache, **RUN)
+
+
+def test_a_tower_that_can_not_be_read_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = MODELS["qwen2_vl"].build()
+    cache, _ = filled(model)
+    other = copy.deepcopy(model)
+    other.model.visual.to("meta")
+    cache.meet(other)
+    assert " sampled parameters of the model that filled it could not be compared" in caplog.text
+
+
+def test_many_small_changes_are_compared_with_what_filled_it(llama: Any) -> None:
+    cache, _ = filled(llama)
+    llama.requires_grad_(False)
+    with pytest.raises(ValueError, match=OTHER):
+        for _ in range(20):
+            for parameter in llama.parameters():
+                parameter.mul_(1.005)
+            cache.meet(llama)
+
+
+def test_a_default_device_is_not_that_of_comparisons(llama: Any, tmp_path: Path) -> None:
+    cache, ids = filled(llama)
+    expected = llama.generate(ids, past_key_values=cache.fork(), **RUN)
+    with torch.device("meta"):
+        cache.save_pretrained(tmp_path)
+        loaded = type(cache).from_pretrained(tmp_path, llama.config, model=copy.deepcopy(llama))
+    assert torch.equal(llama.generate(ids, past_key_values=loaded, **RUN), expected)
+
+
+def test_a_model_of_infinite_weights_is_another(llama: Any) -> None:
+    cache, ids = filled(llama)
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter.fill_(torch.inf)
+    with pytest.raises(ValueError, match=OTHER):
+        llama.generate(ids, past_key_values=cache, **RUN)
+
+
+def test_the_dtype_is_that_of_the_text_model(tmp_path: Path) -> None:
+    model = MODELS["qwen2_vl"].build()
+    model.model.language_model.to(torch.bfloat16)
+    model.lm_head.to(torch.bfloat16)
+    cache, ids = filled(model)
+    loaded = saved(cache, tmp_path, model)
+    model.generate(ids, past_key_values=loaded, **RUN)
+    assert loaded.identity is not None and loaded.identity.facts["dtype"] == "bfloat16"
+
+
+def test_a_step_inside_peft_compares_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama, config).eval()
+    cache = hf_kvret.FlatKVCache(llama.config, **COVERING_OPTIONS)
+    hf_kvret.attach(model)
+    answer = model.generate(input_ids=prompt(1, 50), past_key_values=cache, **RUN)
+    monkeypatch.setattr(RetrievalCache, "meet", pytest.fail)
+    with torch.no_grad():
+        for slot in range(cache.get_seq_length(), answer.shape[1]):
+            model(answer[:, slot : slot + 1], past_key_values=cache)

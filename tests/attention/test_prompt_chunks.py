@@ -1,0 +1,178 @@
+"""The rule for chunks: what a token takes, when a pass is affordable, which size fits a length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    DbrxConfig,
+    GPT2Config,
+    LlamaConfig,
+    MiniCPM3Config,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from hf_kvret import FlatConfig
+from hf_kvret.attention.prompt_chunks import auto_chunk, fit_chunk, token_bytes
+from hf_kvret.options.sizes import free_bytes
+
+GIB = 1 << 30
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    num_hidden_layers=32,
+)
+
+
+def test_a_token_takes_hidden_states_mlp_heads_and_partial_outputs() -> None:
+    # 4 x 4096 + 3 x 14336 + 2 x (32 + 16) x 128 numbers, and 3 x 32 x 128 in fp32.
+    assert token_bytes(LLAMA_8B, torch.bfloat16) == 2 * 71_680 + 49_152
+    assert token_bytes(LLAMA_8B, torch.float32) == 4 * 71_680 + 49_152
+
+
+def test_a_token_takes_all_experts_that_it_is_sent_to() -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    rest = 2 * 12 * 16 * 2 + 3 * 4 * 16 * 4
+    mixtral = MixtralConfig(**shape, intermediate_size=100, num_experts_per_tok=2)
+    assert token_bytes(mixtral, torch.bfloat16) == 2 * (5 * 64 + 3 * 200) + rest
+    qwen = Qwen3MoeConfig(
+        **shape, head_dim=16, intermediate_size=100, moe_intermediate_size=30, num_experts_per_tok=8
+    )
+    assert token_bytes(qwen, torch.bfloat16) == 2 * (11 * 64 + 3 * 240) + rest
+
+
+def test_a_token_takes_the_widest_of_layers_that_differ() -> None:
+    """As in Ernie 4.5 VL, which has a width of experts for text and one for images."""
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"moe_intermediate_size": [30, 20], "moe_k": 6}
+    text = {**shape, **experts, "intermediate_size": 100}
+    ernie = AutoConfig.for_model("ernie4_5_vl_moe", text_config=text)
+    rest = 2 * 12 * 16 * 2 + 3 * 4 * 16 * 4
+    assert token_bytes(ernie, torch.bfloat16) == 2 * (9 * 64 + 3 * 180) + rest
+
+
+@pytest.mark.parametrize(("value", "out"), [(128, 128), (400, 512)])
+def test_a_token_takes_what_latent_attention_makes_of_it(value: int, out: int) -> None:
+    """With values of 400 numbers 256 queries are absorbed, so outputs are means of latents."""
+    shape = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4}
+    heads = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    config = MiniCPM3Config(**shape, num_key_value_heads=4, **heads, v_head_dim=value)
+    # Queries twice and absorbed, images of the latent and keys; three latents with rotated keys.
+    of_head = 2 * 192 + 576 + (128 + value) + 192
+    numbers = 4 * 64 + 3 * 100 + 4 * of_head + 3 * 576
+    assert token_bytes(config, torch.bfloat16) == 2 * numbers + 3 * 4 * out * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [
+        (GPT2Config(n_embd=64, n_head=4), 4 * 64 + 3 * 256),
+        (DbrxConfig(d_model=64, n_heads=4), None),
+        (PreTrainedConfig(), None),
+    ],
+)
+def test_no_configuration_is_without_an_estimate(
+    config: PreTrainedConfig, numbers: int | None
+) -> None:
+    found = token_bytes(config, torch.bfloat16)
+    if numbers is None:
+        assert found > 1000
+    else:
+        assert found == 2 * (numbers + 2 * 12 * 16) + 3 * 4 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("length", "free", "expected"),
+    [
+        # 128K tokens take 23 GiB: a quarter of 120, not of 80.
+        (131_072, 120 * GIB, None),
+        (131_072, 80 * GIB, 8192),
+        (1_000_000, 120 * GIB, 8192),
+        # Where free memory is not known, 8 GiB.
+        (40_000, None, None),
+        (50_000, None, 8192),
+        # 2 GiB are always taken.
+        (10_000, 0, None),
+        (12_000, 0, 8192),
+    ],
+)
+def test_a_pass_is_taken_where_it_is_affordable(
+    length: int, free: int | None, expected: int | None
+) -> None:
+    needed = token_bytes(LLAMA_8B, torch.bfloat16)
+    assert auto_chunk(needed, 1, length, free) == expected
+
+
+def test_a_batch_shares_the_bytes() -> None:
+    needed = token_bytes(LLAMA_8B, torch.bfloat16)
+    sizes = [auto_chunk(needed, batch, 131_072, 80 * GIB) for batch in (1, 2, 8, 64, 10_000)]
+    assert sizes == [8192, 4096, 1024, 256, 256]
+
+
+@pytest.mark.parametrize("max_draft", [1, 6, 32])
+@pytest.mark.parametrize("chunk", [33, 40, 64, 100, 300])
+def test_every_chunk_is_longer_than_a_draft(chunk: int, max_draft: int) -> None:
+    for length in (*range(1, 400), 1024, 1025, 4097, 5003):
+        size = fit_chunk(length, chunk, max_draft)
+        if size is None:
+            # Short, or there is no way: two chunks or more of more than max_draft tokens.
+            assert length <= chunk or length <= 2 * max_draft + 1
+            continue
+        parts = [len(part) for part in torch.arange(length).split(size)]
+        assert min(parts) > max_draft and len(parts) > 1
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(514, 256), (777, 256), (5000, 256), (1200, 300)])
+def test_a_size_that_is_no_longer_than_a_draft_is_made_longer(length: int, chunk: int) -> None:
+    """As ``"auto"`` may take, whose least is 256."""
+    size = fit_chunk(length, chunk, 600)
+    if size is None:
+        assert length <= 1201
+    else:
+        assert min(len(part) for part in torch.arange(length).split(size)) > 600
+
+
+def test_a_chunk_is_changed_as_little_as_whole_pages_allow() -> None:
+    assert fit_chunk(8 * 8192, 8192, 32) == 8192
+    assert fit_chunk(8 * 8192 + 33, 8192, 32) == 8192
+    assert fit_chunk(8 * 8192 + 32, 8192, 32) == 8192 - 64
+    # Four tokens more than a chunk of 33 can't follow it: two of 35.
+    assert fit_chunk(70, 33, 32) == 35
+
+
+@pytest.mark.parametrize("chunk", [None, "auto", 33, 4096])
+def test_the_option_takes_tokens_auto_or_none(chunk: int | str | None) -> None:
+    assert FlatConfig.from_options(prefill_chunk=chunk).prefill_chunk == chunk
+
+
+@pytest.mark.parametrize("chunk", [0, -5, 32])
+def test_chunks_that_would_retrieve_are_refused(chunk: int) -> None:
+    told = f"prefill_chunk={chunk} with max_draft=32: .* take more than 32, as 1024, or 'auto'"
+    with pytest.raises(ValueError, match=told):
+        FlatConfig(prefill_chunk=chunk)
+
+
+@pytest.mark.parametrize("chunk", [True, 64.0, "64", "one"])
+def test_what_is_no_count_is_refused(chunk: object) -> None:
+    with pytest.raises(TypeError, match="prefill_chunk must be an int"):
+        FlatConfig.from_options(prefill_chunk=chunk)
+
+
+def test_free_memory_is_only_known_of_a_gpu() -> None:
+    assert free_bytes(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_torch_holds_in_reserve_is_free() -> None:
+    device = torch.device("cuda", 0)
+    held = torch.empty(GIB, dtype=torch.uint8, device=device)
+    before = free_bytes(device)
+    del held
+    after = free_bytes(device)
+    assert before is not None and after is not None and after - before >= GIB // 2

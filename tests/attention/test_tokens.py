@@ -1,0 +1,304 @@
+"""The tokens of a cache: noted as they come, followed through edits, compared by generate."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import RetrievalCache
+from hf_kvret.saved.token_record import UNKNOWN
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.modes import MODES
+from hf_kvret.testing.scenario import prompt, ragged
+
+RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return MODELS["llama"].build()
+
+
+def new_cache(model: PreTrainedModel) -> RetrievalCache:
+    return hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+
+
+def held_ids(cache: RetrievalCache) -> list[list[int]]:
+    ids = cache.tokens.ids(cache.get_seq_length())
+    assert ids is not None
+    assert ids.dtype == torch.int32
+    return ids.tolist()
+
+
+def saved(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
+    cache.save_pretrained(directory)
+    return type(cache).from_pretrained(directory, model.config)
+
+
+def as_it_is(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
+    return cache
+
+
+def forked(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
+    return copy.deepcopy(cache)
+
+
+@pytest.mark.parametrize("go_on", [as_it_is, forked, saved])
+@pytest.mark.parametrize("slot", [0, 31, 52])
+def test_another_document_is_refused_at_the_first_token_that_differs(
+    llama: Any, tmp_path: Path, go_on: Callable[..., RetrievalCache], slot: int
+) -> None:
+    cache = new_cache(llama)
+    answer = llama.generate(prompt(2, 50), past_key_values=cache, **RUN)
+    cache = go_on(cache, tmp_path, llama)
+    ids = torch.cat([answer, prompt(2, 20, salt=1)], dim=1)
+    other = ids.clone()
+    other[1, slot] += 1
+    other[0, slot + 5 :] = 9
+    wrong = f"row 1 at position {slot} it has id {other[1, slot]}, the cache holds {ids[1, slot]}"
+    if slot + 5 < 53:
+        assert held_ids(cache) == answer[:, :-1].tolist()
+    with pytest.raises(ValueError, match=wrong):
+        llama.generate(other, past_key_values=cache, **RUN)
+    # Nothing was done yet, and the remedy works.
+    expected = llama.generate(ids, **RUN)
+    assert torch.equal(llama.generate(ids, past_key_values=cache, **RUN), expected)
+
+
+def test_the_cut_that_the_message_names_makes_the_prompt_fit(llama: Any) -> None:
+    cache, other = new_cache(llama), prompt(1, 60)
+    llama.generate(other[:, :50], past_key_values=cache, **RUN)
+    other[0, 40:] = prompt(1, 20, salt=3)
+    with pytest.raises(ValueError, match=r"cache\.crop\(-13\)"):
+        llama.generate(other, past_key_values=cache, **RUN)
+    cache.crop(-13)
+    expected = llama.generate(other, **RUN)
+    assert torch.equal(llama.generate(other, past_key_values=cache, **RUN), expected)
+
+
+def test_a_forgotten_origin_is_not_compared(llama: Any) -> None:
+    cache = new_cache(llama)
+    llama.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    cache.forget_origin()
+    llama.generate(prompt(1, 70, salt=1), past_key_values=cache, **RUN)
+    assert held_ids(cache)[0][:53] == [UNKNOWN] * 53
+    assert held_ids(cache)[0][53:70] == prompt(1, 70, salt=1)[0, 53:].tolist()
+    assert cache.identity is None
+
+
+@pytest.fixture(scope="module")
+def without_positions() -> Any:
+    """A model in which a token's first key is the same wherever it stands: nothing is rotated."""
+    model = MODELS["llama"].build()
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq.zero_()
+    hf_kvret.attach(model)
+    return model
+
+
+def keys_of_tokens(model: Any) -> torch.Tensor:
+    """``[vocabulary, Hkv * D]`` keys of the first layer."""
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        return layer.self_attn.k_proj(layer.input_layernorm(model.model.embed_tokens.weight))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_record_is_what_the_first_layer_holds(without_positions: Any, name: str) -> None:
+    """Through beams, drafts, crops, forks, and rows that come and go."""
+    model = without_positions
+    options = {"sink": 0, "recent": 1024, "dense_below": 4096}
+    outcome = MODES[name].run(model, lambda: hf_kvret.FlatKVCache(model.config, **options))
+    keys = keys_of_tokens(model)
+    for cache in outcome.caches:
+        assert isinstance(cache, RetrievalCache)
+        window = cache.retrieval_layers[0].regions.window
+        held = window.keys[:, :, : cache.get_seq_length()].transpose(1, 2).flatten(2)
+        ids = torch.tensor(held_ids(cache))
+        assert held.shape[:2] == ids.shape
+        expected = torch.cdist(held, keys.expand(len(held), -1, -1)).argmin(dim=-1)
+        assert torch.equal(ids[ids >= 0], expected[ids >= 0])
+        unknown = int((ids == UNKNOWN).sum())
+        assert unknown == (120 if name == "inputs_embeds" else 0)
+
+
+def test_ids_are_noted_inside_inference_mode_and_outside(llama: Any) -> None:
+    hf_kvret.attach(llama)
+    cache, ids = new_cache(llama), prompt(1, 40)
+    with torch.inference_mode():
+        llama(ids[:, :30], past_key_values=cache)
+    with torch.no_grad():
+        llama(ids[:, 30:35], past_key_values=cache)
+    twin = cache.fork()
+    with torch.inference_mode():
+        twin.batch_repeat_interleave(2)
+        llama(ids[:, 35:].repeat(2, 1), past_key_values=twin)
+    assert held_ids(cache) == ids[:, :35].tolist()
+    assert held_ids(twin) == ids.repeat(2, 1).tolist()
+
+
+def test_a_cache_loaded_inside_inference_mode_goes_on_in_it_and_outside(
+    llama: Any, tmp_path: Path
+) -> None:
+    cache = new_cache(llama)
+    ids = llama.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    cache.save_pretrained(tmp_path)
+    expected = held_ids(cache)[0]
+    for inside in (True, False):
+        with torch.inference_mode():
+            loaded = type(cache).from_pretrained(tmp_path, llama.config)
+        with torch.inference_mode(inside), torch.no_grad():
+            llama(ids[:, -1:], past_key_values=loaded)
+        assert held_ids(loaded)[0] == [*expected, int(ids[0, -1])]
+
+
+@pytest.mark.parametrize("way", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_drafts_over_a_filled_cache_are_refused(llama: Any, way: str) -> None:
+    """transformers would read the tokens that the cache holds again."""
+    cache = new_cache(llama)
+    drafts: dict[str, Any] = {way: copy.copy(llama) if way == "assistant_model" else 3}
+    answer = llama.generate(prompt(1, 50), past_key_values=cache, **drafts, **RUN)
+    ids, held = torch.cat([answer, prompt(1, 9)], dim=1), cache.get_seq_length()
+    with pytest.raises(ValueError, match=rf"again, also the {held} tokens .*leave out assistant"):
+        llama.generate(ids, past_key_values=cache, **drafts, **RUN)
+    expected = llama.generate(ids, **RUN)
+    assert torch.equal(llama.generate(ids, past_key_values=cache, **RUN), expected)
+
+
+def test_a_pass_of_the_decoder_alone_is_noted(llama: Any) -> None:
+    """Adapters of PEFT call past the hooks of the whole model."""
+    hf_kvret.attach(llama)
+    cache = new_cache(llama)
+    with torch.no_grad():
+        llama.model(prompt(1, 30), past_key_values=cache)
+    assert held_ids(cache) == prompt(1, 30).tolist()
+    assert cache.identity is not None
+
+
+def test_tokens_by_hand_are_unknown_and_never_refused(llama: Any) -> None:
+    hf_kvret.attach(llama)
+    cache, ids = new_cache(llama), prompt(1, 60)
+    with torch.no_grad():
+        llama(ids[:, :20], past_key_values=cache)
+        llama(inputs_embeds=llama.get_input_embeddings()(ids[:, 20:30]), past_key_values=cache)
+        llama(ids[:, 30:40], past_key_values=cache)
+    assert held_ids(cache)[0] == [*ids[0, :20], *[UNKNOWN] * 10, *ids[0, 30:40]]
+    twin = cache.fork()
+    answer = llama.generate(ids, past_key_values=twin, **RUN)
+    again = torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
+    llama.generate(again, past_key_values=twin, **RUN)
+    wrong = ids.clone()
+    wrong[0, 25] = wrong[0, 39] = 9
+    with pytest.raises(ValueError, match="at position 39"):
+        llama.generate(wrong, past_key_values=cache, **RUN)
+
+
+def test_a_failed_pass_notes_nothing(llama: Any) -> None:
+    hf_kvret.attach(llama)
+    cache, ids = new_cache(llama), prompt(1, 40)
+    with torch.no_grad():
+        llama(ids[:, :20], past_key_values=cache)
+        with pytest.raises(ValueError, match="embed"):
+            llama(ids, inputs_embeds=torch.zeros(1, 3, 64), past_key_values=cache)
+        with pytest.raises(IndexError):
+            llama(torch.full((1, 5), 10**6), past_key_values=cache)
+        llama(ids[:, 20:], past_key_values=cache)
+    assert held_ids(cache) == ids.tolist()
+
+
+def test_padding_is_not_compared(llama: Any, tmp_path: Path) -> None:
+    ids, mask = ragged((40, 30))
+    cache = new_cache(llama)
+    answer = llama.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
+    cache = saved(cache, tmp_path, llama)
+    answer[1, :10] = 77
+    mask = torch.cat([mask, torch.ones(2, 4).long()], dim=1)
+    llama.generate(answer, attention_mask=mask, past_key_values=cache, **RUN)
+
+
+@pytest.mark.parametrize("go_on", [as_it_is, forked, saved])
+@pytest.mark.parametrize("masked", [True, False])
+def test_tokens_in_place_of_padding_are_refused(
+    llama: Any, tmp_path: Path, go_on: Callable[..., RetrievalCache], masked: bool
+) -> None:
+    ids, mask = ragged((40, 30))
+    cache = new_cache(llama)
+    answer = llama.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
+    cache = go_on(cache, tmp_path, llama)
+    other = torch.cat([answer, prompt(2, 9, salt=1)], dim=1)
+    other[1, :10] = 77
+    given = {"attention_mask": torch.ones_like(other)} if masked else {}
+    with pytest.raises(ValueError, match="row 1 at position 0 it has id 77, the cache holds "):
+        llama.generate(other, past_key_values=cache, **given, **RUN)
+    # The remedy: with the mask of the conversation, what stands there does not matter.
+    mask = torch.cat([mask, torch.ones(2, 13).long()], dim=1)
+    expected = llama.generate(other, attention_mask=mask, **RUN)
+    result = llama.generate(other, attention_mask=mask, past_key_values=cache, **RUN)
+    assert torch.equal(result, expected)
+
+
+def test_padding_that_generate_finds_by_itself_is_padding(llama: Any) -> None:
+    """Without a mask, ``generate`` masks padding tokens."""
+    ids, mask = ragged((40, 30))
+    pad = llama.generation_config.pad_token_id
+    ids = ids.masked_fill(mask == 0, pad)
+    cache = new_cache(llama)
+    answer = llama.generate(ids, past_key_values=cache, **RUN)
+    again = torch.cat([answer, prompt(2, 9, salt=1)], dim=1)
+    twin = cache.fork()
+    twin.batch_repeat_interleave(2)
+    llama.generate(again, past_key_values=twin, num_beams=2, **RUN)
+    again[1, 3] = 77
+    with pytest.raises(ValueError, match="row 1 at position 3 it has id 77, the cache holds 0"):
+        llama.generate(again, past_key_values=cache, **RUN)
+
+
+def test_a_prompt_of_other_embeddings_is_refused(llama: Any, tmp_path: Path) -> None:
+    cache, embed = new_cache(llama), llama.get_input_embeddings()
+    llama.generate(inputs_embeds=embed(prompt(1, 50)), past_key_values=cache, **RUN)
+    cache = saved(cache, tmp_path, llama)
+    other = embed(prompt(1, 70, salt=1))
+    with pytest.raises(ValueError, match="inputs_embeds is not what the tokens 0 to 49 in"):
+        llama.generate(inputs_embeds=other, past_key_values=cache, **RUN)
+    same = torch.cat([embed(prompt(1, 50)), other[:, 50:]], dim=1)
+    llama.generate(inputs_embeds=same, past_key_values=cache, **RUN)
+
+
+def test_only_the_new_tokens_are_compared_with_nothing(llama: Any) -> None:
+    """A prompt of the new tokens alone, longer than what the cache holds."""
+    cache, ids = new_cache(llama), prompt(1, 90)
+    llama.generate(ids[:, :30], past_key_values=cache, max_new_tokens=1, do_sample=False)
+    mask, positions = torch.ones(1, 90).long(), torch.arange(30, 90)[None]
+    llama.generate(
+        ids[:, 30:], attention_mask=mask, position_ids=positions, past_key_values=cache, **RUN
+    )
+    assert held_ids(cache)[0][:90] == ids[0].tolist()
+
+
+def test_a_step_notes_a_token_without_looking_at_it(llama: Any) -> None:
+    """Nothing is read from the device: no ids."""
+    hf_kvret.attach(llama)
+    cache = new_cache(llama)
+    ids = prompt(1, 40)
+    with torch.no_grad():
+        llama(ids[:, :39], past_key_values=cache)
+        reads: list[str] = []
+        for name in ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__"):
+            original = getattr(torch.Tensor, name)
+
+            def counted(self: Any, *args: Any, _name: str = name, _f: Any = original) -> Any:
+                reads.append(_name)
+                return _f(self, *args)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, name, counted)
+                cache.tokens.note(ids[:, 39:], 39)
+    assert not reads

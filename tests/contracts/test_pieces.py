@@ -1,0 +1,167 @@
+"""How long pieces are, and the order of work when the next one is read ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hf_kvret.contracts.pieces import piece_len, read_ahead
+
+
+def _like(batch: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(batch, heads, 0, dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("queries", "batch", "expected"),
+    [
+        (1, 1, 4096),
+        (2048, 1, 4096),
+        (5000, 1, 10_000),
+        (100_000, 1, 32_768),
+        # 16 rows of 8 heads of 512 bytes: 4096 tokens are 256 MiB, and nothing is longer.
+        (1, 16, 4096),
+        (32_768, 16, 4096),
+        (1, 64, 1024),
+    ],
+)
+def test_a_piece_is_twice_as_long_as_the_chunk_within_its_bounds(
+    queries: int, batch: int, expected: int
+) -> None:
+    keys = _like(batch, 8, 128)
+    assert piece_len(queries, keys, 8 * 2 * 128) == expected
+
+
+def test_what_rows_become_decides_not_what_they_are() -> None:
+    latents = _like(16, 1, 128)
+    assert piece_len(1, latents, 8 * (128 + 384)) == 2048
+
+
+def test_a_piece_has_a_token_however_large() -> None:
+    keys = _like(1 << 16, 64, 256)
+    assert piece_len(5, keys, 64 * 2 * 256) == 1
+
+
+def test_without_a_stream_a_piece_is_read_when_it_is_asked_for() -> None:
+    read: list[int] = []
+
+    def note(first: int, last: int) -> torch.Tensor:
+        read.append(first)
+        return torch.full((last - first,), first)
+
+    pieces = read_ahead(note, [(0, 2), (2, 4), (4, 5)], None)
+    assert read == []
+    for number, (first, rows) in enumerate(pieces):
+        assert len(read) == number + 1 and rows.tolist() == [first] * (2 if first < 4 else 1)
+    assert read == [0, 2, 4]
+
+
+class _Stream:
+    """What ``read_ahead`` uses of a stream, which writes down what it is told."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.events = name, log, 0
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.events += 1
+        return f"piece {self.events - 1}"
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[_Stream, list[str]]:
+    """A side stream and the log of it and the main one."""
+    log: list[str] = []
+    main, side = _Stream("main", log), _Stream("side", log)
+    current = [main]
+
+    @contextmanager
+    def on(stream: _Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    return side, log
+
+
+def _read(log: list[str]):  # type: ignore[no-untyped-def]
+    def read(first: int, last: int) -> torch.Tensor:
+        log.append(f"{torch.cuda.current_stream().name} reads {first} to {last}")  # type: ignore[attr-defined]
+        return torch.arange(first, last)
+
+    return read
+
+
+def test_the_next_piece_is_read_beside_the_work_on_this_one(
+    streams: tuple[_Stream, list[str]],
+) -> None:
+    side, log = streams
+    pieces = read_ahead(_read(log), [(0, 4), (4, 8), (8, 9)], side)  # type: ignore[arg-type]
+    log.append("main attends to the new tokens")
+    for number, (first, rows) in enumerate(pieces):
+        assert rows[0] == first == 4 * number
+        log.append(f"main attends to piece {number}")
+    assert log == [
+        # At once, for the tokens before were launched before.
+        "side waits for main",
+        "side reads 0 to 4",
+        "main attends to the new tokens",
+        "side waits for main",
+        "side reads 4 to 8",
+        "main waits for piece 0",
+        "main attends to piece 0",
+        # Its memory may be that of piece 0, which is attended to before.
+        "side waits for main",
+        "side reads 8 to 9",
+        "main waits for piece 1",
+        "main attends to piece 1",
+        "main waits for piece 2",
+        "main attends to piece 2",
+    ]
+
+
+def test_no_more_is_read_than_is_asked_for_and_the_piece_after(
+    streams: tuple[_Stream, list[str]],
+) -> None:
+    side, log = streams
+    pieces = read_ahead(_read(log), [(n, n + 1) for n in range(9)], side)  # type: ignore[arg-type]
+    next(iter(pieces))
+    assert [entry for entry in log if "reads" in entry] == [
+        "side reads 0 to 1",
+        "side reads 1 to 2",
+    ]
+
+
+def test_no_spans_are_no_pieces(streams: tuple[_Stream, list[str]]) -> None:
+    side, log = streams
+    assert list(read_ahead(_read(log), [], side)) == [] == log  # type: ignore[arg-type]
+
+
+def test_pieces_that_go_to_another_stream_than_they_were_read_for_are_noted(
+    streams: tuple[_Stream, list[str]],
+) -> None:
+    side, log = streams
+    other = _Stream("other", log)
+
+    class Rows:
+        def record_stream(self, stream: _Stream) -> None:
+            log.append(f"noted for {stream.name}")
+
+    pieces = read_ahead(lambda first, last: Rows(), [(0, 1), (1, 2)], side)  # type: ignore[arg-type, return-value]
+    next(iter(pieces))
+    assert not [entry for entry in log if "noted" in entry]
+    with torch.cuda.stream(other):  # type: ignore[arg-type]
+        next(iter(pieces))
+    assert log[-2:] == ["other waits for piece 1", "noted for other"]

@@ -1,0 +1,301 @@
+"""A cache that gives other answers than full attention is not measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_kvret import FlatKVCache
+from hf_kvret.lab.bench import stepping
+from hf_kvret.lab.bench.checks import Checker, covering
+from hf_kvret.lab.bench.decode import Decode
+from hf_kvret.lab.bench.filling import (
+    choose_fill,
+    feed,
+    fill_randomly,
+    measure_rows,
+    random_tokens,
+    serving,
+)
+from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
+from hf_kvret.lab.bench.shapes import load_shape, random_model
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.measurement import CheckFailed
+from hf_kvret.lab.report.results import Results
+from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.stores import QuantizedStore
+from hf_kvret.testing import held_tokens
+
+PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
+CACHES = ["full", "dense", "static", "flat", "paris", "paris:store=host"]
+
+
+def tiny(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return random_model(load_shape("tiny").config, dtype, "cpu", seed=0)
+
+
+def checker(dtype: torch.dtype = torch.float32) -> Checker:
+    model = tiny(dtype)
+    return Checker(model, measure_rows(model, seed=0), seed=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_right_caches_pass_in_every_dtype(dtype: torch.dtype) -> None:
+    looked = checker(dtype)
+    for choice in choose_bench_caches(CACHES, {"store": "device"}, "cpu").values():
+        assert looked.check(choice, 128, 2, "random").startswith("equal within")
+
+
+def test_the_shortest_context_is_checked_too() -> None:
+    choice = choose_bench_caches(["paris"], {"store": "device"}, "cpu")["paris"]
+    assert checker().check(choice, 64, 1, "prefill").startswith("equal within")
+
+
+class Forgetful(FlatIndex):
+    """Never finds the older half of the tokens."""
+
+    def search(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ids = super().search(*args, **kwargs)
+        return ids.masked_fill(ids < ids.shape[-1] // 2, -1)
+
+
+class Idle(FlatIndex):
+    """Finds nothing."""
+
+    def search(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full_like(super().search(*args, **kwargs), -1)
+
+
+class Swapped(PreallocatedCache):
+    """Hands out values in the wrong order."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys, values.flip(2)
+
+
+def use_index(monkeypatch: pytest.MonkeyPatch, index: type[FlatIndex]) -> None:
+    monkeypatch.setattr(FlatKVCache, "make_index", classmethod(lambda cls, options, layer: index()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fill", ["prefill", "random"])
+def test_an_index_that_loses_tokens_is_refused(
+    dtype: torch.dtype, fill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_index(monkeypatch, Forgetful)
+    choice = choose_bench_caches(["flat"], {}, "cpu")["flat"]
+    with pytest.raises(CheckFailed, match=r"flat: logits differ from full attention by \d"):
+        checker(dtype).check(choice, 256, 1, fill)
+
+
+def test_an_index_that_finds_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_index(monkeypatch, Idle)
+    choice = choose_bench_caches(["flat"], {}, "cpu")["flat"]
+    with pytest.raises(CheckFailed, match="layers 0, 1 retrieved nothing"):
+        checker().check(choice, 256, 1, "prefill")
+
+
+def test_a_wrong_dense_cache_is_refused() -> None:
+    with pytest.raises(CheckFailed, match="mine: logits differ"):
+        checker().check(CacheChoice("mine", Swapped), 256, 1, "prefill")
+
+
+def test_logits_that_are_not_finite_are_refused_even_of_inexact_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*args: Any) -> torch.Tensor:
+        return feed(*args) * float("nan")
+
+    monkeypatch.setattr(stepping, "feed", broken)
+    with pytest.raises(CheckFailed, match="not finite"):
+        checker().check(CacheChoice("quantized:nbits=2", Swapped), 64, 1, "prefill")
+
+
+@pytest.mark.parametrize("name", ["quantized:nbits=2", "kvpress:SnapKV"])
+def test_caches_that_are_inexact_by_design_need_only_be_finite(name: str) -> None:
+    found = checker().check(CacheChoice(name, Swapped), 128, 1, "prefill")
+    assert found == "finite; not exact by design"
+
+
+def test_the_model_has_its_own_attention_back_after_a_check() -> None:
+    looked = checker()
+    looked.check(choose_bench_caches(["flat"], {}, "cpu")["flat"], 128, 1, "prefill")
+    assert looked.model.config._attn_implementation == "sdpa"
+
+
+def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
+    bench: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    use_index(monkeypatch, Forgetful)
+    file = tmp_path / "decode.json"
+    small = "flat:dense_below=0:recent=64:flush=64"
+    arguments = ["--context", "256", "--caches", f"full,{small}", "--json", str(file)]
+    arguments += ["--steps", "2", "--warmup", "0"]
+    for measure in ("decode", "step", "batch"):
+        file.unlink(missing_ok=True)
+        more = ["--device-memory", "1GB", "--most", "1"] if measure == "batch" else []
+        assert bench(measure, *arguments, *more) == 1
+        said = capsys.readouterr()
+        assert "differ from full attention" in said.err
+        assert "check failed: flat" in said.out
+        rows = {cell["cache"]: row for cell, row in Results.load(file)}
+        assert "seconds" in rows["full"] and "seconds" not in rows[small]
+        assert "differ from full attention" in rows[small]["check_failed"]
+
+
+def test_what_failed_is_checked_again_by_the_same_command(
+    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = "flat:dense_below=0:recent=64:flush=64"
+    arguments = ["--context", "256", "--caches", small, "--json", str(tmp_path / "d.json")]
+    arguments += ["--steps", "2", "--warmup", "0"]
+    with monkeypatch.context() as broken:
+        use_index(broken, Forgetful)
+        assert bench("decode", *arguments) == 1
+    assert bench("decode", *arguments) == 0
+    (_, row), *_ = Results.load(tmp_path / "d.json")
+    assert "seconds" in row and "check_failed" not in row
+
+
+def test_with_one_round_a_row_is_kept_as_soon_as_it_is_measured(
+    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, once = tmp_path / "d.json", Decode.once
+
+    def interrupted(self: Decode, turn: Any) -> Any:
+        if turn.choice.name == "dense":
+            raise KeyboardInterrupt
+        return once(self, turn)
+
+    monkeypatch.setattr(Decode, "once", interrupted)
+    arguments = ["--context", "64", "--caches", "full,dense", "--json", str(file)]
+    arguments += ["--steps", "2", "--warmup", "0", "--rounds", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        bench("decode", *arguments)
+    assert [cell["cache"] for cell, _ in Results.load(file)] == ["full"]
+
+
+def test_steps_that_retrieve_nothing_are_not_reported(
+    bench: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use_index(monkeypatch, Idle)
+    monkeypatch.setattr(Checker, "check", lambda *arguments: "passed")
+    small = "flat:dense_below=0:recent=64:flush=64"
+    assert bench("decode", "--context", "256", "--caches", small, "--rounds", "1") == 1
+    assert "retrieved nothing" in capsys.readouterr().err
+
+
+def test_covering_changes_retrieval_caches_only() -> None:
+    model = tiny()
+    plain = DynamicCache(config=model.config)
+    assert covering(plain, model, 1, 100) is plain
+    options = covering(FlatKVCache(model.config, top_k=7, store="host"), model, 1, 100).options
+    assert (options.top_k, options.dense_below, options.store) == (1.0, 0, "host")
+    assert options.sink + options.recent + options.flush < 100 // 2
+
+
+def test_a_store_that_splits_its_rows_splits_those_of_the_check() -> None:
+    model = tiny()
+    rows = measure_rows(model, seed=0)
+    given = FlatKVCache(model.config, store="split", device_budget="60GB")
+    cache = covering(given, model, 2, 800)
+    with serving(model, cache):
+        fill_randomly(model.config, cache, rows, batch=2, context=800, seed=5, **PLACE)
+    stores = [layer.regions.store for layer in cache.retrieval_layers]
+    for store in stores:
+        # A token's row is 1,024 bytes: keys and values of two heads of 64 numbers in fp32.
+        part = 2 * 100 * 1024
+        assert store.nbytes() - store.host_nbytes() >= part and store.host_nbytes() >= part
+
+
+def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own() -> None:
+    model = tiny()
+    rows = measure_rows(model, seed=0)
+    plain = DynamicCache(config=model.config)
+    fill_randomly(model.config, plain, rows, batch=2, context=300, seed=5, **PLACE)
+    for layer, like in zip(plain.layers, rows, strict=True):
+        assert layer.keys.shape == (2, 2, 300, 64)
+        # 77,000 numbers: their standard deviation is known to half a percent.
+        assert float(layer.keys.std()) == pytest.approx(like.key_scale, rel=0.02)
+        assert float(layer.values.std()) == pytest.approx(like.value_scale, rel=0.02)
+    ours = FlatKVCache(model.config, sink=4, recent=32, flush=32, dense_below=0, store="device")
+    with serving(model, ours):
+        fill_randomly(model.config, ours, rows, batch=2, context=300, seed=5, **PLACE)
+    regions = ours.retrieval_layers[1].regions
+    assert regions is not None and (regions.length, regions.cold_len) == (300, 268)
+    keys, values = held_tokens(regions)
+    assert torch.equal(keys, plain.layers[1].keys)
+    assert torch.equal(values, plain.layers[1].values)
+
+
+@pytest.mark.parametrize("name, held", [("paris", 2 * 4 * 64), ("lrqk", 2 * 4 * 300 * 64)])
+def test_a_random_query_is_as_large_as_the_index_needs(
+    name: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, int]] = []
+    attend = RetrievalLayer.attend
+
+    def noting(self: RetrievalLayer, query: torch.Tensor, *more: Any) -> torch.Tensor:
+        out = attend(self, query, *more)
+        assert query.shape == out.shape == (2, 4, 300, 64)
+        sizes.append(tuple(x.untyped_storage().nbytes() // 4 for x in (query, out)))
+        return out
+
+    monkeypatch.setattr(RetrievalLayer, "attend", noting)
+    model = tiny()
+    small = f"{name}:dense_below=0:recent=32:flush=32"
+    cache = choose_bench_caches([small], {"store": "device"}, "cpu")[small].make(model.config, 300)
+    with serving(model, cache):
+        fill_randomly(
+            model.config, cache, measure_rows(model, seed=0), batch=2, context=300, seed=5, **PLACE
+        )
+    assert sizes == [(held, 1)] * 2
+
+
+def test_random_rows_and_tokens_follow_the_seed() -> None:
+    model = tiny()
+    assert torch.equal(random_tokens(model, 2, 9, 1), random_tokens(model, 2, 9, 1))
+    assert not torch.equal(random_tokens(model, 2, 9, 1), random_tokens(model, 2, 9, 2))
+
+
+def test_how_a_cache_is_filled() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert choose_fill("auto", 10**6, cpu, "full") == "prefill"
+    assert choose_fill("auto", 16_384, gpu, "full") == "prefill"
+    assert choose_fill("auto", 16_385, gpu, "full") == "random"
+    assert choose_fill("auto", 10**6, gpu, "kvpress:SnapKV") == "prefill"
+    assert choose_fill("random", 100, cpu, "full") == "random"
+    with pytest.raises(ValueError, match="--fill prefill"):
+        choose_fill("random", 100, cpu, "kvpress:SnapKV")
+
+
+def test_coded_rows_are_checked_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    name = "flat:store=higgs:bits=4"
+    choice = choose_bench_caches([name], {}, "cpu")[name]
+    told = Checker(model, None, 0).check(choice, 300, 1, "prefill")
+    found = re.fullmatch(r"equal within (\S+) at 16 bits, (\S+) as coded", told)
+    assert found is not None and float(found[1]) < 1e-5 < float(found[2]) < 0.5
+
+    def lost(self: object, query: torch.Tensor, ids: torch.Tensor, *how: object) -> object:
+        result = torch.full_like(query, torch.nan), torch.full(query.shape[:3], 9.0)
+        return lambda: result
+
+    monkeypatch.setattr(QuantizedStore, "begin", lost)
+    with pytest.raises(CheckFailed, match="logits of coded rows are not finite"):
+        Checker(model, None, 0).check(choice, 300, 1, "prefill")

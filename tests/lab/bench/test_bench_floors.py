@@ -1,0 +1,227 @@
+"""Floors, scaling and capacities are what a calculation by hand gives."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, StaticCache, cache_utils
+
+from hf_kvret import CTkvrCache, FlatKVCache
+from hf_kvret.lab.bench.filling import feed, random_tokens, serving
+from hf_kvret.lab.bench.floors import (
+    Selections,
+    decode_floor,
+    held_bytes,
+    prefill_floor,
+    selections,
+)
+from hf_kvret.lab.bench.limits import byte_count, predict_need, shortage
+from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
+from hf_kvret.lab.bench.rows import Line
+from hf_kvret.lab.bench.shapes import WeightBytes, load_shape, random_model
+from hf_kvret.lab.bench.timing import Bandwidth, quartiles
+from hf_kvret.lab.evaluate.reader import Usage
+
+WEIGHTS = WeightBytes(held=5000, read=4000, row=10)
+# tiny: two layers, two KV heads of 64, fp32; a key or a value of one head takes 256 bytes.
+ROW = 2 * 256
+BATCH, TOKENS = 3, 40
+HAS_FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return random_model(load_shape("tiny").config, torch.float32, "cpu", seed=0)
+
+
+def no_usage(device: int = 0, host: int = 0) -> Usage:
+    return Usage(device, host, 0, 0, 0, 0)
+
+
+def test_dense_caches_read_the_rows_of_all_tokens_and_no_spare_room(
+    model: PreTrainedModel,
+) -> None:
+    tokens = random_tokens(model, BATCH, TOKENS, seed=0)
+    caches = (
+        DynamicCache(config=model.config),
+        StaticCache(model.config, 64),
+        PreallocatedCache(model.config, 64),
+    )
+    rows = 2 * 2 * BATCH * TOKENS * ROW
+    for cache in caches:
+        feed(model, cache, tokens, 0)
+        floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, Selections(), on_host=False)
+        assert (floor.device_bytes, floor.host_bytes) == (4000 + 3 * 10 + rows, 0)
+    moved = decode_floor(WEIGHTS, caches[0], no_usage(), BATCH, Selections(), on_host=True)
+    assert (moved.device_bytes, moved.host_bytes) == (4030, rows)
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, store: str) -> None:
+    cache = FlatKVCache(
+        model.config, top_k=5, sink=4, recent=8, flush=8, dense_below=0, store=store
+    )
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
+    # With the token of the step.
+    window = 2 * 2 * BATCH * (4 + 9) * ROW
+    # The keys of the 32 cold tokens, without the spare room that the index holds.
+    index = 2 * 2 * BATCH * 32 * 256
+    assert index < cache.memory().index
+    before = selections(cache)
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, BATCH, 1, seed=1), TOKENS)
+    chosen = selections(cache).since(before, 1)
+    rows = 2 * 2 * BATCH * 5
+    assert (chosen.rows, chosen.bus_rows) == (rows, rows if store == "host" else 0)
+    floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, chosen, on_host=False)
+    selected = rows * ROW
+    on_device = selected if store == "device" else 0
+    assert floor.device_bytes == 4030 + window + index + on_device
+    assert floor.host_bytes == selected - on_device
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 16])
+@pytest.mark.parametrize("store", ["higgs", "higgs-host"])
+def test_coded_rows_are_read_as_they_are_kept(
+    model: PreTrainedModel, store: str, bits: int
+) -> None:
+    options: dict[str, Any] = {"sink": 4, "recent": 8, "flush": 8, "dense_below": 0, "top_k": 5}
+    name = f"flat:store={store}:bits={bits}"
+    choice = choose_bench_caches([name], {**options, "store": "device"}, "cpu")[name]
+    cache = choice.make(model.config, TOKENS)
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
+    before = selections(cache)
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, BATCH, 1, seed=1), TOKENS)
+    chosen = selections(cache).since(before, 1)
+    # Keys and values of 64 numbers, each of them with a scale of two bytes.
+    row = ROW if bits == 16 else 2 * (64 * bits // 8 + 2)
+    read = 2 * 2 * BATCH * 5 * row
+    near, far = (read, 0) if store == "higgs" else (0, read)
+    assert (chosen.near_bytes, chosen.bus_bytes) == (near, far)
+    none = chosen._replace(near_bytes=0, bus_bytes=0)
+    floors = [
+        decode_floor(WEIGHTS, cache, no_usage(), BATCH, some, on_host=False)
+        for some in (none, chosen)
+    ]
+    assert floors[1].device_bytes - floors[0].device_bytes == near
+    assert floors[1].host_bytes - floors[0].host_bytes == far
+
+
+@pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
+def test_keys_that_a_rerank_compares_are_read_where_they_lie(
+    model: PreTrainedModel, store: str
+) -> None:
+    floors = []
+    for rerank in ("auto", "lists"):
+        options: dict[str, Any] = {"sink": 4, "recent": 8, "flush": 8, "dense_below": 0}
+        cache = CTkvrCache(
+            model.config, top_k=5, tokens_per_centroid=4, rerank=rerank, store=store, **options
+        )
+        tokens = random_tokens(model, BATCH, TOKENS + 1, seed=0)
+        with serving(model, cache):
+            feed(model, cache, tokens[:, :TOKENS], 0)
+            feed(model, cache, tokens[:, TOKENS:], TOKENS)
+        floors.append(decode_floor(WEIGHTS, cache, no_usage(), BATCH, Selections(), on_host=False))
+    # Two layers and two heads; 4 lists of 13 keys, but there are 32; half a row is the key.
+    compared = 2 * 2 * BATCH * 32 * ROW // 2
+    over_bus = compared if store in ("host", "resident") else 0
+    assert floors[0].host_bytes - floors[1].host_bytes == over_bus
+    assert floors[0].device_bytes - floors[1].device_bytes == compared - over_bus
+
+
+@pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
+def test_rows_come_over_the_bus_from_the_host_and_where_slots_miss_them(
+    model: PreTrainedModel, store: str
+) -> None:
+    cache = FlatKVCache(
+        model.config, top_k=5, sink=4, recent=8, flush=8, dense_below=0, store=store
+    )
+    tokens = random_tokens(model, BATCH, TOKENS + 3, seed=0)
+    with serving(model, cache):
+        feed(model, cache, tokens[:, :TOKENS], 0)
+        before = selections(cache)
+        for place in range(TOKENS, TOKENS + 3):
+            feed(model, cache, tokens[:, place : place + 1], place)
+    found = selections(cache).since(before, 3)
+    rows = 2 * 2 * BATCH * 5
+    assert found.rows == rows
+    if store == "resident":
+        misses = sum(layer["misses"] for layer in cache.stats()["layers"])
+        assert 0 < misses < 3 * rows and found.bus_rows == misses / 3
+    else:
+        assert found.bus_rows == (rows if store == "host" else 0)
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="transformers before 5.23 has no fp8 cache")
+def test_quantized_caches_read_what_they_hold(model: PreTrainedModel) -> None:
+    choice = choose_bench_caches(["quantized:backend=fp8"], {}, "cpu")["quantized:backend=fp8"]
+    cache = choice.make(model.config, TOKENS)
+    feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
+    assert held_bytes(cache.layers[0]) is None
+    floor = decode_floor(WEIGHTS, cache, no_usage(device=777), BATCH, Selections(), on_host=False)
+    assert floor.device_bytes == 4030 + 777
+
+
+def test_a_prompt_reads_weights_once_and_writes_its_cache() -> None:
+    floor = prefill_floor(WEIGHTS, no_usage(device=100, host=7), batch=2, context=5)
+    assert (floor.device_bytes, floor.host_bytes) == (4000 + 2 * 5 * 10 + 100, 7)
+
+
+def test_seconds_add_device_and_bus() -> None:
+    floor = prefill_floor(WEIGHTS, no_usage(host=600), batch=1, context=1)
+    assert floor.seconds(Bandwidth(device=401.0, host=60.0)) == pytest.approx(10.0 + 10.0)
+
+
+def test_layers_are_scaled_along_a_line() -> None:
+    line = Line.through({4: 9.0, 2: 5.0})
+    assert (line.slope, line.start, line.at(32)) == (2.0, 1.0, 65.0)
+
+
+def test_the_largest_batch_is_where_the_line_meets_the_limit() -> None:
+    # A sequence takes 20, and 110 are there without any: 110 + 20 b <= 250.
+    line = Line.through({1: 130.0, 3: 170.0})
+    assert line == (20.0, 110.0) and line.most(250) == 7 and line.most(110) == 0
+    assert Line.through({1: 130.0, 2: 130.0}).most(1000) is None
+
+
+def test_sizes_are_read() -> None:
+    assert byte_count("80GB") == 80_000_000_000
+    assert byte_count("0.5 gib") == 2**29
+    assert byte_count("123") == 123
+    for bad in ("", "GB", "-1GB", "80 TBx", "nan", "inf"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a memory size"):
+            byte_count(bad)
+
+
+def test_needs_are_predicted_from_above_and_by_place() -> None:
+    config = load_shape("llama-3.1-8b").config
+    texts = ["full", "flat", "paris:store=host"]
+    choices = choose_bench_caches(texts, {"store": "device"}, "cpu")
+    rows = 2 * 32 * 8 * 128 * 2 * 1000
+    full, flat, hosted = (
+        predict_need(config, choices[text], 1, 1000, torch.bfloat16) for text in texts
+    )
+    # Of one layer: keys and values three times, three matrices of the MLP.
+    passing = 3 * rows // 32 + 1000 * 3 * 14_336 * 2
+    assert (full.device, full.host) == (rows + passing, 0)
+    assert flat.device > full.device + rows // 2
+    assert hosted.host == rows and hosted.device == passing + int(0.6 * rows)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    impossible = predict_need(config, choices["full"], 10**6, 10**6, torch.bfloat16)
+    assert "out of memory (predicted" in (shortage(impossible, cpu) or "")
+    # A GPU says by itself that it is full.
+    assert shortage(impossible, gpu) is None
+    assert shortage(predict_need(config, choices["full"], 1, 64, torch.bfloat16), cpu) is None
+
+
+def test_quartiles_are_interpolated() -> None:
+    assert quartiles([4.0, 1.0, 3.0, 2.0]) == (1.75, 2.5, 3.25)
+    assert quartiles([2.0]) == (2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="no values"):
+        quartiles([])

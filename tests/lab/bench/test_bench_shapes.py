@@ -1,0 +1,128 @@
+"""Shapes are those of the published models, and random weights stay finite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_kvret.lab.bench.shapes import SHAPES, load_shape, random_model, weight_bytes
+from hf_kvret.models.compatibility import head_dims
+
+# Parameters that the models' pages and papers state, to the last one.
+PUBLISHED = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-70b": 70_553_706_496,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-0.6b": 596_049_920,
+    "qwen2.5-7b": 7_615_616_512,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "phi-4": 14_659_507_200,
+}
+
+# Of latent attention, with a dense MLP in every layer: layers, heads, and what an attention has by
+# hand from q_lora_rank, kv_lora_rank and head dims of the published config.json.
+LATENT = {"glm-4.7-flash": (47, 20, 21_759_232), "deepseek-v3": (61, 128, 187_107_328)}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_shape_of_latent_attention_has_the_published_attention(name: str) -> None:
+    config = load_shape(name).config
+    layers, heads, parameters = LATENT[name]
+    assert (config.num_hidden_layers, config.num_attention_heads) == (layers, heads)
+    assert head_dims(config) == [576]
+    with torch.device("meta"):
+        one = AutoModelForCausalLM.from_config(load_shape(name).with_layers(1))
+    layer = one.model.layers[0]
+    assert sum(each.numel() for each in layer.self_attn.parameters()) == parameters
+    assert not any("expert" in part for part, _ in layer.named_modules())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shape_has_the_published_number_of_parameters(name: str) -> None:
+    shape = load_shape(name)
+    assert weight_bytes(shape.config, torch.bfloat16).held == 2 * PUBLISHED[name]
+
+
+def test_rope_is_the_published_one() -> None:
+    llama = load_shape("llama-3.2-1b").config.rope_parameters
+    assert llama["rope_type"] == "llama3" and llama["factor"] == 32.0
+    assert (llama["rope_theta"], llama["original_max_position_embeddings"]) == (500_000.0, 8192)
+    assert load_shape("llama-3.1-8b").config.rope_parameters["factor"] == 8.0
+    assert load_shape("qwen3-8b").config.rope_parameters["rope_theta"] == 1_000_000.0
+    assert load_shape("phi-4").config.rope_parameters["rope_theta"] == 250_000.0
+
+
+def test_every_shape_but_tiny_is_checked() -> None:
+    assert {*PUBLISHED, *LATENT, "tiny"} == set(SHAPES)
+
+
+def test_a_step_reads_all_weights_but_the_input_embedding() -> None:
+    config = load_shape("tiny").config
+    table = config.vocab_size * config.hidden_size * 4
+    untied = weight_bytes(config, torch.float32)
+    assert untied.held - untied.read == table
+    assert untied.row == config.hidden_size * 4
+    config.tie_word_embeddings = True
+    tied = weight_bytes(config, torch.float32)
+    # The one table is the head, and the head is read in full.
+    assert tied.held == tied.read == untied.read
+
+
+def test_fewer_layers_keep_everything_else() -> None:
+    shape = load_shape("qwen3-8b")
+    config = shape.with_layers(4)
+    assert (config.num_hidden_layers, len(config.layer_types)) == (4, 4)
+    assert shape.layers == 36
+    one = weight_bytes(shape.with_layers(3), torch.float32).held
+    two = weight_bytes(config, torch.float32).held
+    # 4,096 to 32 + 2 * 8 heads of 128 and back, three matrices of 12,288, four norms.
+    layer = 4096 * 128 * (32 + 16) + 32 * 128 * 4096 + 3 * 4096 * 12_288 + 2 * 4096 + 2 * 128
+    assert two - one == 4 * layer
+    with pytest.raises(ValueError, match="has 1 to 36"):
+        shape.with_layers(37)
+
+
+def test_layers_that_differ_are_not_scaled(tmp_path: Path) -> None:
+    config = load_shape("qwen2.5-7b").config
+    written = config.to_dict()
+    kinds = ["full_attention", "sliding_attention"] * 14
+    written |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    shape = load_shape(str(tmp_path))
+    assert shape.with_layers(28).num_hidden_layers == 28
+    with pytest.raises(ValueError, match=r"layers of .* differ"):
+        shape.with_layers(4)
+
+
+def test_unknown_shapes_are_refused(tmp_path: Path) -> None:
+    for name in ("llama-9", str(tmp_path)):
+        with pytest.raises(ValueError, match=r"neither a known shape.*llama-3\.1-8b"):
+            load_shape(name)
+    experts = load_shape("tiny").config.to_dict() | {"model_type": "mixtral"}
+    experts |= {"num_local_experts": 8, "architectures": ["MixtralForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    with pytest.raises(ValueError, match="mixture of experts"):
+        load_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_random_weights_keep_logits_finite_and_scores_near_one(dtype: torch.dtype) -> None:
+    config = load_shape("tiny").config
+    config.num_hidden_layers = 12
+    model = random_model(config, dtype, "cpu", seed=0)
+    tokens = torch.randint(1024, (1, 32), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens).logits
+    assert logits.dtype == dtype and logits.isfinite().all()
+    assert 0.3 < logits.float().std() < 3
+    again = random_model(config, dtype, "cpu", seed=0)
+    assert torch.equal(model.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(
+        model.lm_head.weight, random_model(config, dtype, "cpu", seed=1).lm_head.weight
+    )

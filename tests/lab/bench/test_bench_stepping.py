@@ -1,0 +1,238 @@
+"""How bench decode takes its steps: as usual, replayed, compiled; and what a row says of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.lab.bench import stepping
+from hf_kvret.lab.bench.checks import Checker
+from hf_kvret.lab.bench.decode import Decode
+from hf_kvret.lab.bench.dense_cpp import attend_to_all
+from hf_kvret.lab.bench.filling import feed, prefill, random_tokens, serving
+from hf_kvret.lab.bench.opponents import choose_bench_caches
+from hf_kvret.lab.bench.shapes import load_shape, random_model
+from hf_kvret.lab.bench.stepping import (
+    CompiledSteps,
+    ReplayedSteps,
+    Steps,
+    Taken,
+    make_steps,
+)
+from hf_kvret.lab.report.results import Results
+from hf_kvret.testing.tape import taped
+from hf_kvret_kernels._dispatch import interpreted
+
+SMALL = "dense_below=0:recent=16:flush=8:sink=2:top_k=8"
+
+
+class Graph:
+    """Stands for ``DecodeGraph`` on a device with graphs; every fourth call captures anew."""
+
+    def __init__(self, model: Any, cache: Any) -> None:
+        self.model, self.reason = model, None
+        self.captures = self.replays = self.eager = self.calls = 0
+
+    def __call__(self, **inputs: Any) -> Any:
+        place = self.calls % 4
+        self.calls += 1
+        self.eager += place == 0
+        self.captures += place == 1
+        self.replays += place > 0
+        return self.model(**inputs)
+
+
+def make(text: str, length: int, steps: int, layers: int = 2) -> tuple[Any, Any, Any, torch.Tensor]:
+    """Choice, model, filled cache and next token of the tiny shape."""
+    model = random_model(load_shape("tiny").with_layers(layers), torch.float32, "cpu", seed=0)
+    choice = choose_bench_caches([text], {"store": "device"}, "cpu")[text]
+    cache = choice.make(model.config, length + steps + 1)
+    tokens = random_tokens(model, 1, length, seed=1)
+    with serving(model, cache):
+        token = prefill(model, choice, cache, tokens)[:, -1:].argmax(-1)
+    return choice, model, cache, token
+
+
+def test_retrieval_caches_are_replayed_unless_their_option_says_no() -> None:
+    for text, kind in (
+        (f"paris:{SMALL}", ReplayedSteps),
+        (f"paris:{SMALL}:graph=false", Steps),
+        ("dense", Steps),
+    ):
+        choice, model, cache, _ = make(text, 64, 4)
+        assert type(make_steps(choice, model, cache, 64)) is kind
+
+
+def test_a_row_tells_the_kinds_of_its_steps(
+    bench: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(stepping, "DecodeGraph", Graph)
+    file = tmp_path / "d.json"
+    caches = f"dense,flat:{SMALL},flat:{SMALL}:graph=false"
+    arguments = ["--context", "64", "--steps", "9", "--warmup", "1", "--rounds", "1"]
+    assert bench("decode", *arguments, "--caches", caches, "--json", str(file)) == 0
+    rows = {cell["cache"]: row for cell, row in Results.load(file)}
+    flat = rows[f"flat:{SMALL}"]
+    # Calls 1 to 9 of the stand-in. The prompt left 16 tokens in the window, the first step that
+    # finds 24 there moves 8: the ninth call, which would have been eager.
+    assert flat["steps"] == {"replay": 4, "capture": 3, "flush": 1, "eager": 1}
+    assert set(flat["seconds_by_kind"]) == set(flat["steps"]) and flat["flushed_tokens"] == 2 * 8
+    assert flat["not_replayed"] is None
+    assert rows[f"flat:{SMALL}:graph=false"]["steps"] == {"eager": 8, "flush": 1}
+    assert rows["dense"]["steps"] == {"eager": 9}
+    told = capsys.readouterr().out
+    header, _, first = told[told.index("| cache") :].splitlines()[:3]
+    place = [part.strip() for part in header.split("|")].index("mean ms a step")
+    mean = float(first.split("|")[place].replace(",", ""))
+    assert mean == pytest.approx(1e3 * rows["dense"]["seconds_mean"], rel=0.01)
+    assert "| 4 replay, 3 capture, 1 " in told and re.search(r"[,:] capture [\d.]+ ms", told)
+
+
+def test_why_nothing_was_replayed_stands_in_row_and_table(
+    bench: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "d.json"
+    arguments = ["--context", "64", "--steps", "2", "--warmup", "0", "--rounds", "1"]
+    assert bench("decode", *arguments, "--caches", f"flat:{SMALL}", "--json", str(file)) == 0
+    row = next(iter(Results.load(file)))[1]
+    assert row["steps"] == {"eager": 2} and "cpu" in row["not_replayed"]
+    assert f"not replayed: flat:{SMALL}: {row['not_replayed']}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
+@torch.inference_mode()
+def test_replayed_steps_give_the_logits_of_usual_ones() -> None:
+    found: dict[str, list[torch.Tensor]] = {}
+    kinds: dict[str, list[str]] = {}
+    for text in (f"flat:{SMALL}", f"flat:{SMALL}:graph=false"):
+        with taped():
+            # Of one layer, for the interpreter is slow.
+            choice, model, cache, token = make(text, 40, 8, layers=1)
+            with serving(model, cache):
+                steps = make_steps(choice, model, cache, 40)
+                for _ in range(5):
+                    logits, taken = steps.take(token)
+                    found.setdefault(text, []).append(logits.clone())
+                    kinds.setdefault(text, []).append(taken.kind)
+                    token = logits.argmax(-1)
+        assert steps.reason is None and steps.length == 45
+    replayed, usual = found.values()
+    # The same kernels on the same numbers, in another buffer: rounding of sums at most.
+    torch.testing.assert_close(torch.stack(replayed), torch.stack(usual), rtol=0, atol=1e-5)
+    assert kinds[f"flat:{SMALL}"] == ["eager", "eager", "capture", "replay", "replay"]
+    assert kinds[f"flat:{SMALL}:graph=false"] == ["eager"] * 5
+
+
+@pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
+def test_the_check_looks_at_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(load_shape("tiny").with_layers(1), torch.float32, "cpu", seed=0)
+    text = f"flat:{SMALL}"
+    choice = choose_bench_caches([text], {"store": "device"}, "cpu")[text]
+    taken: list[str] = []
+    take = Steps.take
+
+    def noting(self: Steps, tokens: torch.Tensor) -> Any:
+        logits, step = take(self, tokens)
+        taken.append(step.kind)
+        return logits, step
+
+    monkeypatch.setattr(Steps, "take", noting)
+    with taped():
+        assert Checker(model, None, 0).check(choice, 64, 1, "prefill").startswith("equal within")
+    assert "replay" in taken
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
+def test_replayed_steps_are_measured_with_what_they_selected(
+    bench: Callable[..., int], tmp_path: Path
+) -> None:
+    file = tmp_path / "d.json"
+    arguments = ["--context", "64", "--steps", "6", "--warmup", "1", "--rounds", "1"]
+    caches = f"flat:{SMALL},flat:{SMALL}:graph=false"
+    with taped():
+        assert bench("decode", *arguments, "--caches", caches, "--json", str(file)) == 0
+    replayed, usual = (row for _, row in Results.load(file))
+    assert replayed["steps"]["replay"] >= 3 and replayed["steps"]["capture"] == 1
+    assert replayed["not_replayed"] is None and usual["steps"] == {"eager": 6}
+    # Eight rows for each of two KV heads in each of two layers.
+    assert replayed["selected_rows"] == usual["selected_rows"] == 2 * 2 * 8
+    for part in ("floor_device_bytes", "device_bytes", "flushed_tokens"):
+        assert replayed[part] == pytest.approx(usual[part], rel=0.05)
+
+
+def test_a_flush_is_told_apart_from_its_kind() -> None:
+    taken = [Taken("eager", 8), Taken("replay")]
+    assert [step.label for step in taken] == ["flush", "replay"]
+
+
+@torch.inference_mode()
+def test_steps_that_take_too_long_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = {"dense": 0}
+    take = Steps.take
+
+    def counting(self: Steps, tokens: torch.Tensor) -> Any:
+        timed["dense"] += 1
+        return take(self, tokens)
+
+    monkeypatch.setattr(Steps, "take", counting)
+    # No step of this model takes less than a microsecond, so that three are all that is allowed.
+    decode = Decode(device="cpu", caches="dense", steps=50, warmup=1, limit=1e-6)
+    cell = {"cache": "dense", "context": 64, "batch": 1}
+    sample = decode.once(decode.turn(cell, decode.subjects[0]))
+    assert len(sample.seconds) == 3 and timed["dense"] == 1 + 3
+    assert decode.steps_within(0.0) == 50
+
+
+def test_dense_steps_in_cpp_give_the_logits_of_usual_ones() -> None:
+    choice, model, cache, token = make("dense-cpp", 200, 8)
+    _, _, plain, _ = make("full", 200, 8)
+    before = model.config._attn_implementation
+    with serving(model, cache):
+        steps = make_steps(choice, model, cache, 200)
+        got = [steps.take(token)[0] for _ in range(4)]
+    assert model.config._attn_implementation == before
+    for place, logits in enumerate(got, 200):
+        # Sums in another order; logits are about 1.
+        torch.testing.assert_close(logits, feed(model, plain, token, place), rtol=0, atol=1e-4)
+
+
+def test_dense_in_cpp_is_for_plain_attention_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match=r"reads with the CPU kernels.*use dense here"):
+        choose_bench_caches(["dense-cpp"], {}, "cuda")
+    query = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="this model's attention has softcap"):
+        attend_to_all(torch.nn.Module(), query, query, query, None, softcap=3.0)
+
+
+def test_static_compile_wants_a_warm_up_and_has_no_prefill(bench: Callable[..., int]) -> None:
+    with pytest.raises(ValueError, match="--warmup 2: static-compile compiles"):
+        bench("decode", "--caches", "static-compile", "--warmup", "2")
+    with pytest.raises(ValueError, match=r"static-compile is a way to decode.*use static"):
+        bench("prefill", "--caches", "static-compile")
+    with pytest.raises(ValueError, match="takes no options"):
+        bench("decode", "--caches", "static-compile:x=1")
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_compiled_steps_give_the_logits_of_usual_ones() -> None:
+    choice, model, cache, token = make("static-compile", 40, 8)
+    _, _, plain, _ = make("full", 40, 8)
+    steps = make_steps(choice, model, cache, 40)
+    assert isinstance(steps, CompiledSteps)
+    for place in range(40, 44):
+        expected = feed(model, plain, token, place)
+        logits, taken = steps.take(token)
+        assert taken.kind == "compiled"
+        # Fused sums are rounded differently; logits are about 1.
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+        token = expected.argmax(-1)

@@ -1,0 +1,108 @@
+"""The bundled model: small, in bf16, with its card, and trained by a script that repeats itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_kvret.lab.evaluate import bundled
+from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL, example_model, load_bundled_model
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "examples" / "train_needle_model.py"
+
+
+def test_the_weights_are_small_and_bf16_and_have_a_card() -> None:
+    weights = BUNDLED_MODEL / "model.safetensors"
+    assert weights.stat().st_size <= 8_000_000
+    assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
+    card = (BUNDLED_MODEL / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlicense: apache-2.0\n") and "## Training" in card
+
+
+def test_it_is_loaded_to_be_used() -> None:
+    model = load_bundled_model(torch.float16)
+    assert not model.training and model.dtype == torch.float16
+
+
+def test_a_missing_model_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundled, "BUNDLED_MODEL", tmp_path)
+    with pytest.raises(FileNotFoundError, match="install hf_kvret again, or train it"):
+        load_bundled_model()
+
+
+def test_the_examples_are_found_in_the_checkout_that_was_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after ``pip install .``, in another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bundled, "_ROOT", tmp_path)
+    monkeypatch.setattr(bundled, "_installed_from", lambda: ROOT)
+    assert bundled._example_model("reference_llama") == ROOT / "examples" / "reference_llama"
+
+
+@pytest.mark.parametrize(
+    ("written", "folder"),
+    [
+        ('{"url": "file:///a%20b/c", "dir_info": {}}', Path("/a b/c")),
+        ('{"url": "https://example.org/x.whl", "archive_info": {}}', None),
+        (None, None),
+    ],
+)
+def test_where_pip_installed_from_is_read(
+    written: str | None, folder: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return written
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+    assert bundled._installed_from() == folder
+
+
+def test_a_package_that_was_not_installed_came_from_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    assert bundled._installed_from() is None
+
+
+def test_an_example_that_is_missing_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert example_model("reference") == bundled.REFERENCE_MODEL
+    monkeypatch.setitem(bundled._EXAMPLES, "reference", tmp_path)
+    with pytest.raises(FileNotFoundError, match="run this in the folder of a checkout"):
+        example_model("reference")
+    with pytest.raises(ValueError, match="no model 'needles': choose one of reference, "):
+        example_model("needles")
+
+
+def _train(folder: Path, *options: str) -> dict[str, torch.Tensor]:
+    command = [sys.executable, str(SCRIPT), "--out", str(folder), "--tokens", "4e3", "--eval"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_training_twice_gives_the_same_weights(tmp_path: Path) -> None:
+    first, second, other = (
+        _train(tmp_path / name, "--seed", seed)
+        for name, seed in (("first", "0"), ("second", "0"), ("other", "1"))
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert {tensor.dtype for tensor in first.values()} == {torch.bfloat16}

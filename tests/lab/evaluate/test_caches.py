@@ -1,0 +1,95 @@
+"""Names of caches: options are read, mistakes are named, opponents say what they need."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from transformers import DynamicCache, LlamaConfig, StaticCache
+
+from hf_kvret import FlatKVCache, ParisKVCache
+from hf_kvret.lab.evaluate import caches
+from hf_kvret.lab.evaluate.caches import choose_cache, choose_caches, known_caches
+from hf_kvret.methods.a2ats import A2ATSConfig
+
+CONFIG = LlamaConfig(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+)
+
+
+def test_options_reach_the_cache() -> None:
+    made = choose_cache("paris:top_k=0.5:store=host").make(CONFIG, 100)
+    assert isinstance(made, ParisKVCache)
+    assert (made.options.top_k, made.options.store) == (0.5, "host")
+    made = choose_cache("flat:sink=0", {"top_k": 7, "sink": 9}).make(CONFIG, 100)
+    assert isinstance(made, FlatKVCache)
+    assert (made.options.top_k, made.options.sink) == (7, 0)
+
+
+def test_names_of_an_artifact_stay_names() -> None:
+    pin = "12" * 32
+    options = choose_cache(f"a2ats:artifact=7:revision=123:artifact_sha256={pin}").options
+    assert isinstance(options, A2ATSConfig)
+    assert (options.artifact, options.revision, options.artifact_sha256) == ("7", "123", pin)
+
+
+def test_opponents_are_transformers_own() -> None:
+    assert type(choose_cache("full").make(CONFIG, 100)) is DynamicCache
+    static = choose_cache("static").make(CONFIG, 100)
+    assert isinstance(static, StaticCache) and static.layers[0].max_cache_len == 100
+    assert {"full", "static", "offloaded", "quantized", "kvpress", "flat", "paris"} <= set(
+        known_caches()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pariss", "unknown cache 'pariss': choose among full"),
+        ("full:top_k=3", "full takes no options"),
+        ("paris:topk=3", "did you mean 'top_k'"),
+        ("paris:top_k", "'top_k' is no option, write NAME=VALUE"),
+        ("paris:top_k=", "is no option"),
+        ("paris:top_k=0", "top_k"),
+        ("offloaded", "offloads from a CUDA device only"),
+        ("quantized:bits=2", "unknown option 'bits', allowed: backend, nbits"),
+        ("quantized:backend=gguf", "backend='gguf', allowed: quanto, hqq, fp8"),
+    ],
+)
+def test_mistakes_are_named(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_cache(name, device="cpu")
+
+
+def test_lists_of_caches() -> None:
+    assert list(choose_caches(["full", "flat:top_k=3", "flat"])) == ["full", "flat:top_k=3", "flat"]
+    with pytest.raises(ValueError, match="no cache named"):
+        choose_caches([])
+    with pytest.raises(ValueError, match="the same cache twice"):
+        choose_caches(["full", "full"])
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("quantized", "pip install optimum-quanto"),
+        ("quantized:backend=hqq", "pip install hqq"),
+        ("kvpress:SnapKV", "pip install --no-deps kvpress"),
+    ],
+)
+def test_a_missing_package_is_named(
+    name: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches, "_installed", lambda module: module == "torch")
+    with pytest.raises(ModuleNotFoundError, match=remedy):
+        choose_cache(name)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed")
+def test_presses_by_name() -> None:
+    choice = choose_cache("kvpress:SnapKV:compression_ratio=0.5:window_size=8")
+    assert choice.around_prefill.compression_ratio == 0.5
+    with pytest.raises(ValueError, match="write kvpress:NAME"):
+        choose_cache("kvpress:Snap")
+    with pytest.raises(ValueError, match="unexpected keyword"):
+        choose_cache("kvpress:SnapKV:ratio=0.5")

@@ -1,0 +1,250 @@
+"""What every ``hf-kvret eval`` shares: models by name, common options, clear errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_kvret.cli import main
+from hf_kvret.lab.evaluate import task
+from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
+from hf_kvret.lab.evaluate.texts import read_text
+from hf_kvret.lab.program.arguments import budget, lengths, names
+
+
+def test_lengths_and_names_are_read() -> None:
+    assert lengths("512,4K, 1m") == (512, 4096, 1_048_576)
+    assert names(" full, paris:top_k=3 ,") == ["full", "paris:top_k=3"]
+    assert (budget("256"), budget("0.04")) == (256, 0.04)
+    for bad in ("", "4G", "0", "-1", "4K,,8K", "4K,4096"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            lengths(bad)
+
+
+def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["eval", "ppl", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_mistakes_are_one_line_each(
+    tmp_path: Path, tiny_text: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, model = ["--text", str(tiny_text)], ["--model", str(tiny_model_dir)]
+    message = _error(capsys, *text, "--model", str(tmp_path / "none"))
+    assert "no such folder, and no hub id either (owner/name)" in message
+    (tmp_path / "config.json").write_text("{}")
+    assert "can't be loaded" in _error(capsys, *text, "--model", str(tmp_path))
+    assert "needs a tokenizer" in _error(capsys, *text, "--model", "needle")
+    assert "unknown cache 'x'" in _error(capsys, *text, *model, "--caches", "x")
+    assert "no CUDA device" in _error(capsys, *text, *model, "--device", "cuda")
+    missing = str(tmp_path / "missing.txt")
+    assert "no such file" in _error(capsys, *model, "--text", missing, "--context", "64")
+
+
+def test_an_unknown_task_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "nothing"])
+    assert stopped.value.code == 2
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+def test_a_subject_names_its_weights(tiny_model_dir: Path) -> None:
+    subject = load_subject(str(tiny_model_dir))
+    described = subject.describe()
+    assert described["class"] == "LlamaForCausalLM" and described["dtype"] == "float32"
+    subject.model.get_input_embeddings().weight.data[0, 0] += 1
+    assert subject.describe()["fingerprint"] != described["fingerprint"]
+    assert load_subject("needle").tokenizer is None
+
+
+def test_texts_are_read_from_plain_files_and_json(tmp_path: Path) -> None:
+    plain, listed, empty = (tmp_path / name for name in ("a.txt", "b.json", "c.txt"))
+    plain.write_text("one two")
+    listed.write_text('[{"text": "one"}, "two"]')
+    empty.write_text("  \n")
+    assert read_text(plain) == "one two"
+    assert read_text(listed) == "one\n\ntwo"
+    with pytest.raises(ValueError, match="has no text"):
+        read_text(empty)
+    listed.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_text(listed)
+    plain.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_text(plain)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--json", "", "is a folder: give a file in it"),
+        ("--table", "", "is a folder"),
+        ("--plot", "a.bad", "must end in .png, .svg, .pdf"),
+        ("--json", "file/x.json", "--json"),
+    ],
+)
+def test_outputs_are_looked_at_before_the_work(
+    option: str,
+    value: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(task, "load_subject", lambda *given: pytest.fail("work has begun"))
+    error = _error(capsys, "--text", "t.txt", "--model", "m", option, str(tmp_path / value))
+    assert message in error
+
+
+def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["eval", "ppl", "--text", "t"], ["bench", "decode"], ["demo"]):
+        with pytest.raises(SystemExit):
+            main([*words, "--device", "abacus"])
+        assert "'abacus' is no device" in capsys.readouterr().err
+
+
+def test_a_cell_without_memory_is_told_and_the_others_run(
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Perplexity.run
+
+    def scarce(self: Perplexity, cell: dict, *rest: object) -> dict:
+        if cell["cache"] == "static":
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return run(self, cell, *rest)
+
+    monkeypatch.setattr(Perplexity, "run", scarce)
+    file = tmp_path / "ppl.json"
+    words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--context", "64"]
+    more = ["--windows", "1", "--caches", "static,full", "--json", str(file)]
+    assert main(["eval", "ppl", *words, *more]) == 1
+    printed = capsys.readouterr().out
+    assert "static 64: out of memory (tried to allocate too much)" in printed
+    assert [entry["cell"]["cache"] for entry in json.loads(file.read_text())["cells"]] == ["full"]
+
+
+def test_what_was_finished_is_shown_when_a_later_cell_fails(
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Perplexity.run
+
+    def scarce(self: Perplexity, cell: dict, *rest: object) -> dict:
+        if cell["length"] == 128:
+            raise OSError("the disk is gone")
+        return run(self, cell, *rest)
+
+    monkeypatch.setattr(Perplexity, "run", scarce)
+    words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--windows", "1"]
+    assert main(["eval", "ppl", *words, "--context", "64,128", "--caches", "full"]) == 2
+    shown = capsys.readouterr()
+    assert "| full  | 64" in shown.out and "the disk is gone" in shown.err
+
+
+# Each is wrong in its last cell: what it needs is looked at before the first.
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("ppl --context 64,32K", "fewer than --context 32768"),
+        ("ppl --context 64 --caches full,flat --step 33", "--step 33: beyond max_draft (32)"),
+        ("agreement --context 64,32K", "give a shorter --context"),
+        ("agreement --context 64 --new-tokens 70000", "the model knows 65536 positions"),
+        ("longgen --context 64,32K", "give a shorter --context"),
+        ("niah --style magic --context 2K,100K", "the model knows 65536 positions"),
+        ("niah --style magic --context 2K,40", "--context 40 is too short"),
+        ("multiturn --context 2K,100K", "the model knows 65536 positions"),
+        ("multiturn --context 2K,64", "--context 64 is too short"),
+        ("ruler --tasks niah_single_1 --context 2K,100K", "the model knows 65536 positions"),
+        ("ruler --tasks niah_single_1 --context 2K,20", "20"),
+        ("niah --context 2K --caches full,a2ats", "artifact"),
+    ],
+)
+def test_no_bar_is_shown_before_a_mistake(
+    command: str,
+    message: str,
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", str(tiny_model_dir), "--json", str(tmp_path / "x.json")]
+    if not command.startswith(("niah", "multiturn", "ruler")):
+        words += ["--text", str(tiny_text)]
+    assert main(["eval", *command.split(), *words]) == 2
+    shown = capsys.readouterr()
+    loading, error = shown.err.splitlines()
+    assert loading.startswith("loading the model") and message in error
+    assert not shown.out and not (tmp_path / "x.json").exists()
+
+
+def test_a_model_of_text_without_a_tokenizer_is_refused(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model_dir, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
+    # Of the size that the needle language has, but not of its ids.
+    config = LlamaForCausalLM.from_pretrained(bare).config
+    config.vocab_size = 512
+    LlamaForCausalLM(config).save_pretrained(bare)
+    for name in ("niah", "multiturn"):
+        assert main(["eval", name, "--model", str(bare), "--context", "2K"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"{name} needs a tokenizer" in error
+        assert "put the tokenizer's files (tokenizer.json) into the model's folder" in error
+    assert main(["eval", "niah", "--model", str(bare), "--style", "tokens"]) == 2
+    assert "needs a tokenizer" in capsys.readouterr().err
+    tokenizer = bare / "tokenizer.json"
+    tokenizer.write_text("{")
+    assert main(["eval", "niah", "--model", str(bare), "--style", "magic"]) == 2
+    assert "has none (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[]"),
+        ("config.json", "{"),
+        ("config.json", "[" * 100_000),
+        ("model.safetensors", "short"),
+        ("model.safetensors", ""),
+    ],
+)
+def test_broken_files_of_a_model_are_one_line(
+    name: str,
+    content: str,
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model_dir, broken)
+    (broken / name).write_text(content)
+    error = _error(capsys, "--text", str(tiny_text), "--model", str(broken)).splitlines()[-1]
+    assert error.startswith(f"hf-kvret: error: --model {broken}: can't be loaded (")
+
+
+def test_lengths_beyond_the_positions_and_steps_beyond_drafts_are_refused(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("The grass is green. " * 20_000)
+    words = ["--text", str(text), "--model", str(tiny_model_dir), "--windows", "1"]
+    error = _error(capsys, *words, "--context", "70000", "--caches", "full")
+    assert "70000 tokens, but the model knows 65536 positions" in error
+    error = _error(capsys, *words, "--context", "128", "--caches", "flat", "--step", "33")
+    assert "--step 33: beyond max_draft (32) tokens flat attends to everything" in error

@@ -1,0 +1,222 @@
+"""The one loop: cells go in, rows come out, and an interrupted run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from hf_kvret.lab.evaluate.measurement import (
+    CheckFailed,
+    Measurement,
+    Outputs,
+    Progress,
+    Row,
+    measure,
+    run_measurement,
+)
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.sole_writer import sole_writer
+from hf_kvret.lab.report.tables import table_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Squares(Measurement):
+    """The square of each number; ``events`` tells what happened, ``raises`` what goes wrong."""
+
+    command: ClassVar[str] = "eval"
+    name: ClassVar[str] = "squares"
+    summary: ClassVar[str] = ""
+    description: ClassVar[str] = ""
+    examples: ClassVar[tuple[str, ...]] = ()
+    events: ClassVar[list[str]] = []
+    raises: ClassVar[dict[int, Exception]] = {}
+
+    most: int = option(4)
+    factor: int = option(1)
+
+    def check(self) -> None:
+        if self.most > 100:
+            raise ValueError(f"--most {self.most}: at most 100")
+
+    def setup(self) -> dict[str, Any]:
+        return {"factor": self.factor}
+
+    def cells(self) -> list[Cell]:
+        return [{"cache": f"of {number}", "number": number} for number in range(self.most)]
+
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        self.events.append("+".join(str(cell["number"]) for cell in group))
+        for cell in group:
+            if cell["number"] in self.raises:
+                raise self.raises[cell["number"]]
+        return [{"square": self.factor * cell["number"] ** 2} for cell in group]
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        columns = {
+            "number": lambda cell, row: str(cell["number"]),
+            "square": lambda cell, row: str(row.get("square", *row.values())),
+        }
+        return table_of(results, columns)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        path.write_text("a picture")
+
+
+@pytest.fixture(autouse=True)
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Squares, "events", [])
+    monkeypatch.setattr(Squares, "raises", {})
+
+
+def numbers(path: Path) -> dict[int, Row]:
+    cells = json.loads(path.read_text())["cells"]
+    return {entry["cell"]["number"]: entry["result"] for entry in cells}
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = Outputs(json=tmp_path / "squares.json")
+    Squares.raises[2] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_measurement(Squares(), outputs)
+    assert numbers(outputs.json) == {0: {"square": 0}, 1: {"square": 1}}
+    assert "| 1      | 1      |" in capsys.readouterr().out
+    Squares.raises.clear()
+    Squares.events.clear()
+    assert run_measurement(Squares(), outputs) == 0
+    assert Squares.events == ["2", "3"]
+    assert numbers(outputs.json) == {n: {"square": n**2} for n in range(4)}
+    assert "2 cells were finished already" in capsys.readouterr().out
+
+
+def test_a_finished_file_is_shown_without_work(tmp_path: Path) -> None:
+    outputs = Outputs(json=tmp_path / "a.json", table=tmp_path / "a.md", plot=tmp_path / "a.png")
+    run_measurement(Squares(), outputs)
+    Squares.events.clear()
+    outputs.table.unlink()
+    assert run_measurement(Squares(), outputs) == 0
+    assert Squares.events == []
+    assert outputs.table.read_text().startswith("| number | square |")
+    assert outputs.plot.read_text() == "a picture"
+
+
+def test_another_setup_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    outputs = Outputs(json=tmp_path / "a.json")
+    run_measurement(Squares(), outputs)
+    before = outputs.json.read_text()
+    with pytest.raises(ValueError, match="factor was 1, now 2"):
+        run_measurement(Squares(factor=2), outputs)
+    assert outputs.json.read_text() == before
+
+
+def test_a_mistake_is_said_before_any_cell(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--most 101: at most 100"):
+        run_measurement(Squares(most=101), Outputs(json=tmp_path / "a.json"))
+    assert Squares.events == [] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_cell_without_memory_gets_a_row_that_says_so(error: Exception, tmp_path: Path) -> None:
+    Squares.raises[1] = error
+    outputs = Outputs(json=tmp_path / "a.json")
+    assert run_measurement(Squares(), outputs) == 0
+    assert numbers(outputs.json)[1]["out_of_memory"].startswith("out of memory (")
+    assert numbers(outputs.json)[3] == {"square": 9}
+    run_measurement(Squares(), outputs)
+    assert Squares.events == ["0", "1", "2", "3"]
+
+
+def test_a_cell_may_be_left_out_and_tried_again(tmp_path: Path) -> None:
+    class Forgetful(Squares):
+        def lacking(self, cell: Cell, why: Row) -> None:
+            return None
+
+    Squares.raises[1] = MemoryError("all is full")
+    outputs = Outputs(json=tmp_path / "a.json")
+    assert run_measurement(Forgetful(), outputs) == 1
+    assert set(numbers(outputs.json)) == {0, 2, 3}
+    Squares.raises.clear()
+    assert run_measurement(Forgetful(), outputs) == 0
+    assert numbers(outputs.json)[1] == {"square": 1}
+
+
+def test_a_failed_check_ends_with_1_and_is_tried_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Squares.raises[1] = CheckFailed("1 is no square")
+    outputs = Outputs(json=tmp_path / "a.json")
+    assert run_measurement(Squares(), outputs) == 1
+    assert capsys.readouterr().err.endswith(": error: 1 is no square\n")
+    assert numbers(outputs.json)[1] == {"check_failed": "1 is no square"}
+    Squares.raises.clear()
+    assert run_measurement(Squares(), outputs) == 0
+    assert Squares.events[-1] == "1"
+
+
+def test_a_bug_is_no_lack_of_memory(tmp_path: Path) -> None:
+    Squares.raises[1] = RuntimeError("index out of bounds")
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        run_measurement(Squares(), Outputs(json=tmp_path / "a.json"))
+    assert set(numbers(tmp_path / "a.json")) == {0}
+
+
+def test_a_plan_may_look_at_what_was_found() -> None:
+    class Search(Squares):
+        """Doubles while the square is small."""
+
+        def count(self, results: Results) -> None:
+            return None
+
+        def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+            number, square = 1, 0
+            while square < 50:
+                cell = {"cache": "search", "number": number}
+                yield [cell]
+                square = results.find(cell)["square"]
+                number *= 2
+
+    results = Results("eval squares", {})
+    assert measure(Search(), results) == []
+    assert [cell["number"] for cell, _ in results] == [1, 2, 4, 8]
+
+
+def test_cells_of_a_group_are_kept_together() -> None:
+    class Pairs(Squares):
+        def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+            waiting = self.waiting(results)
+            yield waiting[:2]
+            yield waiting[2:]
+
+    results = Results("eval squares", {})
+    Squares.raises[2] = MemoryError("no room for both")
+    measure(Pairs(), results)
+    assert Squares.events == ["0+1", "2+3"]
+    rows = [row for _, row in results]
+    assert rows[:2] == [{"square": 0}, {"square": 1}]
+    assert rows[2] == rows[3] == {"out_of_memory": "out of memory (no room for both)"}
+
+
+def test_a_second_run_with_one_file_is_refused_and_no_cell_is_lost(tmp_path: Path) -> None:
+    outputs = Outputs(json=tmp_path / "squares.json")
+    with sole_writer(outputs.json), pytest.raises(ValueError, match="give another --json"):
+        run_measurement(Squares(), outputs)
+    assert not outputs.json.exists()
+    assert run_measurement(Squares(), outputs) == 0
+    assert len(Results.load(outputs.json)) == 4

@@ -1,0 +1,211 @@
+"""Questions in turn: what the cache holds before each of them, and what comes out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_kvret.cli import main
+from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.evaluate.haystack import Document, Wording, magic_wording
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.tasks import multiturn
+from hf_kvret.lab.evaluate.tasks.multiturn import MultiTurn
+from hf_kvret.lab.evaluate.usage import UsageSum
+from hf_kvret.lab.report.results import Results
+
+COVERING = "top_k=4096:dense_below=0:recent=16:flush=24"
+LENGTH, TURNS, ANSWER = 900, 3, 5
+
+
+def _run(path: Path, *arguments: str) -> list[dict[str, Any]]:
+    assert main(["eval", "multiturn", "--json", str(path), *arguments]) == 0
+    return json.loads(path.read_text())["cells"]
+
+
+def _small(tiny_model_dir: Path) -> list[str]:
+    arguments = ["--model", str(tiny_model_dir), "--context", str(LENGTH)]
+    return [*arguments, "--turns", str(TURNS), "--samples", "2", "--answer-tokens", str(ANSWER)]
+
+
+@pytest.fixture(scope="module")
+def subject(tiny_model_dir: Path) -> Subject:
+    return load_subject(str(tiny_model_dir))
+
+
+def _second_document(subject: Subject) -> tuple[Wording, Document]:
+    """What the command makes as its second sample."""
+    wording = magic_wording(subject, "multiturn", None, ANSWER)
+    rng = np.random.default_rng([42, LENGTH, 1])
+    depths = (100 * rng.random(TURNS)).tolist()
+    return wording, wording.document(rng, LENGTH, depths, TURNS, start=0.5)
+
+
+def _greedy(subject: Subject, tokens: list[int], stop: frozenset[int] = frozenset()) -> list[int]:
+    given: list[int] = []
+    with torch.inference_mode():
+        while len(given) < ANSWER:
+            logits = subject.model(torch.tensor([tokens + given]), use_cache=False).logits
+            best = int(logits[0, -1].argmax())
+            if best in stop:
+                break
+            given.append(best)
+    return given
+
+
+def _given(cells: list[dict[str, Any]], cache: str, mode: str) -> list[list[str]]:
+    """Answers by sample and turn."""
+    (one,) = [
+        c["result"] for c in cells if (c["cell"]["cache"], c["cell"]["mode"]) == (cache, mode)
+    ]
+    given = [answer["given"] for answer in one["answers"]]
+    return [given[:TURNS], given[TURNS:]]
+
+
+def test_right_answers_come_before_the_next_question_whatever_was_said(
+    tmp_path: Path, tiny_model_dir: Path, subject: Subject
+) -> None:
+    caches = f"full,flat:{COVERING},paris:{COVERING}"
+    picture = tmp_path / "turns.png"
+    arguments = [*_small(tiny_model_dir), "--mode", "both", "--plot", str(picture)]
+    cells = _run(tmp_path / "m.json", *arguments, "--caches", caches)
+    assert len(cells) == 2 * 3 and picture.stat().st_size > 1000
+    wording, document = _second_document(subject)
+    context = document.context.tolist()
+    turns, forks = [], []
+    talk = list(context)
+    for fact in document.asked:
+        forks.append(wording.text(_greedy(subject, context + fact.question)))
+        talk += fact.question
+        turns.append(wording.text(_greedy(subject, talk)))
+        talk += fact.gold
+    assert turns[0] == forks[0] and turns != forks
+    for cache in caches.split(","):
+        assert _given(cells, cache, "turns")[1] == turns
+        assert _given(cells, cache, "forks")[1] == forks
+    for one in cells:
+        assert one["result"]["right"] == [0.0] * TURNS and one["result"]["mean"] == 0
+
+
+def test_own_answers_stay_when_asked_for(
+    tmp_path: Path, tiny_model_dir: Path, subject: Subject
+) -> None:
+    caches = f"full,flat:{COVERING},static"
+    arguments = [*_small(tiny_model_dir), "--own-answers", "--caches", caches]
+    cells = _run(tmp_path / "m.json", *arguments)
+    wording, document = _second_document(subject)
+    tokenizer = subject.need_tokenizer("test")
+    breaks = {n for n in range(len(tokenizer)) if "\n" in tokenizer.decode([n])}
+    talk, turns = document.context.tolist(), []
+    for fact in document.asked:
+        talk += fact.question
+        own = _greedy(subject, talk, frozenset(breaks) | wording.stop)
+        turns.append(wording.text(own))
+        talk += own
+    for cache in caches.split(","):
+        assert _given(cells, cache, "turns")[1] == turns
+
+
+def test_an_own_answer_that_ends_early_is_held_whole(tiny_model_dir: Path) -> None:
+    """A stop token is never fed and everything before it is, once."""
+    subject = load_subject(str(tiny_model_dir))
+    wording, document = _second_document(subject)
+    question = document.asked[0].question
+    free = _greedy(subject, document.context.tolist() + question)
+    cut = next(i for i in range(1, ANSWER) if free[i] not in free[:i])
+    stop = frozenset([free[cut]])
+    talk = multiturn._Talk(
+        subject, choose_cache("full"), LENGTH, document.context, wording, stop, UsageSum()
+    )
+    assert talk.ask(question) == wording.text(free[:cut])
+    talk.keep()
+    assert talk._pending == []
+    held = len(document.context) + len(question) + cut
+    assert talk._reader.length == talk._reader.cache.get_seq_length() == held
+
+
+def test_own_answers_end_with_their_line(
+    tmp_path: Path, tiny_model_dir: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = subject.need_tokenizer("test")
+    (line_break,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    assert line_break in multiturn._line_breaks(subject)
+    letters = tokenizer("abc", add_special_tokens=False)["input_ids"]
+    assert not multiturn._line_breaks(subject) & set(letters)
+
+    wording, document = _second_document(subject)
+    free = _greedy(subject, document.context.tolist() + document.asked[0].question)
+    cut = next(i for i in range(1, ANSWER) if free[i] not in free[:i])
+    monkeypatch.setattr(multiturn, "_line_breaks", lambda subject: frozenset([free[cut]]))
+    arguments = [*_small(tiny_model_dir), "--mode", "both", "--own-answers", "--caches", "full"]
+    cells = _run(tmp_path / "m.json", *arguments)
+    assert _given(cells, "full", "turns")[1][0] == wording.text(free[:cut])
+    assert _given(cells, "full", "forks")[1][0] == wording.text(free)
+
+
+def test_the_bundled_model_answers_every_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    covering = "top_k=4096:dense_below=0"
+    caches = ["full", "flat", f"flat:{covering}", f"paris:{covering}"]
+    arguments = ["--model", "needle", "--context", "2K", "--turns", "5", "--samples", "2"]
+    arguments += ["--top-k", "64", "--mode", "both", "--caches", ",".join(caches)]
+    cells = _run(tmp_path / "m.json", *arguments)
+    for mode in ("turns", "forks"):
+        of = {c["cell"]["cache"]: c["result"] for c in cells if c["cell"]["mode"] == mode}
+        assert of["full"]["mean"] >= 0.9 and len(of["full"]["right"]) == 5
+        assert of["flat"]["mean"] >= of["full"]["mean"] - 0.1
+        assert of["flat"]["read_ratio"] == pytest.approx(64 / 1750, rel=0.05)
+        for cache in caches[2:]:
+            assert of[cache]["answers"] == of["full"]["answers"]
+            assert of[cache]["right"] == of["full"]["right"]
+    accuracy = MultiTurn.accuracy(Results.load(tmp_path / "m.json"))
+    assert accuracy["full"][0] == 1 and 0.5 < accuracy["flat"][0] < 0.65
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    header = [cell.strip() for cell in lines[0].split("|")[1:-1]]
+    turns = [f"turn {turn}" for turn in range(1, 6)]
+    assert header == ["cache", "mode", "length", *turns, "mean", "over full", "cold rows read, %"]
+    assert len(lines) == 2 + 8
+
+
+def test_full_must_be_named_to_be_compared_with() -> None:
+    results = Results("eval multiturn", {"turns": 2})
+    numbers = {"right": [1.0, 0.5], "mean": 0.75, "read_ratio": 0.125}
+    results.add({"cache": "flat", "mode": "turns", "length": 64}, numbers)
+    last = MultiTurn.table(results).splitlines()[-1]
+    cells = [cell.strip() for cell in last.strip("|").split("|")]
+    assert cells == ["flat", "turns", "64", "100", "50", "75.0", "-", "12.50"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mode", "forks", "--own-answers"), "forks forget every answer"),
+        (("--style", "tokens"), "use --style magic"),
+        (("--essays", "missing.txt"), "--essays missing.txt: no such file"),
+        (("--context", "256"), "--context 256 is too short"),
+    ],
+)
+def test_mistakes_are_one_line_each(
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    given = ["eval", "multiturn", "--model", str(tiny_model_dir), "--caches", "full", *arguments]
+    assert main(given) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-kvret: error: ") and message in error
+
+
+def test_text_is_refused_once_the_style_turns_out_to_have_none(
+    tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "multiturn", "--model", "needle", "--essays", str(tiny_text)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--essays" in line and "is text, and --style tokens" in line

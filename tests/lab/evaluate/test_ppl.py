@@ -1,0 +1,122 @@
+"""Perplexity through a cache: the number that one forward pass over the window gives."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.cli import main
+from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
+from hf_kvret.lab.report.results import Results
+
+REGIONS = "dense_below=0:recent=16:flush=16"
+COVERING = f"top_k=1.0:{REGIONS}"
+LENGTH, WINDOWS = 150, 2
+
+
+def _run(path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    assert main(["eval", "ppl", "--json", str(path), *arguments]) == 0
+    return {one["cell"]["cache"]: one["result"] for one in json.loads(path.read_text())["cells"]}
+
+
+def _arguments(model: Path, text: Path) -> list[str]:
+    arguments = ["--model", str(model), "--text", str(text), "--context", str(LENGTH)]
+    return [*arguments, "--windows", str(WINDOWS)]
+
+
+def _one_pass(model_dir: Path, text: Path, start: int) -> float:
+    """Mean loss in nats of the tokens from ``start`` on, by one forward pass a window."""
+    subject = load_subject(str(model_dir))
+    tokenizer = subject.need_tokenizer("test")
+    ids = torch.tensor([0, *tokenizer(text.read_text())["input_ids"]])
+    assert tokenizer.bos_token_id == 0
+    losses = []
+    for number in range(WINDOWS):
+        window = ids[number * LENGTH : (number + 1) * LENGTH]
+        with torch.inference_mode():
+            logs = subject.model(window[None], use_cache=False).logits[0].log_softmax(-1)
+        losses += [-float(logs[place - 1, window[place]]) for place in range(start, LENGTH)]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_it_equals_one_forward_pass(
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, step: int
+) -> None:
+    caches = ["full", "static", f"flat:{COVERING}", f"paris:{COVERING}"]
+    picture = tmp_path / "p.png"
+    arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", ",".join(caches)]
+    arguments += ["--prefill", "0.4", "--step", str(step), "--plot", str(picture)]
+    found = _run(tmp_path / "p.json", *arguments)
+    expected = _one_pass(tiny_model_dir, tiny_text, start=60)
+    for cache in caches:
+        assert found[cache]["nats"] == pytest.approx(expected, abs=1e-3)
+        assert found[cache]["ppl"] == pytest.approx(math.exp(expected), rel=1e-3)
+        assert found[cache]["tokens"] == WINDOWS * 90 and found[cache]["windows"] == WINDOWS
+    # All rows were cold but for those in the window, and all were read but for the sinks.
+    assert 0.9 < found[f"flat:{COVERING}"]["read_ratio"] < 1
+    assert picture.stat().st_size > 1000
+
+
+def test_a_small_budget_is_told_apart(
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise agreement with full attention would say nothing about what is measured."""
+    caches = [f"flat:top_k=1:{REGIONS}", f"flat:{COVERING}"]
+    arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", f"full,{','.join(caches)}"]
+    found = _run(tmp_path / "p.json", *arguments)
+    assert abs(found[caches[0]]["nats"] - found["full"]["nats"]) > 2e-3
+    assert found[caches[0]]["read_ratio"] < 0.05
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    column = rows[0].index("nats over full")
+    assert [row[column] for row in rows[2:]] == [
+        f"{found[cache]['nats'] - found['full']['nats']:+.4f}" for cache in ("full", *caches)
+    ]
+
+
+def test_without_full_there_is_nothing_to_compare_with() -> None:
+    results = Results("eval ppl", {"text": "t.txt"})
+    numbers = {"ppl": 8.0, "nats": 2.0, "tokens": 5, "read_ratio": None}
+    held = {"device_bytes": 10, "host_bytes": 30, "full_bytes": 40}
+    results.add({"cache": "flat", "length": 64}, numbers | held)
+    last = Perplexity.table(results).splitlines()[-1]
+    cells = [cell.strip() for cell in last.strip("|").split("|")]
+    assert cells == ["flat", "64", "8.000", "-", "-", "25.0%", "100.0%", "5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--text", "missing.txt"), "--text missing.txt: no such file"),
+        (("--context", "1M"), "fewer than --context 1048576"),
+        (("--context", "4"), "--context 4: a window needs at least 8 tokens"),
+        (("--model", "needle"), "needs a tokenizer"),
+    ],
+)
+def test_mistakes_are_one_line_each(
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    known = [*_arguments(tiny_model_dir, tiny_text), "--caches", "full"]
+    assert main(["eval", "ppl", *known, *arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-kvret: error: ") and message in error
+
+
+def test_an_empty_text_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    assert main(["eval", "ppl", *_arguments(tiny_model_dir, empty), "--caches", "full"]) == 2
+    assert "has no text in it" in capsys.readouterr().err

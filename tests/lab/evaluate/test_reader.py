@@ -1,0 +1,112 @@
+"""Readers of every cache go the same way, and branch without touching each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
+
+EXACT = [
+    "full",
+    "static",
+    "flat:top_k=1.0:recent=16:flush=8:dense_below=0",
+    "paris:top_k=1.0:recent=16:flush=8:dense_below=0",
+]
+
+
+@pytest.fixture(scope="module")
+def subject(tiny_model_dir: Path) -> Subject:
+    return load_subject(str(tiny_model_dir))
+
+
+@pytest.fixture(scope="module")
+def text() -> torch.Tensor:
+    return torch.randint(3, 400, (120,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def expected(subject: Subject, text: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return subject.model(text[None]).logits[0]
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("step", [1, 3, 7])
+def test_steps_give_the_logits_of_one_pass(
+    name: str, step: int, subject: Subject, text: torch.Tensor, expected: torch.Tensor
+) -> None:
+    reader = Reader(subject.model, choose_cache(name), len(text))
+    logits = [reader.prefill(text[:60], keep=60)]
+    for start in range(60, 120, step):
+        logits.append(reader.feed(text[start : start + step], keep=len(text[start : start + step])))
+    # Logits are around 10 here; summation order differs between the caches.
+    torch.testing.assert_close(torch.cat(logits), expected, atol=2e-4, rtol=1e-4)
+    assert reader.length == 120 and reader.seconds > 0
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_forks_leave_each_other_alone(name: str, subject: Subject, text: torch.Tensor) -> None:
+    reader = Reader(subject.model, choose_cache(name), len(text) + 20)
+    reader.prefill(text[:100])
+    first = reader.fork()
+    given = first.answer(text[100:103], 8)
+    reader.fork().answer(text[110:115], 8)
+    assert (reader.length, first.length) == (100, 100 + 3 + 7)
+    assert reader.fork().answer(text[100:103], 8) == given
+    with torch.inference_mode():
+        tokens = text[:103]
+        for _ in range(8):
+            best = subject.model(tokens[None]).logits[0, -1].argmax()
+            tokens = torch.cat([tokens, best[None]])
+    assert given == tokens[103:].tolist()
+
+
+def test_an_answer_ends_before_a_stop_token(subject: Subject, text: torch.Tensor) -> None:
+    reader = Reader(subject.model, choose_cache("full"), len(text))
+    given = reader.fork().answer(text[:50], 6)
+    place = next(i for i in range(1, 6) if given[i] not in given[:i])
+    assert reader.fork().answer(text[:50], 6, stop={given[place]}) == given[:place]
+    # The stop token was asked for and not fed.
+    twin = reader.fork()
+    twin.answer(text[:50], 6, stop={given[place]})
+    assert twin.length == 50 + place
+    done = reader.fork().answer(text[:50], 6, done=lambda some: len(some) == 2)
+    assert done == given[:2]
+
+
+def test_usage_counts_bytes_and_rows(subject: Subject, text: torch.Tensor) -> None:
+    row = 2 * 2 * 64 * 4  # keys and values, 2 heads, 64 dims, fp32
+    full = Reader(subject.model, choose_cache("full"), len(text))
+    full.feed(text[:100])
+    usage = full.usage()
+    assert usage.full_bytes == usage.device_bytes == 2 * 100 * row
+    assert (usage.host_bytes, usage.read_ratio) == (0, 1.0)
+    flat = Reader(
+        subject.model,
+        choose_cache("flat:top_k=8:recent=16:flush=8:dense_below=0:sink=4:store=host"),
+        len(text),
+    )
+    flat.feed(text[:100])
+    assert flat.usage().read_ratio is None
+    flat.feed(text[100:101])
+    usage = flat.usage()
+    assert usage.host_bytes > 0 and usage.full_bytes == 2 * 101 * row
+    cold = usage.rows_cold // (2 * 2)
+    assert 100 - 16 - 8 <= cold <= 101 - 16
+    assert usage.rows_read == 2 * 2 * 8
+    assert usage.read_ratio == pytest.approx(8 / cold)
+
+
+def test_a_reader_refuses_what_does_not_fit(subject: Subject, text: torch.Tensor) -> None:
+    reader = Reader(subject.model, choose_cache("full"), 10)
+    with pytest.raises(ValueError, match="11 tokens after 0 of at most 10"):
+        reader.feed(text[:11])
+    with pytest.raises(ValueError, match="feed at least one"):
+        reader.feed(text[:0])
+    with pytest.raises(TypeError, match="full is no retrieval cache"):
+        reader.fork(track_recall=True)

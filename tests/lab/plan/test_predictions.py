@@ -1,0 +1,156 @@
+"""Predicted bytes are those of caches that really hold the tokens."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret import RetrievalCache
+from hf_kvret.lab.bench.filling import LayerRows, feed, fill_randomly, random_tokens, serving
+from hf_kvret.lab.bench.shapes import load_shape, random_model
+from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.plan.filling import Predictor
+from hf_kvret.testing import LATENT_MODELS, MODELS, tiny_artifact
+
+# Sizes without contents are exact at the length asked for; on the line pages and room are rounded.
+CLOSE = {"rel": 0.01}
+SMALL = {"top_k": 48, "store": "device"}
+# Windows of a few tokens, so that short prompts have cold ones.
+SHORT = ":sink=4:recent=32:flush=32:dense_below=0:max_draft=16"
+
+
+def tiny() -> PreTrainedModel:
+    return random_model(load_shape("tiny").config, torch.float32, "cpu", 0)
+
+
+@pytest.fixture(scope="module")
+def six_layers() -> PreTrainedModel:
+    config = copy.deepcopy(load_shape("tiny").config)
+    config.num_hidden_layers = 6
+    return random_model(config, torch.float32, "cpu", 0)
+
+
+def really(model: PreTrainedModel, cache: RetrievalCache, batch: int, length: int) -> None:
+    """Read a prompt of ``length`` tokens and decode one more."""
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, batch, length, 0), 0)
+        feed(model, cache, random_tokens(model, batch, 1, 1), length)
+
+
+def check(model: PreTrainedModel, name: str, length: int, batch: int = 1) -> None:
+    choice = choose_cache(name, SMALL)
+    cache = choice.make(model.config, length + 1)
+    assert isinstance(cache, RetrievalCache)
+    really(model, cache, batch, length)
+    report = cache.memory()
+    held = Predictor(model.config, choice, model.dtype).at(length).of_batch(batch)
+    assert report.index or report.store_device or report.store_host or choice.method == "latent"
+    assert held.index == pytest.approx(report.index, **CLOSE)
+    assert held.window == pytest.approx(report.window + report.other_layers, **CLOSE)
+    assert held.shared == report.shared
+    assert held.device == pytest.approx(report.device, **CLOSE)
+    assert held.host == pytest.approx(report.host, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flat",
+        "paris",
+        "paris:store=host",
+        "paris:store=cpu",
+        "paris:store=resident",
+        "paris:store=higgs-host:bits=3",
+        "lrqk:store=higgs",
+        "ctkvr:store=host",
+        "ctkvr:store=cpu:rerank=cpu",
+        "h2o:store=host",
+        "aqua:predictor=none:first_bits=4",
+        "aqua:predictor=none:first_bits=4:store=host",
+    ],
+)
+def test_bytes_are_those_of_a_filled_cache(name: str) -> None:
+    check(tiny(), name + SHORT, 500)
+
+
+@pytest.mark.parametrize("batch", [3])
+def test_a_batch_takes_its_multiple(batch: int) -> None:
+    check(tiny(), "lrqk:store=host" + SHORT, 300, batch)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_layers_that_slide_keep_what_they_keep(name: str) -> None:
+    check(MODELS[name].build(), "flat:store=host" + SHORT, 200)
+
+
+@pytest.mark.parametrize("name", ["latent", "flat:store=host" + SHORT, "paris" + SHORT])
+def test_latent_rows_are_counted_once(name: str) -> None:
+    check(LATENT_MODELS["deepseek_v3"].build(), name, 200)
+
+
+def test_an_artifact_gives_codes_their_size(tmp_path: Path) -> None:
+    model = MODELS["llama"].build()
+    folder = tiny_artifact(model, "a2ats", tmp_path / "a2ats")
+    check(model, f"a2ats:artifact={folder}" + SHORT, 200)
+
+
+def rows_of(model: PreTrainedModel) -> list[LayerRows]:
+    return [LayerRows(2, 64, 64, 1.0, 1.0)] * model.config.num_hidden_layers
+
+
+def filled(model: PreTrainedModel, name: str, length: int) -> RetrievalCache:
+    """A cache with ``length`` random rows and a decoded token, which no model has read."""
+    cache = choose_cache(name, SMALL).make(model.config, length + 1)
+    assert isinstance(cache, RetrievalCache)
+    with serving(model, cache):
+        place = {"device": model.device, "dtype": model.dtype}
+        fill_randomly(model.config, cache, rows_of(model), 1, length, 0, **place)
+        feed(model, cache, random_tokens(model, 1, 1, 1), length)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("flat:store=host", 9_000),
+        ("paris:store=host", 12_000),
+        ("lrqk:store=split:device_budget=4MB", 9_000),
+        pytest.param("ctkvr:store=host", 130_000, marks=pytest.mark.slow),
+        pytest.param("paris:top_k=0.05:store=resident", 60_000, marks=pytest.mark.slow),
+    ],
+)
+def test_the_line_leads_to_the_bytes_of_a_longer_cache(name: str, length: int) -> None:
+    model = tiny()
+    predictor = Predictor(model.config, choose_cache(name, SMALL), model.dtype)
+    assert length > predictor.even_len
+    held, report = predictor.at(length), filled(model, name, length).memory()
+    assert held.device == pytest.approx(report.device, **CLOSE)
+    assert held.host == pytest.approx(report.host, **CLOSE)
+
+
+def test_a_store_that_asks_the_machine_is_refused() -> None:
+    config = load_shape("tiny").config
+    with pytest.raises(ValueError, match="name a store, as store=host"):
+        Predictor(config, choose_cache("paris:store=auto"), torch.float32)
+    with pytest.raises(ValueError, match="as device_budget=8GB"):
+        Predictor(config, choose_cache("paris:store=split"), torch.float32)
+    with pytest.raises(ValueError, match="no latent attention"):
+        Predictor(config, choose_cache("latent"), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["paris:store=host", "aqua:predictor=none:first_bits=4"])
+def test_one_layer_stands_for_those_that_are_like_it(
+    name: str, six_layers: PreTrainedModel
+) -> None:
+    check(six_layers, name + SHORT, 200)
+
+
+def test_predicted_rows_are_handed_on_from_layer_to_layer(
+    six_layers: PreTrainedModel, tmp_path: Path
+) -> None:
+    folder = tiny_artifact(six_layers, "aqua", tmp_path / "aqua")
+    check(six_layers, f"aqua:artifact={folder}" + SHORT, 200)

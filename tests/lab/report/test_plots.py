@@ -1,0 +1,94 @@
+"""Pictures: plain numbers on their axes, a number in every cell, labels beside each other."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hf_kvret.lab.report import plots
+from hf_kvret.lab.report.plots import (
+    count_label,
+    plot_heat_maps,
+    plot_lines,
+    plot_points,
+    plot_shares,
+)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that were drawn, with their layout, in place of files."""
+    drawn: list[Any] = []
+
+    def keep(figure: Any, path: Path) -> None:
+        figure.canvas.draw()
+        drawn.append(figure)
+
+    monkeypatch.setattr(plots, "_save", keep)
+    return drawn
+
+
+def labels(ticks: list[Any]) -> list[str]:
+    return [tick.get_text() for tick in ticks]
+
+
+def test_counts_are_said_in_k_and_m() -> None:
+    counts = (1, 256, 1000, 3000, 4096, 131_072, 3 * 1024**2, 1536)
+    said = ["1", "256", "1,000", "3,000", "4K", "128K", "3M", "1,536"]
+    assert [*map(count_label, counts)] == said
+
+
+@pytest.mark.parametrize(
+    ("values", "some"),
+    [
+        ((4096, 9000), ["6,000"]),
+        ((1.5, 9.0), ["2", "5"]),
+        ((0.5, 60), ["0.5", "1", "10", "50"]),
+        ((0.00002, 0.3), ["0.0001", "0.01"]),
+        ((150.0, 151.0), ["150", "151"]),
+    ],
+)
+def test_axes_show_plain_numbers(
+    values: tuple[float, float], some: list[str], figures: list[Any]
+) -> None:
+    lines = {"paris": ([4096.0, 16_384.0], values)}
+    plot_lines(Path("x.png"), lines, title="t", x="x", y="y", log_x=True, log_y=True)
+    points = {"paris": (values, (1.0, 2.0))}
+    plot_points(Path("x.png"), points, title="t", x="x", y="y")
+    (line,), (point,) = (figure.axes for figure in figures)
+    assert labels(line.get_xticklabels()) == ["4K", "16K"]
+    for shown in (labels(line.get_yticklabels()), labels(point.get_xticklabels())):
+        assert not [label for label in shown if "10^" in label or "e" in label]
+        assert not [label for label in some if label not in shown]
+    assert not line.get_yticklabels(minor=True) and not point.get_xticklabels(minor=True)
+
+
+def test_every_cell_of_a_map_shows_its_number(figures: list[Any]) -> None:
+    maps = {"full": np.array([[100.0, 50.0], [0.0, np.nan]])}
+    plot_heat_maps(
+        Path("x.png"), maps, rows="ab", columns="cd", title="t", x="x", y="y", high=100.0
+    )
+    (figure,) = figures
+    assert [text.get_text() for text in figure.axes[0].texts] == ["100", "50", "0"]
+    assert [text.get_color() for text in figure.axes[0].texts] == ["white", "black", "white"]
+
+
+@pytest.mark.parametrize("count", [1, 7, 20])
+def test_percentages_and_names_dont_overlap(count: int, figures: list[Any]) -> None:
+    names = [f"lrqk:rank={number}:store=resident" for number in range(count)]
+    panels = {name: [1.0] * count for name in ("answers right", "device bytes", "rows read")}
+    plot_shares(Path("x.png"), names, panels, title="t")
+    (figure,) = figures
+    renderer = figure.canvas.get_renderer()
+    for axis in figure.axes:
+        boxes = [text.get_window_extent(renderer) for text in axis.texts]
+        assert len(boxes) == count
+        assert not any(one.overlaps(other) for one, other in pairwise(boxes))
+        others = [other for other in figure.axes if other is not axis]
+        assert not any(box.overlaps(other.bbox) for box in boxes for other in others)
+    shown = [label.get_window_extent(renderer) for label in figure.axes[0].get_yticklabels()]
+    assert not any(one.overlaps(other) for one, other in pairwise(shown))

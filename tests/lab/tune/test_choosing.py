@@ -1,0 +1,210 @@
+"""Choice, front and halving from measurements that are given."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hf_kvret.lab.evaluate.measurement import Row
+from hf_kvret.lab.report.results import Results
+from hf_kvret.lab.tune.choosing import (
+    Measured,
+    beats,
+    choose,
+    collect,
+    complete,
+    finalists,
+    front,
+    halved,
+    rounds,
+    survivors,
+)
+from hf_kvret.lab.tune.showing import shown
+
+
+def row(equal: int, step_bytes: int, ms: float = 1.0, tokens: int = 100) -> Row:
+    sums = {"kl": 0.1 * tokens, "kl_squares": 0.02 * tokens}
+    return {
+        "tokens": tokens,
+        "equal": equal,
+        "step_bytes": step_bytes,
+        "device_bytes": 0,
+        "ms": ms,
+    } | sums
+
+
+def variant(name: str, *equal: int, bytes: int, ms: float = 1.0) -> Measured:
+    return Measured(name, tuple(row(one, bytes, ms) for one in equal))
+
+
+def test_means_and_errors_are_those_of_the_textbook() -> None:
+    one = Measured("a", (row(90, 10), row(30, 40, ms=3.0, tokens=50)))
+    assert one.tokens == 150 and one.agreement == 0.8
+    share = 120.5 / 151
+    assert one.agreement_error == pytest.approx(math.sqrt(share * (1 - share) / 150))
+    # Values with mean 0.1 and mean square 0.02: variance 0.01 over n, n - 1 in the sample.
+    assert one.kl == pytest.approx(0.1)
+    assert one.kl_error == pytest.approx(math.sqrt(0.01 * 150 / 149 / 150))
+    assert one.cost == (25, 2.0)
+    assert Measured("b", (row(1, 1, tokens=1),)).kl_error == 0
+
+
+def test_windows_that_differ_more_than_their_tokens_make_errors_larger() -> None:
+    shares = (60, 100, 60, 100)
+    apart = variant("a", *shares, bytes=1)
+    # Around 80 by 20: a variance of 1,600 / 3 in the sample.
+    assert apart.agreement_error == pytest.approx(0.01 * math.sqrt(1600 / 3 / 4))
+    alike = variant("a", 80, 80, 80, 80, bytes=1)
+    assert alike.agreement_error < 0.25 * apart.agreement_error
+    # Three windows tell little of what the next one brings.
+    assert variant("a", 60, 100, 80, bytes=1).agreement_error < 0.025
+    rows = [row(80, 1) | {"kl": kl, "kl_squares": 2.0} for kl in (0.0, 20.0, 0.0, 20.0)]
+    assert Measured("a", tuple(rows)).kl_error == pytest.approx(0.1 / math.sqrt(3))
+
+
+def test_an_agreement_of_all_tokens_is_not_certain() -> None:
+    assert variant("a", 100, bytes=1).agreement_error > 0.005
+
+
+def test_the_cheapest_with_an_error_to_spare_is_chosen() -> None:
+    # Of 100 tokens, 97 have an error of 0.018 and 99 one of 0.012.
+    measured = [
+        variant("sure", 99, bytes=30),
+        variant("surer", 100, bytes=40),
+        variant("mean", 96, bytes=20),
+        variant("short", 80, bytes=10),
+    ]
+    chosen = choose(measured, 0.95)
+    assert (chosen.variant and chosen.variant.name, chosen.certainty) == ("sure", "sure")
+    chosen = choose(measured[2:], 0.95)
+    assert (chosen.variant and chosen.variant.name, chosen.certainty) == ("mean", "mean")
+    chosen = choose(measured[3:], 0.95)
+    assert (chosen.variant and chosen.variant.name, chosen.certainty) == ("short", "missed")
+    assert choose([], 0.95).variant is None
+
+
+def test_time_decides_where_bytes_are_equal_and_the_first_is_the_best_of_equals() -> None:
+    slow, quick = variant("slow", 99, bytes=5, ms=2.0), variant("quick", 99, bytes=5)
+    assert choose([slow, quick], 0.9).variant is quick
+    assert choose([slow, quick], 0.999).variant is quick
+
+
+def test_of_variants_that_cost_the_same_the_best_is_chosen() -> None:
+    # A little slower, within what times are worth.
+    worse, better = variant("worse", 97, bytes=5), variant("better", 100, bytes=5, ms=1.001)
+    assert choose([worse, better], 0.9).variant is better
+    assert front([worse, better]) == [better]
+    nearer = Measured("nearer", (row(97, 5, ms=1.001) | {"kl": 0.01},))
+    assert choose([worse, nearer], 0.9).variant is nearer
+    slower = Measured("slower", (row(97, 5, ms=1.2) | {"kl": 0.01},))
+    assert choose([worse, slower], 0.9).variant is worse
+
+
+def _results(rows: dict[tuple[str, int], Row], windows: int = 2) -> Results:
+    setup = {"windows": windows, "agreement": 0.95, "variants": 6}
+    results = Results("tune", setup)
+    for window in range(windows):
+        results.add({"cache": "full", "window": window}, row(100, 99))
+    for (name, window), one in rows.items():
+        results.add({"cache": name, "window": window}, one)
+    return results
+
+
+def test_finalists_are_known_when_the_last_round_is_over() -> None:
+    names = [f"v{place}" for place in range(6)]
+    rows = {(name, 0): row(94 + place, place + 1) for place, name in enumerate(names)}
+    going_on = survivors(complete(_results(rows), names, 1), 0.95)
+    assert len(going_on) == 4
+    for name in going_on:
+        assert finalists(_results(rows)) is None
+        rows[name, 1] = row(90, 1)
+    found = finalists(_results(rows))
+    assert found is not None and [one.name for one in found] == going_on
+    # What did not fit into memory is out, at whichever time.
+    rows[going_on[0], 1] = {"out_of_memory": "no room"}
+    found = finalists(_results(rows))
+    assert found is not None and [one.name for one in found] == going_on[1:]
+    del rows["v0", 0]
+    assert finalists(_results(rows)) is None
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    measured = [
+        variant("best", 99, bytes=40, ms=4.0),
+        variant("cheap", 80, bytes=10, ms=4.0),
+        variant("beaten", 80, bytes=11, ms=4.0),
+        variant("quick", 80, bytes=50, ms=1.0),
+        variant("hardly quicker", 99, bytes=41, ms=3.9),
+    ]
+    assert [one.name for one in front(measured)] == ["cheap", "best", "quick"]
+    alike = [variant("a", 90, bytes=1), variant("b", 90, bytes=1, ms=1.04)]
+    assert len(front(alike)) == 2
+    slow = variant("slow", 90, bytes=1, ms=1.2)
+    assert beats(alike[0], slow) and not beats(slow, alike[0])
+
+
+def test_windows_that_only_one_has_seen_do_not_count() -> None:
+    # The first window is hard for both, and easier for the second.
+    long, short = variant("long", 80, 100, bytes=10), variant("short", 81, bytes=10)
+    assert beats(short, long) and not beats(long, short)
+
+
+def test_the_half_that_may_be_chosen_goes_on() -> None:
+    ladder = [
+        variant(f"top_k={place}", equal, bytes=place)
+        for place, equal in enumerate((50, 60, 70, 80, 94, 96, 99, 100))
+    ]
+    assert survivors(ladder, 0.95) == ["top_k=4", "top_k=5", "top_k=6", "top_k=7"]
+    # What is dearer than one that is sure is left out; hopeless ones fill up from the best.
+    dear = [variant(f"dear{place}", 100, bytes=100 + place) for place in range(8)]
+    kept = survivors([*ladder, *dear], 0.95)
+    assert len(kept) == 8 and {"top_k=4", "top_k=5", "top_k=6", "top_k=7"} <= set(kept)
+    assert "dear7" not in kept
+    # Where none reaches the target, the best go on.
+    low = [variant(str(equal), equal, bytes=equal) for equal in range(10, 26)]
+    assert survivors(low, 0.99) == [str(equal) for equal in range(18, 26)]
+
+
+def test_the_surest_goes_on_behind_many_that_may_do() -> None:
+    maybe = [variant(f"m{place}", 95, bytes=place) for place in range(20)]
+    sure = variant("sure", 100, bytes=99)
+    kept = survivors([*maybe, sure], 0.95)
+    assert len(kept) == 11 and "sure" in kept and "m0" in kept and "m19" not in kept
+
+
+def test_few_variants_are_not_halved() -> None:
+    assert [halved(count) for count in (0, 1, 4, 5, 8, 9, 64)] == [0, 1, 4, 4, 4, 5, 32]
+    four = [variant(str(place), 10, bytes=place) for place in range(4)]
+    assert survivors(four, 0.9) == ["0", "1", "2", "3"]
+    assert survivors([], 0.9) == []
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 4, 7, 8])
+def test_rounds_double_and_take_every_window_once(windows: int) -> None:
+    taken = rounds(windows)
+    assert [window for one in taken for window in one] == list(range(windows))
+    assert [len(one) for one in rounds(8)] == [1, 1, 2, 4]
+
+
+def test_rows_behind_a_gap_do_not_count() -> None:
+    cells = [("a", 0), ("a", 2), ("b", 1), ("c", 1), ("c", 0)]
+    rows = {cell: row(place, 1) for place, cell in enumerate(cells)}
+    found = collect(({"cache": name, "window": w}, one) for (name, w), one in rows.items())
+    assert {name: len(one.rows) for name, one in found.items()} == {"a": 1, "c": 2}
+    assert [one["equal"] for one in found["c"].rows] == [4, 3]
+
+
+def test_a_choice_that_was_beaten_on_fewer_tokens_is_shown() -> None:
+    names = [f"v{place}" for place in range(6)]
+    rows = {(name, 0): row(90, 10 + place) for place, name in enumerate(names)}
+    # Better and cheaper on what it has seen, yet likelier ones went on.
+    rows["v5", 0] = row(91, 9)
+    rows |= {(name, 1): row(99, 10) for name in survivors(complete(_results(rows), names, 1), 0.95)}
+    rows.pop(("v5", 1), None)
+    results = _results(rows)
+    assert "Not finished" in shown(results)
+    rows |= {("v5", 1): {"out_of_memory": "no room"}}
+    rows = {cell: one | {"method": "flat", "cache_config": {}} for cell, one in rows.items()}
+    told = shown(_results(rows))
+    assert "| **v0**" in told and "| v5 " in told and "Out of memory: v5" in told

@@ -1,0 +1,267 @@
+"""``hf-kvret tune`` from end to end, on models that take no time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import FlatKVCache
+from hf_kvret.cli import main
+from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
+from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.texts import read_text, token_ids
+from hf_kvret.lab.report.report import write_report
+from hf_kvret.lab.report.results import Results
+from hf_kvret.lab.tune.command import Tune
+from hf_kvret.lab.tune.measuring import Walker, divergence
+from hf_kvret.lab.tune.variants import make_variants
+from hf_kvret.lab.tune.windows import cut_windows
+from hf_kvret.registry import restore
+
+SMALL = "recent=16:flush=16"
+SIZES = ["--context", "256", "--tokens", "16", "--windows", "2"]
+NEEDLE = ["--model", "needle", *SIZES, "--methods", f"flat:{SMALL},paris:{SMALL}"]
+
+
+def tune(*arguments: str) -> int:
+    return main(["tune", *arguments])
+
+
+@pytest.fixture
+def walked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The variants and windows that are measured, as they come."""
+    done: list[tuple[str, int]] = []
+    whole = Walker.row
+
+    def note(self: Walker, variant: Any, window: int) -> Any:
+        done.append((variant.name, window))
+        return whole(self, variant, window)
+
+    monkeypatch.setattr(Walker, "row", note)
+    return done
+
+
+def test_a_choice_is_printed_written_and_fits_generate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], walked: list[tuple[str, int]]
+) -> None:
+    files = [tmp_path / name for name in ("t.json", "c.json", "t.png")]
+    names = ("--json", "--out", "--plot")
+    where = [word for pair in zip(names, map(str, files), strict=True) for word in pair]
+    assert tune(*NEEDLE, "--agreement", "0.5", *where) == 0
+    # 2 methods, 5 budgets, with and without a rest, and half of them once more.
+    first = [name for name, window in walked if window == 0]
+    second = [name for name, window in walked if window == 1]
+    assert len(first) == 2 * 5 * 2 and len(second) == 10 and set(second) < set(first)
+    out = capsys.readouterr().out
+    results = Results.load(files[0])
+    pasted = json.loads(files[1].read_text())
+    assert json.dumps(pasted) in out and Tune.table(results) in out
+    assert pasted["cache_implementation"] in ("flat", "paris")
+    [bold] = [line for line in out.splitlines() if line.startswith("| **")]
+    assert f"top_k={pasted['cache_config']['top_k']}:" in bold and "| 16 " in bold
+    assert pasted["cache_config"].items() >= {"recent": 16, "flush": 16}.items()
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    full = results.find({"cache": "full", "window": 0})
+    assert full is not None and full["equal"] == full["tokens"] == 8 and full["kl"] == 0
+    subject = load_subject("needle")
+    tokens = torch.randint(264, 512, (1, 300))
+    generated = subject.model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2, **pasted
+    )
+    assert generated.shape == (1, 302)
+    restore(subject.model)
+    (page, overview), skipped, failed = write_report(tmp_path, {"tune": Tune})
+    assert not failed and list(skipped) == [files[1]]
+    assert "cache_implementation" in page.read_text() and "tune" in overview.read_text()
+
+
+def test_the_numbers_are_those_of_an_independent_run(
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+) -> None:
+    file = tmp_path / "t.json"
+    method = f"flat:{SMALL}:dense_below=0"
+    place = ["--model", str(tiny_model_dir), "--text", str(tiny_text)]
+    given = [*place, *SIZES, "--methods", method, "--top-k", "8", "--rest", "off"]
+    assert tune(*given, "--json", str(file)) == 0
+    subject = load_subject(str(tiny_model_dir))
+    assert subject.tokenizer is not None
+    ids = token_ids(subject.tokenizer, read_text(tiny_text))[1:]
+    bos = subject.tokenizer.bos_token_id
+    windows = cut_windows(ids, 256, 8, 2, bos=bos, seed=42)
+    results, equal = Results.load(file), 0
+    for number, window in enumerate(windows):
+        cache = FlatKVCache(
+            subject.model.config, top_k=8, recent=16, flush=16, dense_below=0, store="device"
+        )
+        with torch.inference_mode():
+            subject.model(window[None, :255], past_key_values=cache)
+            steps = [
+                subject.model(token[None, None], past_key_values=cache).logits[0, -1]
+                for token in window[255:263]
+            ]
+            whole = subject.model(window[None, :263]).logits[0, -8:]
+        own = torch.stack(steps)
+        row = results.find({"cache": f"{method}:top_k=8", "window": number})
+        assert row is not None
+        kl = torch.nn.functional.kl_div(
+            own.log_softmax(-1), whole.log_softmax(-1), log_target=True, reduction="none"
+        ).sum(-1)
+        assert row["equal"] == int((own.argmax(-1) == whole.argmax(-1)).sum())
+        # fp32 here, fp64 there, over 400 tokens.
+        assert row["kl"] == pytest.approx(float(kl.sum()), rel=1e-3)
+        assert row["kl_squares"] == pytest.approx(float(kl.square().sum()), rel=1e-3)
+        assert 0 < row["step_bytes"] < row["full_bytes"] and row["ms"] > 0
+        equal += row["equal"]
+    # A budget of 8 must matter, or nothing is tested.
+    assert equal < 16
+
+
+def test_a_fork_is_measured_like_a_cache_of_its_own() -> None:
+    """Whichever variant came first, and whatever options the filled cache has."""
+    subject = load_subject("needle")
+    generator = torch.Generator().manual_seed(0)
+    windows = [torch.randint(264, 512, (232,), generator=generator)]
+    texts = [f"paris:{SMALL}", f"lrqk:{SMALL}"]
+    variants = make_variants(texts, ["device"], [16, 160], ["off", "mean"], {}, 224)
+    shared = Walker(subject, windows, 8)
+    for one in variants.values():
+        alone = make_variants([one.name], ["device"], [], ["off"], {}, 224)[one.name]
+        assert not alone.changes
+        got, want = shared.row(one, 0), Walker(subject, windows, 8).row(alone, 0)
+        for name in ("tokens", "equal", "step_bytes", "device_bytes"):
+            assert got[name] == want[name], (one.name, name)
+        assert got["kl"] == pytest.approx(want["kl"], rel=1e-3, abs=1e-9)
+
+
+def test_an_interrupted_tuning_goes_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    walked: list[tuple[str, int]],
+) -> None:
+    file = tmp_path / "t.json"
+    whole = Walker.row
+
+    def interrupted(self: Walker, variant: Any, window: int) -> Any:
+        if window == 1 and len([one for one in walked if one[1] == 1]) == 2:
+            raise KeyboardInterrupt
+        return whole(self, variant, window)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Walker, "row", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tune(*NEEDLE, "--agreement", "0.5", "--json", str(file))
+    assert "Not finished" in capsys.readouterr().out
+    before = list(walked)
+    assert tune(*NEEDLE, "--agreement", "0.5", "--json", str(file)) == 0
+    assert len(walked) == len(set(walked)) == 30 and walked[: len(before)] == before
+    assert "were finished already" in capsys.readouterr().out
+    assert tune(*NEEDLE, "--agreement", "0.5", "--json", str(file)) == 0
+    assert len(walked) == 30
+    assert tune(*NEEDLE, "--agreement", "0.6", "--json", str(file)) == 2
+    assert "agreement was 0.5, now 0.6" in capsys.readouterr().err
+
+
+def test_a_target_that_is_missed_is_told(
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--model", str(tiny_model_dir), "--text", str(tiny_text), *SIZES]
+    assert tune(*place, "--methods", f"flat:{SMALL}", "--top-k", "1,2", "--agreement", "1") == 0
+    out = capsys.readouterr().out
+    assert "MISSED: no variant has an agreement of 1" in out and '"top_k"' in out
+
+
+def test_a_cache_that_does_not_fit_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill, fills = Walker._fill, []
+
+    def short(self: Walker, choice: Any, window: int) -> Any:
+        fills.append(choice.name)
+        if choice.method == "flat":
+            raise MemoryError("no room")
+        return fill(self, choice, window)
+
+    monkeypatch.setattr(Walker, "_fill", short)
+    assert tune(*NEEDLE, "--agreement", "0.5", "--rest", "off", "--top-k", "16,64") == 0
+    out = capsys.readouterr().out
+    assert "Out of memory: flat:" in out and '"cache_implementation": "paris"' in out
+    assert sum(name.startswith("flat") for name in fills) == 1
+
+
+def test_artifacts_bring_their_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "t.json"
+    learned = ",".join(str(BUNDLED_MODEL / method) for method in ("a2ats", "aqua"))
+    given = [*NEEDLE[:-1], f"flat:{SMALL}", "--context", "800", "--top-k", "16", "--rest", "off"]
+    assert tune(*given, "--artifact", learned, "--json", str(file)) == 0
+    rows = {cell["cache"]: row for cell, row in Results.load(file)}
+    assert len(rows) == 4
+    for method, budget in (("a2ats", ":top_k=16"), ("aqua", "")):
+        row = rows[f"{method}{budget}:dense_below=400"]
+        assert len(row["artifact"]) == 64
+        assert row["cache_config"]["artifact"] == str(BUNDLED_MODEL / method)
+
+
+def test_divergence_is_that_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    full, other = torch.randn(2, 37, 50, generator=generator)
+    want = torch.nn.functional.kl_div(
+        other.double().log_softmax(-1),
+        full.double().log_softmax(-1),
+        log_target=True,
+        reduction="none",
+    ).sum(-1)
+    torch.testing.assert_close(divergence(full, other), want)
+    assert (divergence(full, full) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "fewer than the 8,192 of --context and the 1,024 of --tokens"),
+        (["--context", "1M"], "the model knows 65536 positions"),
+        (["--context", "400"], "attends to everything up to 773 tokens (sink, recent and flush)"),
+        (["--methods", "full"], "unknown: full; choose among flat, paris"),
+        (["--methods", "a2ats"], "--artifact FOLDER"),
+        (["--methods", ","], "--methods: none is named"),
+        (["--stores", "attic"], "--stores attic: choose among device"),
+        (["--stores", "host,host"], "--stores has the same value twice"),
+        (["--top-k", "64,64"], "--top-k has the same value twice"),
+        (["--top-k", "0"], "--top-k: 0: a count from 1"),
+        (["--rest", "half"], "--rest: unknown: half"),
+        (["--agreement", "1.5"], "--agreement: '1.5' is no number above 0, at most 1"),
+        (["--agreement", "0"], "--agreement: '0' is no number above 0, at most 1"),
+        (["--text", "missing.txt"], "--text missing.txt: no such file"),
+        (["--out", "FOLDER"], "is a folder: give a file in it"),
+        (["--out", "FOLDER/x.json", "--json", "FOLDER/x.json"], "give each its own file"),
+    ],
+)
+def test_mistakes_are_one_line_each(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [word.replace("FOLDER", str(tmp_path)) for word in arguments]
+    place = ["--model", str(tiny_model_dir), "--text", str(tiny_text)]
+    try:
+        status: int | Callable[..., Any] | str | None = tune(*place, *given)
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error and "error: " in error
+
+
+def test_needle_makes_its_own_text(tiny_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--model", "needle", "--text", str(tiny_text)) == 2
+    assert "leave --text out" in capsys.readouterr().err
+    assert tune("--model", "reference") == 2
+    assert "give --text FILE" in capsys.readouterr().err

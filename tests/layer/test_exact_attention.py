@@ -1,0 +1,197 @@
+"""Exact attention over all tokens of a layer, against softmax in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_kvret import ColdTokens, FlatConfig
+from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.layer import exact_attention
+from hf_kvret.layer.call import AttentionCall
+from hf_kvret.layer.exact_attention import attend_cold, attend_dense, attend_exactly
+from hf_kvret.layer.regions import Regions
+from hf_kvret.methods.flat.index import FlatIndex
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+
+BATCH, HEADS, GROUP, DIM, PAST, NEW = 2, 2, 2, 8, 60, 9
+SCALE = 0.6
+# fp32 sums of some tens of tokens; values are around 1.
+ERROR = 2e-6
+
+
+def draw(seed: int, heads: int, count: int) -> torch.Tensor:
+    return torch.randn(BATCH, heads, count, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(valid: torch.Tensor | None) -> tuple[Regions, torch.Tensor, torch.Tensor]:
+    """Regions with cold tokens, a sink among them, and recent ones; their keys and values."""
+    keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
+    config = FlatConfig(top_k=4, sink=2, recent=8, flush=4, max_draft=4, dense_below=0)
+    regions = Regions(
+        config, FlatIndex(), lambda first: PagedStore(DeviceMemory(first.device)), keys, values
+    )
+    regions.take_prompt(keys, values, None if valid is None else valid[:, :PAST])
+    assert regions.cold_len == PAST - 8
+    return regions, keys, values
+
+
+def expected(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the newest tokens, causal among them, in float64."""
+    keys, values = (x.double().repeat_interleave(GROUP, dim=1) for x in (keys, values))
+    scores = query.double() @ keys.mT * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    length, count = keys.shape[2], query.shape[2]
+    hidden = torch.arange(length) > torch.arange(length - count, length)[:, None]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if scoring.valid is not None:
+        scores = scores.masked_fill(~scoring.valid[:, None, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.double()[None, :, None, None].expand(BATCH, -1, count, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return scores.softmax(-1)[..., :length] @ values
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 0.8])
+def test_new_tokens_attend_to_all_before_them_and_to_each_other(
+    softcap: float | None, sinks: torch.Tensor | None, padded: bool
+) -> None:
+    valid = torch.ones(BATCH, PAST + NEW, dtype=torch.bool)
+    valid[1, :7] = False
+    scoring = Scoring(valid if padded else None, SCALE, softcap)
+    regions, keys, values = filled(scoring.valid)
+    new_keys, new_values, query = draw(3, HEADS, NEW), draw(4, HEADS, NEW), draw(5, 4, NEW)
+    call = AttentionCall(scoring, lambda: query, sinks)
+    # As a layer does, which then attends to what was there before.
+    regions.take_prompt(new_keys, new_values, scoring.valid)
+    out = attend_exactly(regions, query, new_keys, new_values, PAST, call)
+    wanted = expected(
+        query,
+        torch.cat([keys, new_keys], dim=2),
+        torch.cat([values, new_values], dim=2),
+        scoring,
+        sinks,
+    )
+    assert out.dtype == torch.float32 and out.shape == wanted.shape
+    assert (out - wanted).abs().max() < ERROR
+
+
+class Making(AttentionCall):
+    """Makes keys and values of rows, as latent attention does, and notes of how many at once."""
+
+    makes_rows = True
+    lengths: list[int]
+
+    def keys_and_values(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.lengths.append(keys.shape[2])
+        return 2 * keys, 3 * values
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_is_made_of_a_long_window_is_made_in_pieces(
+    padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a dense cache, whose window holds all tokens; a piece is hidden as a whole."""
+    monkeypatch.setattr(exact_attention, "piece_len", lambda *_: 16)
+    valid = torch.ones(BATCH, PAST + NEW, dtype=torch.bool)
+    valid[1, :20] = False
+    scoring = Scoring(valid if padded else None, SCALE)
+    keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
+    config = FlatConfig(sink=2, recent=8, flush=4, dense_below=10_000)
+    regions = Regions(config, None, pytest.fail, keys, values)
+    regions.take_prompt(keys, values, None if scoring.valid is None else valid[:, :PAST])
+    new_keys, new_values, query = draw(3, HEADS, NEW), draw(4, HEADS, NEW), draw(5, 4, NEW)
+    regions.take_prompt(new_keys, new_values, scoring.valid)
+    call = Making(scoring, lambda: query)
+    object.__setattr__(call, "lengths", [])
+    out = attend_exactly(regions, query, new_keys, new_values, PAST, call)
+    # The new tokens' own, then those of the window, sinks included.
+    assert call.lengths[0] == NEW and max(call.lengths[1:]) == 16
+    assert sum(call.lengths[1:]) >= PAST
+    made = 2 * torch.cat([keys, new_keys], dim=2), 3 * torch.cat([values, new_values], dim=2)
+    assert (out - expected(query, *made, scoring)).abs().max() < 3 * ERROR
+
+
+@pytest.mark.parametrize("softcap", [None, 0.8])
+def test_cold_tokens_in_pieces_are_one_softmax(softcap: float | None) -> None:
+    regions, keys, values = filled(None)
+    cold = regions.cold(Scoring(None, SCALE, softcap))
+    assert cold is not None and not cold.valid.all(), "sinks are in the window"
+    query = draw(5, 4, 1)
+    parts = [attend_cold(query, cold, length) for length in (1000, 64)]
+    open_keys, open_values = (x[:, :, : len(cold)] for x in (keys, values))
+    wanted = expected(query, open_keys, open_values, cold.scoring.of(None))
+    # The only query comes after all of them; sinks are hidden by their validity.
+    scores = expected(query, open_keys, open_values, cold.scoring)
+    assert not torch.allclose(scores, wanted)
+    for out, _ in parts:
+        assert (out - scores).abs().max() < ERROR
+    _, lse = attend_dense(query, open_keys, open_values, cold.scoring)
+    assert (lse - parts[0][1]).abs().max() < ERROR
+
+
+class Faulty(PagedStore):
+    """A store of a user's own, whose ``chunks`` give other tokens than it holds."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(DeviceMemory(torch.device("cpu")))
+        self.fault = fault
+
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for start, keys, values in super().chunks(piece_len, stop):
+            pieces = [
+                (start + at, keys[:, :, at:][:, :, :16], values[:, :, at:][:, :, :16])
+                for at in range(0, keys.shape[2], 16)
+            ]
+            kept = {"none": [], "no end": pieces[:-1], "a gap": [pieces[0], *pieces[2:]]}
+            yield from kept[self.fault]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", "0 of 52 tokens"),
+        ("no end", "48 of 52 tokens"),
+        ("a gap", "slot 32 where slot 16 was next"),
+    ],
+)
+def test_a_store_that_gives_other_tokens_than_it_holds_is_named(fault: str, said: str) -> None:
+    keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
+    config = FlatConfig(top_k=4, sink=2, recent=8, flush=4, max_draft=4, dense_below=0)
+    regions = Regions(config, None, lambda first: Faulty(fault), keys, values)
+    regions.take_prompt(keys, values, None)
+    cold = regions.cold(Scoring(None, SCALE))
+    assert cold is not None
+    query, new = draw(3, HEADS * GROUP, NEW), draw(4, HEADS, NEW)
+    call = AttentionCall(Scoring(None, SCALE), lambda: query)
+    for read in (
+        lambda: attend_cold(query, cold, 16),
+        lambda: attend_exactly(regions, query, new, new, PAST, call),
+        lambda: regions.rows(PAST),
+    ):
+        with pytest.raises(
+            RuntimeError, match=rf"Faulty\.chunks\(\) gave {said}: it must give all"
+        ):
+            read()
+
+
+def test_cold_tokens_need_to_know_which_are_valid() -> None:
+    store = PagedStore(DeviceMemory(torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"scoring\.valid is None: pass bool \[B, n\]"):
+        ColdTokens(store, Scoring(None, SCALE), 4)

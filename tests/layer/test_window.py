@@ -1,0 +1,196 @@
+"""Window: sinks per row, recent tokens, and what moves between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.layer.window import Window
+
+NAN = float("nan")
+
+
+def _tokens(batch: int, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[B, 2, n, 3]`` and values ``[B, 2, n, 5]`` that tell their row and slot."""
+    slots = torch.arange(start, start + count, dtype=torch.float32)
+    tags = torch.arange(batch)[:, None] * 1000 + slots
+    keys = tags[:, None, :, None].expand(batch, 2, count, 3)
+    return keys.clone(), -keys[..., :1].expand(batch, 2, count, 5).clone()
+
+
+def _window(sink: int, batch: int, count: int) -> Window:
+    window = Window(sink, *_tokens(batch, 0, 0))
+    window.append(*_tokens(batch, 0, count))
+    return window
+
+
+def _flush(window: Window, count: int, valid: torch.Tensor | None = None) -> TokenBlock:
+    block = window.pop(count, valid)
+    window.take_sinks(block)
+    return block
+
+
+def _validity(window: Window, valid: torch.Tensor | None) -> list[list[bool]]:
+    found = window.validity(valid)
+    assert found is not None
+    return found.tolist()
+
+
+def _sink_tags(window: Window) -> list[list[int]]:
+    """Slots by what stands in the sinks themselves; -1 where a sink is free."""
+    tags = (window.keys[:, 0, : window.sink, 0] % 1000).long()
+    return tags.masked_fill(window.sink_slots < 0, -1).tolist()
+
+
+def test_popped_tokens_come_oldest_first_and_the_rest_stay() -> None:
+    window = _window(2, 2, 10)
+    block = window.pop(4, None)
+    assert (block.start, block.end, len(block)) == (0, 4, 4)
+    assert torch.equal(block.keys, _tokens(2, 0, 4)[0])
+    assert torch.equal(block.values, _tokens(2, 0, 4)[1])
+    keys, values = window.recent()
+    assert torch.equal(keys, _tokens(2, 4, 6)[0]) and torch.equal(values, _tokens(2, 4, 6)[1])
+    assert (window.start, window.end) == (4, 10)
+
+
+def test_a_popped_block_survives_what_the_window_does_next() -> None:
+    window = _window(0, 1, 6)
+    block = window.pop(4, None)
+    window.append(*_tokens(1, 900, 6))
+    assert torch.equal(block.keys, _tokens(1, 0, 4)[0])
+
+
+def test_sinks_are_the_first_valid_tokens_of_each_row() -> None:
+    valid = torch.ones(3, 8, dtype=torch.bool)
+    valid[0, :3] = False  # padding on the left
+    valid[1, 1:5] = False  # a hole in the middle
+    window = _window(3, 3, 8)
+    _flush(window, 6, valid)
+    assert window.sink_slots.tolist() == [[3, 4, 5], [0, 5, -1], [0, 1, 2]]
+    assert _sink_tags(window) == [[3, 4, 5], [0, 5, -1], [0, 1, 2]]
+
+
+def test_a_row_whose_first_token_comes_late_gets_its_sinks_late() -> None:
+    valid = torch.ones(2, 12, dtype=torch.bool)
+    valid[0, :7] = False
+    window = _window(2, 2, 12)
+    for count, expected in ((3, [-1, -1]), (3, [-1, -1]), (2, [7, -1]), (1, [7, 8])):
+        _flush(window, count, valid)
+        assert window.sink_slots[0].tolist() == expected
+        assert window.sink_slots[1].tolist() == [0, 1]
+    assert _sink_tags(window) == [[7, 8], [0, 1]]
+
+
+def test_validity_covers_free_sinks_padding_and_holes() -> None:
+    window = _window(2, 2, 6)
+    assert _validity(window, None) == [[False] * 2 + [True] * 6] * 2
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[0, :4] = False
+    valid[1, 5] = False
+    _flush(window, 3, valid)
+    assert _validity(window, valid) == [
+        [False, False, False, True, True],
+        [True, True, True, True, False],
+    ]
+    full = _window(2, 1, 6)
+    _flush(full, 3)
+    assert full.validity(None) is None
+
+
+def test_a_sink_that_the_mask_hides_later_is_not_attended() -> None:
+    window = _window(2, 1, 6)
+    _flush(window, 3)
+    valid = torch.tensor([[True, False, True, True, True, True]])
+    assert _validity(window, valid) == [[True, False, True, True, True]]
+
+
+def test_crop_takes_the_newest_and_says_what_it_could_not_take() -> None:
+    window = _window(1, 1, 8)
+    _flush(window, 5)
+    assert window.drop_newest(2) == 0
+    assert torch.equal(window.recent()[0], _tokens(1, 5, 1)[0])
+    assert window.drop_newest(4) == 3
+    assert window.length == 0 and window.end == 5
+
+
+def test_tokens_put_back_free_the_sinks_that_came_from_them() -> None:
+    window = _window(4, 2, 8)
+    valid = torch.ones(2, 8, dtype=torch.bool)
+    valid[1, :2] = False
+    _flush(window, 6, valid)
+    assert window.sink_slots.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5]]
+    window.drop_newest(2)
+    window.unpop(*_tokens(2, 2, 3), end=5)
+    assert (window.start, window.end) == (2, 5)
+    assert window.sink_slots.tolist() == [[0, 1, -1, -1], [-1, -1, -1, -1]]
+    assert torch.equal(window.recent()[0], _tokens(2, 2, 3)[0])
+    window.append(*_tokens(2, 5, 3))
+    _flush(window, 5, valid)
+    assert window.sink_slots.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5]]
+    assert _sink_tags(window) == [[0, 1, 2, 3], [2, 3, 4, 5]]
+
+
+def test_putting_back_over_recent_tokens_is_refused() -> None:
+    window = _window(1, 1, 3)
+    with pytest.raises(RuntimeError, match="the window still holds 3 recent tokens"):
+        window.unpop(*_tokens(1, 0, 1), end=1)
+    with pytest.raises(RuntimeError, match="3 recent tokens precede"):
+        window.skip(2)
+
+
+@pytest.mark.parametrize("rows", [[1, 1, 0], [1], [0, 1]])
+def test_reorder_moves_sinks_with_their_rows(rows: list[int]) -> None:
+    window = _window(2, 2, 6)
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[1, :1] = False
+    _flush(window, 4, valid)
+    window.reorder(torch.tensor(rows))
+    assert window.sink_slots.tolist() == [[[0, 1], [1, 2]][row] for row in rows]
+    assert torch.equal(window.recent()[0], _tokens(2, 4, 2)[0][rows])
+
+
+def test_a_fork_is_independent_both_ways() -> None:
+    window = _window(2, 1, 4)
+    twin = window.fork()
+    twin.append(*_tokens(1, 900, 1))
+    _flush(twin, 3)
+    assert window.length == 4 and window.sink_slots.tolist() == [[-1, -1]]
+    window.append(*_tokens(1, 4, 1))
+    _flush(window, 5)
+    assert _sink_tags(window) == [[0, 1]]
+    assert twin.recent()[0][0, 0, :, 0].tolist() == [3, 900]
+
+
+def test_spare_capacity_is_never_read() -> None:
+    window = _window(2, 1, 3)
+    window.keys[:, :, 5:], window.values[:, :, 5:] = NAN, NAN
+    keys, values = window.tokens()
+    assert keys.isfinite().all() and values.isfinite().all()
+    for start in range(3, 90, 3):
+        window.append(*_tokens(1, start, 3))
+        used = window.sink + window.length
+        window.keys[:, :, used:], window.values[:, :, used:] = NAN, NAN
+    assert torch.equal(window.recent()[0], _tokens(1, 0, 90)[0])
+
+
+def test_a_window_comes_back_from_its_state() -> None:
+    window = _window(3, 2, 8)
+    valid = torch.ones(2, 8, dtype=torch.bool)
+    valid[1, :4] = False
+    _flush(window, 5, valid)
+    twin = Window(0, window.keys, window.values)
+    twin.load_state_dict(window.state_dict(), torch.device("cpu"))
+    for attribute in ("sink", "start", "length", "end"):
+        assert getattr(twin, attribute) == getattr(window, attribute)
+    assert torch.equal(twin.sink_slots, window.sink_slots)
+    assert torch.equal(twin.tokens()[0], window.tokens()[0])
+    assert torch.equal(twin.tokens()[1], window.tokens()[1])
+    assert _validity(twin, valid) == _validity(window, valid)
+
+
+def test_bytes_count_spare_capacity() -> None:
+    window = _window(2, 1, 3)
+    capacity = window.keys.shape[2]
+    assert capacity >= 5
+    assert window.nbytes() == 2 * capacity * (3 + 5) * 4 + 2 * 8

@@ -1,0 +1,204 @@
+"""Latent attention: the patch of its class, weights that are not plain, rows held once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import FlatKVCache, LatentKVCache, ParisKVCache
+from hf_kvret.layer.latent_heads import ModuleHeads
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
+from hf_kvret.testing.saved import read_saved
+from hf_kvret.testing.scenario import prompt
+from hf_kvret_model_patches import latent
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return LATENT_MODELS["deepseek_v3"].build()
+
+
+def with_cache(model: PreTrainedModel) -> torch.Tensor:
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
+    tokens = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    assert all(layer.counters.selected for layer in cache.retrieval_layers)
+    return tokens
+
+
+def test_the_class_is_patched_once_and_put_back(model: PreTrainedModel) -> None:
+    attention = type(model.model.layers[0].self_attn)
+    # Other models of this class may have been attached in this process.
+    latent.restore()
+    plain = attention.expand_kv
+    expected = model.generate(prompt(1, 120), **GREEDY)
+    try:
+        hf_kvret.attach(model)
+        patched = attention.expand_kv
+        hf_kvret.attach(model)
+        assert attention.expand_kv is patched and patched.__wrapped__ is plain
+        # Without a handle nothing changes.
+        hf_kvret.restore(model)
+        assert torch.equal(model.generate(prompt(1, 120), **GREEDY), expected)
+        assert torch.equal(with_cache(copy.deepcopy(model)), expected)
+        hf_kvret.unregister()
+        assert attention.expand_kv is plain
+    finally:
+        hf_kvret.register()
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_what_others_wrapped_around_the_class_stays(
+    model: PreTrainedModel, ours_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = type(model.model.layers[0].self_attn)
+    hf_kvret.restore(model)
+    latent.restore()
+    monkeypatch.setattr(attention, "expand_kv", attention.expand_kv)
+    expected, calls = model.generate(prompt(1, 120), **GREEDY), []
+    if ours_first:
+        hf_kvret.attach(model)
+    inner = attention.expand_kv
+
+    def theirs(*args: Any) -> Any:
+        calls.append(1)
+        return inner(*args)
+
+    attention.expand_kv = theirs
+    for _ in range(2):
+        calls.clear()
+        assert torch.equal(with_cache(model), expected)
+        # Theirs also sees what a prompt's attention expands.
+        assert calls
+        hf_kvret.restore(model)
+        latent.restore()
+        assert attention.expand_kv is theirs
+        assert torch.equal(model.generate(prompt(1, 120), **GREEDY), expected)
+
+
+class Doubled(nn.Module):
+    """What an adapter does: its own part is added to the layer that it wraps."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.more = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.more(x)
+
+
+def hooked(projection: nn.Linear) -> nn.Module:
+    projection.register_forward_hook(lambda module, args, out: 1.5 * out)
+    return projection
+
+
+def parametrized(projection: nn.Linear) -> nn.Module:
+    class Half(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 0.5 * weight
+
+    nn.utils.parametrize.register_parametrization(projection, "weight", Half())
+    return projection
+
+
+@pytest.mark.parametrize("change", [Doubled, hooked, parametrized])
+def test_whatever_stands_in_place_of_the_projection_is_used(
+    model: PreTrainedModel, change: Callable[[nn.Linear], nn.Module]
+) -> None:
+    before = model.generate(prompt(1, 120), **GREEDY)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj = change(layer.self_attn.kv_b_proj)
+    expected = model.generate(prompt(1, 120), **GREEDY)
+    assert not torch.equal(expected, before)
+    assert torch.equal(with_cache(model), expected)
+
+
+def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> None:
+    module: Any = model.model.layers[0].self_attn
+    heads, generator = ModuleHeads(module), torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 3, 24, generator=generator)
+    rows = torch.randn(2, 1, 50, 24, generator=generator)
+    with torch.no_grad():
+        keys, values = heads.expand(rows)
+        expected = query @ keys.mT
+        torch.testing.assert_close(heads.absorb(query) @ rows.mT, expected, rtol=1e-4, atol=1e-4)
+        weights = expected.softmax(-1)
+        means = weights @ rows[..., :16]
+        torch.testing.assert_close(heads.leave(means), weights @ values, rtol=1e-4, atol=1e-4)
+    assert heads.expanded_numbers(rows) == 4 * (24 + 16)
+
+
+@pytest.mark.parametrize("questions", [12, 40])
+def test_a_question_is_absorbed_or_expanded_as_is_cheaper(
+    model: PreTrainedModel, questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Here 2 R = n + v: absorbing is never dearer. With longer heads it would be, from 24 queries.
+    module: Any = model.model.layers[0].self_attn
+    assert not ModuleHeads(module).expands(10_000)
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    heads = ModuleHeads(SimpleNamespace(**sizes))
+    assert heads.expands(171) and not heads.expands(170)
+    monkeypatch.setattr(ModuleHeads, "expands", lambda heads, queries: queries > 24)
+    long = [torch.cat([prompt(1, 120), prompt(1, questions)], dim=1)]
+    expected = model.generate(long[0], **GREEDY)
+    for cache in (FlatKVCache(model.config, **COVERING_OPTIONS), LatentKVCache(model.config)):
+        model.generate(prompt(1, 120), past_key_values=cache, max_new_tokens=1)
+        cache.crop(120 - cache.get_seq_length())
+        assert torch.equal(model.generate(long[0], past_key_values=cache, **GREEDY), expected)
+
+
+def test_absorbed_attention_needs_latents() -> None:
+    config = MODELS["llama"].build().config
+    with pytest.raises(ValueError, match=r"llama has no latent attention.*'paris'"):
+        LatentKVCache(config)
+
+
+def test_absorbed_attention_is_called_by_name_and_says_nothing(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = model.generate(prompt(2, 60), **GREEDY)
+    with caplog.at_level("INFO", logger="hf_kvret"):
+        answer = model.generate(prompt(2, 60), cache_implementation="latent", **GREEDY)
+    assert torch.equal(answer, expected)
+    assert not caplog.records
+
+
+def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS, store="host")
+    model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    (layer, *_), numbers = cache.retrieval_layers, 16 + 8
+    window, store = layer.regions.window, layer.regions.store
+    assert window.row_dim == numbers and window.values.data_ptr() == window.keys.data_ptr()
+    assert store.paged_rows().width == numbers
+    tokens = layer.get_seq_length()
+    assert cache.memory().full_attention == 2 * tokens * numbers * 4
+    cache.save_pretrained(tmp_path)
+    names = read_saved(tmp_path)[1]
+    assert "layers.0.store.keys" in names and "layers.0.window.keys" in names
+    assert not [name for name in names if name.endswith(("window.values", "store.values"))]
+
+
+@pytest.mark.parametrize("store", ["device", "resident", "higgs"])
+def test_a_saved_cache_of_latents_goes_on(
+    model: PreTrainedModel, store: str, tmp_path: Path
+) -> None:
+    cache = ParisKVCache(model.config, top_k=40, dense_below=0, recent=16, flush=8, store=store)
+    answer = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    cache.save_pretrained(tmp_path)
+    twin = ParisKVCache.from_pretrained(tmp_path, model.config)
+    fork = cache.fork()
+    more = torch.cat([answer, prompt(1, 5)], dim=1)
+    answers = [model.generate(more, past_key_values=one, **GREEDY) for one in (cache, twin, fork)]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])

@@ -1,0 +1,192 @@
+"""Latent attention with what others make of ``kv_b_proj``: their packages, where installed.
+
+The same is shown of stand-ins in ``test_latent_weights.py`` and ``test_latent_projections.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+import hf_kvret
+from hf_kvret import FlatKVCache, LatentKVCache
+from hf_kvret.models import projection
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, LOGIT_TOLERANCE
+from hf_kvret.testing.scenario import prompt
+
+# Importing any of them takes seconds.
+pytestmark = pytest.mark.slow
+STEPS = 9
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+CACHES: list[Callable[[Any], Cache]] = [
+    lambda config: FlatKVCache(config, **COVERING_OPTIONS),
+    lambda config: LatentKVCache(config),
+]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return LATENT_MODELS["deepseek_v3"].build()
+
+
+def projections(model: PreTrainedModel) -> list[Any]:
+    return [layer.self_attn.kv_b_proj for layer in model.model.layers]
+
+
+@torch.no_grad()
+def read(model: Any, cache: Cache, changes: dict[int, Callable[[], object]]) -> torch.Tensor:
+    """``[STEPS, V]``: logits of greedy steps after a prompt, with ``changes`` before some."""
+    ids, rows = prompt(1, 60), []
+    for step in range(STEPS):
+        changes.get(step, lambda: None)()
+        rows.append(model(input_ids=ids, past_key_values=cache).logits[0, -1])
+        ids = rows[-1].argmax().view(1, 1)
+    return torch.stack(rows)
+
+
+def check(model: Any, own: PreTrainedModel, changes: dict[int, Callable[[], object]]) -> None:
+    hf_kvret.attach(own)
+    expected = read(model, DynamicCache(config=own.config), changes)
+    for make in CACHES:
+        result = read(model, make(own.config), changes)
+        assert torch.equal(result.argmax(-1), expected.argmax(-1))
+        torch.testing.assert_close(result, expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+@pytest.fixture
+def lora(model: PreTrainedModel) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    options = {"target_modules": ["kv_b_proj"], "init_lora_weights": False, "lora_dropout": 0.1}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=16, **options))
+    adapted.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=16, **options))
+    adapted.add_adapter("offset", peft.LoraConfig(r=2, lora_bias=True, **options))
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("state", ["default", "other", "offset", "dora", "merged", "off"])
+def test_lora_generates_the_same(state: str, lora: Any, model: PreTrainedModel) -> None:
+    plain = model.generate(prompt(1, 120), **GREEDY)
+    if state == "dora":
+        peft = pytest.importorskip("peft")
+        options = {"target_modules": ["kv_b_proj"], "init_lora_weights": False}
+        lora.add_adapter("dora", peft.LoraConfig(r=2, use_dora=True, **options))
+        lora.eval()
+    if state in lora.peft_config:
+        lora.set_adapter(state)
+    elif state == "merged":
+        lora.merge_adapter()
+    with lora.disable_adapter() if state == "off" else torch.no_grad():
+        expected = lora.generate(input_ids=prompt(1, 120), **GREEDY)
+        for make in CACHES:
+            cache = make(model.config)
+            answer = lora.generate(input_ids=prompt(1, 120), past_key_values=cache, **GREEDY)
+            assert torch.equal(answer, expected)
+    # Without the adapter that is active at first the text is another.
+    assert torch.equal(plain, expected) is (state in ("default", "merged"))
+    # DoRA's part is an object of which we know nothing.
+    assert all((one in projection._kept) is (state != "dora") for one in projections(model))
+
+
+def test_adapters_change_in_the_middle(lora: Any, model: PreTrainedModel) -> None:
+    def scaled() -> None:
+        for one in projections(model):
+            one.set_scale("other", 3.0)
+
+    def back() -> None:
+        for one in projections(model):
+            one.set_scale("other", 1.0)
+        lora.set_adapter("default")
+
+    changes: dict[int, Callable[[], object]] = {
+        0: back,
+        2: lambda: lora.set_adapter("other"),
+        3: scaled,
+        4: lora.merge_adapter,
+        5: lora.unmerge_adapter,
+        6: lora.base_model.disable_adapter_layers,
+        7: lora.base_model.enable_adapter_layers,
+        8: lambda: lora.set_adapter("offset"),
+    }
+    check(lora, model, changes)
+
+
+def test_lora_learns_between_steps(lora: Any, model: PreTrainedModel) -> None:
+    before = copy.deepcopy(lora.state_dict())
+
+    def learn() -> None:
+        optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=0.05)
+        with torch.enable_grad():
+            lora.train()(input_ids=prompt(1, 20), use_cache=False).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lora.eval()
+
+    def start() -> None:
+        torch.manual_seed(0)
+        lora.load_state_dict(before)
+
+    check(lora, model, {0: start, 3: learn, 6: learn})
+
+
+@pytest.mark.parametrize("kind", ["torchao weights", "torchao both", "bitsandbytes"])
+def test_quantized_weights_give_what_stock_gives(kind: str, model: PreTrainedModel) -> None:
+    hf_kvret.attach(model)
+    plain = steps_of(model, DynamicCache(config=model.config))
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = quantized(kind, layer.self_attn.kv_b_proj)
+    expected = steps_of(model, DynamicCache(config=model.config))
+    error = (expected - plain).abs().max().item()
+    assert error > 10 * LOGIT_TOLERANCE
+    # Where latents are rounded, too, the matrix alone has no part in that.
+    allowed = error if kind == "torchao both" else LOGIT_TOLERANCE
+    for make in CACHES:
+        assert (steps_of(model, make(model.config)) - expected).abs().max() < allowed
+    keeps = kind == "torchao weights"
+    assert all((one in projection._kept) is keeps for one in projections(model))
+
+
+@torch.no_grad()
+def steps_of(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
+    """``[STEPS, V]``: logits of the same tokens each time, one by one after a prompt."""
+    ids = prompt(1, 60 + STEPS)
+    model(ids[:, :60], past_key_values=cache)
+    steps = [model(ids[:, 60 + i, None], past_key_values=cache).logits for i in range(STEPS)]
+    return torch.cat(steps)[:, 0]
+
+
+def quantized(kind: str, linear: nn.Linear) -> nn.Module:
+    if kind == "bitsandbytes":
+        bnb = pytest.importorskip("bitsandbytes")
+        four = bnb.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32
+        )
+        four.load_state_dict(linear.state_dict())
+        return four.to("cpu")
+    library = pytest.importorskip("torchao.quantization")
+    name = {"torchao weights": "Int8WeightOnlyConfig"}.get(
+        kind, "Int8DynamicActivationInt8WeightConfig"
+    )
+    box = nn.Sequential(linear)
+    library.quantize_(box, getattr(library, name)())
+    return box[0]
+
+
+def test_offloaded_weights(model: PreTrainedModel) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    expected = model.generate(prompt(1, 120), **GREEDY)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert all(one.weight.is_meta for one in projections(model))
+    for make in CACHES:
+        cache = make(model.config)
+        assert torch.equal(
+            model.generate(prompt(1, 120), past_key_values=cache, **GREEDY), expected
+        )
+    assert not set(projections(model)) & set(projection._kept)

@@ -1,0 +1,113 @@
+"""Recall of a selection against exact top-k, on cases worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.observe.recall import exact_scores, measure_recall
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing.cold import cold_tokens
+from hf_kvret_kernels.relevance import group_relevance
+
+
+def _store(scores: list[float], batch: int = 1) -> PagedStore:
+    """Keys of dim 1 whose dot product with a query of 1 is the score; values don't matter."""
+    store = PagedStore(DeviceMemory(torch.device("cpu")), page_len=4)
+    keys = torch.tensor(scores).view(1, 1, -1, 1).expand(batch, 1, -1, 1)
+    store.append(TokenBlock(keys, torch.zeros_like(keys), start=0))
+    return store
+
+
+def _ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32).view(len(rows), 1, 1, -1)
+
+
+def _all_valid(count: int, batch: int = 1) -> torch.Tensor:
+    return torch.ones(batch, count, dtype=torch.bool)
+
+
+SCORES = [1.0, 3.0, 0.0, 2.0, -1.0]
+SHARES = torch.tensor(SCORES).softmax(0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "overlap", "held"),
+    [([1, 3], 1.0, [1, 3]), ([3, 1], 1.0, [1, 3]), ([1, 4], 0.5, [1, 4]), ([2, 4], 0.0, [2, 4])],
+)
+def test_overlap_and_mass_of_a_selection(ids: list[int], overlap: float, held: list[int]) -> None:
+    recall = measure_recall(
+        torch.ones(1, 1, 1, 1), _ids(ids), cold_tokens(_all_valid(5), 1.0, 1, store=_store(SCORES))
+    )
+    assert recall.overlap == overlap
+    assert recall.mass == pytest.approx(float(SHARES[held].sum()), rel=1e-6)
+    assert recall.best_mass == pytest.approx(float(SHARES[[1, 3]].sum()), rel=1e-6)
+
+
+def test_empty_places_count_as_missed() -> None:
+    recall = measure_recall(
+        torch.ones(1, 1, 1, 1),
+        _ids([1, -1]),
+        cold_tokens(_all_valid(5), 1.0, 1, store=_store(SCORES)),
+    )
+    assert recall.overlap == 0.5
+    assert recall.mass == pytest.approx(float(SHARES[1]), rel=1e-6)
+
+
+def test_tokens_that_are_not_valid_are_nobodys_best() -> None:
+    valid = _all_valid(5)
+    valid[0, 1] = False
+    query, store = torch.ones(1, 1, 1, 1), _store(SCORES)
+    assert (
+        measure_recall(query, _ids([3, 0]), cold_tokens(valid, 1.0, 1, store=store)).overlap == 1.0
+    )
+    only = torch.tensor([[False, False, False, True, False]])
+    recall = measure_recall(query, _ids([3, -1]), cold_tokens(only, 1.0, 1, store=store))
+    assert (recall.overlap, recall.mass, recall.best_mass) == (1.0, 1.0, 1.0)
+
+
+def test_no_valid_token_gives_zero_and_no_nan() -> None:
+    none = torch.zeros(1, 5, dtype=torch.bool)
+    recall = measure_recall(
+        torch.ones(1, 1, 1, 1), _ids([-1, -1]), cold_tokens(none, 1.0, 1, store=_store(SCORES))
+    )
+    assert (recall.overlap, recall.mass, recall.best_mass) == (0.0, 0.0, 0.0)
+
+
+def test_rows_are_averaged() -> None:
+    store = _store(SCORES, batch=2)
+    recall = measure_recall(
+        torch.ones(2, 1, 1, 1),
+        _ids([1, 3], [2, 4]),
+        cold_tokens(_all_valid(5, 2), 1.0, 1, store=store),
+    )
+    assert recall.overlap == 0.5
+
+
+def test_heads_of_a_group_are_compared_by_their_shares_not_their_scores() -> None:
+    """The first head's scores are large and flat, the second's small and peaked."""
+    scores = torch.tensor([[100.0, 100.5, 100.0], [9.0, 0.0, 0.0]]).view(1, 2, 1, 3)
+    relevance = group_relevance(scores, heads=1)
+    assert relevance.shape == (1, 1, 1, 3) and (relevance <= 0).all()
+    assert relevance.argmax() == 0
+    shares = scores.softmax(-1).amax(dim=1)
+    torch.testing.assert_close(relevance[0].exp(), shares, atol=1e-5, rtol=1e-4)
+
+
+def test_tokens_out_of_the_race_stay_at_minus_infinity() -> None:
+    scores = torch.tensor([[1.0, float("-inf")], [float("-inf")] * 2]).view(1, 2, 1, 2)
+    assert group_relevance(scores, heads=1).flatten().tolist() == [0.0, float("-inf")]
+    assert group_relevance(scores[:, 1:], heads=1).flatten().tolist() == [float("-inf")] * 2
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_exact_scores_are_attention_logits(softcap: float | None) -> None:
+    query, keys = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 10, 8)
+    expected = query.double() @ keys.double().repeat_interleave(3, dim=1).transpose(-1, -2) * 0.3
+    if softcap is not None:
+        expected = softcap * (expected / softcap).tanh()
+    got = exact_scores(query, keys, 0.3, softcap)
+    # fp32 against fp64 over eight products.
+    torch.testing.assert_close(got, expected.float(), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,322 @@
+"""The model that filled a cache is known, and another one is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel, Qwen2VLForConditionalGeneration
+
+import hf_kvret
+from hf_kvret import RetrievalCache
+from hf_kvret.saved.identity import CacheIdentity, identity_of
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.fixture
+def llama() -> Any:
+    return MODELS["llama"].build()
+
+
+def filled(model: Any) -> tuple[RetrievalCache, torch.Tensor]:
+    """A cache that ``generate`` filled, and a prompt that goes on with it."""
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+    answer = model.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    return cache, torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
+
+
+def other_weights(model: Any) -> str:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    return "filled by other weights"
+
+
+def other_rope(model: Any) -> str:
+    model.config.rope_parameters["rope_theta"] = 500000.0
+    return "rope.rope_theta=10000.0, this model has 500000.0"
+
+
+def other_dtype(model: Any) -> str:
+    model.to(torch.bfloat16)
+    return "dtype=float32, this model has bfloat16"
+
+
+def other_quantization(model: Any) -> str:
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    return "quantization.quant_method=none, this model has gptq"
+
+
+def other_type(model: Any) -> str:
+    values = model.config.to_diff_dict()
+    model.config = AutoConfig.for_model(**{**values, "model_type": "mistral"})
+    return "made for a llama model, this one is mistral"
+
+
+OTHERS = (other_weights, other_rope, other_dtype, other_quantization, other_type)
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_another_model_is_refused(llama: Any, tmp_path: Path, change: Callable[[Any], str]) -> None:
+    cache, ids = filled(llama)
+    cache.save_pretrained(tmp_path, model=llama)
+    other = copy.deepcopy(llama)
+    words = change(other)
+    with pytest.raises(ValueError, match=words):
+        other.generate(ids, past_key_values=cache.fork(), **RUN)
+    hf_kvret.attach(llama)
+    if change is not other_type:  # its class and its configuration don't fit, but who asks it
+        hf_kvret.attach(other)
+        with pytest.raises(ValueError, match=words), torch.no_grad():
+            other(ids[:, 53:], past_key_values=cache.fork())
+    with pytest.raises(ValueError, match=words):
+        cache.save_pretrained(tmp_path / "again", model=other)
+    with pytest.raises(ValueError, match=words):
+        type(cache).from_pretrained(tmp_path, llama.config, model=other)
+    loaded = type(cache).from_pretrained(tmp_path, llama.config)
+    with pytest.raises(ValueError, match=words):
+        other.generate(ids, past_key_values=loaded, **RUN)
+    # Nothing was done yet: the model that filled it goes on.
+    expected = llama.generate(ids, **RUN)
+    assert torch.equal(llama.generate(ids, past_key_values=loaded, **RUN), expected)
+
+
+def test_the_same_model_loaded_twice_is_not_refused(
+    llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, ids = filled(llama)
+    cache.save_pretrained(tmp_path)
+    twin = MODELS["llama"].build()
+    loaded = type(cache).from_pretrained(tmp_path, twin.config, model=twin)
+    with caplog.at_level(logging.INFO, logger="hf_kvret"):
+        result = twin.generate(ids, past_key_values=loaded.fork(), **RUN)
+        assert torch.equal(llama.generate(ids, past_key_values=loaded, **RUN), result)
+    assert not caplog.text
+
+
+def test_weights_that_change_between_two_turns_are_refused(llama: Any) -> None:
+    """The same object, trained in between."""
+    cache, ids = filled(llama)
+    before = identity_of(llama)
+    assert identity_of(llama) is before
+    other_weights(llama)
+    with pytest.raises(ValueError, match="filled by other weights"):
+        llama.generate(ids, past_key_values=cache, **RUN)
+    cache.reset()
+    llama.generate(ids, past_key_values=cache, **RUN)
+    assert cache.identity is identity_of(llama)
+
+
+def test_a_forgotten_origin_is_not_refused(llama: Any) -> None:
+    cache, ids = filled(llama)
+    other_weights(llama)
+    cache.forget_origin()
+    llama.generate(ids, past_key_values=cache, **RUN)
+
+
+def test_what_can_not_be_compared_is_named(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    cache, _ = filled(llama)
+    offloaded = copy.deepcopy(llama)
+    layer = offloaded.model.layers[0].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.to("meta"))
+    cache.meet(offloaded)
+    count = len(identity_of(llama).weights)
+    assert f"1 of {count} sampled parameters of the model that filled it could not" in caplog.text
+
+
+def test_a_cache_filled_by_hand_has_no_identity_and_says_so(
+    llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = hf_kvret.FlatKVCache(llama.config, **COVERING_OPTIONS)
+    with torch.no_grad():
+        hf_kvret.attach(llama)
+        embeds = llama.get_input_embeddings()(prompt(1, 50))
+        llama.model(inputs_embeds=embeds, past_key_values=cache)
+    assert cache.identity == identity_of(llama)
+    cache.forget_origin()
+    cache.save_pretrained(tmp_path)
+    loaded = type(cache).from_pretrained(tmp_path, llama.config, model=llama)
+    assert "does not say which model filled it" in caplog.text
+    other = prompt(1, 60, salt=5)
+    llama.generate(other, past_key_values=loaded, **RUN)
+    cache.save_pretrained(tmp_path, model=llama)
+    assert type(cache).from_pretrained(tmp_path, llama.config).identity == identity_of(llama)
+
+
+def test_a_text_model_goes_on_inside_a_composite_one(tmp_path: Path) -> None:
+    """Names of weights are seen from the decoder."""
+    model = MODELS["qwen2_vl"].build()
+    assert isinstance(model, Qwen2VLForConditionalGeneration)
+    whole = identity_of(model)
+    alone = identity_of(model.get_decoder())
+    assert alone.weights.items() < whole.weights.items()
+    assert whole.difference(alone) == alone.difference(whole) == ""
+
+
+def test_the_written_identity_reads_back(llama: Any) -> None:
+    identity = identity_of(llama)
+    plain = json.loads(json.dumps(dataclasses.asdict(identity)))
+    assert CacheIdentity.from_json(plain) == identity
+    for name in plain:
+        with pytest.raises(KeyError, match=name):
+            CacheIdentity.from_json({key: plain[key] for key in plain if key != name})
+    with pytest.raises((TypeError, ValueError)):
+        CacheIdentity.from_json({**plain, "weights": [3]})
+
+
+class LoraLinear(nn.Module):
+    """A linear layer as PEFT's LoRA wraps it, with the attributes that PEFT documents."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, base: nn.Linear, seed: int, name: str = "default") -> None:
+        super().__init__()
+        self.base_layer = base
+        generator = torch.Generator().manual_seed(seed)
+        self.lora_A = nn.ModuleDict({name: nn.Linear(base.in_features, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({name: nn.Linear(4, base.out_features, bias=False)})
+        for parameter in (*self.lora_A.parameters(), *self.lora_B.parameters()):
+            parameter.data.normal_(generator=generator)
+        self.scaling = {name: 0.5}
+        self.active_adapters = [name]
+        self.disable_adapters = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.base_layer(x)
+        if not self.disable_adapters:
+            for name in self.active_adapters:
+                out = out + self.lora_B[name](self.lora_A[name](x)) * self.scaling[name]
+        return out
+
+
+@pytest.fixture
+def peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters are looked for where PEFT was imported."""
+    monkeypatch.setitem(sys.modules, "peft", types.ModuleType("peft"))
+
+
+def with_adapter(model: PreTrainedModel, seed: int, name: str = "default") -> Any:
+    adapted: Any = copy.deepcopy(model)
+    for layer in adapted.model.layers:
+        layer.self_attn.v_proj = LoraLinear(layer.self_attn.v_proj, seed, name)
+    return adapted.eval()
+
+
+def adapters(model: Any) -> list[Any]:
+    return [layer.self_attn.v_proj for layer in model.model.layers]
+
+
+@pytest.mark.usefixtures("peft")
+def test_another_adapter_is_refused(llama: Any, tmp_path: Path) -> None:
+    adapted = with_adapter(llama, seed=1)
+    cache, ids = filled(adapted)
+    cache.save_pretrained(tmp_path)
+    loaded = type(cache).from_pretrained(tmp_path, llama.config)
+    for other, words in (
+        (llama, r"adapters=.*default, scaled by 0\.5.*, this model has none"),
+        (with_adapter(llama, seed=2), "filled by other weights: .*lora_A.default"),
+        (with_adapter(llama, seed=1, name="b"), r"this model has b, scaled by 0\.5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            other.generate(ids, past_key_values=loaded, **RUN)
+    again = with_adapter(llama, seed=1)
+    expected = again.generate(ids, **RUN)
+    assert torch.equal(again.generate(ids, past_key_values=loaded.fork(), **RUN), expected)
+    cache, ids = filled(llama)
+    with pytest.raises(ValueError, match=r"adapters=none, this model has .*default"):
+        adapted.generate(ids, past_key_values=cache, **RUN)
+
+
+def disabled(model: Any) -> None:
+    for layer in adapters(model):
+        layer.disable_adapters = True
+
+
+def scaled(model: Any) -> None:
+    adapters(model)[1].scaling["default"] = 0.25
+
+
+def trained(model: Any) -> None:
+    with torch.no_grad():
+        adapters(model)[1].lora_B["default"].weight += 1e-3
+
+
+def removed(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.v_proj = layer.self_attn.v_proj.base_layer
+
+
+def written(model: Any) -> None:
+    """As ``trained``, unseen by autograd."""
+    for layer in adapters(model):
+        layer.lora_B["default"].weight.data += 0.1
+
+
+def merged(model: Any) -> None:
+    """As PEFT does it."""
+    for layer in adapters(model):
+        a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+        layer.base_layer.weight.data += (b @ a).detach() * layer.scaling["default"]
+        layer.merged_adapters = ["default"]
+
+
+@pytest.mark.usefixtures("peft")
+@pytest.mark.parametrize("change", [disabled, scaled, trained, removed, written, merged])
+def test_an_adapter_that_changes_between_two_turns_is_refused(
+    llama: Any, change: Callable[[Any], None]
+) -> None:
+    adapted = with_adapter(llama, seed=1)
+    cache, ids = filled(adapted)
+    adapted.generate(ids, past_key_values=cache.fork(), **RUN)
+    change(adapted)
+    words = "filled by other weights" if change in (trained, written) else "adapters"
+    with pytest.raises(ValueError, match=words):
+        adapted.generate(ids, past_key_values=cache, **RUN)
+
+
+@pytest.mark.usefixtures("peft")
+def test_the_base_model_is_compared_below_adapters(llama: Any) -> None:
+    adapted = with_adapter(llama, seed=1)
+    disabled(adapted)
+    assert identity_of(adapted).weights == identity_of(llama).weights
+    cache, ids = filled(adapted)
+    llama.generate(ids, past_key_values=cache, **RUN)
+
+
+def test_adapters_of_peft_itself_are_seen(llama: Any) -> None:
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    base = identity_of(llama)
+    model = peft.get_peft_model(llama, config)
+    assert base.weights.items() < identity_of(llama).weights.items()
+    assert identity_of(llama).facts["adapters"] == ["default, scaled by 2.0"]
+    cache = hf_kvret.FlatKVCache(llama.config, **COVERING_OPTIONS)
+    answer = model.generate(input_ids=prompt(1, 50), past_key_values=cache, **RUN)
+    with model.disable_adapter(), pytest.raises(ValueError, match="this model has none"):
+        model.generate(input_ids=answer, past_key_values=cache, **RUN)
+    assert identity_of(llama) == cache.identity
+    twin = cache.fork()
+    with torch.no_grad():
+        model(answer[:, 53:], past_key_values=twin)
+    assert twin.tokens.ids(54).tolist() == answer.tolist()
+    model.add_adapter("b", config)
+    model.set_adapter("b")
+    with pytest.raises(ValueError, match=r"this model has .*b, scaled by 2\.0"):
+        model.generate(input_ids=answer, past_key_values=cache, **RUN)
+    model.set_adapter("default")
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"this model has default \(merged\)"):
+        model.generate(input_ids=answer, past_key_values=cache, **RUN)

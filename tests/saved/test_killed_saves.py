@@ -1,0 +1,203 @@
+"""A save that is killed, or finds no room: what was there before, or the new cache, whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret import FlatKVCache, attach
+from hf_kvret.saved import folder as folders
+from hf_kvret.saved import shards
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
+# Of each, by default and in all.
+FEW, MANY = 3, 30
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    model = MODELS["llama"].build()
+    attach(model)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 250_000)
+
+
+def _filled(model: PreTrainedModel, salt: int, tokens: int = 400) -> FlatKVCache:
+    cache = FlatKVCache(model.config, **OPTIONS)
+    with torch.no_grad():
+        model(prompt(4, tokens, salt=salt), past_key_values=cache)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def old(model: PreTrainedModel) -> FlatKVCache:
+    return _filled(model, 1)
+
+
+@pytest.fixture(scope="module")
+def new(model: PreTrainedModel) -> FlatKVCache:
+    return _filled(model, 2)
+
+
+def _same(one: FlatKVCache, two: FlatKVCache) -> bool:
+    pairs = [
+        (a.state_dict(), b.state_dict())
+        for a, b in zip(one.retrieval_layers, two.retrieval_layers, strict=True)
+    ]
+    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
+
+
+def _in_child(work: Callable[[], None], wait: Callable[[int], None] = lambda pid: None) -> int:
+    """Run ``work`` in a process of its own; returns its status, 0 where it ended well."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except OSError as error:
+            os._exit(7 if "free space on this disk" in str(error) else 8)
+        os._exit(0)
+    wait(child)
+    return os.waitpid(child, 0)[1]
+
+
+def _check(model: PreTrainedModel, place: Path, old: FlatKVCache, new: FlatKVCache) -> str:
+    """Which of the two is in ``place``, as a whole; a later save leaves nothing else behind."""
+    there = FlatKVCache.from_pretrained(place, model.config)
+    is_old, is_new = _same(there, old), _same(there, new)
+    assert is_old != is_new
+    there.save_pretrained(place)
+    named = json.loads((place / "cache.json").read_text())["files"]
+    assert {path.name for path in place.iterdir()} == {"cache.json", *named}
+    assert len(named) > 2
+    return "old" if is_old else "new"
+
+
+def _steps(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> list[int]:
+    """Call ``act`` with a number before each step of a save that the disk sees."""
+    steps: list[int] = []
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            steps.append(len(steps))
+            act(steps[-1])
+            return real(*args, **kwargs)
+
+        return step
+
+    for name in ("open", "fsync", "replace", "close"):
+        patch.setattr(folders.os, name, counted(getattr(os, name)))
+    patch.setattr(folders, "_remove", counted(folders._remove))
+    patch.setattr(shards, "save_file", counted(shards.save_file))
+    return steps
+
+
+def _numbers() -> list[Any]:
+    few = range(FEW)
+    return [*few, *(pytest.param(n, marks=pytest.mark.slow) for n in range(FEW, MANY))]
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_save_killed_at_a_step_leaves_the_old_or_the_new(
+    model: PreTrainedModel, old: FlatKVCache, new: FlatKVCache, every: int, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        count = len(_counted(patch, new, tmp_path / "counted", old))
+    # The last ones are the most interesting.
+    ends = {}
+    for step in range(count - 1, -1, -every):
+        place = tmp_path / f"step-{step}"
+        old.save_pretrained(place)
+
+        def work(step: int = step, place: Path = place) -> None:
+            patch = pytest.MonkeyPatch()
+            _steps(patch, lambda n: os.kill(os.getpid(), signal.SIGKILL) if n == step else None)
+            new.save_pretrained(place, overwrite=True)
+
+        assert os.WTERMSIG(_in_child(work)) == signal.SIGKILL, step
+        ends[step] = _check(model, place, old, new)
+    assert len(ends) == -(-count // every) and count > 30
+    # One step is the change from the one to the other.
+    assert list(ends.values()) == sorted(ends.values()) and set(ends.values()) == {"old", "new"}
+
+
+def _counted(
+    patch: pytest.MonkeyPatch, new: FlatKVCache, place: Path, old: FlatKVCache
+) -> list[int]:
+    old.save_pretrained(place)
+    steps = _steps(patch, lambda n: None)
+    new.save_pretrained(place, overwrite=True)
+    return steps
+
+
+@pytest.mark.parametrize("number", _numbers())
+def test_a_save_killed_at_any_moment_leaves_the_old_or_the_new(
+    model: PreTrainedModel, old: FlatKVCache, new: FlatKVCache, number: int, tmp_path: Path
+) -> None:
+    place = tmp_path / "place"
+    begin = time.perf_counter()
+    old.save_pretrained(place)
+    moment = random.Random(number).uniform(0, 1.2) * (time.perf_counter() - begin)
+
+    def wait(child: int) -> None:
+        time.sleep(moment)
+        os.kill(child, signal.SIGKILL)
+
+    _in_child(lambda: new.save_pretrained(place, overwrite=True), wait)
+    _check(model, place, old, new)
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 100_000])
+def test_a_full_disk_leaves_the_old(
+    model: PreTrainedModel, old: FlatKVCache, new: FlatKVCache, limit: int, tmp_path: Path
+) -> None:
+    old.save_pretrained(tmp_path)
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        new.save_pretrained(tmp_path, overwrite=True)
+
+    assert os.waitstatus_to_exitcode(_in_child(work)) == 7
+    named = json.loads((tmp_path / "cache.json").read_text())["files"]
+    assert {path.name for path in tmp_path.iterdir()} == {"cache.json", *named}
+    assert _check(model, tmp_path, old, new) == "old"
+
+
+def test_an_unwritable_folder_says_so(
+    old: FlatKVCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(folders.os, "open", refuse)
+    with pytest.raises(PermissionError, match="make the folder writable, or give another place"):
+        old.save_pretrained(tmp_path)
+
+
+def test_a_loaded_cache_may_be_saved_where_it_came_from(
+    model: PreTrainedModel, old: FlatKVCache, tmp_path: Path
+) -> None:
+    """Its tensors are its own, not pages of the file that is replaced."""
+    old.save_pretrained(tmp_path)
+    loaded = FlatKVCache.from_pretrained(tmp_path, model.config)
+    with torch.no_grad():
+        model(prompt(4, 30, salt=4), past_key_values=loaded)
+    loaded.save_pretrained(tmp_path)
+    assert _same(FlatKVCache.from_pretrained(tmp_path, model.config), loaded)

@@ -1,0 +1,255 @@
+"""Which folder may be saved to, what is replaced there, and what a check of it says."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from hf_kvret import FlatKVCache, RetrievalCache, attach
+from hf_kvret.cli import main
+from hf_kvret.saved import folder as files_of
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.saved import read_saved, saved_file, write_saved
+from hf_kvret.testing.scenario import prompt
+
+OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
+
+
+def _filled(model: PreTrainedModel, salt: int = 0) -> FlatKVCache:
+    attach(model)
+    cache = FlatKVCache(model.config, **OPTIONS)
+    with torch.no_grad():
+        for count in (40, 1):
+            model(prompt(2, count, salt=salt), past_key_values=cache)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    return _saved("gemma3", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    return _saved("qwen3_next", tmp_path_factory)
+
+
+def _saved(name: str, tmp: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    model, folder = MODELS[name].build(), tmp.mktemp(name)
+    _filled(model).save_pretrained(folder)
+    return model, folder
+
+
+def _first(cache: RetrievalCache) -> torch.Tensor:
+    return cache.retrieval_layers[0].state_dict()["window.keys"]
+
+
+def test_a_save_replaces_what_the_same_object_saved(llama: PreTrainedModel, tmp_path: Path) -> None:
+    mine, other = _filled(llama), _filled(llama, salt=1)
+    mine.save_pretrained(tmp_path)
+    mine.save_pretrained(tmp_path)
+    mine.save_pretrained(tmp_path / "." / "sub" / "..")
+    for another in (other, mine.fork()):
+        with pytest.raises(FileExistsError, match=r"another object saved: .* overwrite=True"):
+            another.save_pretrained(tmp_path)
+    assert torch.equal(_first(FlatKVCache.from_pretrained(tmp_path, llama.config)), _first(mine))
+    other.save_pretrained(tmp_path, overwrite=True)
+    assert torch.equal(_first(FlatKVCache.from_pretrained(tmp_path, llama.config)), _first(other))
+    with pytest.raises(FileExistsError, match="another object saved"):
+        mine.save_pretrained(tmp_path)
+    for cache in (mine, other):
+        with pytest.raises(FileExistsError, match="holds a cache: give another folder"):
+            cache.save_pretrained(tmp_path, overwrite=False)
+    mine.save_pretrained(tmp_path / "new", overwrite=False)
+
+
+def test_a_loaded_cache_goes_on_where_it_was_loaded_from(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    _filled(llama).save_pretrained(tmp_path)
+    one, two = (FlatKVCache.from_pretrained(tmp_path, llama.config) for _ in range(2))
+    with torch.no_grad():
+        llama(prompt(2, 9, salt=1), past_key_values=one)
+    one.save_pretrained(tmp_path)
+    # Meanwhile something else is there.
+    with pytest.raises(FileExistsError, match="another object saved"):
+        two.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"model_type": "llama"}', "\ud800", "[" * 9999])
+def test_what_is_no_cache_is_not_replaced(
+    llama: PreTrainedModel, tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "cache.json"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    for overwrite in (None, True, False):
+        with pytest.raises(ValueError, match="not of a saved cache, or damaged"):
+            _filled(llama).save_pretrained(tmp_path, overwrite=overwrite)
+    assert [each.name for each in tmp_path.iterdir()] == ["cache.json"]
+
+
+def test_other_files_stay_and_those_of_the_older_cache_go(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    _filled(llama, salt=1).save_pretrained(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    _filled(llama).save_pretrained(tmp_path, overwrite=True)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"notes.txt", "cache.json", saved_file(tmp_path).name}
+
+
+def test_names_that_are_nearly_ours_stay(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Also where an older cache is replaced."""
+    cache, names = _filled(llama), ("cache.safetensors", "cache-202411250228.zip", "cache.zip")
+    cache.save_pretrained(tmp_path)
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    cache.save_pretrained(tmp_path)
+    with torch.no_grad():
+        llama(prompt(2, 3, salt=2), past_key_values=cache)
+    cache.save_pretrained(tmp_path)
+    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 3
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_save_whose_last_sync_fails_is_there_and_goes_on(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = _filled(llama)
+    cache.save_pretrained(tmp_path)
+    with torch.no_grad():
+        llama(prompt(2, 3, salt=2), past_key_values=cache)
+    real, calls = files_of._sync_folder, []
+
+    def failing(directory: Path) -> None:
+        calls.append(directory)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        real(directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_of, "_sync_folder", failing)
+        with pytest.raises(OSError, match="the new content is in place, but may not survive"):
+            cache.save_pretrained(tmp_path)
+    loaded = FlatKVCache.from_pretrained(tmp_path, llama.config)
+    assert loaded.get_seq_length() == cache.get_seq_length()
+    cache.save_pretrained(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_without_a_cache_may_have_such_a_file(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    (tmp_path / "cache.safetensors").write_text("mine")
+    _filled(llama).save_pretrained(tmp_path)
+    assert (tmp_path / "cache.safetensors").read_text() == "mine"
+
+
+def _verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(["inspect", "--verify", str(folder)])
+    shown = capsys.readouterr()
+    return code, shown.out + shown.err
+
+
+def test_verify_finds_damage_anywhere(
+    llama: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _filled(llama).save_pretrained(tmp_path)
+    code, shown = _verify(tmp_path, capsys)
+    assert code == 0
+    assert "flat, format 1, 2 layers" in shown and "MiB: whole" in shown
+    assert "hf_kvret" in shown and "records  identity and tokens" in shown
+    for path in (saved_file(tmp_path), tmp_path / "cache.json"):
+        content = path.read_bytes()
+        for place in (9, len(content) // 3, len(content) - 9):
+            damaged = bytearray(content)
+            damaged[place] ^= 4
+            path.write_bytes(damaged)
+            code, shown = _verify(tmp_path, capsys)
+            assert code != 0 and path.name in shown and "save the cache again" in shown
+        path.write_bytes(content)
+    assert _verify(tmp_path, capsys)[0] == 0
+
+
+def test_verify_says_what_it_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = _verify(tmp_path, capsys)
+    assert code != 0 and "--verify checks saved caches" in shown
+
+
+# Of a layer of gemma3 that slides, and of a linear layer of qwen3_next.
+WRONG_VALUES: list[tuple[str, str, Any]] = [
+    ("gemma", "cumulative_length", 3),
+    ("gemma", "cumulative_length", -1),
+    ("gemma", "cumulative_length", 10**9),
+    ("gemma", "sliding_window", 2**40),
+    ("gemma", "is_initialized", False),
+    ("gemma", "is_initialized", 1),
+    ("gemma", "dtype", "float8_e4m3fn"),
+    ("gemma", "dtype", "load"),
+    ("gemma", "update", 1),
+    ("gemma", "__class__", "object"),
+    ("gemma", "record_past", None),
+    ("qwen", "number_of_states", 2),
+    ("qwen", "conv_kernel_size", [9]),
+    ("qwen", "conv_kernel_size", []),
+    ("qwen", "has_previous_state", [3]),
+    ("qwen", "is_conv_states_initialized", [False]),
+    ("qwen", "dtype", "int64"),
+]
+
+
+@pytest.mark.parametrize(("model_name", "name", "value"), WRONG_VALUES)
+def test_wrong_values_of_foreign_layers_are_refused(
+    request: pytest.FixtureRequest, model_name: str, name: str, value: Any, tmp_path: Path
+) -> None:
+    model, folder = request.getfixturevalue(model_name)
+    content, tensors = read_saved(folder)
+    content["layers"][0]["values"][name] = value
+    write_saved(tmp_path, content, tensors)
+    with pytest.raises(ValueError, match=r"layer 0: |different numbers of tokens"):
+        FlatKVCache.from_pretrained(tmp_path, model.config)
+    del content["layers"][0]["values"][name]
+    if name in ("sliding_window", "record_past", "conv_kernel_size", "is_initialized"):
+        write_saved(tmp_path, content, tensors)
+        with pytest.raises(ValueError, match=f"needs {name}"):
+            FlatKVCache.from_pretrained(tmp_path, model.config)
+
+
+def test_tensors_of_foreign_layers_must_fit(
+    gemma: tuple[PreTrainedModel, Path], qwen: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    for number, ((model, folder), name) in enumerate(
+        [(gemma, "keys"), (gemma, "values"), (qwen, "conv_states.0"), (qwen, "recurrent_states.0")]
+    ):
+        content, tensors = read_saved(folder)
+        whole = tensors[f"layers.0.{name}"]
+        others = {"shorter": whole[..., :-1, :], "batch": whole[:1], "half": whole.half()}
+        others |= {"flat": whole.flatten(), "whole numbers": whole.long()}
+        if model is qwen[0]:
+            # It has one such layer, whose sizes only the model knows.
+            del others["shorter"], others["half"]
+        for kind, other in others.items():
+            changed = {**tensors, f"layers.0.{name}": other.contiguous()}
+            write_saved(tmp_path / f"{number} {kind}", content, changed)
+            with pytest.raises(ValueError, match=r"layer 0: |damaged or crafted"):
+                FlatKVCache.from_pretrained(tmp_path / f"{number} {kind}", model.config)
+
+
+def test_unknown_attributes_are_not_lost_in_silence(tmp_path: Path) -> None:
+    cache = _filled(MODELS["gemma3"].build())
+    layer = next(one for one in cache.layers if isinstance(one, DynamicSlidingWindowLayer))
+    layer.new_states = torch.zeros(3)
+    with pytest.raises(TypeError, match="cannot save the attribute new_states of a Dynamic"):
+        cache.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,183 @@
+"""Tensors in shards: few at a time, each with a checksum, and nothing of a file is trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_kvret import FlatKVCache, attach
+from hf_kvret.saved import shards
+from hf_kvret.saved.folder import replacing
+from hf_kvret.saved.shards import DTYPES, SavedTensors, ShardWriter, checksum
+from hf_kvret.saved.verification import verify_cache
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.saved import NAME, read_saved, write_saved
+from hf_kvret.testing.scenario import prompt
+
+OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
+
+
+def _write(folder: Path, *groups: Tensors) -> tuple[list[Path], dict[str, str]]:
+    with replacing(folder, "it.json", "it") as replacement:
+        writer = ShardWriter(replacement)
+        for number, group in enumerate(groups):
+            writer.add(f"{number}.", dict(group))
+        writer.finish()
+        replacement.commit(json.dumps(writer.files).encode())
+    return [folder / name for name in writer.files], writer.checksums
+
+
+def _floats(count: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(count))
+
+
+def test_tensors_of_every_dtype_and_shape_come_back(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.arange(-3, 3).abs().to(dtype).view(2, 3) for dtype in DTYPES}
+    rows = _floats(60).view(3, 20)
+    tensors |= {"one": torch.tensor(3.5), "none": torch.zeros(2, 0, 3), "view": rows[:, 2:5]}
+    tensors |= {"part": rows[1:], "same": rows, "again": rows, "bits": rows.bfloat16()}
+    paths, checksums = _write(tmp_path, tensors)
+    read = SavedTensors(paths, checksums).part("0.")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_shard_holds_so_many_bytes_or_one_tensor(tmp_path: Path) -> None:
+    paths, checksums = _write(
+        tmp_path,
+        {"a": _floats(100), "b": _floats(150), "c": _floats(1)},
+        {"huge": _floats(700), "d": _floats(2)},
+    )
+    groups = [sorted(load_file(path)) for path in paths]
+    assert groups == [["0.a", "0.b"], ["0.c"], ["1.huge"], ["1.d"]]
+    read = SavedTensors(paths, checksums)
+    assert sorted(read.part("0.")) == ["a", "b", "c"] and len(read.others("0.")) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"it.json", *(x.name for x in paths)}
+
+
+@pytest.mark.usefixtures("small")
+def test_no_more_than_one_shard_is_held(tmp_path: Path) -> None:
+    """Of tensors that are made as they are saved, as copies from a GPU are."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def made() -> Iterator[Tensors]:
+        for _ in range(20):
+            assert sum(reference() is not None for reference in alive) <= 2
+            tensor = torch.ones(120)
+            alive.append(weakref.ref(tensor))
+            yield {"x": tensor}
+            del tensor
+
+    with replacing(tmp_path, "it.json", "it") as replacement:
+        writer = ShardWriter(replacement)
+        for number, tensors in enumerate(made()):
+            writer.add(f"{number}.", tensors)
+        writer.finish()
+        replacement.commit(b"")
+    assert len(writer.files) == 10 and len(writer.checksums) == 20
+
+
+def test_shards_have_the_usual_rights(tmp_path: Path) -> None:
+    (path,), _ = _write(tmp_path, {"x": _floats(3)})
+    (tmp_path / "usual").touch()
+    assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_dtype_that_no_cache_has_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"cannot save 0.x of dtype torch.complex64"):
+        _write(tmp_path, {"x": torch.zeros(3, dtype=torch.complex64)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checksum_is_of_all_that_a_tensor_is() -> None:
+    tensor = torch.arange(6).view(2, 3)
+    others = [tensor.view(3, 2), tensor.view(torch.float64), tensor + 1, tensor.view(1, 2, 3)]
+    sums = {checksum("x", tensor), checksum("y", tensor), *(checksum("x", x) for x in others)}
+    assert len(sums) == 6 and all(len(each) == 8 for each in sums)
+
+
+def test_every_bit_of_a_shard_is_watched(tmp_path: Path) -> None:
+    tensors = {"ids": torch.arange(3), "rows": _floats(4).half(), "flag": torch.tensor(True)}
+    (path,), checksums = _write(tmp_path, tensors)
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            read = SavedTensors([path], checksums).part("0.")
+        except ValueError as error:
+            assert "save the cache again" in str(error)
+        else:
+            # Words of the header that say nothing.
+            assert all(torch.equal(read[name], tensors[name]) for name in tensors), bit
+
+
+def test_what_is_read_does_not_change_with_the_file(tmp_path: Path) -> None:
+    (path,), checksums = _write(tmp_path, {"x": torch.ones(5000)})
+    read = SavedTensors([path], checksums).part("0.")
+    with path.open("r+b") as file:
+        file.seek(-10_000, os.SEEK_END)
+        file.write(bytes(10_000))
+    assert torch.equal(read["x"], torch.ones(5000))
+
+
+def test_a_tensor_without_a_checksum_is_refused(tmp_path: Path) -> None:
+    paths, checksums = _write(tmp_path, {"x": _floats(3), "y": _floats(4)})
+    for wrong in ({}, {**checksums, "z": "00000000"}, {"0.x": checksums["0.x"]}):
+        with pytest.raises(ValueError, match="there is only one of tensor and checksum"):
+            SavedTensors(paths, wrong)
+    for value in ("", "00000000", 0, None, checksums["0.x"]):
+        read = SavedTensors(paths, {**checksums, "0.y": value})
+        with pytest.raises(ValueError, match=r"0\.y differs from what was saved"):
+            read.read("0.y")
+
+
+def test_no_float_of_8_bits_is_loaded(tmp_path: Path) -> None:
+    tensors = {"x": torch.zeros(3).to(torch.float8_e4m3fn)}
+    save_file(tensors, tmp_path / NAME)
+    read = SavedTensors([tmp_path / NAME], {"x": checksum("x", tensors["x"])})
+    with pytest.raises(ValueError, match=r"x is torch\.float8_e4m3fn, unlike any save"):
+        read.read("x")
+
+
+def test_a_file_that_claims_more_than_memory_holds_says_so(tmp_path: Path) -> None:
+    """4 TiB of zeros that take no place on the disk."""
+    model = MODELS["llama"].build()
+    attach(model)
+    cache = FlatKVCache(model.config, **OPTIONS)
+    with torch.no_grad():
+        model(prompt(1, 60), past_key_values=cache)
+    cache.save_pretrained(tmp_path)
+    content, _ = read_saved(tmp_path)
+    name, nbytes = "layers.0.window.keys", 1 << 42
+    entry = {"dtype": "F32", "shape": [1, 2, 1 << 30, 1 << 9], "data_offsets": [0, nbytes]}
+    header = json.dumps({name: entry}).encode()
+    with (tmp_path / NAME).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        try:
+            file.truncate(file.tell() + nbytes)
+        except OSError:
+            pytest.skip("the file system has no such large files")
+    write_saved(tmp_path, content | {"files": [NAME], "tensors": {name: "00000000"}})
+    words = "no memory for .*safetensors .*: free memory; if no save wrote so much, the file is"
+    with pytest.raises(MemoryError, match=words):
+        FlatKVCache.from_pretrained(tmp_path, model.config)
+    with pytest.raises(MemoryError, match=words):
+        verify_cache(tmp_path)
