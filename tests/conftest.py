@@ -272,7 +272,8 @@ def artifact_options(
     """``(method, model of the zoo)`` -> the options that name its artifact, if it needs one."""
     # Imported here, because the lines above must come before any module with a kernel.
     from hf_kvret import registered_methods
-    from hf_kvret.testing import GEMMA4_MODELS, LATENT_MODELS, MODELS, tiny_artifact
+    from hf_kvret.lab.calibrate.tiny import tiny_artifact
+    from hf_kvret.testing import GEMMA4_MODELS, LATENT_MODELS, MODELS
 
     made: dict[tuple[str, str], str] = {}
 

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kvret
 from hf_kvret.cli import main
-from hf_kvret.testing import tiny_artifact
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 
 from .pages import DOCS, PAGES, README, ROOT, blocks, name, prose, table
 

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import hf_kvret
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.layer.layer_stack import LayerStack
 from hf_kvret.registry import registered_methods
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, tiny_artifact
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 # Tokens of the passes before, and of the pass that fails.
 PHASES: dict[str, tuple[tuple[int, ...], int]] = {

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import DecodeGraph, RetrievalCache, registered_methods
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.lrqk import grams
 from hf_kvret.replay import graph
-from hf_kvret.testing import tiny_artifact
 from hf_kvret.testing.steps import PROMPT, DecodeLoop, small_llama
 from hf_kvret.testing.tape import TapeRecorder, taped
 

@@ -6,7 +6,6 @@ results = run_conformance(lambda model: MyCache(config=model.config, **COVERING_
 assert not failures(results)
 """
 
-from hf_kvret.testing.artifacts import tiny_artifact
 from hf_kvret.testing.cold import all_valid, held_tokens
 from hf_kvret.testing.conformance import (
     COVERING_OPTIONS,
@@ -53,5 +52,4 @@ __all__ = [
     "reads_cold_rows",
     "run_case",
     "run_conformance",
-    "tiny_artifact",
 ]

@@ -25,6 +25,7 @@ from hf_kvret import (
 )
 from hf_kvret.artifacts.identity import ModelIdentity
 from hf_kvret.attention.prompt_chunks import token_bytes
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.models.compatibility import (
     AttentionShape,
     head_dims,
@@ -33,7 +34,7 @@ from hf_kvret.models.compatibility import (
     retrieval_shapes,
 )
 from hf_kvret.saved.model_facts import model_facts
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, tiny_artifact
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.models import GEMMA4
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret.testing.tiny import spread_weights

@@ -16,9 +16,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_kvret import FlatKVCache, ParisKVCache
 from hf_kvret.lab.calibrate.command import run_calibrate
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.lab.evaluate.measurement import Outputs, run_measurement
 from hf_kvret.models.ranks import check_one_process, group_size, is_split, launched_ranks
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, tiny_artifact
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
 RUN: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}

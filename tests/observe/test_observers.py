@@ -11,9 +11,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import DecodeGraph, RetrievalCache, Selection, observe, registered_methods
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret.replay.layer_step import LayerStep
-from hf_kvret.testing import MODELS, tiny_artifact
+from hf_kvret.testing import MODELS
 from hf_kvret.testing.steps import DecodeLoop, small_llama
 from hf_kvret.testing.tape import taped
 from hf_kvret_kernels._dispatch import prefer

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import RetrievalCache
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.replay import DecodeGraph
-from hf_kvret.testing import tiny_artifact
 from hf_kvret.testing.simcuda import Simulation, simulated, to_device
 from hf_kvret.testing.tiny import spread_weights
 

@@ -1,165 +1,57 @@
 """AQUA-KV's calibration: predictors of a layer's keys and values from those of the layer below.
 
 Shutova et al., *Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models*
-(2025), sections 3.1 to 3.3, algorithm 1. Rows are a token's KV heads side by side: ``Wk = Hkv * D``
-numbers of keys, ``Wv = Hkv * Dv`` of values. Hats are reconstructions: prediction plus decoded
-residual. In an *anchor* (the first layer that is studied, and every ``anchor_every``-th) nothing is
-predicted, but for the mean with ``anchor_mean``. In the others, with ``p`` the layer that was
-studied before::
-
-    key_residual   = codec(K(l) - key(K_hat(p)))                 K_hat(l) = key(..) + decoded
-    value_residual = codec(V(l) - value([K_hat(l); V_hat(p)]))   V_hat(l) = value(..) + decoded
-
-Sums are fp32; reconstructions are rounded to the model's dtype before anything reads them. The
-value's inputs are as ``value_inputs`` says: ``"keys+values"`` as above, in this order;
-``"keys"`` is K_hat(l) alone, ``"values"`` V_hat(p) alone, ``"none"`` predicts nothing (zeros); so
-does ``key_inputs`` ``"none"``. Keys are those before RoPE where ``space`` is ``"before"``. A row of
-latent attention, a latent and a rotated key, is one key with its value in it: nothing is learned or
-coded of values, and ``value_inputs`` changes nothing.
-
-Tensors of a layer, under ``layers.N.``; ``key.*``, ``value.*`` only where something is predicted:
-
-=================== ============== ====== ====================================================
-name                shape          dtype
-=================== ============== ====== ====================================================
-inv_freq            [R / 2]        fp32   of the layer's RoPE, in all layers
-key.bias            [out]          fp32   added to what follows; in an anchor, with
-                                          ``anchor_mean``, alone: what is predicted
-key.weight          [out, in]      bf16   linear: ``weight @ x``
-key.down            [rank, in]     bf16   low_rank: ``up @ (down @ x)``
-key.up              [out, rank]    bf16
-key.hidden.weight   [hidden, in]   bf16   mlp: ``out.weight @ h`` of
-key.hidden.bias     [hidden]       fp32   ``h = gelu(hidden.weight @ x + hidden.bias)``,
-key.out.weight      [out, hidden]  bf16   the exact gelu
-value.*                                   the same
-=================== ============== ====== ====================================================
-
-With ``predictor_bits=4`` a matrix ``M [a, b]`` (weight, down, up) is replaced by ``M.codes`` uint8
-``[a, b / 2]``, two columns a byte with the even one in the low half, and by ``M.scale`` and
-``M.low``, fp16 ``[a, b / g]``: ``M[i, j] = low[i, j // g] + scale[i, j // g] * code[i, j]``.
-``unpacked`` and ``predict`` of ``aqua_predictors`` read all of these by name.
-
-Told of a layer: ``layout``, ``attention_factor`` (of RoPE, as for A2ATS), ``role`` (``"anchor"`` or
-``"predicted"``), ``previous`` (number of layer p; None in an anchor), ``bits`` (2, 3, 4; 16: not
-coded), ``group`` and ``value_group`` (of the codec, for keys and values), ``heads``, ``head_dim``,
-``value_head_dim`` (0 where values are in their keys), and ``last``, True where the last numbers of
-a key are rotated. Options beside them are the fields of ``AquaCalibration``; the codec's seed is
-``seed``.
+(2025), sections 3.1 to 3.3, algorithm 1; ``methods/aqua/predictor_options.py`` has the options and
+the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.artifacts.option_kinds import check_kinds
-from hf_kvret.lab.calibrate.aqua_study import AquaStudy, coded_sides
-from hf_kvret.lab.calibrate.study import Calibration, Progress
-from hf_kvret.methods.aqua.coding import BACKBONES, NOT_CODED, default_group
-from hf_kvret.methods.aqua.mlp import fit_mlp
-from hf_kvret.methods.aqua.predictors import PREDICTORS, Rows, fit_linear, fit_low_rank
+from hf_kvret.lab.calibrate.study import (
+    Calibration,
+    Carried,
+    LayerFindings,
+    LayerStudy,
+    Progress,
+)
+from hf_kvret.methods.aqua.coding import NOT_CODED, Tally, default_group, make_codec, recode
+from hf_kvret.methods.aqua.mlp import BATCH, fit_mlp
+from hf_kvret.methods.aqua.predictor_options import PredictorOptions
+from hf_kvret.methods.aqua.predictors import (
+    BLOCK,
+    Rows,
+    fit_linear,
+    fit_low_rank,
+    predict,
+    unpacked,
+)
+from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
-SPACES = ("before", "after")
-KEY_INPUTS = ("keys", "none")
-VALUE_INPUTS = ("keys+values", "keys", "values", "none")
-BITS = (2, 3, 4, NOT_CODED)
+ANCHOR_LIMIT = 0.1075
+"""Most error of keys or values, in units of their variance, that 4 bits may leave in an anchor.
 
-GROUPS = tuple(2**n for n in range(3, 11))
+It is what 2 bits leave of Gaussian rows without an offset. The paper finds a first layer in 2 bits
+nearly harmless on Llama (perplexity 7.05 against 7.03, table 1). Where rows have offsets far beyond
+their spread 4 bits leave more than this, because the codec's error grows with the whole row; the
+paper keeps the first layer of Qwen2.5 as it is (tables 9 and 10).
+"""
+
+_TRIED_BITS = (4, 3, 2)
 
 
 @dataclass(frozen=True)
-class AquaCalibration(Calibration):
-    """Predictors of keys and values for each layer.
-
-    Attributes:
-        bits: of residuals: 2, 3, 4; 16 for predictors that know no quantizer, for study.
-        first_bits: of anchors: 2, 3, 4, 16 (left as they are), or ``"auto"``: 4, unless that leaves
-            an error of more than ``ANCHOR_LIMIT`` of the variance, then 16.
-        group: numbers that share a scale, a power of two from 8 to 1024; None for the largest that
-            divides keys and values of a token, at most 1024 (64 with ``"minmax"``).
-        backbone: ``"higgs"``, or ``"minmax"``: round-to-nearest from a group's least to largest.
-        predictor: ``"linear"``, ``"low_rank"`` or ``"mlp"``, with one hidden layer.
-        rank: of ``"low_rank"``.
-        hidden: units of ``"mlp"``; None for twice its outputs, as the paper has it.
-        steps: of training of ``"mlp"``, 2048 tokens each.
-        predictor_bits: 16 for bf16, 4 for GPTQ; ``"mlp"`` has 16 only.
-        ridge: in units of the mean variance of an input.
-        sinks: first tokens of each sequence that are left out.
-        space: ``"before"`` or ``"after"`` RoPE.
-        anchor_every: studied layers from one anchor to the next, which bounds the chain of
-            reconstructions; None for one anchor.
-        anchor_mean: take the mean of keys and values off in anchors [ours]: the codec's error grows
-            with the whole row, and an offset is the same for all tokens.
-        key_inputs, value_inputs: what predicts keys and values (table 5).
-        seed: of the codec's signs, and of ``"mlp"``.
-
-    Raises:
-        TypeError: an option of another kind than above.
-        ValueError: one that is out of its range, or that doesn't go with another.
-    """
+class AquaCalibration(PredictorOptions, Calibration):
+    """Learns predictors for each layer. Arguments and errors are those of ``PredictorOptions``."""
 
     method: ClassVar[str] = "aqua"
-
-    bits: int = 2
-    first_bits: int | str = 4
-    group: int | None = None
-    backbone: str = "higgs"
-    predictor: str = "linear"
-    rank: int = 256
-    hidden: int | None = None
-    steps: int = 1000
-    predictor_bits: int = 16
-    ridge: float = 1e-3
-    sinks: int = 4
-    space: str = "before"
-    anchor_every: int | None = None
-    anchor_mean: bool = False
-    key_inputs: str = "keys"
-    value_inputs: str = "keys+values"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_kinds(self)
-        choices: dict[str, tuple[object, ...]] = {
-            "bits": BITS,
-            "first_bits": (*BITS, "auto"),
-            "group": (None, *GROUPS),
-            "backbone": BACKBONES,
-            "predictor": PREDICTORS,
-            "predictor_bits": (16, 4),
-            "space": SPACES,
-            "key_inputs": KEY_INPUTS,
-            "value_inputs": VALUE_INPUTS,
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                names = ", ".join(map(repr, values))
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {names}")
-        for name, least in (("rank", 1), ("hidden", 2), ("steps", 0), ("sinks", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value}: {least} or more")
-        if self.anchor_every is not None and self.anchor_every < 1:
-            raise ValueError(
-                f"anchor_every={self.anchor_every}: 1 or more, or None for the first layer alone"
-            )
-        if not 0 < self.ridge < float("inf"):
-            raise ValueError(f"ridge={self.ridge}: more than 0, 1e-3 is the paper's")
-        if self.predictor == "low_rank" and self.predictor_bits == 4 and self.rank % 16:
-            raise ValueError(
-                f"rank={self.rank} with predictor_bits=4: give a multiple of 16, so that scales "
-                "don't take more than codes"
-            )
-        if self.predictor == "mlp" and self.predictor_bits != 16:
-            raise ValueError(
-                f"predictor_bits={self.predictor_bits} with predictor='mlp': GPTQ is for 'linear' "
-                "and 'low_rank', or give predictor_bits=16"
-            )
 
     def check(self, lengths: Sequence[int]) -> None:
         super().check(lengths)
@@ -212,3 +104,220 @@ class AquaCalibration(Calibration):
             seed=self.seed,
             progress=progress,
         )
+
+
+@dataclass(eq=False)
+class _Side:
+    """Keys or values of all tokens of a layer.
+
+    Attributes:
+        name: ``"key"`` or ``"value"``.
+        exact: ``[N, W]`` as computed by the model, on the CPU, training rows first.
+        train_len: how many rows are learned from.
+        group: of the codec.
+    """
+
+    name: str
+    exact: torch.Tensor
+    train_len: int
+    group: int
+
+
+class AquaStudy(LayerStudy):
+    """Collects keys and values; learns from them and from the reconstructions of the layer below.
+
+    ``PredictorOptions`` describes the findings. Carried to the next layer are ``key`` and
+    ``value`` ``[N, W]``, the reconstructions in the model's dtype, ``layer``, its number, and
+    ``depth``, layers since the anchor.
+    """
+
+    def __init__(
+        self, options: AquaCalibration, layer: int, rope: Rope, device: torch.device
+    ) -> None:
+        self.options, self.layer, self.rope, self.device = options, layer, rope, device
+        self._rows: dict[str, list[torch.Tensor]] = {}
+        self._groups: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._count = self._train_len = 0
+
+    @property
+    def work(self) -> int:
+        mlp_rows = self.options.steps * BATCH if self.options.predictor == "mlp" else 0
+        return len(self._rows) * (2 * self._count + mlp_rows)
+
+    def add(self, tokens: LayerTokens, held_out: bool) -> None:
+        keys = tokens.key_before if self.options.space == "before" else tokens.key
+        for name, x in coded_sides(keys, tokens):
+            if name not in self._shapes:
+                self._rows[name] = []
+                self._shapes[name] = x.shape[1], x.shape[3]
+                width = x.shape[1] * x.shape[3]
+                self._groups[name] = self.options.group_of(self.layer, name, width)
+            rows = x[0, :, self.options.sinks :].transpose(0, 1).flatten(1)
+            # A copy on the CPU too: rows may be a view of something larger.
+            self._rows[name].append(rows.to("cpu", copy=True))
+        assert held_out or self._count == self._train_len, "what is held out comes last"
+        count = len(self._rows["key"][-1])
+        self._count += count
+        self._train_len += 0 if held_out else count
+
+    def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
+        if not self._train_len:
+            raise ValueError(
+                f"no tokens to learn from beyond the first {self.options.sinks} of each sequence: "
+                "give longer sequences"
+            )
+        depth = 0 if carried is None else int(carried["depth"]) + 1
+        below = None if depth in (0, self.options.anchor_every) else carried
+        assert below is None or len(below["key"]) == self._count, "another corpus"
+        sides = [
+            _Side(name, torch.cat(self._rows.pop(name)), self._train_len, self._groups[name])
+            for name in sorted(self._rows)
+        ]
+        means = {side.name: self._mean(side) for side in sides} if below is None else {}
+        bits = self._anchor_bits(sides, means) if below is None else self.options.bits
+        tensors = {"inv_freq": self.rope.inv_freq.cpu()}
+        tallies: dict[str, Tally] = {}
+        reconstructions: dict[str, torch.Tensor] = {}
+        for side in sides:
+            if below is None:
+                inputs, predictor = [], means[side.name]
+            else:
+                inputs = self._inputs(side.name, below, reconstructions)
+                predictor = self._fit(side, inputs, progress)
+            progress(len(side.exact))
+            tensors |= {f"{side.name}.{name}": x for name, x in predictor.items()}
+            tallies[side.name] = Tally()
+            trial_bits = _TRIED_BITS if below is None else ()
+            reconstructions[side.name] = self._restore(
+                side, inputs, predictor, bits, trial_bits, tallies[side.name], progress
+            )
+        role = "anchor" if below is None else "predicted"
+        settings = {
+            **self.rope.settings,
+            "role": role,
+            "previous": None if below is None else int(below["layer"]),
+            "bits": bits,
+            "group": self._groups["key"],
+            "value_group": self._groups.get("value"),
+            "heads": self._shapes["key"][0],
+            "head_dim": self._shapes["key"][1],
+            "value_head_dim": self._shapes["value"][1] if "value" in self._shapes else 0,
+        }
+        state = {
+            "layer": torch.tensor(self.layer),
+            "depth": torch.tensor(0 if below is None else depth),
+        }
+        quality = {"role": role, "bits": bits, **_figures(tallies, below is None)}
+        return LayerFindings(tensors, settings, quality, {**reconstructions, **state})
+
+    def _inputs(
+        self, name: str, below: Carried, reconstructions: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Parts of a predictor's inputs; none where nothing is predicted."""
+        if name == "key":
+            return [below["key"]] if self.options.key_inputs == "keys" else []
+        parts = {"keys": reconstructions["key"], "values": below["value"]}
+        return [x for part, x in parts.items() if part in self.options.value_inputs.split("+")]
+
+    def _fit(
+        self, side: _Side, inputs: list[torch.Tensor], progress: Progress
+    ) -> dict[str, torch.Tensor]:
+        """Tensors of a predictor; none where nothing is predicted."""
+        if not inputs:
+            return {}
+        train = slice(side.train_len)
+        rows = Rows([x[train] for x in inputs], side.exact[train], self.device)
+        return self.options.fit(rows, progress)
+
+    def _restore(
+        self,
+        side: _Side,
+        inputs: list[torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+        bits: int,
+        trial_bits: tuple[int, ...],
+        tally: Tally,
+        progress: Progress,
+    ) -> torch.Tensor:
+        """Reconstructions of all rows. Held-out rows are added to the tally, also without a
+        predictor, and in ``trial_bits``."""
+        codec = self._codec(bits, side.group)
+        predictor = {name: x.to(self.device) for name, x in unpacked(tensors).items()}
+        result = torch.empty_like(side.exact)
+        for part, part_inputs, exact in self._blocks(side, inputs):
+            prediction = predict(predictor, part_inputs) if tensors else torch.zeros_like(exact)
+            near = (recode(exact - prediction, codec) + prediction).to(result.dtype)
+            result[part] = near.cpu()
+            if part.start >= side.train_len:
+                tally.add("exact", exact)
+                tally.add("unpredicted", exact - prediction)
+                tally.add("missed", exact - near.float())
+                tally.add("plain", exact - recode(exact, codec))
+                for n in trial_bits:
+                    other = recode(exact - prediction, self._codec(n, side.group))
+                    tally.add(f"in {n} bits", exact - prediction - other)
+            progress(len(exact))
+        return result
+
+    def _codec(self, bits: int, group: int) -> higgs.Codec | None:
+        options = self.options
+        return make_codec(options.backbone, bits, group, options.seed, self.device)
+
+    def _blocks(
+        self, side: _Side, inputs: list[torch.Tensor]
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """``(slice, inputs, exact)`` of all rows; a block is either training or held-out rows."""
+        rows = Rows(inputs, side.exact, self.device)
+        for first, last in ((0, side.train_len), (side.train_len, len(side.exact))):
+            for start in range(first, last, BLOCK):
+                part = slice(start, min(start + BLOCK, last))
+                yield part, *rows.at(part)
+
+    def _mean(self, side: _Side) -> dict[str, torch.Tensor]:
+        """The prediction of an anchor: its mean if the options say so, else nothing."""
+        if not self.options.anchor_mean:
+            return {}
+        total = side.exact.new_zeros(side.exact.shape[1], dtype=torch.float64)
+        for part, _, exact in self._blocks(side, []):
+            if part.start < side.train_len:
+                total += exact.double().sum(0).cpu()
+        return {"bias": (total / side.train_len).float()}
+
+    def _anchor_bits(self, sides: list[_Side], means: dict[str, dict[str, torch.Tensor]]) -> int:
+        """From the options, or chosen by the error of 4 bits on the training rows."""
+        first = self.options.first_bits
+        if isinstance(first, int):
+            return first
+        for side in sides:
+            tally, codec = Tally(), self._codec(4, side.group)
+            mean = means[side.name].get("bias", torch.zeros(())).to(self.device)
+            for part, _, exact in self._blocks(side, []):
+                if part.start < side.train_len:
+                    tally.add("exact", exact)
+                    tally.add("missed", exact - mean - recode(exact - mean, codec))
+            if (tally.square_share("missed", "exact") or 0.0) > ANCHOR_LIMIT:
+                return NOT_CODED
+        return 4
+
+
+def coded_sides(keys: torch.Tensor, tokens: LayerTokens) -> list[tuple[str, torch.Tensor]]:
+    """What is coded of tokens: ``"key"`` and ``"value"``, but latents are values in their keys."""
+    sides = [("key", keys), ("value", tokens.value)]
+    return sides if tokens.latent is None else sides[:1]
+
+
+def _figures(tallies: dict[str, Tally], anchor: bool) -> dict[str, float | None]:
+    """Shares of the variance of held-out keys and values, by column name of the quality table."""
+    figures: dict[str, float | None] = {}
+    for name, tally in tallies.items():
+        share = None if anchor else tally.variance_share("unpredicted", "exact")
+        figures[f"{name}_explained"] = None if share is None else 1.0 - share
+    for figure, row in (("error", "missed"), ("error_unpredicted", "plain")):
+        for name, tally in tallies.items():
+            figures[f"{name}_{figure}"] = tally.square_share(row, "exact")
+    for name, tally in tallies.items():
+        for bits in _TRIED_BITS if anchor else ():
+            error = tally.square_share(f"in {bits} bits", "exact")
+            figures[f"{name}_error_in_{bits}_bits"] = error
+    return figures

@@ -8,16 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from hf_kvret.lab.calibrate.a2ats import CODEWORD_DTYPES, A2ATSCalibration
-from hf_kvret.lab.calibrate.a2ats import SPACES as A2ATS_SPACES
-from hf_kvret.lab.calibrate.aqua import (
-    BITS,
-    GROUPS,
-    KEY_INPUTS,
-    SPACES,
-    VALUE_INPUTS,
-    AquaCalibration,
-)
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.study import Calibration
 from hf_kvret.lab.program.arguments import (
     file_path,
@@ -34,7 +26,16 @@ from hf_kvret.lab.program.common_options import (
     seed_option,
 )
 from hf_kvret.lab.program.options import option
+from hf_kvret.methods.a2ats.codebook_options import CODEWORD_DTYPES
+from hf_kvret.methods.a2ats.codebook_options import SPACES as A2ATS_SPACES
 from hf_kvret.methods.aqua.coding import BACKBONES
+from hf_kvret.methods.aqua.predictor_options import (
+    BITS,
+    GROUPS,
+    KEY_INPUTS,
+    SPACES,
+    VALUE_INPUTS,
+)
 from hf_kvret.methods.aqua.predictors import PREDICTORS
 
 _AQUA = AquaCalibration()

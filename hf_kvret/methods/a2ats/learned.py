@@ -25,7 +25,7 @@ from hf_kvret.artifacts.layer_checks import (
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once, shared_artifact
-from hf_kvret.lab.calibrate.a2ats import CODEWORD_DTYPES, A2ATSCalibration
+from hf_kvret.methods.a2ats.codebook_options import CODEWORD_DTYPES, CodebookOptions
 from hf_kvret.methods.a2ats.spaces import SPACES, KeySpace
 from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret_kernels import codebook
@@ -148,8 +148,8 @@ def check_whole(artifact: CalibrationArtifact) -> None:
     check_told(artifact, _check_layer)
 
 
-def _options(artifact: CalibrationArtifact) -> A2ATSCalibration:
-    make = partial(check_options, artifact, A2ATSCalibration, ("space", "window"))
+def _options(artifact: CalibrationArtifact) -> CodebookOptions:
+    make = partial(check_options, artifact, CodebookOptions, ("space", "window"))
     return made_once(artifact, "options", make)
 
 

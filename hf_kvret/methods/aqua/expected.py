@@ -8,8 +8,8 @@ import torch
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.layer_checks import Expected, check_layer_settings, damaged, told_layers
-from hf_kvret.lab.calibrate.aqua import BITS, GROUPS, AquaCalibration
 from hf_kvret.methods.aqua.gptq import GROUP
+from hf_kvret.methods.aqua.predictor_options import BITS, GROUPS, PredictorOptions
 
 _MATRIX = (torch.bfloat16,)
 _BIAS = (torch.float32,)
@@ -60,7 +60,7 @@ class LayerSettings(NamedTuple):
 
 
 def expected_tensors(
-    options: AquaCalibration, layer: LayerSettings, below: LayerSettings | None, pairs: int
+    options: PredictorOptions, layer: LayerSettings, below: LayerSettings | None, pairs: int
 ) -> dict[str, Expected]:
     """What each tensor of a layer must be, by name.
 
@@ -82,7 +82,9 @@ def expected_tensors(
     return tensors
 
 
-def _inputs(options: AquaCalibration, side: str, layer: LayerSettings, below: LayerSettings) -> int:
+def _inputs(
+    options: PredictorOptions, side: str, layer: LayerSettings, below: LayerSettings
+) -> int:
     """Numbers that a side is predicted from."""
     if side == "key":
         return below.widths["key"] if options.key_inputs == "keys" else 0
@@ -91,7 +93,7 @@ def _inputs(options: AquaCalibration, side: str, layer: LayerSettings, below: La
     return sum(width for name, width in parts.items() if name in names)
 
 
-def _predictor(options: AquaCalibration, inputs: int, outputs: int) -> dict[str, Expected]:
+def _predictor(options: PredictorOptions, inputs: int, outputs: int) -> dict[str, Expected]:
     if not inputs:
         return {}
     if options.predictor == "mlp":

@@ -23,15 +23,15 @@ from hf_kvret.artifacts.layer_checks import (
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once, shared_artifact
-from hf_kvret.lab.calibrate.aqua import (
+from hf_kvret.methods.aqua.coding import BACKBONES
+from hf_kvret.methods.aqua.expected import LayerSettings, expected_tensors
+from hf_kvret.methods.aqua.predictor_options import (
     BITS,
     KEY_INPUTS,
     SPACES,
     VALUE_INPUTS,
-    AquaCalibration,
+    PredictorOptions,
 )
-from hf_kvret.methods.aqua.coding import BACKBONES
-from hf_kvret.methods.aqua.expected import LayerSettings, expected_tensors
 from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret.models.compatibility import is_latent, retrieval_shapes
 from hf_kvret_model_patches.rope import Rope
@@ -194,9 +194,9 @@ def check_whole(artifact: CalibrationArtifact) -> None:
     check_told(artifact, _check_layer)
 
 
-def _options(artifact: CalibrationArtifact) -> AquaCalibration:
+def _options(artifact: CalibrationArtifact) -> PredictorOptions:
     read = ("bits", "backbone", "seed", "space", "key_inputs", "value_inputs")
-    return made_once(artifact, "options", partial(check_options, artifact, AquaCalibration, read))
+    return made_once(artifact, "options", partial(check_options, artifact, PredictorOptions, read))
 
 
 def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:

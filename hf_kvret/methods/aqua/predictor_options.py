@@ -1,0 +1,151 @@
+"""What AQUA-KV's predictors are learned with, and the tensors that an artifact holds of them.
+
+Shutova et al., *Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models*
+(2025), sections 3.1 to 3.3, algorithm 1. Rows are a token's KV heads side by side: ``Wk = Hkv * D``
+numbers of keys, ``Wv = Hkv * Dv`` of values. Hats are reconstructions: prediction plus decoded
+residual. In an *anchor* (the first layer that is studied, and every ``anchor_every``-th) nothing is
+predicted, but for the mean with ``anchor_mean``. In the others, with ``p`` the layer that was
+studied before::
+
+    key_residual   = codec(K(l) - key(K_hat(p)))                 K_hat(l) = key(..) + decoded
+    value_residual = codec(V(l) - value([K_hat(l); V_hat(p)]))   V_hat(l) = value(..) + decoded
+
+Sums are fp32; reconstructions are rounded to the model's dtype before anything reads them. The
+value's inputs are as ``value_inputs`` says: ``"keys+values"`` as above, in this order;
+``"keys"`` is K_hat(l) alone, ``"values"`` V_hat(p) alone, ``"none"`` predicts nothing (zeros); so
+does ``key_inputs`` ``"none"``. Keys are those before RoPE where ``space`` is ``"before"``. A row of
+latent attention, a latent and a rotated key, is one key with its value in it: nothing is learned or
+coded of values, and ``value_inputs`` changes nothing.
+
+Tensors of a layer, under ``layers.N.``; ``key.*``, ``value.*`` only where something is predicted:
+
+=================== ============== ====== ====================================================
+name                shape          dtype
+=================== ============== ====== ====================================================
+inv_freq            [R / 2]        fp32   of the layer's RoPE, in all layers
+key.bias            [out]          fp32   added to what follows; in an anchor, with
+                                          ``anchor_mean``, alone: what is predicted
+key.weight          [out, in]      bf16   linear: ``weight @ x``
+key.down            [rank, in]     bf16   low_rank: ``up @ (down @ x)``
+key.up              [out, rank]    bf16
+key.hidden.weight   [hidden, in]   bf16   mlp: ``out.weight @ h`` of
+key.hidden.bias     [hidden]       fp32   ``h = gelu(hidden.weight @ x + hidden.bias)``,
+key.out.weight      [out, hidden]  bf16   the exact gelu
+value.*                                   the same
+=================== ============== ====== ====================================================
+
+With ``predictor_bits=4`` a matrix ``M [a, b]`` (weight, down, up) is replaced by ``M.codes`` uint8
+``[a, b / 2]``, two columns a byte with the even one in the low half, and by ``M.scale`` and
+``M.low``, fp16 ``[a, b / g]``: ``M[i, j] = low[i, j // g] + scale[i, j // g] * code[i, j]``.
+``unpacked`` and ``predict`` of ``aqua_predictors`` read all of these by name.
+
+Told of a layer: ``layout``, ``attention_factor`` (of RoPE, as for A2ATS), ``role`` (``"anchor"`` or
+``"predicted"``), ``previous`` (number of layer p; None in an anchor), ``bits`` (2, 3, 4; 16: not
+coded), ``group`` and ``value_group`` (of the codec, for keys and values), ``heads``, ``head_dim``,
+``value_head_dim`` (0 where values are in their keys), and ``last``, True where the last numbers of
+a key are rotated. Options beside them are the fields of ``PredictorOptions``; the codec's seed is
+``seed``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_kvret.artifacts.option_kinds import check_kinds
+from hf_kvret.methods.aqua.coding import BACKBONES, NOT_CODED
+from hf_kvret.methods.aqua.predictors import PREDICTORS
+
+SPACES = ("before", "after")
+KEY_INPUTS = ("keys", "none")
+VALUE_INPUTS = ("keys+values", "keys", "values", "none")
+BITS = (2, 3, 4, NOT_CODED)
+
+GROUPS = tuple(2**n for n in range(3, 11))
+
+
+@dataclass(frozen=True)
+class PredictorOptions:
+    """How the predictors of keys and values of each layer are made.
+
+    Attributes:
+        bits: of residuals: 2, 3, 4; 16 for predictors that know no quantizer, for study.
+        first_bits: of anchors: 2, 3, 4, 16 (left as they are), or ``"auto"``: 4, unless that leaves
+            an error of more than ``ANCHOR_LIMIT`` of the variance, then 16.
+        group: numbers that share a scale, a power of two from 8 to 1024; None for the largest that
+            divides keys and values of a token, at most 1024 (64 with ``"minmax"``).
+        backbone: ``"higgs"``, or ``"minmax"``: round-to-nearest from a group's least to largest.
+        predictor: ``"linear"``, ``"low_rank"`` or ``"mlp"``, with one hidden layer.
+        rank: of ``"low_rank"``.
+        hidden: units of ``"mlp"``; None for twice its outputs, as the paper has it.
+        steps: of training of ``"mlp"``, 2048 tokens each.
+        predictor_bits: 16 for bf16, 4 for GPTQ; ``"mlp"`` has 16 only.
+        ridge: in units of the mean variance of an input.
+        sinks: first tokens of each sequence that are left out.
+        space: ``"before"`` or ``"after"`` RoPE.
+        anchor_every: studied layers from one anchor to the next, which bounds the chain of
+            reconstructions; None for one anchor.
+        anchor_mean: take the mean of keys and values off in anchors [ours]: the codec's error grows
+            with the whole row, and an offset is the same for all tokens.
+        key_inputs, value_inputs: what predicts keys and values (table 5).
+        seed: of the codec's signs, and of ``"mlp"``.
+
+    Raises:
+        TypeError: an option of another kind than above.
+        ValueError: one that is out of its range, or that doesn't go with another.
+    """
+
+    bits: int = 2
+    first_bits: int | str = 4
+    group: int | None = None
+    backbone: str = "higgs"
+    predictor: str = "linear"
+    rank: int = 256
+    hidden: int | None = None
+    steps: int = 1000
+    predictor_bits: int = 16
+    ridge: float = 1e-3
+    sinks: int = 4
+    space: str = "before"
+    anchor_every: int | None = None
+    anchor_mean: bool = False
+    key_inputs: str = "keys"
+    value_inputs: str = "keys+values"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        choices: dict[str, tuple[object, ...]] = {
+            "bits": BITS,
+            "first_bits": (*BITS, "auto"),
+            "group": (None, *GROUPS),
+            "backbone": BACKBONES,
+            "predictor": PREDICTORS,
+            "predictor_bits": (16, 4),
+            "space": SPACES,
+            "key_inputs": KEY_INPUTS,
+            "value_inputs": VALUE_INPUTS,
+        }
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                names = ", ".join(map(repr, values))
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {names}")
+        for name, least in (("rank", 1), ("hidden", 2), ("steps", 0), ("sinks", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: {least} or more")
+        if self.anchor_every is not None and self.anchor_every < 1:
+            raise ValueError(
+                f"anchor_every={self.anchor_every}: 1 or more, or None for the first layer alone"
+            )
+        if not 0 < self.ridge < float("inf"):
+            raise ValueError(f"ridge={self.ridge}: more than 0, 1e-3 is the paper's")
+        if self.predictor == "low_rank" and self.predictor_bits == 4 and self.rank % 16:
+            raise ValueError(
+                f"rank={self.rank} with predictor_bits=4: give a multiple of 16, so that scales "
+                "don't take more than codes"
+            )
+        if self.predictor == "mlp" and self.predictor_bits != 16:
+            raise ValueError(
+                f"predictor_bits={self.predictor_bits} with predictor='mlp': GPTQ is for 'linear' "
+                "and 'low_rank', or give predictor_bits=16"
+            )
