@@ -166,7 +166,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not factors:
         return
     # Imported here, because the lines on top must come before any module with a kernel.
-    from hf_kvret.testing.pairs import full_product, pairwise
+    from .pairs import full_product, pairwise
 
     mark = metafunc.definition.get_closest_marker("allowed")
 

@@ -18,7 +18,8 @@ from hf_kvret.attention.masks import base_mask, retrieval_mask
 from hf_kvret.cli import main
 from hf_kvret.lab.evaluate import measurement
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
-from hf_kvret.testing.saved import read_saved, write_saved
+
+from .saved_files import read_saved, write_saved
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvret.testing.pairs import full_product, pairs_of, pairwise
+from .pairs import full_product, pairs_of, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (4, 4), (2, 5, 3), (7, 6, 5, 4, 3), (1, 1, 9)])

@@ -13,8 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_kvret import DecodeGraph, RetrievalCache, registered_methods, registry
 from hf_kvret.replay import why_not
 from hf_kvret.testing import MODELS
-from hf_kvret.testing.steps import PROMPT, DecodeLoop, small_llama
 from hf_kvret.testing.tape import TapeRecorder, taped
+
+from .steps import PROMPT, DecodeLoop, small_llama
 
 OPTIONS: dict[str, Any] = {
     "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from hf_kvret import DecodeGraph, FlatKVCache
 from hf_kvret.replay import graph, why_not
-from hf_kvret.testing.steps import small_llama
 from hf_kvret.testing.tape import taped
+
+from .steps import small_llama
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,9 @@ from hf_kvret import DecodeGraph, RetrievalCache, registered_methods
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.lrqk import grams
 from hf_kvret.replay import graph
-from hf_kvret.testing.steps import PROMPT, DecodeLoop, small_llama
 from hf_kvret.testing.tape import TapeRecorder, taped
+
+from .steps import PROMPT, DecodeLoop, small_llama
 
 OPTIONS: dict[str, Any] = {
     "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,

@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret.testing.saved import read_saved, write_saved
+
+from .saved_files import read_saved, write_saved
 
 FIXTURES = Path(__file__).parent / "fixtures"
 make = SimpleNamespace(**runpy.run_path(str(FIXTURES / "make_saved.py")))

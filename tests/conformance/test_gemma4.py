@@ -28,8 +28,9 @@ from hf_kvret import (
     RetrievalCache,
 )
 from hf_kvret.testing import COVERING_OPTIONS, GEMMA4_MODELS, MODELS, MODES, Case, run_case
-from hf_kvret.testing.pairs import full_product, pairwise
 from hf_kvret.testing.scenario import NEW_TOKENS, prompt, ragged
+
+from ..pairs import full_product, pairwise
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "flat": FlatKVCache,

@@ -26,7 +26,8 @@ from hf_kvret import (
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODES, Case, run_case
 from hf_kvret.testing.conformance import Result, no_proof
 from hf_kvret.testing.latent_models import LONG_LATENT_MODEL
-from hf_kvret.testing.pairs import pairwise
+
+from ..pairs import pairwise
 
 # Of methods that learn from calibration; aqua's rows are its own codes, here at 16 bits.
 LEARNED: dict[str, Callable[..., RetrievalCache]] = {

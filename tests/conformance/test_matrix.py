@@ -28,8 +28,9 @@ from hf_kvret import (
     RetrievalCache,
 )
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, Case, run_case
-from hf_kvret.testing.pairs import pairwise
 from hf_kvret.testing.scenario import prompt
+
+from ..pairs import pairwise
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "flat": FlatKVCache,

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_kvret.testing.host_steps import FP32_ERROR, Shape, cold_rows, generator, near_window
 from hf_kvret_kernels import centroid, codebook, host_step, proxy
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.host_step import (
@@ -22,6 +21,8 @@ from hf_kvret_kernels.host_step import (
 )
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.relevance import best_ids, group_relevance
+
+from .host_steps import FP32_ERROR, Shape, cold_rows, generator, near_window
 
 pytestmark = [
     pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled"),

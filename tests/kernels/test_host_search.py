@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from hf_kvret.testing.host_steps import (
+from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels import host_step, proxy
+from hf_kvret_kernels.host_step import FlatSearch, HostCold, ProxySearch, run_step
+from hf_kvret_kernels.paris import naive
+from hf_kvret_kernels.relevance.naive import best_ids
+
+from .host_steps import (
     FP32_ERROR,
     Shape,
     cold_rows,
@@ -15,11 +21,6 @@ from hf_kvret.testing.host_steps import (
     near_window,
     paris_search,
 )
-from hf_kvret_kernels import host_library as library
-from hf_kvret_kernels import host_step, proxy
-from hf_kvret_kernels.host_step import FlatSearch, HostCold, ProxySearch, run_step
-from hf_kvret_kernels.paris import naive
-from hf_kvret_kernels.relevance.naive import best_ids
 
 # The path goes to the tests that take it.
 pytestmark = [

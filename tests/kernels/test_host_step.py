@@ -9,7 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_kvret.testing.host_steps import (
+from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels import host_step
+from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
+from hf_kvret_kernels.paged import PagedRows
+
+from .host_steps import (
     FP32_ERROR,
     Shape,
     cold_rows,
@@ -18,10 +23,6 @@ from hf_kvret.testing.host_steps import (
     near_window,
     paris_search,
 )
-from hf_kvret_kernels import host_library as library
-from hf_kvret_kernels import host_step
-from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
-from hf_kvret_kernels.paged import PagedRows
 
 NEVER = float("-inf")
 

@@ -7,13 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_kvret.testing.host_steps import (
-    FP32_ERROR,
-    Shape,
-    expected_attention,
-    generator,
-    near_window,
-)
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels.gather_attention import gather_attention, gather_pieces
 from hf_kvret_kernels.gather_scores import gather_scores
@@ -24,6 +17,14 @@ from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.step_attention import step_attention
+
+from .host_steps import (
+    FP32_ERROR,
+    Shape,
+    expected_attention,
+    generator,
+    near_window,
+)
 
 PAGE_LEN, PAGES = 8, 5
 TABLE = torch.tensor([[0, 3, 1], [4, 2, 4]], dtype=torch.int32)

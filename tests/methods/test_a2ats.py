@@ -12,7 +12,9 @@ import torch
 from hf_kvret import TokenBlock
 from hf_kvret.methods.a2ats import A2ATSIndex
 from hf_kvret.methods.a2ats import learned as learned_module
-from hf_kvret.testing.codebooks import (
+from hf_kvret.testing.cold import cold_tokens
+
+from .codebooks import (
     DIM,
     GROUP,
     HEADS,
@@ -26,7 +28,6 @@ from hf_kvret.testing.codebooks import (
     normal,
     write_book,
 )
-from hf_kvret.testing.cold import cold_tokens
 
 YARN = Turn(factor=1.37)
 PARTIAL_YARN = Turn(pairs=3, factor=1.37)

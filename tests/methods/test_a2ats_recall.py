@@ -12,7 +12,9 @@ from hf_kvret.methods.a2ats.vector_quantization import query_metric
 from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing.codebooks import (
+from hf_kvret.testing.cold import cold_tokens
+
+from .codebooks import (
     DIM,
     GROUP,
     HEADS,
@@ -23,7 +25,6 @@ from hf_kvret.testing.codebooks import (
     normal,
     write_book,
 )
-from hf_kvret.testing.cold import cold_tokens
 
 
 def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.predictors import predict, unpacked
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.testing import LATENT_MODELS
-from hf_kvret.testing.saved import read_saved
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_model_patches.rope import Rope
+
+from ..saved_files import read_saved
 
 RANK, ROW, GROUP = 16, 24, 8
 SLOW = pytest.mark.slow

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from hf_kvret import ColdTokens, FlatKVCache
 from hf_kvret.methods.h2o import H2OCache, H2OConfig, H2OIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
-from hf_kvret.testing.saved import read_saved, write_saved
 from hf_kvret.testing.scenario import prompt, ragged
+
+from ..saved_files import read_saved, write_saved
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 0.2}
 TELLING_MODES = (

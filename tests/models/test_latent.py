@@ -17,9 +17,10 @@ import hf_kvret
 from hf_kvret import FlatKVCache, LatentKVCache, ParisKVCache
 from hf_kvret.layer.latent_heads import ModuleHeads
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
-from hf_kvret.testing.saved import read_saved
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_model_patches import latent
+
+from ..saved_files import read_saved
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 

@@ -15,9 +15,10 @@ from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret.replay.layer_step import LayerStep
 from hf_kvret.testing import MODELS
-from hf_kvret.testing.steps import DecodeLoop, small_llama
 from hf_kvret.testing.tape import taped
 from hf_kvret_kernels._dispatch import prefer
+
+from ..steps import DecodeLoop, small_llama
 
 PROMPT, STEPS = 90, 3
 OPTIONS: dict[str, Any] = {"top_k": 10, "sink": 2, "recent": 8, "flush": 8, "dense_below": 0}

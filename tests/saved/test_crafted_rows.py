@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from hf_kvret import FlatKVCache, LRQKCache, RetrievalCache, attach
 from hf_kvret.contracts.schema import check_finite
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
-from hf_kvret.testing.saved import read_saved, write_saved
 from hf_kvret.testing.scenario import prompt
+
+from ..saved_files import read_saved, write_saved
 
 Tensors = dict[str, torch.Tensor]
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from hf_kvret import FlatKVCache, attach
 from hf_kvret.saved.description import is_of_cache
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
-from hf_kvret.testing.saved import read_saved, write_saved
 from hf_kvret.testing.scenario import prompt
+
+from ..saved_files import read_saved, write_saved
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from hf_kvret import RetrievalCache, attach, registered_methods
 from hf_kvret.testing import LATENT_MODELS, MODELS
-from hf_kvret.testing.saved import read_saved
 from hf_kvret.testing.scenario import prompt
 
+from ..saved_files import read_saved
 from . import mutations
 from .wrong_ids import crafted_ids
 

@@ -24,7 +24,8 @@ from hf_kvret import (
     registered_methods,
 )
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
-from hf_kvret.testing.saved import read_saved, saved_file, write_saved
+
+from ..saved_files import read_saved, saved_file, write_saved
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}

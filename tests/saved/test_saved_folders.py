@@ -15,8 +15,9 @@ from hf_kvret import FlatKVCache, RetrievalCache, attach
 from hf_kvret.cli import main
 from hf_kvret.saved import folder as files_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
-from hf_kvret.testing.saved import read_saved, saved_file, write_saved
 from hf_kvret.testing.scenario import prompt
+
+from ..saved_files import read_saved, saved_file, write_saved
 
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
 

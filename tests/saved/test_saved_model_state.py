@@ -11,7 +11,8 @@ import torch
 import hf_kvret
 from hf_kvret.lab.coverage.conversation import Conversation, ask, flat
 from hf_kvret.lab.coverage.pictures import picture_model
-from hf_kvret.testing.steps import small_llama
+
+from ..steps import small_llama
 
 
 def tensors_of(folder: Path) -> list[str]:

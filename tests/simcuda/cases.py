@@ -18,8 +18,9 @@ import hf_kvret
 from hf_kvret import RetrievalCache
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.replay import DecodeGraph
-from hf_kvret.testing.simcuda import Simulation, simulated, to_device
 from hf_kvret.testing.tiny import spread_weights
+
+from ..simulated_gpu.device import Simulation, simulated, to_device
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
 STORES = ("device", "host", "split", "resident", "cpu", "higgs", "higgs-host")

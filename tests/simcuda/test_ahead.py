@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import hf_kvret
 from hf_kvret.layer import selected_attention
 from hf_kvret.replay import DecodeGraph
-from hf_kvret.testing.simcuda import simulated, to_device
 from hf_kvret.testing.tiny import spread_weights
+
+from ..simulated_gpu.device import simulated, to_device
 
 pytest.importorskip("triton")
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.testing.simcuda import Simulation, SimulationError, simulated
 from hf_kvret_kernels.paged import PagedRows
+
+from ..simulated_gpu.device import Simulation, SimulationError, simulated
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -71,7 +72,7 @@ def test_it_is_launched_on_the_current_device(gpu: Simulation) -> None:
 
 @pytest.mark.parametrize("blocks", [0, 2**31])
 def test_grids_that_cuda_refuses_are_found(gpu: Simulation, blocks: int) -> None:
-    from hf_kvret.testing.simcuda import launches
+    from ..simulated_gpu import launches
 
     class Kernel:
         grid = (blocks,)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_kvret.testing.simcuda import Finding, Wait
-
+from ..simulated_gpu.device import Finding, Wait
 from .cases import Case, cases, check_logits, latent_cases, rest_cases, run
 
 pytest.importorskip("triton")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_kvret.testing.simcuda import Simulation, SimulationError, simulated, to_device
+from ..simulated_gpu.device import Simulation, SimulationError, simulated, to_device
 
 pytest.importorskip("triton")
 

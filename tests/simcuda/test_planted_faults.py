@@ -19,8 +19,9 @@ from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.replay import recorders
 from hf_kvret.stores import cpu, memory, pinning
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret.testing.simcuda import SimulationError, streams
 
+from ..simulated_gpu import streams
+from ..simulated_gpu.device import SimulationError
 from .cases import STEPS, Case, Outcome, attempt, check_logits
 
 pytest.importorskip("triton")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_kvret.stores.memory import HostMemory
-from hf_kvret.testing.simcuda import Simulation, SimulationError, simulated
 
+from ..simulated_gpu.device import Simulation, SimulationError, simulated
 from .test_launches import add
 
 pytest.importorskip("triton")

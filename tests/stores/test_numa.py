@@ -15,7 +15,8 @@ import torch
 from hf_kvret.stores import driver, memory, numa, pinning
 from hf_kvret.stores.host_memory import mapped
 from hf_kvret.stores.memory import HostMemory, SplitMemory
-from hf_kvret.testing.simcuda import simulated
+
+from ..simulated_gpu.device import simulated
 
 pytest.importorskip("triton")
 

@@ -24,8 +24,9 @@ from hf_kvret.stores import PagedStore, pinning
 from hf_kvret.stores.host_memory import mapped, populate
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.pinning import Chunk, LayerChunks, PendingChunk
-from hf_kvret.testing.simcuda import Simulation, simulated
-from hf_kvret.testing.simcuda.driver import Runtime
+
+from ..simulated_gpu.device import Simulation, simulated
+from ..simulated_gpu.driver import Runtime
 
 pytest.importorskip("triton")
 

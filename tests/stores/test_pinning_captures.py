@@ -14,7 +14,8 @@ import torch
 from hf_kvret.stores import pinning
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.pinning import Chunk, PendingChunk
-from hf_kvret.testing.simcuda import Simulation, simulated
+
+from ..simulated_gpu.device import Simulation, simulated
 
 pytest.importorskip("triton")
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "examples" / "benchmarks"), str(Path(__file__).parent)]
 
 _spec = importlib.util.spec_from_file_location(
-    "hf_kvret_test_benchmark", ROOT / "tests" / "benchmark" / "conftest.py"
+    "hf_kvret_test_benchmark", ROOT / "tests" / "lab" / "bench" / "conftest.py"
 )
 assert _spec is not None and _spec.loader is not None
 _fixtures = importlib.util.module_from_spec(_spec)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "examples" / "studies"))
 
 _spec = importlib.util.spec_from_file_location(
-    "hf_kvret_test_evaluation", ROOT / "tests" / "evaluation" / "conftest.py"
+    "hf_kvret_test_evaluation", ROOT / "tests" / "lab" / "conftest.py"
 )
 assert _spec is not None and _spec.loader is not None
 _fixtures = importlib.util.module_from_spec(_spec)

@@ -14,8 +14,9 @@ from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.report.verification import verify
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
-from hf_kvret.testing.saved import saved_file
 from hf_kvret.testing.scenario import prompt
+
+from ...saved_files import saved_file
 
 
 @pytest.fixture

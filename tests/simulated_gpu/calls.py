@@ -9,9 +9,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_kvret.testing.simcuda.operations import asked
-from hf_kvret.testing.simcuda.simulation import CPU, active, tensors_in
-from hf_kvret.testing.simcuda.streams import Stream, begin_work, current_stream, device_named
+from .operations import asked
+from .simulation import CPU, active, tensors_in
+from .streams import Stream, begin_work, current_stream, device_named
 
 _T = torch.Tensor
 # Without a device they make tensors on the CPU, whatever the call around them asks for.

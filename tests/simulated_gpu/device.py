@@ -27,8 +27,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from hf_kvret.testing.simcuda.driver import driver, followed
-from hf_kvret.testing.simcuda.simulation import (
+from .driver import driver, followed
+from .simulation import (
     Finding,
     Simulation,
     SimulationError,
@@ -67,7 +67,7 @@ def simulated(device_count: int = 1) -> Iterator[Simulation]:
 
 def to_device(module: M, device: torch.device | str = "cuda") -> M:
     """Say that the weights and buffers of ``module`` lie on a device of the simulation."""
-    from hf_kvret.testing.simcuda.streams import device_named
+    from .streams import device_named
 
     for tensor in (*module.parameters(), *module.buffers()):
         active().put(tensor, device_named(device), None)

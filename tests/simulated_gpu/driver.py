@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from hf_kvret.testing.simcuda import streams
-from hf_kvret.testing.simcuda.calls import Calls, record_stream
-from hf_kvret.testing.simcuda.clocks import MemoryLog
-from hf_kvret.testing.simcuda.operations import Operations
-from hf_kvret.testing.simcuda.simulation import Simulation, active, is_active
+from . import streams
+from .calls import Calls, record_stream
+from .clocks import MemoryLog
+from .operations import Operations
+from .simulation import Simulation, active, is_active
 
 _GIB = 1 << 30
 _PROPERTIES = types.SimpleNamespace(
@@ -66,7 +66,7 @@ def driver(simulation: Simulation) -> Iterator[None]:
     importlib.import_module("hf_kvret_kernels.paged")
     interpreter = importlib.import_module("triton.runtime.interpreter")
     executor, function = interpreter.GridExecutor, interpreter.InterpretedFunction
-    launches = importlib.import_module("hf_kvret.testing.simcuda.launches")
+    launches = importlib.import_module(".launches", __package__)
     pool = concurrent.futures.ThreadPoolExecutor
     pinning = importlib.import_module("hf_kvret.stores.pinning")
     replaced = [

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_kvret.testing.simcuda.clocks import Agent
-from hf_kvret.testing.simcuda.simulation import CPU, SimulationError, active, tensors_in
-from hf_kvret.testing.simcuda.streams import begin_work, current_stream
 from hf_kvret.testing.tape import is_composite, why_it_waits, written_by
+
+from .clocks import Agent
+from .simulation import CPU, SimulationError, active, tensors_in
+from .streams import begin_work, current_stream
 
 _aten = torch.ops.aten
 _VIEWS = {_aten.detach, _aten.alias, _aten.lift_fresh}

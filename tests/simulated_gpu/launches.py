@@ -9,15 +9,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
-from hf_kvret.testing.simcuda.clocks import MemoryLog
-from hf_kvret.testing.simcuda.simulation import (
+from .clocks import MemoryLog
+from .simulation import (
     Simulation,
     SimulationError,
     active,
     site,
     tensors_in,
 )
-from hf_kvret.testing.simcuda.streams import begin_work, current_stream
+from .streams import begin_work, current_stream
 
 # Launches that CUDA refuses.
 _MOST_BLOCKS = (2**31 - 1, 65535, 65535)

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hf_kvret.testing.simcuda.clocks import Agent, MemoryLog
+from .clocks import Agent, MemoryLog
 
 CPU = torch.device("cpu")
 # Of torch's modes for waits: 0 says nothing, 1 warns.
 _RAISES = 2
 # Lines of these don't stand in findings: what simulates, what is simulated, and Python's own.
-_OTHERS = ("/hf_kvret/testing/simcuda/", "/hf_kvret/testing/tape.py", "/torch/", "/triton/")
+_OTHERS = ("/tests/simulated_gpu/", "/hf_kvret/testing/tape.py", "/torch/", "/triton/")
 _PYTHON = sysconfig.get_path("stdlib")
 _LINES = 4
 _host_numbers = itertools.count()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_kvret.testing.simcuda.simulation import SimulationError, active, site
+from .simulation import SimulationError, active, site
 
 
 @dataclass

@@ -12,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_kvret.testing import tape
-from hf_kvret.testing.simcuda.clocks import Agent
-from hf_kvret.testing.simcuda.inputs import Inputs
-from hf_kvret.testing.simcuda.simulation import Capture, active, site
+
+from .clocks import Agent
+from .inputs import Inputs
+from .simulation import Capture, active, site
 
 _numbers = itertools.count(1)
 _chosen = threading.local()
