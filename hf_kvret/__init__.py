@@ -6,7 +6,6 @@
 Importing registers the methods' names with transformers and touches no device.
 """
 
-import hf_kvret.loading  # noqa: F401  - before the imports that take seconds
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index

@@ -7,7 +7,14 @@ first, which takes seconds. ``tests/test_entry.py`` holds what it prints to the 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# 128 plus the number of SIGINT, as in shells.
+_INTERRUPTED = 130
 
 _DESCRIPTION = (
     "Caches for Hugging Face transformers that look up the tokens a query attends to: a demo, a "
@@ -36,9 +43,30 @@ def main() -> int:
     if first not in _COMMANDS and not asks_version:
         # Prints help or an error, and ends the program.
         make_parser().parse_args(words)
-    from hf_kvret.cli import main as run
-
+    print("hf-kvret: loading ...", file=sys.stderr, flush=True)
+    with _one_line_at_ctrl_c():
+        from hf_kvret.cli import main as run
     return run()
+
+
+@contextmanager
+def _one_line_at_ctrl_c() -> Iterator[None]:
+    """Ctrl-C in the body ends the program with one line, not with a trace through torch."""
+    usual = signal.getsignal(signal.SIGINT)
+    # Background jobs ignore SIGINT, which stays as it is.
+    if usual is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _leave(*_: object) -> None:
+    # It raises nothing, as imports of other packages might catch that, and it does not print, as a
+    # print may be what was interrupted.
+    os.write(2, b"\nhf-kvret: interrupted\n")
+    os._exit(_INTERRUPTED)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from hf_kvret.artifacts.hub import CLIENT_ERROR
-from hf_kvret.loading import INTERRUPTED, loading_is_done
 
+# 128 plus the number of SIGINT, as in shells.
+INTERRUPTED = 130
 # What a user, a file or the machine can be the cause of; anything else is our own bug.
 _MISTAKES = (
     ValueError,
@@ -61,7 +62,6 @@ def run_program(
     options = parser.parse_args(arguments)
     transformers_logging.disable_progress_bar()
     try:
-        loading_is_done()
         return options.run(options)
     except KeyboardInterrupt:
         if arguments is not None:

@@ -1,0 +1,187 @@
+"""The rooms of the library, their order and sizes: ``python tests/rooms.py [--json]``.
+
+A room is a folder or a file at the top of a package. ``ROOMS`` lists them from the bottom: a room
+imports only rooms below it. Imports are read from the source; those inside functions and below
+``if TYPE_CHECKING:`` count too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS, PATCHES = "hf_kvret_kernels", "hf_kvret_model_patches"
+SOURCES = {
+    # First, as it lies below the next one.
+    "hf_kvret_cli": ROOT / "hf_kvret" / "entry" / "hf_kvret_cli",
+    "hf_kvret": ROOT / "hf_kvret",
+    KERNELS: ROOT / "kernels" / KERNELS,
+    PATCHES: ROOT / "model_patches" / PATCHES,
+}
+FACE = "hf_kvret"
+"""The package itself: what a user imports."""
+
+
+class Room(NamedTuple):
+    """A room's modules begin with ``name``; it has at most ``most_lines`` lines of Python."""
+
+    name: str
+    most_lines: int
+
+
+ROOMS = (
+    Room(KERNELS, 14_800),
+    Room(PATCHES, 1_600),
+    Room("hf_kvret.version", 10),
+    Room("hf_kvret.options", 600),
+    Room("hf_kvret.contracts", 1_850),
+    Room("hf_kvret.models", 1_150),
+    Room("hf_kvret.stores", 2_700),
+    Room("hf_kvret.layer", 3_450),
+    Room("hf_kvret.observe", 550),
+    Room("hf_kvret.saved", 3_450),
+    Room("hf_kvret.artifacts", 1_700),
+    Room("hf_kvret.cache", 450),
+    Room("hf_kvret.methods", 7_600),
+    Room("hf_kvret.replay", 950),
+    Room("hf_kvret.attention", 2_050),
+    Room("hf_kvret.registry", 400),
+    Room(FACE, 70),
+    Room("hf_kvret.testing", 2_000),
+    Room("hf_kvret.lab", 18_200),
+    Room("hf_kvret.cli", 90),
+    Room("hf_kvret.__main__", 10),
+    Room("hf_kvret_cli", 80),
+)
+LEVELS = {room.name: level for level, room in enumerate(ROOMS)}
+NOT_LIBRARY = (KERNELS, "hf_kvret.testing", "hf_kvret.lab")
+
+
+def module_name(path: Path) -> str:
+    """``pkg.sub.module`` of a source file; a package's name for its ``__init__.py``."""
+    for package, folder in SOURCES.items():
+        if path.is_relative_to(folder):
+            parts = path.relative_to(folder).with_suffix("").parts
+            return ".".join((package, *parts)).removesuffix(".__init__")
+    raise ValueError(f"{path} is outside {sorted(SOURCES)}")
+
+
+def source_files() -> list[Path]:
+    """Every Python file of the packages."""
+    return sorted(path for folder in SOURCES.values() for path in folder.rglob("*.py"))
+
+
+MODULES = {module_name(path): path for path in source_files()}
+
+
+def room_of(module: str) -> str:
+    """The room of a module; KeyError for a module of ours that is in none."""
+    parts = module.split(".")
+    name = ".".join(parts[:2]) if parts[0] == FACE and len(parts) > 1 else parts[0]
+    if name not in LEVELS:
+        raise KeyError(f"{module} is in no room: add {name} to ROOMS in tests/rooms.py")
+    return name
+
+
+def imports_of(module: str, source: str, *, is_package: bool, known: set[str]) -> set[str]:
+    """Full names of the modules that ``source`` imports anywhere.
+
+    ``from a import b`` is ``a.b`` where that is one of the ``known`` modules, else ``a``.
+    """
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".") if is_package else module.split(".")[:-1]
+                parents = parents[: len(parents) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                names.add(name if name in known else base)
+    return names
+
+
+def imports(module: str) -> set[str]:
+    """Full names of what a module of ours imports."""
+    path = MODULES[module]
+    source = path.read_text(encoding="utf-8")
+    is_package = path.name == "__init__.py"
+    return imports_of(module, source, is_package=is_package, known=set(MODULES))
+
+
+def upward(module: str, names: set[str]) -> list[str]:
+    """What of ``names`` a module must not import, as it stands in a higher room."""
+    level = LEVELS[room_of(module)]
+    ours = (name for name in sorted(names) if name.split(".")[0] in SOURCES)
+    return [f"{module} imports {name}" for name in ours if LEVELS[room_of(name)] > level]
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of an import circle; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def import_graph() -> dict[str, set[str]]:
+    """What each module imports of ours, with the packages whose ``__init__`` runs first."""
+    graph = {}
+    for module in MODULES:
+        parts = [name.split(".") for name in imports(module)]
+        names = {".".join(one[:n]) for one in parts for n in range(2, len(one) + 1)}
+        # A package's own modules import it by being there.
+        graph[module] = {
+            name for name in names & set(MODULES) - {module} if not module.startswith(f"{name}.")
+        }
+    return graph
+
+
+def line_counts() -> Counter[str]:
+    """Lines of Python by room."""
+    counts: Counter[str] = Counter()
+    for module, path in MODULES.items():
+        counts[room_of(module)] += len(path.read_text(encoding="utf-8").splitlines())
+    return counts
+
+
+def report() -> dict[str, object]:
+    """Lines by room, their totals, imports that run upward, and a circle if there is one."""
+    counts = line_counts()
+    return {
+        "lines": {room.name: counts[room.name] for room in ROOMS},
+        "library": sum(count for name, count in counts.items() if name not in NOT_LIBRARY),
+        "upward": [each for module in MODULES for each in upward(module, imports(module))],
+        "circle": cycle(import_graph()),
+    }
+
+
+def main() -> None:
+    """Print the rooms."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    content = report()
+    if parser.parse_args().json:
+        print(json.dumps(content, indent=1))
+        return
+    counts = line_counts()
+    for room in ROOMS:
+        print(f"{room.name:28} {counts[room.name]:6} of {room.most_lines:6} lines")
+    print(f"{'library':28} {content['library']:6} lines, all but {', '.join(NOT_LIBRARY)}")
+    for each in content["upward"]:
+        print(f"upward: {each}")
+    print(f"circle: {' -> '.join(content['circle']) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
