@@ -31,6 +31,13 @@ class PagedRows:
             as in latent attention; 0 where it follows the key.
         tokens: how many there are; ids from there on name nothing. None: as many as the table has
             room for.
+        heads: Hkv.
+        page_len: tokens in a page.
+        width: numbers of a row, ``Dk + Dv`` or, with ``value_in_key``, Dk.
+        value_dim: Dv.
+        value_start: where in a row its value begins, unless they lie apart.
+        token_count: how many tokens ids may name.
+        dtype: of keys and values.
 
     Raises:
         ValueError: no chunks, chunks or table of another form, ``key_dim`` and ``value_in_key``
@@ -44,6 +51,14 @@ class PagedRows:
     apart: bool = False
     value_in_key: int = 0
     tokens: int | None = None
+    # Of each step's hot path, so they are looked up and not computed.
+    heads: int = field(init=False, repr=False)
+    page_len: int = field(init=False, repr=False)
+    width: int = field(init=False, repr=False)
+    value_dim: int = field(init=False, repr=False)
+    value_start: int = field(init=False, repr=False)
+    token_count: int = field(init=False, repr=False)
+    dtype: torch.dtype = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.chunks:
@@ -72,7 +87,12 @@ class PagedRows:
                 f"table is {self.table.dtype} {tuple(self.table.shape)}: pass int32 "
                 "[B, max_pages] with at least one column"
             )
+        _, self.heads, self.page_len, self.width = first.shape
+        self.dtype = first.dtype
+        self.value_dim = self.value_in_key or self.width - self.key_dim
+        self.value_start = 0 if self.value_in_key else self.key_dim
         room = self.table.shape[1] * self.page_len
+        self.token_count = room if self.tokens is None else self.tokens
         if self.tokens is not None and not 0 <= self.tokens <= room:
             raise ValueError(f"tokens={self.tokens}: the table has room for 0 to {room} of them")
         if self.value_in_key:
@@ -92,41 +112,6 @@ class PagedRows:
     def __getstate__(self) -> dict[str, object]:
         """Without addresses, which are good in this process alone, and for these chunks."""
         return {**vars(self), "page_address": None}
-
-    @property
-    def page_len(self) -> int:
-        """Tokens in a page."""
-        return self.chunks[0].shape[2]
-
-    @property
-    def token_count(self) -> int:
-        """How many tokens ids may name."""
-        return self.table.shape[1] * self.page_len if self.tokens is None else self.tokens
-
-    @property
-    def heads(self) -> int:
-        """Hkv."""
-        return self.chunks[0].shape[1]
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row, ``Dk + Dv`` or, with ``value_in_key``, Dk."""
-        return self.chunks[0].shape[3]
-
-    @property
-    def value_dim(self) -> int:
-        """Dv."""
-        return self.value_in_key or self.width - self.key_dim
-
-    @property
-    def value_start(self) -> int:
-        """Where in a row its value begins, unless they lie apart."""
-        return 0 if self.value_in_key else self.key_dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        return self.chunks[0].dtype
 
     def addresses(self) -> torch.Tensor:
         """Byte address of every page: ``[total_pages]`` int64 on the table's device; cached.

@@ -18,13 +18,6 @@ import torch
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.host_library import why_not
-from hf_kvret_kernels.host_step.checks import (
-    check_cold,
-    check_ids,
-    check_window,
-    value_row,
-    window_capacity,
-)
 from hf_kvret_kernels.host_step.searches import (
     CodebookSearch,
     FlatSearch,
@@ -85,12 +78,12 @@ class HostWindow:
     @functools.cached_property
     def capacity(self) -> int:
         """Tokens from one head to the next; ValueError where the buffers don't fit each other."""
-        return window_capacity(self.keys, self.values)
+        return _window_capacity(self.keys, self.values)
 
     @functools.cached_property
     def value_row(self) -> int:
         """Numbers from one token's value to the next one's."""
-        return value_row(self.keys, self.values)
+        return _value_row(self.keys, self.values)
 
     def __getstate__(self) -> dict[str, object]:
         """Without addresses, which are good for these buffers alone."""
@@ -185,10 +178,10 @@ def run_step(
     if dtype not in (torch.float32, query.dtype):
         raise ValueError(f"dtype {dtype}: a step writes float32 or its query's {query.dtype}")
     capacity = window.capacity
-    check_window(query, window.keys, window.length, position_queries)
+    _check_window(query, window.keys, window.length, position_queries)
     heads, value_dim = window.keys.shape[1], window.values.shape[3]
     if cold is not None:
-        check_cold(query, cold.rows, cold.valid, value_dim)
+        _check_cold(query, cold.rows, cold.valid, value_dim)
         if cold.rest is not None:
             cold.rest.check(query, value_dim)
         known = cold.search.tokens()
@@ -204,7 +197,7 @@ def run_step(
     sums, result = (out, None) if dtype == torch.float32 else (None, out)
     if cold is not None and isinstance(cold.search, GivenIds):
         ids = cold.search.ids.contiguous()
-        check_ids(query, ids, heads)
+        _check_ids(query, ids, heads)
     else:
         budget = 0 if cold is None else cold.budget
         choosers = heads if cold is None else cold.search.heads or heads
@@ -334,3 +327,105 @@ def _packed_rest(means: RestMeans | None) -> tuple[int, int, int, int, int]:
     tensors = means.keys, means.values, means.counts
     keys, values, counts = (each.data_ptr() for each in tensors)
     return keys, values, counts, means.keys.shape[2], means.block_len
+
+
+def _check_window(
+    query: torch.Tensor, keys: torch.Tensor, length: int, position_queries: int
+) -> None:
+    """ValueError where the ``length`` rows of a window are not for this query.
+
+    ``position_queries`` of its queries are at one position.
+    """
+    batch, query_heads, queries, key_dim = query.shape
+    rows, heads, capacity, row_dim = keys.shape
+    if query.dtype != keys.dtype or key_dim != row_dim:
+        raise ValueError(
+            f"query is {query.dtype} of {key_dim} dims, rows are {keys.dtype} of {row_dim}: "
+            "convert the query"
+        )
+    if rows != batch or query_heads % heads:
+        raise ValueError(
+            f"query is {tuple(query.shape)}, keys are {keys.dtype} {tuple(keys.shape)}: pass rows "
+            "for the query's batch, and KV heads that divide its heads"
+        )
+    if position_queries < 1 or queries % position_queries:
+        raise ValueError(
+            f"position_queries={position_queries}: it must divide the {queries} queries"
+        )
+    positions = queries // position_queries
+    if length and not positions <= length <= capacity:
+        raise ValueError(
+            f"length={length}: {positions} queries are among the rows held, and the buffers have "
+            f"{capacity}: pass 0 or a number between"
+        )
+
+
+def _window_capacity(keys: torch.Tensor, values: torch.Tensor) -> int:
+    """Tokens from one head to the next in a window's buffers, see ``HostWindow``.
+
+    ValueError where the buffers do not fit each other.
+    """
+    if keys.shape[:3] != values.shape[:3] or values.dtype != keys.dtype:
+        raise ValueError(
+            f"keys are {keys.dtype} {tuple(keys.shape)}, values {values.dtype} "
+            f"{tuple(values.shape)}: pass rows of one dtype for the same tokens"
+        )
+    capacities = {_capacity(keys, keys.shape[3]), _capacity(values, _value_row(keys, values))}
+    if len(capacities) > 1 or min(capacities) < keys.shape[2]:
+        raise ValueError(
+            f"keys have strides {keys.stride()}, values {values.stride()}: pass contiguous "
+            "[B, Hkv, capacity, D] buffers of one capacity, or views [:, :, :n] of such; values "
+            "may be the first numbers of keys"
+        )
+    return capacities.pop()
+
+
+def _value_row(keys: torch.Tensor, values: torch.Tensor) -> int:
+    """Numbers from one token's value to the next one's, of the buffers of a window."""
+    is_in_key = values.numel() and values.data_ptr() == keys.data_ptr()
+    return keys.shape[3] if is_in_key else values.shape[3]
+
+
+def _check_cold(query: torch.Tensor, rows: PagedRows, valid: torch.Tensor, value_dim: int) -> None:
+    """ValueError where cold rows or their mask are not for this query and its window's values."""
+    batch, _, _, key_dim = query.shape
+    if rows.dtype != query.dtype or (rows.key_dim, rows.value_dim) != (key_dim, value_dim):
+        raise ValueError(
+            f"cold rows are {rows.dtype} of {rows.key_dim} + {rows.value_dim} dims, the window's "
+            f"are {query.dtype} of {key_dim} + {value_dim}: pass rows of one form"
+        )
+    if valid.dtype != torch.bool or valid.shape[0] != batch or rows.table.shape[0] != batch:
+        raise ValueError(
+            f"valid is {valid.dtype} {tuple(valid.shape)}, the page table {tuple(rows.table.shape)}"
+            f": pass a bool mask and a table for a batch of {batch}"
+        )
+
+
+def _check_ids(query: torch.Tensor, ids: torch.Tensor, heads: int) -> None:
+    """ValueError where ids that are given are not for this query and ``heads`` KV heads."""
+    batch, query_heads, queries, _ = query.shape
+    fits = ids.ndim == 4 and (ids.shape[0], ids.shape[2]) == (batch, queries) and ids.shape[1]
+    if ids.dtype != torch.int32 or not fits or query_heads % ids.shape[1] or ids.shape[1] % heads:
+        raise ValueError(
+            f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [{batch}, {heads} or a multiple "
+            f"that divides {query_heads}, {queries}, k]"
+        )
+
+
+def _capacity(rows: torch.Tensor, dim: int) -> int:
+    """Tokens from one head to the next, ``dim`` numbers each; -1 where ``rows`` lie otherwise."""
+    batch, heads, count, _ = rows.shape
+    row_stride, head_stride, token_stride, stride = rows.stride()
+    capacity = count
+    if heads > 1:
+        capacity = head_stride // dim
+    elif batch > 1:
+        capacity = row_stride // dim
+    # Strides of dimensions of one element mean nothing.
+    fits = (
+        (rows.shape[3] == 1 or stride == 1)
+        and (count <= 1 or token_stride == dim)
+        and (heads == 1 or head_stride == capacity * dim)
+        and (batch == 1 or row_stride == heads * capacity * dim)
+    )
+    return capacity if fits else -1
