@@ -284,9 +284,9 @@ class RetrievalCache(Cache):
         return dense_reason(self.retrieval_layers, self.options, type(self).__name__)
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the cache was made, forked or reset; see ``io.reports.cache_stats``."""
+        """Counts since the cache was made, forked or reset; see ``cache_stats``."""
         self._lost_mass.give(self.layers, self.options)
-        return cache_stats(self, self._stores)
+        return cache_stats(self.retrieval_layers, self.name, self._stores, self.why_dense())
 
     def fork(self, **changes: Any) -> Self:
         """An independent copy whose cold part is shared: cheap at any length. Counts start anew.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.options.config import RetrievalConfig
-
-if TYPE_CHECKING:
-    from hf_kvret.cache import RetrievalCache
-    from hf_kvret.layer.layer import RetrievalLayer
-    from hf_kvret.stores import StoreChoice
+from hf_kvret.stores import StoreChoice
 
 
 @dataclass(frozen=True)
@@ -84,22 +81,21 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
     return MemoryReport(window, index, shared, device, host, other, full + other)
 
 
-def cache_stats(cache: RetrievalCache, stores: StoreChoice) -> dict[str, Any]:
-    """Counts of ``cache``, whose stores ``stores`` chose.
+def cache_stats(
+    layers: list[RetrievalLayer], method: str, stores: StoreChoice, dense: str | None
+) -> dict[str, Any]:
+    """Counts of a cache with the retrieval ``layers``, whose stores ``stores`` chose.
 
     Returns ``method``, ``store`` (None: not needed yet), ``store_reason`` (of ``"auto"``),
     ``dense`` (why nothing was retrieved; None if something was) and ``layers``: for each
     retrieval layer its number ``layer``, and what ``layer_stats`` counts.
     """
-    layers = [
-        {"layer": layer.of_model.number, **layer_stats(layer)} for layer in cache.retrieval_layers
-    ]
     return {
-        "method": cache.name,
+        "method": method,
         "store": stores.name,
         "store_reason": stores.reason,
-        "dense": cache.why_dense(),
-        "layers": layers,
+        "dense": dense,
+        "layers": [{"layer": layer.of_model.number, **layer_stats(layer)} for layer in layers],
     }
 
 
