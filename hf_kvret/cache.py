@@ -173,18 +173,17 @@ class RetrievalCache(Cache):
             RuntimeError: a layer was updated but its attention was never called, so the model does
                 not use the registered attention function.
         """
-        self.stack.check_attention(self.name)
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} of the model, but this cache was made for {len(self.layers)} "
                 "layers: make it with config=model.config"
             )
         layer = self.layers[layer_idx]
+        self.stack.enter(layer, self.name)
         if layer is self.stack.lowest:
             self.stack.begin_pass()
             self._lost_mass.before_a_pass(self.layers, self.options, key_states.shape[2])
             self._stores.note_pass(key_states.shape[2])
-        self.stack.note_tokens(layer)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:

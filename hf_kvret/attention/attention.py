@@ -82,7 +82,8 @@ def retrieval_attention(
     total = layer.get_seq_length() + (key.shape[2] if layer.waiting else 0)
     try:
         _check_keywords(kwargs, dropout)
-        check_dtypes(queries=query, keys=key, values=value)
+        if not query.dtype == key.dtype == value.dtype:
+            check_dtypes(queries=query, keys=key, values=value)
         valid = slot_validity(attention_mask, query.shape[2], total, query.device)
     except ValueError:
         # Nothing was stored yet, so the cache can be used again once the mistake is corrected.

@@ -240,7 +240,7 @@ def slot_validity(
     """
     if mask is None:
         return None
-    info = mask_info(mask)
+    info = getattr(mask, _INFO, None)
     if info is None:
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} and dtype {mask.dtype} reached a "

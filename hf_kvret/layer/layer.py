@@ -109,8 +109,8 @@ class RetrievalLayer(CacheLayerMixin):
                 "a retrieval cache has no gradients: run the model under torch.no_grad() or "
                 "torch.inference_mode(), or train with use_cache=False"
             )
-        check_dtypes(keys=key_states, values=value_states)
         if self.regions is None:
+            check_dtypes(keys=key_states, values=value_states)
             self.lazy_initialization(key_states, value_states)
         else:
             self.regions.check_tokens(key_states, value_states)
@@ -127,7 +127,10 @@ class RetrievalLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens held."""
-        return 0 if self.regions is None else self.regions.length
+        if self.regions is None:
+            return 0
+        window = self.regions.window
+        return window.start + window.length
 
     @property
     def cold_len(self) -> int:

@@ -55,11 +55,6 @@ class LayerStack:
         for layer in (*others, *ours):
             layer.crop(tokens_to_remove)
 
-    def note_tokens(self, layer: Any) -> None:
-        """Note the layer that gets tokens."""
-        if isinstance(layer, RetrievalLayer):
-            self._newest = layer
-
     def note_state(self, number: int) -> None:
         """Note a layer whose state is ahead until the lowest attention layer gets the tokens."""
         if self._ahead is not None and number < self._ahead:
@@ -67,10 +62,18 @@ class LayerStack:
         if number < self._layers.index(self.lowest):
             self._ahead = number
 
-    def check_attention(self, method: str) -> None:
-        """RuntimeError where a layer got tokens and its attention was never called."""
-        if self._newest is None or not self._newest.waiting:
-            return
+    def enter(self, layer: Any, method: str) -> None:
+        """Note ``layer`` as the one that gets tokens; ``method`` is the cache's name.
+
+        RuntimeError where another layer got tokens and its attention was never called.
+        """
+        if self._newest is not None and self._newest.waiting:
+            self._refuse_next(method)
+        if isinstance(layer, RetrievalLayer):
+            self._newest = layer
+
+    def _refuse_next(self, method: str) -> None:
+        assert self._newest is not None, "a layer waits"
         self._check_thread()
         raise RuntimeError(
             f"layer {self._layers.index(self._newest)} was given tokens but its attention was "

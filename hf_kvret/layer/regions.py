@@ -12,6 +12,7 @@ import torch
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
 from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost, blamed_on
+from hf_kvret.contracts.precision import check_dtypes
 from hf_kvret.contracts.scoring import Scoring
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import Store, all_of
@@ -92,7 +93,7 @@ class Regions:
     @property
     def length(self) -> int:
         """Tokens held."""
-        return self.window.end
+        return self.window.start + self.window.length
 
     @property
     def cold_len(self) -> int:
@@ -112,6 +113,8 @@ class Regions:
     def check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """ValueError for new tokens of another batch, shape, dtype or device than those held."""
         keys, values = self.window.keys, self.window.values
+        if not key.dtype == value.dtype == keys.dtype:
+            check_dtypes(keys=key, values=value)
         if keys.shape[0] != key.shape[0]:
             raise ValueError(
                 f"this cache holds a batch of {len(keys)}, the new tokens are a batch of "
