@@ -332,9 +332,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.edits += 1
         self.config, self._make_index = config, make_index
         if self.regions is not None:
-            self.regions.config = config
-            if self.regions.index is not None:
-                self.regions.index.set_options(config)
+            self.regions.set_options(config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()

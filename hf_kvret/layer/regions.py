@@ -59,6 +59,8 @@ class Regions:
 
     Attributes:
         built: whether the index was built, see ``Index.build``.
+        index_watches: whether the index looks at queries before it is asked, see
+            ``Index.on_forward``.
         changes: goes up whenever other tokens are cold, or other rows of the batch are held.
         rest: sums of cold tokens, where the options ask for their means, which may lag behind;
             None: there are none yet.
@@ -88,7 +90,11 @@ class Regions:
         self.changes = 0
         self.compiled_len: dict[torch.Size, int] = {}
         self.built = False
-        self._retrievable: torch.Tensor | None = None
+        self.index_watches = index is not None and type(index).on_forward is not Index.on_forward
+        self._index_has_upkeep = index is not None and (
+            type(index).before_search is not Index.before_search
+        )
+        self._forget_cold()
 
     @property
     def length(self) -> int:
@@ -99,11 +105,6 @@ class Regions:
     def cold_len(self) -> int:
         """Tokens that have left the window."""
         return 0 if self.store is None else len(self.store)
-
-    @property
-    def index_watches(self) -> bool:
-        """Whether the index looks at queries before it is asked, see ``Index.on_forward``."""
-        return self.index is not None and type(self.index).on_forward is not Index.on_forward
 
     @property
     def batch_size(self) -> int:
@@ -216,18 +217,41 @@ class Regions:
         window.append(keys[:, :, skip_len:], values[:, :, skip_len:])
 
     def cold(self, scoring: Scoring) -> ColdTokens | None:
-        """The cold tokens; None if there are none. ``scoring.valid`` as in ``take_step``."""
+        """The cold tokens; None if there are none. ``scoring.valid`` as in ``take_step``.
+
+        Between two flushes it is the same object for every step without padding.
+        """
+        form = scoring.scale, scoring.softcap
+        if scoring.valid is None and self._cold_form == form:
+            return self._cold
         if self.store is None or not self.cold_len:
             return None
         budget = self.config.budget(self.cold_len)
-        return ColdTokens(self.store, scoring.of(self.retrievable(scoring.valid)), budget)
+        cold = ColdTokens(self.store, scoring.of(self.retrievable(scoring.valid)), budget)
+        if scoring.valid is None:
+            self._cold, self._cold_form = cold, form
+        return cold
+
+    def _forget_cold(self) -> None:
+        """Other tokens are cold, or other options hold."""
+        self._retrievable: torch.Tensor | None = None
+        self._cold: ColdTokens | None = None
+        # Scale and soft cap that it was made for.
+        self._cold_form: tuple[float, float | None] | None = None
+
+    def set_options(self, config: RetrievalConfig) -> None:
+        """Go on with other options, which must fit the tokens held."""
+        self.config = config
+        self._forget_cold()
+        if self.index is not None:
+            self.index.set_options(config)
 
     @_keeps_tensors
     def ready_index(self, cold: ColdTokens) -> Index | None:
         """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
         if not self.built:
             self.build_index(cold)
-        elif self.index is not None:
+        elif self.index is not None and self._index_has_upkeep:
             try:
                 self.index.before_search(cold)
             except WrongIdError as error:
@@ -308,7 +332,7 @@ class Regions:
             self.index.crop(cold)
         # An index without tokens is like a new one: the next prompt builds it.
         self.built = self.built and cold > 0
-        self._retrievable = None
+        self._forget_cold()
         self.changes += 1
 
     @_keeps_tensors
@@ -322,7 +346,7 @@ class Regions:
             self.rest.reorder(rows)
         if self.store is not None:
             self.store.reorder(rows)
-        self._retrievable = None
+        self._forget_cold()
         self.changes += 1
 
     @_keeps_tensors
@@ -378,5 +402,5 @@ class Regions:
         self.positions.drop(block.end)
         if self.index is not None:
             self.index.add(block)
-        self._retrievable = None
+        self._forget_cold()
         self.changes += 1

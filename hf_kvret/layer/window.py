@@ -103,15 +103,18 @@ class Window(State):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add the newest tokens, ``[B, Hkv, n, D]``."""
-        first = self.sink + self.length
         if self.place is not None:
             for buffer, rows in self._sides(keys, values):
                 buffer.index_copy_(2, self.place.column, rows)
             self.length += 1
             return
-        self._reserve(first + keys.shape[2])
-        for buffer, rows in self._sides(keys, values):
-            buffer[:, :, first : first + keys.shape[2]] = rows
+        first = self.sink + self.length
+        last = first + keys.shape[2]
+        if last > self.keys.shape[2]:
+            self._rehouse(last + max(_STEP, last // 8))
+        self.keys[:, :, first:last] = keys
+        if self._values is not None:
+            self._values[:, :, first:last] = values
         self.length += keys.shape[2]
 
     def pop(self, count: int, valid: torch.Tensor | None) -> TokenBlock:
@@ -263,11 +266,6 @@ class Window(State):
             raise damaged(
                 f"window.sink_slots are {slots[:4].tolist()}, and {start} tokens are cold"
             )
-
-    def _reserve(self, capacity: int) -> None:
-        if capacity <= self.keys.shape[2]:
-            return
-        self._rehouse(capacity + max(_STEP, capacity // 8))
 
     def _rehouse(self, capacity: int) -> None:
         length = self.sink + self.length
