@@ -18,8 +18,7 @@ from hf_kvret.methods.latent import LatentConfig, LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.models.versions import warn_untested
-from hf_kvret.observe.observers import observe
-from hf_kvret.observe.selection import Selection
+from hf_kvret.observe.observers import Selection, observe
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
 from hf_kvret.replay import DecodeGraph

@@ -33,8 +33,8 @@ from hf_kvret.models.compatibility import (
 )
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.ranks import check_load
-from hf_kvret.observe.lost_mass import LostMassWarning
 from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
+from hf_kvret.observe.subscribers import subscribe
 from hf_kvret.options.changes import forked
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.saved import persistence
@@ -101,13 +101,13 @@ class RetrievalCache(Cache):
         self._check_estimates(options, ours[0])
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
-        self._lost_mass = LostMassWarning()
         self.identity: CacheIdentity | None = None
         self.met: CacheIdentity | None = None
         self.tokens = TokenRecord()
         self.model_state = ModelState()
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
+        self._missed_mass = subscribe(self.retrieval_layers, options)
         _log_missing_kernels()
 
     @classmethod
@@ -182,7 +182,6 @@ class RetrievalCache(Cache):
         self.stack.enter(layer, self.name)
         if layer is self.stack.lowest:
             self.stack.begin_pass()
-            self._lost_mass.before_a_pass(self.layers, self.options, key_states.shape[2])
             self._stores.note_pass(key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -201,7 +200,6 @@ class RetrievalCache(Cache):
         """Forget all tokens and counts of every layer, and an announced prompt."""
         super().reset()
         self.stack.forget_pass()
-        self._lost_mass = LostMassWarning()
         self._stores.expect(0, 0)
         self.model_state.reset()
         self.forget_origin()
@@ -284,7 +282,7 @@ class RetrievalCache(Cache):
 
     def stats(self) -> dict[str, Any]:
         """Counts since the cache was made, forked or reset; see ``cache_stats``."""
-        self._lost_mass.give(self.layers, self.options)
+        self._missed_mass.look()
         return cache_stats(self.retrieval_layers, self.name, self._stores, self.why_dense())
 
     def fork(self, **changes: Any) -> Self:
@@ -305,7 +303,6 @@ class RetrievalCache(Cache):
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
         twin.tokens = self.tokens.fork()
         twin.model_state = self.model_state.fork()
-        twin._lost_mass = LostMassWarning()
         twin.saved_digests = {}
         twin.stack = LayerStack(twin.layers)
         if changes:
@@ -313,6 +310,7 @@ class RetrievalCache(Cache):
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):
                     layer.set_options(twin.options, partial(self.make_index, twin.options, number))
+        twin._missed_mass = subscribe(twin.retrieval_layers, twin.options)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from app_parts.languages import Tokens
+from hf_kvret.observe.observers import Selection
 from hf_kvret.observe.recall import exact_scores
-from hf_kvret.observe.selection import Selection
 
 
 @dataclass(frozen=True)

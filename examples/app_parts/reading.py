@@ -16,8 +16,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.observe.observers import observe
-from hf_kvret.observe.selection import Selection
+from hf_kvret.observe.observers import Selection, observe
 
 CACHES = ("paris", "lrqk", "flat", "ctkvr", "a2ats")
 # A small window, so that a short document shows something.

@@ -72,10 +72,9 @@ def follow_all(
         usages.append(reader.usage())
         assert isinstance(reader.cache, RetrievalCache)
         for layer in reader.cache.retrieval_layers:
-            counters = layer.counters
-            lost += [1.0 - one.mass for one in counters.recalls]
-            if counters.selected is not None:
-                rows.append(int(counters.selected) / counters.cold_rows)
+            lost += [1.0 - one.mass for one in recalls_of(layer)]
+            if layer.selected:
+                rows.append(layer.selected / counters_of(layer).cold_rows)
     if not lost:
         raise ValueError(NOTHING_COLD)
     return distance(places) | {

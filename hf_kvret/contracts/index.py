@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from hf_kvret_kernels.ids import WrongIdError
 if TYPE_CHECKING:
     from hf_kvret.contracts.store import Store
     from hf_kvret_kernels.host_step import HostSearch
+    from hf_kvret_kernels.paged import PagedRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,21 +47,27 @@ class ColdTokens:
     def __len__(self) -> int:
         return self.valid.shape[1]
 
-    @property
+    # Looked up several times in each step.
+    @cached_property
     def valid(self) -> torch.Tensor:
         """``[B, n]`` bool."""
         assert self.scoring.valid is not None, "others are refused"
         return self.scoring.valid
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """See ``Scoring``."""
         return self.scoring.scale
 
-    @property
+    @cached_property
     def softcap(self) -> float | None:
         """See ``Scoring``."""
         return self.scoring.softcap
+
+    @cached_property
+    def host_rows(self) -> PagedRows | None:
+        """The store's rows where the compiled library reads them; None where it can't."""
+        return self.store.host_rows()
 
 
 class SearchCost(NamedTuple):
@@ -107,10 +115,22 @@ class Index(State):
             can't be captured in a CUDA graph, as the message says it.
         needs_finite: whether a pass raises where rows are NaN or infinite, so that a load refuses
             a saved cache with such rows.
+        watches: whether the class has its own ``on_forward``; set for each subclass.
+        has_upkeep: the same of ``before_search``.
+        looks_back: the same of ``after_search``.
     """
 
     capture_obstacle: ClassVar[str] = ""
     needs_finite: ClassVar[bool] = False
+    watches: ClassVar[bool] = False
+    has_upkeep: ClassVar[bool] = False
+    looks_back: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.watches = cls.on_forward is not Index.on_forward
+        cls.has_upkeep = cls.before_search is not Index.before_search
+        cls.looks_back = cls.after_search is not Index.after_search
 
     @abstractmethod
     def add(self, block: TokenBlock) -> None:

@@ -13,7 +13,11 @@ from hf_kvret_kernels._ahead import Growth, Window, growing
 
 
 def compiling_ahead(
-    regions: Regions, query: torch.Tensor, cold: ColdTokens, call: AttentionCall, final_len: int
+    regions: Regions,
+    query: torch.Tensor,
+    cold: ColdTokens | None,
+    call: AttentionCall,
+    final_len: int,
 ) -> AbstractContextManager[None]:
     """Context of a decode step on a GPU: kernels are compiled for later steps with such queries.
 
@@ -22,7 +26,7 @@ def compiling_ahead(
     a capture, which a compilation could break.
     """
     known = regions.compiled_len
-    if not query.is_cuda or regions.length <= known.get(query.shape, 0):
+    if cold is None or not query.is_cuda or regions.length <= known.get(query.shape, 0):
         return nullcontext()
     if torch.cuda.is_current_stream_capturing():
         return nullcontext()

@@ -20,10 +20,9 @@ from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.layer_reference import LayerReference, new_store, store_below
 from hf_kvret.layer.regions import MakeStore, Regions
 from hf_kvret.layer.saved_regions import saved_rows
-from hf_kvret.layer.selected_attention import attend_selected
+from hf_kvret.layer.step import Subscriber, attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
-from hf_kvret.observe.counters import LayerCounters
 from hf_kvret.options.config import RetrievalConfig
 
 HANDLE = "hf_kvret_layer"
@@ -58,6 +57,8 @@ class RetrievalLayer(CacheLayerMixin):
         final_len: tokens that were announced, held ones included; 0: none.
         needs_positions: see ``RetrievalCache.needs_positions``.
         of_model: which layer of the model this is; set by the cache.
+        subscribers: called after each step; set by the cache.
+        exact_rows: rows read by exact attention of long second prompts.
     """
 
     is_sliding = False
@@ -75,7 +76,8 @@ class RetrievalLayer(CacheLayerMixin):
         self.is_initialized = False
         self.regions: Regions | None = None
         self.config = config
-        self.counters = LayerCounters()
+        self.subscribers: tuple[Subscriber, ...] = ()
+        self.exact_rows = 0
         self.waiting = False
         self.below: RetrievalLayer | None = None
         self.edits = self.final_len = 0
@@ -131,6 +133,11 @@ class RetrievalLayer(CacheLayerMixin):
             return 0
         window = self.regions.window
         return window.start + window.length
+
+    @property
+    def selected(self) -> int:
+        """Rows read by selection; may wait for the device."""
+        return 0 if self.regions is None else int(self.regions.selected)
 
     @property
     def cold_len(self) -> int:
@@ -214,18 +221,14 @@ class RetrievalLayer(CacheLayerMixin):
         past = self.regions.length - (0 if first else new)
         selects = past > 0 and new <= self.config.max_draft
         as_it_is = past == 0 or (not selects and call.expands(new))
-        watched = first and self.regions.index_watches
+        watched = first and self.regions.watches
         to_rows = call.to_rows(query) if watched or not as_it_is else query
         if first:
             if selects and not self.regions.built:
                 # Of the prompt alone, as in a fork that was made before.
                 self._settle()
-            try:
-                self.regions.on_forward(to_rows, key, call.scoring.valid, call.positions)
-            except ValueError:
-                # Nothing was taken in: the cache stays as it was, for a call without the mistake.
-                self.waiting = False
-                raise
+            if watched:
+                self._show(to_rows, key, call)
         self._scoring = call.scoring
         if not selects:
             # A device attends to a first prompt while the host makes room for it.
@@ -236,16 +239,26 @@ class RetrievalLayer(CacheLayerMixin):
                 self.waiting = False
                 return whole
             regions = self.regions
-            self.counters.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
+            self.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
             asking, form = (query, call) if as_it_is else (to_rows, call.of_rows())
             out = attend_exactly(regions, asking, key, value, past, form).to(query.dtype)
         else:
             if first:
                 self.regions.take_step(key, value, call.scoring.valid)
-            given = self.regions, to_rows, call, self.counters, self.final_len, self.of_model.number
-            out = attend_selected(*given).to(query.dtype)
+            given = self.subscribers, self.of_model.number, self.final_len
+            out = attend_step(self.regions, to_rows, call, *given).to(query.dtype)
         self.waiting = False
         return out if as_it_is else call.from_rows(out)
+
+    def _show(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
+        """Pass tokens to an index that watches, and to a store that needs their positions."""
+        assert self.regions is not None, "an update has made them"
+        try:
+            self.regions.on_forward(query, key, call.scoring.valid, call.positions)
+        except ValueError:
+            # Nothing was taken in: the cache stays as it was, for a call without the mistake.
+            self.waiting = False
+            raise
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest tokens; pass their count as a negative number (0: none).
@@ -293,7 +306,9 @@ class RetrievalLayer(CacheLayerMixin):
         self.regions = self._scoring = None
         self.is_initialized = self.waiting = False
         self.final_len = 0
-        self.counters = LayerCounters(observers=self.counters.observers)
+        self.exact_rows = 0
+        for subscriber in self.subscribers:
+            subscriber.reset()
 
     def offload(self) -> None:
         """Nothing: the store decides where rows live."""

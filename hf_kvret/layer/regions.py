@@ -22,6 +22,7 @@ from hf_kvret.layer.saved_regions import load_regions, regions_to_save
 from hf_kvret.layer.window import Window
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.rest_tokens import RestMeans
 
 MakeStore = Callable[[FirstRows], Store]
 
@@ -59,8 +60,8 @@ class Regions:
 
     Attributes:
         built: whether the index was built, see ``Index.build``.
-        index_watches: whether the index looks at queries before it is asked, see
-            ``Index.on_forward``.
+        selected: rows read by selection so far, one int64; steps count in place.
+        watches: whether ``on_forward`` has anything to do.
         changes: goes up whenever other tokens are cold, or other rows of the batch are held.
         rest: sums of cold tokens, where the options ask for their means, which may lag behind;
             None: there are none yet.
@@ -90,10 +91,8 @@ class Regions:
         self.changes = 0
         self.compiled_len: dict[torch.Size, int] = {}
         self.built = False
-        self.index_watches = index is not None and type(index).on_forward is not Index.on_forward
-        self._index_has_upkeep = index is not None and (
-            type(index).before_search is not Index.before_search
-        )
+        self.selected = torch.zeros((), dtype=torch.long, device=keys.device)
+        self.watches = (index is not None and index.watches) or bool(needs_positions)
         self._forget_cold()
 
     @property
@@ -251,7 +250,7 @@ class Regions:
         """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
         if not self.built:
             self.build_index(cold)
-        elif self.index is not None and self._index_has_upkeep:
+        elif self.index is not None and self.index.has_upkeep:
             try:
                 self.index.before_search(cold)
             except WrongIdError as error:
@@ -267,6 +266,10 @@ class Regions:
             except WrongIdError as error:
                 raise blamed_on(self.index, "build", error) from error
         self.built = True
+
+    def means(self, cold: ColdTokens) -> RestMeans | None:
+        """What stands for the tokens of ``cold`` that a query does not select; None: nothing."""
+        return None if self.config.rest is None else self.rest_sums(cold).means()
 
     @_keeps_tensors
     def rest_sums(self, cold: ColdTokens) -> RestSums:

@@ -218,6 +218,15 @@ class Window(State):
         sinks = sinks & valid.gather(1, self.sink_slots.clamp(min=0))
         return wide_mask(sinks, valid[:, self.start : self.end])
 
+    def on_host(self, valid: torch.Tensor | None) -> HostWindow:
+        """The window as the compiled library takes it; ``valid`` as in ``validity``."""
+        host = self.host
+        if host is None or host.keys is not self.keys:
+            host = self.host = HostWindow(self.keys, self.values, 0)
+        host.length = self.sink + self.length
+        host.valid = None if valid is None and self.sinks_full else self.validity(valid)
+        return host
+
     def drop_newest(self, count: int) -> int:
         """Drop the newest ``count`` tokens; returns how many of them lie in the store instead."""
         window_count = min(count, self.length)

@@ -1,15 +1,86 @@
-"""Who is told what the layers of a cache select."""
+"""Who is shown what the layers of a cache select."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 
+import torch
 from transformers.cache_utils import Cache
 
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.observe.selection import Observer
+from hf_kvret.layer.regions import Regions
+from hf_kvret.layer.step import StepRecord
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What the queries of one step attend to in one layer. Tensors are the observer's own.
+
+    Attributes:
+        layer: number of the layer in the model.
+        query: ``[B, Hq, Q, Dk]`` as the keys are, after rotation; logits are its products with
+            them, times ``scale``, and capped by ``softcap`` where that is not None.
+        ids: ``[B, H, Q, K]`` int32 slots of the cold tokens that were selected, in any order, -1
+            for none; H counts KV heads, or query heads where these select apart. None: all cold
+            tokens, for a method without an index.
+        sinks: ``[B, S]`` int64 slots of the sinks, which are always attended to, -1 for none.
+        recent: the slots ``recent[0]`` to ``recent[1] - 1`` are the recent tokens, always attended
+            to, the Q new ones at their end. Slots below ``recent[0]`` are cold.
+    """
+
+    layer: int
+    query: torch.Tensor
+    scale: float
+    softcap: float | None
+    ids: torch.Tensor | None
+    sinks: torch.Tensor
+    recent: tuple[int, int]
+
+
+Observer = Callable[[Selection], None]
+
+
+class Observation:
+    """Calls an observer with a ``Selection`` of each step; a subscriber.
+
+    An object of its own for each ``observe``, so that the same observer may be there twice.
+    """
+
+    capture_obstacle = "the cache is observed, and a replayed step would not be told of"
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def needs_lse(self, regions: Regions) -> bool:
+        """Never."""
+        return False
+
+    def __call__(self, record: StepRecord) -> None:
+        """Show a step; what the observer raises breaks off the forward pass."""
+        self._observer(selection(record))
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
+def selection(record: StepRecord) -> Selection:
+    """What a step attended to, with copies of its tensors."""
+    groups, ids, window, cold = record.groups, record.ids, record.regions.window, record.cold
+    query = record.query if groups is None else groups.unfold(record.query)
+    if ids is not None:
+        ids = ids.clone() if groups is None else groups.unfold_ids(ids)
+    recent = window.start, window.end
+    return Selection(
+        record.number,
+        query.clone(),
+        cold.scale,
+        cold.softcap,
+        ids,
+        window.sink_slots.clone(),
+        recent,
+    )
 
 
 @contextmanager
@@ -36,15 +107,13 @@ def observe(cache: Cache, observer: Observer) -> Iterator[None]:
             f"cache is a {type(cache).__name__}: only a retrieval cache selects; make one, as "
             "hf_kvret.ParisKVCache(config=model.config)"
         )
-    # An object of this call, so that the same observer may be there twice.
-    entry = partial(observer)
+    entry = Observation(observer)
     for layer in layers:
-        layer.counters.observers = (*layer.counters.observers, entry)
+        layer.subscribers = (*layer.subscribers, entry)
         # What was captured before would not tell.
         layer.edits += 1
     try:
         yield
     finally:
         for layer in layers:
-            others = (one for one in layer.counters.observers if one is not entry)
-            layer.counters.observers = tuple(others)
+            layer.subscribers = tuple(each for each in layer.subscribers if each is not entry)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.regions import Regions
+from hf_kvret.layer.step import StepRecord
+from hf_kvret.observe.counters import subscriber
 from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.soft_cap import soft_cap_
@@ -34,6 +38,48 @@ class Recall:
     overlap: float
     mass: float
     best_mass: float
+
+
+class RecallMeter:
+    """Compares every selection of a layer with the exact top-k: ``track_recall``, for study.
+
+    Attributes:
+        recalls: of the steps so far.
+    """
+
+    capture_obstacle = "track_recall=True reads all keys at every step, for study"
+
+    def __init__(self) -> None:
+        self.recalls: list[Recall] = []
+
+    def needs_lse(self, regions: Regions) -> bool:
+        """Never."""
+        return False
+
+    def __call__(self, record: StepRecord) -> None:
+        """Measure a step."""
+        everything = Recall(overlap=1.0, mass=1.0, best_mass=1.0)
+        ids = record.ids
+        recall = everything if ids is None else measure_recall(record.query, ids, record.cold)
+        self.recalls.append(recall)
+
+    def reset(self) -> None:
+        """Forget the steps so far."""
+        self.recalls = []
+
+    def means(self) -> dict[str, float]:
+        """Means over the steps, as entries of ``cache.stats()``; empty before the first step."""
+        names = ("overlap", "mass", "best_mass") if self.recalls else ()
+        return {
+            f"recall_{name}": sum(getattr(each, name) for each in self.recalls) / len(self.recalls)
+            for name in names
+        }
+
+
+def recalls_of(layer: RetrievalLayer) -> list[Recall]:
+    """Recalls of a layer's steps so far; empty without ``track_recall``."""
+    meter = subscriber(layer, RecallMeter)
+    return [] if meter is None else meter.recalls
 
 
 def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> Recall:

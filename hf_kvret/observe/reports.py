@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.observe.counters import counters_of, subscriber
+from hf_kvret.observe.missed_mass import MissedMass
+from hf_kvret.observe.recall import RecallMeter
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import StoreChoice
 
@@ -112,9 +115,8 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     measured, as it is with ``warn_lost_mass`` and ``track_recall``. With the latter
     ``exact_lost_mass`` is the same from all keys.
     """
-    counters = layer.counters
-    selected = 0 if counters.selected is None else int(counters.selected)
-    rows = selected + counters.exact_rows
+    counters, selected = counters_of(layer), layer.selected
+    rows = selected + layer.exact_rows
     stats: dict[str, Any] = {
         "steps": counters.steps,
         "queries": counters.queries,
@@ -123,26 +125,23 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
         "selected": selected,
         "cold_rows": counters.cold_rows,
         "read_ratio": selected / counters.cold_rows if counters.cold_rows else 0.0,
-        "exact_rows": counters.exact_rows,
+        "exact_rows": layer.exact_rows,
         "bytes_fetched": rows * _stored_row_bytes(layer),
     }
     if layer.regions is not None:
         for part in (layer.regions.index, layer.regions.store):
             stats |= {} if part is None else part.stats()
-    stats["lost_mass"] = counters.lost_mass()
-    if counters.exactly_lost is not None:
-        stats["exact_lost_mass"] = counters.exact_lost_mass()
-    if counters.recalls:
-        count = len(counters.recalls)
-        for name in ("overlap", "mass", "best_mass"):
-            stats[f"recall_{name}"] = sum(getattr(r, name) for r in counters.recalls) / count
-    return stats
+    missed, recall = subscriber(layer, MissedMass), subscriber(layer, RecallMeter)
+    stats["lost_mass"] = None if missed is None else missed.mean()
+    if missed is not None and missed.mean(exact=True) is not None:
+        stats["exact_lost_mass"] = missed.mean(exact=True)
+    return stats if recall is None else stats | recall.means()
 
 
 def dense_reason(layers: list[RetrievalLayer], options: RetrievalConfig, name: str) -> str | None:
     """Why the ``layers`` of the cache ``name`` never retrieved, where they are too short for it."""
     length = max(layer.get_seq_length() for layer in layers)
-    active = any(layer.counters.steps or layer.cold_len for layer in layers)
+    active = any(counters_of(layer).steps or layer.cold_len for layer in layers)
     if active or not length or not options.retrieves:
         return None
     if length < options.dense_len:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from operator import add
 
-from hf_kvret.contracts.index import CapturableIndex, Index, capture_obstacle_of
+from hf_kvret.contracts.index import CapturableIndex, capture_obstacle_of
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.regions import Regions
 from hf_kvret.layer.window import Place
+from hf_kvret.observe.counters import counters_of
 
 
 class LayerStep:
@@ -44,16 +45,14 @@ class LayerStep:
     @property
     def capture_obstacle(self) -> str | None:
         """Why the layer's steps can't be captured; None: they can."""
-        if self.layer.config.track_recall:
-            return "track_recall=True reads all keys at every step, for study"
-        if self.layer.counters.observers:
-            return "the cache is observed, and a replayed step would not be told of"
+        for subscriber in self.layer.subscribers:
+            if subscriber.capture_obstacle:
+                return subscriber.capture_obstacle
         regions = self.regions
         index = regions.index
         if not regions.cold_len or regions.store is None:
             # Nothing is selected yet, but hooks on each pass would miss the replayed ones.
-            sees = index is not None and type(index).on_forward is not Index.on_forward
-            return capture_obstacle_of(index) if sees or regions.needs_positions else None
+            return capture_obstacle_of(index) if regions.watches else None
         return capture_obstacle_of(index) or regions.store.capture_obstacle
 
     def set_place(self, place: Place | None) -> None:
@@ -66,11 +65,11 @@ class LayerStep:
             self.regions.index.before_capture()
         if self.regions.store is not None:
             self.regions.store.before_capture()
-        self._length, self._before = self.regions.window.length, self.layer.counters.numbers()
+        self._length, self._before = self.regions.window.length, counters_of(self.layer).numbers()
 
     def captured(self) -> None:
         """The capture succeeded: remember how the counters changed."""
-        now = self.layer.counters.numbers()
+        now = counters_of(self.layer).numbers()
         self._counts = tuple(new - old for new, old in zip(now, self._before, strict=True))
 
     def capture_failed(self) -> None:
@@ -79,12 +78,12 @@ class LayerStep:
         if isinstance(self.regions.index, CapturableIndex):
             self.regions.index.capture_failed()
         self.regions.window.length = self._length
-        self.layer.counters.set(self._before)
+        counters_of(self.layer).set(self._before)
 
     def replayed(self) -> None:
         """The captured step was replayed."""
         self.regions.window.length += 1
         if isinstance(self.regions.index, CapturableIndex):
             self.regions.index.replayed()
-        counters = self.layer.counters
+        counters = counters_of(self.layer)
         counters.set(tuple(map(add, counters.numbers(), self._counts)))

@@ -13,7 +13,7 @@ import torch
 
 Backend = Literal["naive", "triton"]
 BACKENDS = ("auto", "naive", "triton")
-_preferred: ContextVar[Backend | None] = ContextVar("preferred", default=None)
+PREFERRED: ContextVar[Backend | None] = ContextVar("preferred", default=None)
 
 
 def interpreted() -> bool:
@@ -33,16 +33,16 @@ def prefer(backend: str) -> Iterator[None]:
     """
     if backend not in BACKENDS or backend == "auto":
         raise ValueError(f"backend={backend!r}: prefer one of {', '.join(BACKENDS[1:])}")
-    token = _preferred.set(cast(Backend, backend))
+    token = PREFERRED.set(cast(Backend, backend))
     try:
         yield
     finally:
-        _preferred.reset(token)
+        PREFERRED.reset(token)
 
 
 def preferred() -> Backend | None:
     """The backend that ``"auto"`` means here, where ``prefer`` says so."""
-    return _preferred.get()
+    return PREFERRED.get()
 
 
 def choose_backend(backend: str, tensor: torch.Tensor) -> Backend:

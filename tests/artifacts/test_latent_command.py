@@ -62,7 +62,7 @@ def test_from_a_folder_to_generate(
     # The artifact is found in the model's own folder.
     cache = cache_class(model.config, **COVERING_OPTIONS, **exact)
     assert torch.equal(model.generate(prompt(2, 120), past_key_values=cache, **greedy), expected)
-    assert all(layer.counters.selected for layer in cache.retrieval_layers)
+    assert all(layer.selected for layer in cache.retrieval_layers)
     by_name = model.generate(
         prompt(2, 120),
         cache_implementation=method,

@@ -51,7 +51,7 @@ def tokens_of(model: Any, method: str, config: dict[str, Any] | None) -> torch.T
         asked, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False
     )
     if method not in ("dynamic", "latent"):
-        assert all(layer.counters.selected for layer in cache.retrieval_layers), method
+        assert all(layer.selected for layer in cache.retrieval_layers), method
     return second
 
 

@@ -20,8 +20,8 @@ from hf_kvret.contracts.index import ColdTokens, Estimates
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.layer.missed_mass import missed_logits
 from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.observe.missed_mass import missed_logits
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.top_k import top_k

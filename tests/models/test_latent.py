@@ -33,7 +33,7 @@ def model() -> PreTrainedModel:
 def with_cache(model: PreTrainedModel) -> torch.Tensor:
     cache = FlatKVCache(model.config, **COVERING_OPTIONS)
     tokens = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
-    assert all(layer.counters.selected for layer in cache.retrieval_layers)
+    assert all(layer.selected for layer in cache.retrieval_layers)
     return tokens
 
 

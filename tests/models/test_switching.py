@@ -117,7 +117,7 @@ def test_a_class_without_a_source_is_served_by_its_ancestors_attention(
     expected = model.generate(ids, **RUN)
     cache = FlatKVCache(model.config, **COVERING_OPTIONS)
     assert torch.equal(model.generate(ids, past_key_values=cache, **RUN), expected)
-    assert all(layer.counters.selected for layer in cache.retrieval_layers)
+    assert all(layer.selected for layer in cache.retrieval_layers)
     hf_kvret.restore(model)
     assert torch.equal(model.generate(ids, **RUN), expected)
 

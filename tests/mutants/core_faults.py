@@ -55,15 +55,15 @@ FAULTS = (
     ),
     Fault(
         "drafts-see-the-future",
-        "hf_kvret/layer/selected_attention.py",
-        "offset = None if one else keys.shape[2] - query.shape[2]",
+        "hf_kvret/layer/step.py",
+        "offset = keys.shape[2] - positions if positions > 1 else None",
         "offset = None",
     ),
     Fault(
         "groups-of-heads-seen-as-drafts",
-        "hf_kvret/layer/selected_attention.py",
-        "one = folded or query.shape[2] == 1",
-        "one = query.shape[2] == 1",
+        "hf_kvret/layer/step.py",
+        "positions = positions or query.shape[2]",
+        "positions = query.shape[2]",
     ),
     Fault(
         "shared-layer-forgets-its-past",

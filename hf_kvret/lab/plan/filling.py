@@ -24,6 +24,7 @@ from hf_kvret.lab.plan.blank import Blank
 from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.compatibility import latent_rank, layer_shape
+from hf_kvret.observe.counters import counters_of
 from hf_kvret.observe.reports import memory_report
 from hf_kvret.options.sizes import byte_count
 
@@ -250,7 +251,7 @@ def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
         return 0.0, False
     window, cold_len = regions.window, layer.cold_len
     # Rows to choose from, summed over heads; one step was taken.
-    heads = layer.counters.cold_rows / cold_len
+    heads = counters_of(layer).cold_rows / cold_len
     count = cold_len if regions.index is None else layer.config.budget(cold_len)
     row = regions.store.row_nbytes(window.row_dim * window.keys.element_size())
     return heads * count * row, regions.store.bus_share > 0

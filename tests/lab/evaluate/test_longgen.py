@@ -25,6 +25,7 @@ from hf_kvret.lab.evaluate.stretches import (
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.tasks.longgen import LongGeneration
 from hf_kvret.lab.report.results import Results
+from hf_kvret.observe.recall import recalls_of
 
 REGIONS: dict[str, Any] = {"dense_below": 0, "recent": 16, "flush": 16}
 SMALL = ":".join(f"{name}={value}" for name, value in REGIONS.items())
@@ -71,7 +72,7 @@ def test_each_stretch_has_the_recall_of_its_own_tokens(
         recalls = [
             recall
             for layer in cache.retrieval_layers
-            for recall in layer.counters.recalls[start : one["end"]]
+            for recall in recalls_of(layer)[start : one["end"]]
         ]
         for name in ("overlap", "mass", "best_mass"):
             mean = sum(getattr(recall, name) for recall in recalls) / len(recalls)
