@@ -242,7 +242,9 @@ def _attend_to_search(
     if groups is not None and unfolds:
         finish = partial(_unfolded, groups, finish)
     attending = searching if folded else query
-    out, lse = _merged(regions, attending, call, finish, ids, means if joins else None)
+    out, lse = _merged(
+        regions, attending, call, finish, ids, means if joins else None, query.shape[2]
+    )
     if groups is not None and folded:
         out, lse = groups.unfold(out), groups.unfold(lse)
     return Result(out, ids, lse, means)
@@ -255,14 +257,16 @@ def _merged(
     finish_cold: Callable[[], AttentionResult] | None,
     ids: torch.Tensor | None = None,
     means: RestTokens | None = None,
+    positions: int | None = None,
 ) -> AttentionResult:
     """Attention to the window and to what ``finish_cold`` attends to; ``ids`` are counted.
 
-    Only ``Pieces`` take ``means``.
+    Only ``Pieces`` take ``means``. ``positions``: of the queries, where these are folded.
     """
     keys, values = regions.window.tokens()
-    # One query sees all that is held; there may be room behind it.
-    offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
+    positions = positions or query.shape[2]
+    # The query of one position sees all that is held; there may be room behind it.
+    offset = keys.shape[2] - positions if positions > 1 else None
     options: dict[str, Any] = {
         "scale": call.scoring.scale,
         "causal_offset": offset,

@@ -116,6 +116,7 @@ class Driver:
                     after_search(ids)
 
                 patch.setattr(index, "after_search", watch)
+                patch.setattr(index, "looks_back", True)
             yield
 
     def expected(self, blocks: int | None = None) -> torch.Tensor:
