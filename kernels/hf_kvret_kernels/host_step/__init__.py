@@ -204,8 +204,9 @@ def run_step(
         ids = query.new_empty(batch, choosers, queries, budget, dtype=torch.int32)
     pages = None
     if cold is not None:
-        table, addresses = cold.rows.table.contiguous(), cold.rows.addresses()
-        pages = table, addresses, cold.rows.page_len, cold.rows.token_count
+        rows = cold.rows
+        addresses = rows.addresses() if rows.page_address is None else rows.page_address
+        pages = rows.table.contiguous(), addresses, rows.page_len, rows.token_count
     # Without cold tokens no row is read.
     layout = (query.shape[3] + value_dim, query.shape[3])
     if cold is not None:

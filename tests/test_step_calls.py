@@ -1,0 +1,95 @@
+"""How much of our Python code a decode step runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_kvret
+from hf_kvret_kernels import host_library
+from hf_kvret_kernels._dispatch import prefer
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = tuple(str(ROOT / name) for name in ("hf_kvret", "kernels", "model_patches"))
+LAYERS = 4
+
+
+class Calls:
+    """Calls of our functions in a body, but for those within a launch of Triton's interpreter.
+
+    Attributes:
+        files: in which they stand.
+        count: of the calls.
+    """
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.count = self._launches = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Of ``sys.setprofile``."""
+        code = frame.f_code
+        if code.co_qualname == "GridExecutor.__call__":
+            self._launches += {"call": 1, "return": -1}.get(event, 0)
+        elif event == "call" and not self._launches and code.co_filename.startswith(OURS):
+            self.files.add(str(Path(code.co_filename).relative_to(ROOT)))
+            self.count += 1
+
+
+@contextmanager
+def recording() -> Iterator[Calls]:
+    calls = Calls()
+    sys.setprofile(calls)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def calls_of_a_step(backend: str | None) -> Calls:
+    """Of a step of ``paris`` between two flushes, in a loop of one's own."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    model = LlamaForCausalLM(config).eval()
+    hf_kvret.attach(model)
+    cache = hf_kvret.ParisKVCache(config, top_k=16, recent=16, flush=16, dense_below=0)
+    token = torch.tensor([[5]])
+    preference = nullcontext() if backend is None else prefer(backend)
+    with torch.inference_mode(), preference:
+        model(torch.randint(64, (1, 200)), past_key_values=cache)
+        for _ in range(3):
+            model(token, past_key_values=cache)
+        with recording() as calls:
+            model(token, past_key_values=cache)
+    steps = cache.stats()["layers"][0]["steps"]
+    assert steps == 4, "the step retrieves"
+    return calls
+
+
+@pytest.mark.skipif(bool(host_library.why_not()), reason="needs the compiled library")
+def test_a_step_on_a_cpu_runs_few_files_and_calls() -> None:
+    calls = calls_of_a_step(None)
+    assert len(calls.files) <= 15, "\n".join(sorted(calls.files))
+    assert calls.count <= 60 * LAYERS
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches of the interpreter")
+def test_a_step_of_kernels_runs_few_files() -> None:
+    calls = calls_of_a_step("triton")
+    assert len(calls.files) <= 20, "\n".join(sorted(calls.files))
