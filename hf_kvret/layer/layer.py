@@ -216,39 +216,63 @@ class RetrievalLayer(CacheLayerMixin):
         if place is not None:
             # The mask that was captured is of this step alone, the place is filled for each.
             call = dataclasses.replace(call, scoring=call.scoring.of(place.slots))
-        key, value = self.rows_of(key, value)
-        new, first = query.shape[2], self.waiting
-        past = self.regions.length - (0 if first else new)
-        selects = past > 0 and new <= self.config.max_draft
-        as_it_is = past == 0 or (not selects and call.expands(new))
-        watched = first and self.regions.watches
-        to_rows = call.to_rows(query) if watched or not as_it_is else query
-        if first:
-            if selects and not self.regions.built:
+        rows = self.rows_of(key, value)
+        new = query.shape[2]
+        past = self.regions.length - (0 if self.waiting else new)
+        if past and new <= self.config.max_draft:
+            out = self._attend_few(query, *rows, call)
+        else:
+            out = self._attend_many(query, *rows, past, call)
+        self.waiting = False
+        return out
+
+    def _attend_few(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Each query retrieves."""
+        regions = self.regions
+        assert regions is not None, "see attend"
+        asking = call.to_rows(query) if call.makes_rows else query
+        if self.waiting:
+            if not regions.built:
                 # Of the prompt alone, as in a fork that was made before.
                 self._settle()
-            if watched:
-                self._show(to_rows, key, call)
+            if regions.watches:
+                self._show(asking, key, call)
+            regions.take_step(key, value, call.scoring.valid)
         self._scoring = call.scoring
-        if not selects:
-            # A device attends to a first prompt while the host makes room for it.
-            whole = call.prompt() if past == 0 else None
-            if first:
-                self.regions.take_prompt(key, value, call.scoring.valid)
-            if whole is not None:
-                self.waiting = False
-                return whole
-            regions = self.regions
-            self.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
-            asking, form = (query, call) if as_it_is else (to_rows, call.of_rows())
-            out = attend_exactly(regions, asking, key, value, past, form).to(query.dtype)
-        else:
-            if first:
-                self.regions.take_step(key, value, call.scoring.valid)
-            given = self.subscribers, self.of_model.number, self.final_len
-            out = attend_step(self.regions, to_rows, call, *given).to(query.dtype)
-        self.waiting = False
-        return out if as_it_is else call.from_rows(out)
+        given = self.subscribers, self.of_model.number, self.final_len
+        out = attend_step(regions, asking, call, *given).to(query.dtype)
+        return call.from_rows(out) if call.makes_rows else out
+
+    def _attend_many(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        past: int,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        """Every query attends to all ``past`` tokens and, causally, to the new ones."""
+        regions = self.regions
+        assert regions is not None, "see attend"
+        as_it_is = not past or call.expands(query.shape[2])
+        watched = self.waiting and regions.watches
+        asking = call.to_rows(query) if watched or not as_it_is else query
+        if watched:
+            self._show(asking, key, call)
+        self._scoring = call.scoring
+        # A device attends to a first prompt while the host makes room for it.
+        whole = call.prompt() if not past else None
+        if self.waiting:
+            regions.take_prompt(key, value, call.scoring.valid)
+        if whole is not None:
+            return whole
+        self.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
+        if as_it_is:
+            return attend_exactly(regions, query, key, value, past, call).to(query.dtype)
+        out = attend_exactly(regions, asking, key, value, past, call.of_rows())
+        return call.from_rows(out.to(query.dtype))
 
     def _show(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
         """Pass tokens to an index that watches, and to a store that needs their positions."""
