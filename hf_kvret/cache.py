@@ -19,8 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.contracts.index import Index, makes_estimates
 from hf_kvret.layer.latent import LatentLayer
-from hf_kvret.layer.layer import LayerOfModel, RetrievalLayer
-from hf_kvret.layer.layer_stack import LayerStack
+from hf_kvret.layer.layer import LayerOfModel, LayerStack, RetrievalLayer
 from hf_kvret.layer.model_state import ModelState
 from hf_kvret.models.compatibility import (
     check_config,

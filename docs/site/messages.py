@@ -31,8 +31,8 @@ GROUPS = {
         "registry.py",
         "cache.py",
         "layer/layer.py",
-        "layer/layer_reference.py",
-        "layer/layer_stack.py",
+        "layer/layer.py",
+        "layer/layer.py",
         "layer/model_state.py",
         "contracts/precision.py",
         "layer/regions.py",
@@ -46,7 +46,7 @@ GROUPS = {
     "Stores and memory": ["stores/*.py", "contracts/store.py", "stores/host_memory.py"],
     "Saving and loading a cache": [
         "io/*.py",
-        "layer/saved_regions.py",
+        "layer/regions.py",
         "contracts/schema.py",
     ],
     "The command line": [
@@ -80,10 +80,10 @@ LEFT_OUT = {"testing/simcuda/*.py": "the GPU that our own tests simulate: no use
 PASSED_ON = (
     "lab/bench/limits.py",
     "lab/bench/opponents.py",
-    "contracts/fields.py",
+    "contracts/state.py",
     "layer/host_step.py",
     "layer/regions.py",
-    "layer/saved_regions.py",
+    "layer/regions.py",
     "layer/selected_attention.py",
     "lab/evaluate/caches.py",
     "lab/report/report.py",

@@ -37,7 +37,6 @@ from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.models.compatibility import latent_rank, layer_shape
 from hf_kvret.saved import origin, shards
-from hf_kvret.testing.saved import read_saved
 
 _WORKS = ("save", "load")
 _WAYS = ("checked", "unchecked", "safetensors")
@@ -198,7 +197,8 @@ class _Turn:
         self._ours, self._plain = place / "ours", place / "plain.safetensors"
         self._ways = deque(_WAYS)
         cache.save_pretrained(self._ours)
-        self._tensors = read_saved(self._ours)[1]
+        files = self._ours.glob(f"*{shards.SUFFIX}")
+        self._tensors = {name: x for path in files for name, x in load_file(path).items()}
         self.nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     def take(self) -> dict[tuple[str, str], float]:

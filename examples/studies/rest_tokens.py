@@ -32,6 +32,8 @@ from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.observe.counters import counters_of
+from hf_kvret.observe.recall import recalls_of
 
 OFF = "nothing"
 """What stands for unselected tokens where nothing does."""

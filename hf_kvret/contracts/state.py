@@ -4,13 +4,328 @@ from __future__ import annotations
 
 import copy
 from abc import ABC
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import torch
 
-from hf_kvret.contracts.fields import Field, NumberField, Tensors, number, part, tensor
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import DTypes, Form, check_finite, damaged
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Field:
+    """How a ``State`` treats one of its attributes; the base does nothing. See ``tensor`` etc.
+
+    Attributes:
+        name: of the attribute.
+        kind: type of a saved number.
+        is_saved: whether ``state_dict`` has it.
+    """
+
+    name: str
+    kind: Callable[[Any], Any] = float
+
+    def __init__(self, key: str | None = None, is_saved: bool = True) -> None:
+        self._key = key
+        self.is_saved = is_saved
+
+    @property
+    def key(self) -> str:
+        """Its name in ``state_dict``."""
+        return self.name.lstrip("_") if self._key is None else self._key
+
+    def initial(self) -> Any:
+        """The value in a new state."""
+
+    def emptied(self, value: Any) -> Any:
+        """The value after ``reset``."""
+        return self.initial()
+
+    def reordered(self, value: Any, rows: torch.Tensor) -> Any:
+        """The value after ``reorder``."""
+        return value
+
+    def crop(self, value: Any, length: int) -> None:
+        """What ``crop`` does with the value."""
+
+    def forked(self, value: Any) -> Any:
+        """The value in a fork."""
+        return value
+
+    def nbytes(self, value: Any) -> int:
+        """Bytes of the value's tensors."""
+        return 0
+
+    def is_in(self, state: Tensors) -> bool:
+        """Whether ``state`` contains it, or a part of it."""
+        return self.is_saved and self.key in state
+
+    def claim(self, value: Any, state: Tensors, form: Form) -> set[str]:
+        """Names of ``state`` that are of this field, checked; ``value`` is that of a new state."""
+        return set()
+
+    def saved(self, value: Any) -> Tensors:
+        """Tensors of the value, by name."""
+        return {}
+
+    def loaded(self, value: Any, state: Tensors, device: torch.device | None) -> Any:
+        """The value saved in ``state``; ``value`` is that of an empty state."""
+        return value
+
+
+class TensorField(Field):
+    """See ``tensor``."""
+
+    def __init__(
+        self,
+        key: str | None,
+        is_saved: bool,
+        optional: bool,
+        batched: bool,
+        shared: bool,
+        dims: str | None,
+        dtype: DTypes,
+        finite: bool,
+    ) -> None:
+        super().__init__(key, is_saved)
+        self.optional, self.batched, self.shared = optional, batched, shared
+        self.dims, self.dtype, self.finite = dims, dtype, finite
+
+    def claim(self, value: Any, state: Tensors, form: Form) -> set[str]:
+        if not self.is_in(state):
+            return set()
+        if self.dims is not None:
+            form.check(self.key, state[self.key], self.dims, self.dtype)
+        if self.finite:
+            check_finite(self.key, state[self.key])
+        return {self.key}
+
+    def reordered(self, value: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+        if value is None or not self.batched:
+            return value
+        return value.index_select(0, rows)
+
+    def forked(self, value: torch.Tensor | None) -> torch.Tensor | None:
+        return value if value is None or self.shared else value.clone()
+
+    def nbytes(self, value: torch.Tensor | None) -> int:
+        return 0 if value is None else value.nbytes
+
+    def saved(self, value: torch.Tensor | None) -> Tensors:
+        return {} if value is None or not self.is_saved else {self.key: value.contiguous()}
+
+    def loaded(
+        self, value: torch.Tensor | None, state: Tensors, device: torch.device | None
+    ) -> torch.Tensor | None:
+        if not self.is_saved or (self.optional and self.key not in state):
+            return None
+        source = state[self.key].to(device)
+        return source if self.shared else source.clone()
+
+
+class NumberField(Field):
+    """See ``number``."""
+
+    def __init__(
+        self,
+        default: float,
+        key: str | None,
+        is_saved: bool,
+        anew: bool,
+        least: float | None,
+        most: float | str | None,
+    ) -> None:
+        super().__init__(key, is_saved)
+        self.default, self.kind, self.anew = default, type(default), anew
+        self.least, self.most = least, most
+
+    def check(self, value: float, form: Form) -> None:
+        """ValueError for a saved ``value`` that is not of the kind, or out of range."""
+        least, most = self.least, self.most
+        if self.kind is bool:
+            least, most = 0, 1
+        most = form.get(most) if isinstance(most, str) else most
+        whole = self.kind is float or value == value // 1
+        fits = (least is None or value >= least) and (most is None or value <= most)
+        if not whole or not fits:
+            raise damaged(
+                f"{self.name.lstrip('_')} is {value}, not "
+                f"{'a whole number ' if self.kind is not float else ''}"
+                f"from {'any' if least is None else least} to {'any' if most is None else most}"
+            )
+
+    def initial(self) -> float:
+        return self.default
+
+    def forked(self, value: float) -> float:
+        return self.default if self.anew else value
+
+
+class PartField(Field):
+    """See ``part``."""
+
+    def __init__(
+        self,
+        make: Callable[[], State] | None,
+        key: str | None,
+        is_saved: bool,
+        optional: bool,
+        may_be_empty: bool,
+    ) -> None:
+        super().__init__(key, is_saved)
+        if optional and is_saved and make is None:
+            raise ValueError(
+                "part(optional=True) can't be made when a state that has it is loaded: pass make, "
+                "as its class, or saved=False"
+            )
+        self.make, self.optional, self.may_be_empty = make, optional, may_be_empty
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of its tensors' names in ``state_dict``."""
+        return f"{self.key}." if self.key else ""
+
+    def initial(self) -> State | None:
+        return None if self.make is None or self.optional else self.make()
+
+    def emptied(self, value: State | None) -> State | None:
+        if value is None or self.optional:
+            return None
+        value.reset()
+        return value
+
+    def reordered(self, value: State | None, rows: torch.Tensor) -> State | None:
+        if value is not None:
+            value.reorder(rows)
+        return value
+
+    def crop(self, value: State | None, length: int) -> None:
+        if value is not None:
+            value.crop(length)
+
+    def forked(self, value: State | None) -> State | None:
+        return None if value is None else value.fork()
+
+    def nbytes(self, value: State | None) -> int:
+        return 0 if value is None else value.nbytes()
+
+    def claim(self, value: State | None, state: Tensors, form: Form) -> set[str]:
+        if not self.is_saved or not self.is_in(state):
+            return set()
+        prefix = self.prefix
+        mine = {
+            name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
+        }
+        if value is None:
+            assert self.make is not None, "a part that is saved can be made"
+            value = self.make()
+        try:
+            return {f"{prefix}{name}" for name in value.claim(mine, form)}
+        except ValueError as error:
+            raise ValueError(f"{prefix}{error}") from error
+
+    def is_in(self, state: Tensors) -> bool:
+        if self.prefix or self.make is None:
+            return self.is_saved and any(name.startswith(self.prefix) for name in state)
+        return self.is_saved and any(field.is_in(state) for field in self.make().fields.values())
+
+    def saved(self, value: State | None) -> Tensors:
+        if value is None or not self.is_saved:
+            return {}
+        return {f"{self.prefix}{name}": x for name, x in value.state_dict().items()}
+
+    def loaded(
+        self, value: State | None, state: Tensors, device: torch.device | None
+    ) -> State | None:
+        if not self.is_saved or (self.optional and not self.is_in(state)):
+            return value
+        prefix = self.prefix
+        mine = {
+            name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
+        }
+        if value is None:
+            if self.make is None:
+                raise RuntimeError(
+                    f"the part {self.name} was not made: assign it in __init__, or declare it as "
+                    "part(make) with what makes an empty one"
+                )
+            value = self.make()
+        if mine or not self.may_be_empty:
+            value.load_state_dict(mine, device)
+        return value
+
+
+def tensor(
+    *,
+    key: str | None = None,
+    saved: bool = True,
+    optional: bool = False,
+    batched: bool = True,
+    shared: bool = False,
+    dims: str | None = None,
+    dtype: DTypes = None,
+    finite: bool = False,
+) -> Any:
+    """Declare a small tensor ``[B, ...]``, None until it is assigned.
+
+    Args:
+        key: its name in ``state_dict``; the field's without leading underscores by default.
+        saved: whether it is saved.
+        optional: it may be missing where other fields were saved.
+        batched: its first dimension is the batch.
+        shared: it is never written in place, so that forks need no copy.
+        dims: of a saved one, see ``Form``; None: any.
+        dtype: of a saved one with ``dims``; None for that of keys.
+        finite: whether numbers of a saved one must be finite.
+    """
+    return TensorField(key, saved, optional, batched, shared, dims, dtype, finite)
+
+
+def number(
+    default: bool | int | float,
+    *,
+    key: str | None = None,
+    saved: bool = True,
+    anew: bool = False,
+    least: float | None = None,
+    most: float | str | None = None,
+) -> Any:
+    """Declare a plain number, of the type of ``default``.
+
+    Args:
+        default: in a new state.
+        key: as of ``tensor``; numbers with the same key are saved in one tensor, in this order.
+        saved: whether it is saved.
+        anew: a fork starts with the default, for example counters of a report.
+        least: smallest value of a saved one; None: any.
+        most: largest one, or the letter of a size (see ``Form``); None: any.
+    """
+    return NumberField(default, key, saved, anew, least, most)
+
+
+def part(
+    make: Callable[[], State] | None = None,
+    *,
+    key: str | None = None,
+    saved: bool = True,
+    optional: bool = False,
+    may_be_empty: bool = False,
+) -> Any:
+    """Declare a part that is a ``State`` itself.
+
+    Args:
+        make: makes an empty one; None where ``__init__`` assigns it.
+        key: its tensors are saved as ``key.name``; ``""`` for ``name`` alone.
+        saved: whether it is saved.
+        optional: None until it is assigned, and after ``reset``.
+        may_be_empty: it may hold nothing where other fields were saved.
+
+    Raises:
+        ValueError: an optional part that is saved, without ``make``.
+    """
+    return PartField(make, key, saved, optional, may_be_empty)
+
 
 __all__ = ["State", "Tensors", "number", "part", "tensor"]
 

@@ -8,9 +8,8 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.contracts.fields import PartField
 from hf_kvret.contracts.schema import DTypes, Form, check_range
-from hf_kvret.contracts.state import State, Tensors
+from hf_kvret.contracts.state import PartField, State, Tensors
 
 MOST_SLOT = 2**31 - 1
 """No slot of a saved cache is above."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_kvret.contracts.schema import check_finite
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.saved import foreign_layers
-
-if TYPE_CHECKING:
-    from hf_kvret.cache import RetrievalCache
+from hf_kvret.saved.origin import FilledCache
 
 
-def check_agreement(directory: Path, cache: RetrievalCache, value_dim: int | None = None) -> None:
+def check_agreement(directory: Path, cache: FilledCache, value_dim: int | None = None) -> None:
     """ValueError where the layers of a loaded cache do not hold the same rows and tokens.
 
     Args:
@@ -39,7 +37,7 @@ def _check_finite(place: str, layer: Any) -> None:
             check_finite(f"{place}{name}", tensor)
 
 
-def _value_fault(cache: RetrievalCache, value_dim: int | None) -> str | None:
+def _value_fault(cache: FilledCache, value_dim: int | None) -> str | None:
     for layer in cache.retrieval_layers:
         regions, shape = layer.regions, layer.of_model.shape
         if regions is None or shape is None or regions.window.value_in_key:
@@ -50,7 +48,7 @@ def _value_fault(cache: RetrievalCache, value_dim: int | None) -> str | None:
     return None
 
 
-def _form_fault(cache: RetrievalCache) -> str | None:
+def _form_fault(cache: FilledCache) -> str | None:
     """What tells that layers are not of one model; None where nothing does."""
     regions = [layer.regions for layer in cache.retrieval_layers]
     foreign = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]

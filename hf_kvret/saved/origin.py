@@ -5,20 +5,45 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
+from transformers import PreTrainedConfig
 
+from hf_kvret.layer.layer import LayerStack, RetrievalLayer
+from hf_kvret.layer.model_state import ModelState
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.saved.identity import CacheIdentity
-from hf_kvret.saved.token_record import UNKNOWN, InputDigest
-
-if TYPE_CHECKING:
-    from hf_kvret.cache import RetrievalCache
+from hf_kvret.saved.token_record import UNKNOWN, InputDigest, TokenRecord
 
 _log = logging.getLogger(__name__)
 
 
-def saved_origin(cache: RetrievalCache) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+class FilledCache(Protocol):
+    """What saving and loading know of a ``RetrievalCache``; see there."""
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[RetrievalConfig]]
+    needs_artifact: ClassVar[bool]
+    layers: list[Any]
+    stack: LayerStack
+    identity: CacheIdentity | None
+    tokens: TokenRecord
+    model_state: ModelState
+    model_shape: dict[str, Any]
+    saved_digests: dict[str, str]
+
+    def __init__(self, config: PreTrainedConfig, options: RetrievalConfig) -> None: ...
+
+    @property
+    def retrieval_layers(self) -> list[RetrievalLayer]: ...
+
+    def get_seq_length(self) -> int: ...
+
+    def options_to_load(self) -> RetrievalConfig: ...
+
+
+def saved_origin(cache: FilledCache) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """``identity`` (of the model) and ``tokens``, each plain JSON or None; their CPU tensors."""
     length = cache.get_seq_length()
     ids = cache.tokens.ids(length) if length else None
@@ -30,7 +55,7 @@ def saved_origin(cache: RetrievalCache) -> tuple[dict[str, Any], dict[str, torch
 
 
 def restore_origin(
-    cache: RetrievalCache,
+    cache: FilledCache,
     origin: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     device: torch.device,

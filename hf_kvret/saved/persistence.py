@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -31,20 +31,17 @@ from hf_kvret.saved.description import (
     is_of_cache,
 )
 from hf_kvret.saved.folder import Replacement, replacing
-from hf_kvret.saved.origin import restore_origin, saved_origin
+from hf_kvret.saved.origin import FilledCache, restore_origin, saved_origin
 from hf_kvret.saved.saved_options import options_to_load
 from hf_kvret.saved.shards import ShardWriter
 
-if TYPE_CHECKING:
-    from hf_kvret.cache import RetrievalCache
-
-    CacheType = TypeVar("CacheType", bound=RetrievalCache)
+CacheType = TypeVar("CacheType", bound=FilledCache)
 
 # Begins the names of what the model keeps of the conversation, where it keeps any.
 _MODEL_STATE = "model_state."
 
 
-def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:
+def save(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
     """Write ``cache`` to ``directory``, which is made if needed, and note that it lies there.
 
     Args:
@@ -71,7 +68,7 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None
                 note_saved(cache, directory, digest)
 
 
-def _write(cache: RetrievalCache, replacement: Replacement) -> dict[str, Any]:
+def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
     """Write the tensors of ``cache``; returns the content of its ``cache.json``."""
     writer, layers = ShardWriter(replacement), []
     for number, layer in enumerate(cache.layers):
@@ -122,7 +119,7 @@ def load(
 
 
 def _fill(
-    cache: RetrievalCache,
+    cache: FilledCache,
     directory: Path,
     description: Description,
     config: PreTrainedConfig,
@@ -153,7 +150,7 @@ def _fill(
 
 
 def _restore_model_state(
-    directory: Path, cache: RetrievalCache, state: Tensors, device: torch.device
+    directory: Path, cache: FilledCache, state: Tensors, device: torch.device
 ) -> None:
     """Give ``cache`` the ``state`` that its model keeps; ValueError for what none does."""
     if not state:
@@ -193,7 +190,7 @@ def _empty_cache(
     return cache, hint
 
 
-def _check_overwrite(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:
+def _check_overwrite(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
     """FileExistsError, or ValueError, where a save into ``directory`` would replace too much."""
     there = digest_of(directory)
     if there is None:
@@ -213,7 +210,7 @@ def _check_overwrite(cache: RetrievalCache, directory: Path, overwrite: bool | N
     raise FileExistsError(f"{directory} holds a cache: give another folder, or leave out overwrite")
 
 
-def note_saved(cache: RetrievalCache, directory: Path, digest: str) -> None:
+def note_saved(cache: FilledCache, directory: Path, digest: str) -> None:
     """Note that ``directory`` holds what ``cache`` wrote there, or was loaded from."""
     cache.saved_digests[_place(directory)] = digest
 
@@ -223,7 +220,7 @@ def _place(directory: Path) -> str:
 
 
 def _check_model(
-    directory: Path, cache: RetrievalCache, saved_shape: dict[str, Any], saved_types: list[str]
+    directory: Path, cache: FilledCache, saved_shape: dict[str, Any], saved_types: list[str]
 ) -> None:
     """ValueError for a cache saved from a model of another shape or with other layer types."""
     shape = cache.model_shape

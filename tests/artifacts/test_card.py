@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.card import in_bytes, model_card
+from hf_kvret.artifacts.artifact import in_bytes, model_card
 
 
 def test_metadata_is_what_the_hub_reads(artifact: CalibrationArtifact) -> None:

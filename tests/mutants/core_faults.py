@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         "fork-shares-the-window",
-        "hf_kvret/contracts/fields.py",
+        "hf_kvret/contracts/state.py",
         "return value if value is None or self.shared else value.clone()",
         "return value",
     ),
