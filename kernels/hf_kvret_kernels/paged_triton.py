@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
@@ -16,9 +16,6 @@ from hf_kvret_kernels._triton_rows import (
     side_pointers,
 )
 from hf_kvret_kernels._triton_shared import TL_DTYPES
-
-if TYPE_CHECKING:
-    from hf_kvret_kernels.paged import PagedRows
 
 # Coded rows are bytes.
 _ROW_DTYPES = {**TL_DTYPES, torch.uint8: tl.uint8}
@@ -87,8 +84,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-def gather_rows(rows: PagedRows, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``PagedRows.gather`` with Triton; arguments are checked there."""
+def gather_rows(rows: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``PagedRows.gather`` of ``rows`` with Triton; that method checks the arguments."""
     batch, heads, queries, count = ids.shape
     keys = torch.empty(*ids.shape, rows.key_dim, dtype=rows.dtype, device=ids.device)
     values = torch.empty(*ids.shape, rows.value_dim, dtype=rows.dtype, device=ids.device)

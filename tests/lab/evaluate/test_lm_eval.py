@@ -122,6 +122,34 @@ def test_covering_budgets_answer_like_full_attention_and_small_ones_retrieve(
     assert _plain(arguments, gen_kwargs) == paris
 
 
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("lm_eval", "jieba", "fuzzywuzzy", "rouge")),
+    reason="lm-eval[longbench] is not installed",
+)
+def test_longbench_of_lm_eval_runs_on_local_data(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import lm_eval.tasks
+
+    original = Path(lm_eval.tasks.__file__).parent / "longbench" / "2wikimqa.yaml"
+    text = {"context": TEXTS[0], "question": "What is green?", "answers": ["the grass"]}
+    data = tmp_path / "2wikimqa.jsonl"
+    data.write_text(json.dumps(text))
+    # Everything but the place of the data is lm-eval's own.
+    local = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+    named = {"include": str(original), "dataset_name": None, "task": "longbench_2wikimqa_local"}
+    (tmp_path / "local.yaml").write_text(json.dumps(named | local))
+    out = ["--output_path", str(tmp_path / "out"), "--log_samples"]
+    cache = ["--gen_kwargs", "cache_implementation=paris", *out]
+    command = [*arguments, "--tasks", "longbench_2wikimqa_local", *cache]
+    assert run_lm_eval(command, SMALL | {"top_k": 4}) == 0
+    assert "paris: 1 batches generated, 1 of them with retrieval" in capsys.readouterr().out
+    [file] = (tmp_path / "out").rglob("samples_longbench_*.jsonl")
+    sample = json.loads(file.read_text())
+    assert TEXTS[0] in sample["arguments"]["gen_args_0"]["arg_0"]
+    assert 0 <= sample["qa_f1_score"] <= 1
+
+
 @needs_lm_eval
 def test_texts_that_are_too_short_to_retrieve_are_said_to_be(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

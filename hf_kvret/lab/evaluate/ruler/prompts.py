@@ -53,7 +53,8 @@ class Prompts(ABC):
 
     def __init__(self, job: Job, template: str, increment: int) -> None:
         self.job, self.draws, self.increment = job, job.draws, increment
-        self.template = Template(*TEMPLATES[template], job.chat_template)
+        text, answer_prefix = TEMPLATES[template]
+        self.template = Template(text, answer_prefix, job.chat_template)
         self.begin(0)
 
     def begin(self, index: int) -> None:
@@ -171,7 +172,8 @@ class Chains(Prompts):
         RULER never ends if five lines of noise take more than 500 tokens, as with a tokenizer of
         bytes; we take those five lines.
         """
-        template, count = Template(*TEMPLATES["vt"], None), self.job.count
+        text, answer_prefix = TEMPLATES["vt"]
+        template, count = Template(text, answer_prefix, None), self.job.count
 
         def draft(size: int) -> Draft:
             return self._chain(template, size, self._new_names(3), _EXAMPLE_VALUE)
