@@ -70,7 +70,7 @@ class RetrievalCache(Cache):
     """
 
     name: ClassVar[str]
-    config_class: ClassVar[type[RetrievalConfig]]
+    Config: ClassVar[type[RetrievalConfig]]
     # Whether the options must name an artifact made by `hf-kvret calibrate`.
     needs_artifact: ClassVar[bool] = False
     options: RetrievalConfig
@@ -79,7 +79,7 @@ class RetrievalCache(Cache):
         self, config: PreTrainedConfig, options: RetrievalConfig | None = None, **changes: Any
     ) -> None:
         check_config(config)
-        options = self.config_class.of(options, changes, type(self).__name__)
+        options = self.Config.of(options, changes, type(self).__name__)
         self._config = config
         layer_class = LatentLayer if is_latent(config) else RetrievalLayer
         layers: list[Any] = model_layers(config)

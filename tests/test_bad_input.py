@@ -18,7 +18,12 @@ from transformers import (
 from transformers.utils import is_psutil_available
 
 import hf_kvret
-from hf_kvret import FlatConfig, FlatKVCache, ParisConfig, ParisKVCache
+from hf_kvret import (
+    FlatKVCache,
+    ParisKVCache,
+)
+from hf_kvret.methods.flat import FlatConfig
+from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.stores import store_names
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED

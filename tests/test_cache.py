@@ -18,13 +18,13 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 import hf_kvret
 from hf_kvret import (
     FlatKVCache,
-    ParisConfig,
     ParisKVCache,
     RetrievalCache,
     attach,
     registered_methods,
 )
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
+from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret.stores.places import choose
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS

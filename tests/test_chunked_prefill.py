@@ -63,7 +63,7 @@ def _options(method: str, found: ArtifactOptions, covering: bool) -> dict[str, A
     return {**(COVERING_OPTIONS if covering else SMALL), **coded, **found(method, "llama")}
 
 
-RETRIEVING = [name for name, kind in registered_methods().items() if kind.config_class.retrieves]
+RETRIEVING = [name for name, kind in registered_methods().items() if kind.Config.retrieves]
 
 
 @pytest.mark.parametrize("method", RETRIEVING)

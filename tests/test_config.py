@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from hf_kvret import FlatConfig, ParisConfig, RetrievalConfig
+from hf_kvret import (
+    RetrievalConfig,
+)
+from hf_kvret.methods.flat import FlatConfig
+from hf_kvret.methods.paris import ParisConfig
 
 
 @pytest.mark.parametrize(

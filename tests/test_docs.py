@@ -181,7 +181,7 @@ def test_concepts_name_the_counts_and_bytes_of_the_code(
     options = {"top_k": 8, "track_recall": True}
     for method, cls in hf_kvret.registered_methods().items():
         # The model has no latent attention, which is all that "latent" is for.
-        if not cls.config_class.retrieves:
+        if not cls.Config.retrieves:
             continue
         model, learned = namespace["model"], {}
         if cls.needs_artifact:

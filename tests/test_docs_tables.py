@@ -26,7 +26,7 @@ def test_the_lines_of_choose_make_caches() -> None:
     for call in lines:
         assert isinstance(call, ast.Call)
         given = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-        config = hf_kvret.registered_methods()[given["cache_implementation"]].config_class
+        config = hf_kvret.registered_methods()[given["cache_implementation"]].Config
         config(**given.get("cache_config", {}))
 
 
@@ -56,7 +56,7 @@ def test_the_common_options_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize("method", sorted(hf_kvret.registered_methods()))
 def test_a_method_page_names_the_options_of_its_config(method: str) -> None:
-    config = hf_kvret.registered_methods()[method].config_class
+    config = hf_kvret.registered_methods()[method].Config
     rows = options_of(DOCS / "methods" / f"{method}.md")
     defaults, common = config(), hf_kvret.RetrievalConfig()
     changed = {
@@ -75,10 +75,10 @@ def test_the_schedule_of_paris_is_that_of_the_code() -> None:
     page = DOCS / "methods" / "paris.md"
     rows = table(page, "cold tokens", "β, candidates")
     told = [(cells[0], float(cells[1]), float(cells[2])) for cells in rows]
-    schedule = hf_kvret.ParisConfig().schedule
+    schedule = hf_kvret.ParisKVCache.Config().schedule
     assert [row[1:] for row in told] == [row[1:] for row in schedule]
     assert [row[0] for row in told[:-1]] == [f"below {row[0]:,}" for row in schedule[:-1]]
-    published = hf_kvret.ParisConfig.paper().schedule
+    published = hf_kvret.ParisKVCache.Config.paper().schedule
     assert published[:-1] == schedule[: len(published) - 1]
     assert published[-1][1:] == schedule[-2][1:]
 

@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 
 from hf_kvret import (
     A2ATSCache,
-    A2ATSConfig,
     AquaKVCache,
     CTkvrCache,
-    CTkvrConfig,
     FlatKVCache,
     H2OCache,
     LRQKCache,
-    LRQKConfig,
     ParisKVCache,
     RetrievalCache,
     attach,
 )
+from hf_kvret.methods.a2ats import A2ATSConfig
+from hf_kvret.methods.ctkvr import CTkvrConfig
+from hf_kvret.methods.lrqk import LRQKConfig
 from hf_kvret.testing import COVERING_OPTIONS, LOGIT_TOLERANCE, MODELS
 from hf_kvret.testing.scenario import prompt
 

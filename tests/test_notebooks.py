@@ -77,7 +77,7 @@ def commands(tree: ast.Module) -> list[list[str]]:
 def unknown_options(tree: ast.Module) -> list[str]:
     """Names of options, of caches and in ``options`` or ``cache_config``, that no method has."""
     classes = hf_kvret.registered_methods().values()
-    known = {field.name for one in classes for field in dataclasses.fields(one.config_class)}
+    known = {field.name for one in classes for field in dataclasses.fields(one.Config)}
     known |= {"config", "model"}
     # Those of configs that the notebook makes.
     known |= {

@@ -136,7 +136,7 @@ class PrefillClusterCache(RetrievalCache):
     """Clusters of the prompt's keys."""
 
     name: ClassVar[str] = "prefill-clusters"
-    config_class: ClassVar[type[RetrievalConfig]] = ClusterConfig
+    Config: ClassVar[type[RetrievalConfig]] = ClusterConfig
     index_class: ClassVar[type[PrefillClusterIndex]] = PrefillClusterIndex
 
     @classmethod

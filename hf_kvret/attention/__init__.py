@@ -1,1 +1,1 @@
-"""The seam to transformers: attention functions, masks, prompts in chunks."""
+"""The seam to transformers: attention functions, masks, prompts in chunks, requests."""

@@ -1,1 +1,1 @@
-"""TODO contracts."""
+"""What an index, a store and a state are, and what is passed between them."""

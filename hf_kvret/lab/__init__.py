@@ -1,1 +1,1 @@
-"""TODO lab."""
+"""The laboratory: what measures, tunes, plans and learns. The library never imports it."""

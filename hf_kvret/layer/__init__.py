@@ -1,1 +1,1 @@
-"""What a retrieval layer is made of: window, index, store, and what they share."""
+"""A layer of a cache: window, decode step, exact attention, latents."""

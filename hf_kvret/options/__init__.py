@@ -1,1 +1,1 @@
-"""TODO options."""
+"""Options that every retrieval cache has, and their checks."""

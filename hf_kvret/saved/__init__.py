@@ -1,1 +1,1 @@
-"""Saved caches and reports."""
+"""Saved caches: files, and which model and text filled one."""

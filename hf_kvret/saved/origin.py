@@ -23,7 +23,7 @@ class FilledCache(Protocol):
     """What saving and loading know of a ``RetrievalCache``; see there."""
 
     name: ClassVar[str]
-    config_class: ClassVar[type[RetrievalConfig]]
+    Config: ClassVar[type[RetrievalConfig]]
     needs_artifact: ClassVar[bool]
     layers: list[Any]
     stack: LayerStack

@@ -177,7 +177,7 @@ def _empty_cache(
             f"{directory} holds a {content['method'][:80]!r} cache, not {cls.name!r}: load it "
             "with the class of that method"
         )
-    given = cls.config_class, cls.needs_artifact, content["options"], changes
+    given = cls.Config, cls.needs_artifact, content["options"], changes
     options, hint = options_to_load(directory, *given)
     try:
         cache = cls(config, options)

@@ -15,8 +15,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hf_kvret import FlatConfig
 from hf_kvret.attention.prompt_chunks import auto_chunk, fit_chunk, token_bytes
+from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.options.sizes import free_bytes
 
 GIB = 1 << 30

@@ -16,17 +16,17 @@ import transformers
 
 from hf_kvret import (
     A2ATSCache,
-    A2ATSConfig,
     AquaKVCache,
     CTkvrCache,
-    CTkvrConfig,
     FlatKVCache,
     H2OCache,
     LRQKCache,
-    LRQKConfig,
     ParisKVCache,
     RetrievalCache,
 )
+from hf_kvret.methods.a2ats import A2ATSConfig
+from hf_kvret.methods.ctkvr import CTkvrConfig
+from hf_kvret.methods.lrqk import LRQKConfig
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, Case, run_case
 from hf_kvret.testing.scenario import prompt
 

@@ -182,7 +182,7 @@ def test_methods_that_cannot_select_in_groups_say_so(
     cache: type[RetrievalCache], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=f"select_heads=2: .*{words}.*leave it out"):
-        cache.config_class.from_options(select_heads=2, **options)
+        cache.Config.from_options(select_heads=2, **options)
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.0, TypeError), (True, TypeError)])

@@ -162,7 +162,7 @@ class BlindKVCache(RetrievalCache):
     """Its index knows nothing of the others."""
 
     name = "blind"
-    config_class = FlatConfig
+    Config = FlatConfig
 
     @classmethod
     def make_index(cls, options: Any, layer: int) -> Index:

@@ -13,15 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import FlatConfig, Index, ParisConfig, RetrievalConfig, TokenBlock
+from hf_kvret import (
+    Index,
+    RetrievalConfig,
+    TokenBlock,
+)
 from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.contracts.scoring import Scoring
 from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.regions import Regions
-from hf_kvret.methods.flat import FlatIndex
-from hf_kvret.methods.paris import ParisIndex
+from hf_kvret.methods.flat import FlatConfig, FlatIndex
+from hf_kvret.methods.paris import ParisConfig, ParisIndex
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
 from hf_kvret.testing import held_tokens

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from hf_kvret import LatentConfig, LatentKVCache
+from hf_kvret import (
+    LatentKVCache,
+)
 from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.methods.latent import LatentConfig
 from hf_kvret.testing import LATENT_MODELS
 
 MEANINGLESS: dict[str, Any] = {

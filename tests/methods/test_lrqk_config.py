@@ -14,8 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret import LRQKCache, LRQKConfig, RetrievalCache
-from hf_kvret.methods.lrqk import LRQKIndex, PaperLRQKIndex
+from hf_kvret import (
+    LRQKCache,
+    RetrievalCache,
+)
+from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex, PaperLRQKIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, cold_rows_read
 from hf_kvret.testing.cold import cold_tokens
 

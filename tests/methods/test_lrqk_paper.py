@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import LRQKConfig, TokenBlock
-from hf_kvret.methods.lrqk import PaperLRQKIndex
+from hf_kvret import (
+    TokenBlock,
+)
+from hf_kvret.methods.lrqk import LRQKConfig, PaperLRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid

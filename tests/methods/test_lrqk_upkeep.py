@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hf_kvret import LRQKConfig, TokenBlock
-from hf_kvret.methods.lrqk import LRQKIndex
+from hf_kvret import (
+    TokenBlock,
+)
+from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
 from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory

@@ -10,11 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_kvret
-from hf_kvret import ParisConfig, ParisKVCache, TokenBlock
+from hf_kvret import (
+    ParisKVCache,
+    TokenBlock,
+)
 from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.lab.evaluate.paris_ablations import UnrotatedIndex
 from hf_kvret.methods.flat import FlatIndex
-from hf_kvret.methods.paris import ParisIndex
+from hf_kvret.methods.paris import ParisConfig, ParisIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, held_tokens
 from hf_kvret.testing.cold import cold_tokens
 

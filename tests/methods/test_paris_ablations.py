@@ -7,14 +7,16 @@ import math
 import pytest
 import torch
 
-from hf_kvret import ParisConfig, TokenBlock
+from hf_kvret import (
+    TokenBlock,
+)
 from hf_kvret.lab.evaluate.paris_ablations import (
     UncorrectedIndex,
     UncorrectedParisKVCache,
     UnrotatedIndex,
     UnrotatedParisKVCache,
 )
-from hf_kvret.methods.paris import ParisIndex
+from hf_kvret.methods.paris import ParisConfig, ParisIndex
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels import paris

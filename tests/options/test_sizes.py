@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_kvret import FlatConfig, ParisConfig
+from hf_kvret.methods.flat import FlatConfig
+from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.options.sizes import byte_count
 
 

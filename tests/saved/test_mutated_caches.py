@@ -160,7 +160,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             kind = registered_methods()[method]
             root = tmp_path_factory.mktemp(f"base-{number}")
             for name, salt in (("one", 0), ("two", 3)):
-                takes = kind.config_class.takes
+                takes = kind.Config.takes
                 fit = {key: value for key, value in options.items() if takes(key, value)}
                 cache = kind(model.config, **fit, **place)
                 with torch.no_grad():

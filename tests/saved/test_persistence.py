@@ -17,12 +17,12 @@ from hf_kvret import (
     CTkvrCache,
     FlatKVCache,
     LRQKCache,
-    ParisConfig,
     ParisKVCache,
     RetrievalCache,
     attach,
     registered_methods,
 )
+from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 
 from ..saved_files import read_saved, saved_file, write_saved
@@ -91,7 +91,7 @@ def test_every_method_is_saved_in_every_state(
     kind = registered_methods()[name]
     place = artifact_options(name, "llama")
     options = {**COVERING_OPTIONS, "top_k": 4, **place}
-    takes = kind.config_class.takes
+    takes = kind.Config.takes
     cache = kind(
         model.config, **{one: value for one, value in options.items() if takes(one, value)}
     )

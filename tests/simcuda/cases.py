@@ -325,7 +325,7 @@ class _Session:
         case = self.case
         kind = hf_kvret.registered_methods()[case.method]
         options = {**_OPTIONS, **_OWN.get(case.method, {})}
-        takes = kind.config_class.takes
+        takes = kind.Config.takes
         options = {name: value for name, value in options.items() if takes(name, value)}
         if case.selects_by_noise:
             options["top_k"] = _PROMPT + self.steps

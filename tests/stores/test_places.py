@@ -10,8 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatConfig, FlatKVCache, ParisConfig
+from hf_kvret import (
+    FlatKVCache,
+)
 from hf_kvret.methods.aqua import AquaConfig
+from hf_kvret.methods.flat import FlatConfig
+from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.stores import STORES, free_memory
 from hf_kvret.stores.places import CODED, PLACES, Choice, choose
 from hf_kvret.testing import MODELS

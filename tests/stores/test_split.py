@@ -10,8 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatConfig, FlatKVCache, ParisKVCache, TokenBlock
+from hf_kvret import (
+    FlatKVCache,
+    ParisKVCache,
+    TokenBlock,
+)
 from hf_kvret.contracts.first_rows import FirstRows
+from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
 from hf_kvret.stores.places import choose

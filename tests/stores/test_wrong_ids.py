@@ -7,8 +7,11 @@ import importlib.util
 import pytest
 import torch
 
-from hf_kvret import FlatConfig, TokenBlock
+from hf_kvret import (
+    TokenBlock,
+)
 from hf_kvret.contracts.store import Store
+from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import STORES
 from hf_kvret_kernels._dispatch import interpreted, prefer
 from hf_kvret_kernels.ids import WrongIdError

@@ -1,1 +1,1 @@
-"""TODO lab/calibrate."""
+"""How methods learn about a model: ``hf-kvret calibrate``."""

@@ -96,7 +96,7 @@ class Row:
         return [
             name
             for name, kind in registered_methods().items()
-            if tried.get(name, "equal") != "equal" and (kind.config_class.retrieves or of_latents)
+            if tried.get(name, "equal") != "equal" and (kind.Config.retrieves or of_latents)
         ]
 
     @property

@@ -105,7 +105,7 @@ def tried_methods() -> dict[str, type[RetrievalCache]]:
     return {
         name: kind
         for name, kind in registered_methods().items()
-        if not kind.needs_artifact and kind.config_class.retrieves
+        if not kind.needs_artifact and kind.Config.retrieves
     }
 
 

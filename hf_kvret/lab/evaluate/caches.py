@@ -91,7 +91,7 @@ def choose_cache(
         return _press(text, given)
     options = dict(_option(text, part) for part in given)
     if name in registered_methods():
-        config_class = registered_methods()[name].config_class
+        config_class = registered_methods()[name].Config
         # What was asked for all caches may be nothing for this one, which has its own.
         asked = (defaults or {}).items()
         known = {option: value for option, value in asked if config_class.takes(option, value)}
@@ -129,7 +129,7 @@ def choose_caches(
 
 def _retrieval(text: str, name: str, options: dict[str, Any]) -> CacheChoice:
     cache_class = registered_methods()[name]
-    chosen = cache_class.config_class.from_options(**options)
+    chosen = cache_class.Config.from_options(**options)
     return CacheChoice(
         text,
         lambda config, capacity: cache_class(config=config, options=chosen),

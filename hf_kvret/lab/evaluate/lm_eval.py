@@ -147,7 +147,7 @@ def _with_cache(gen_kwargs: Any, cache_config: dict[str, Any]) -> dict[str, Any]
     if twice:
         raise ValueError(f"{twice[0]} is both in --cache-config and in --gen_kwargs: drop one")
     if config := named | cache_config:
-        methods[name].config_class.from_options(**config)
+        methods[name].Config.from_options(**config)
         merged["cache_config"] = config
     return merged
 

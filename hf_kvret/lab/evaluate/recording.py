@@ -66,7 +66,7 @@ class RecordingCache(RetrievalCache):
     """Attends to everything and records all queries and keys."""
 
     name: ClassVar[str] = "recording"
-    config_class: ClassVar[type[RetrievalConfig]] = RetrievalConfig
+    Config: ClassVar[type[RetrievalConfig]] = RetrievalConfig
 
     @classmethod
     def make_index(cls, options: Any, layer: int) -> RecordingIndex:

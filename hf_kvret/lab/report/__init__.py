@@ -1,1 +1,1 @@
-"""TODO lab/report."""
+"""Results in files, and the pages that are made of them."""

@@ -81,7 +81,7 @@ def check_method(text: str, artifacts: Mapping[str, str], model: str) -> None:
             artifact.
     """
     method = text.partition(":")[0].strip()
-    known = {name: cls for name, cls in registered_methods().items() if cls.config_class.retrieves}
+    known = {name: cls for name, cls in registered_methods().items() if cls.Config.retrieves}
     if method not in known:
         raise ValueError(f"--methods: unknown: {method}; choose among {', '.join(known)}")
     choice = choose_cache(text, _defaults(method, "auto", artifacts))

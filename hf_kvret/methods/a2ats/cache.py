@@ -22,7 +22,7 @@ class A2ATSCache(RetrievalCache):
     """
 
     name: ClassVar[str] = "a2ats"
-    config_class: ClassVar[type[RetrievalConfig]] = A2ATSConfig
+    Config: ClassVar[type[RetrievalConfig]] = A2ATSConfig
     needs_artifact: ClassVar[bool] = True
 
     @classmethod

@@ -41,7 +41,7 @@ class AquaKVCache(RetrievalCache):
     """
 
     name: ClassVar[str] = "aqua"
-    config_class: ClassVar[type[RetrievalConfig]] = AquaConfig
+    Config: ClassVar[type[RetrievalConfig]] = AquaConfig
     needs_artifact: ClassVar[bool] = True
 
     @classmethod

@@ -14,7 +14,7 @@ class CTkvrCache(RetrievalCache):
     """Attends to the best tokens in the lists of the past queries nearest to a query (CTkvr)."""
 
     name: ClassVar[str] = "ctkvr"
-    config_class: ClassVar[type[RetrievalConfig]] = CTkvrConfig
+    Config: ClassVar[type[RetrievalConfig]] = CTkvrConfig
 
     @classmethod
     def make_index(cls, options: Any, layer: int) -> CTkvrIndex:

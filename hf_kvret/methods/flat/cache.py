@@ -14,7 +14,7 @@ class FlatKVCache(RetrievalCache):
     """Attends to the exact top-k of the cold tokens: the reference for all other methods."""
 
     name: ClassVar[str] = "flat"
-    config_class: ClassVar[type[RetrievalConfig]] = FlatConfig
+    Config: ClassVar[type[RetrievalConfig]] = FlatConfig
 
     @classmethod
     def make_index(cls, options: RetrievalConfig, layer: int) -> FlatIndex:

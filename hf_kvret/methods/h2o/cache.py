@@ -17,7 +17,7 @@ class H2OCache(RetrievalCache):
     """
 
     name: ClassVar[str] = "h2o"
-    config_class: ClassVar[type[RetrievalConfig]] = H2OConfig
+    Config: ClassVar[type[RetrievalConfig]] = H2OConfig
 
     @classmethod
     def make_index(cls, options: Any, layer: int) -> H2OIndex:

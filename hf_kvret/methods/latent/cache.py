@@ -25,7 +25,7 @@ class LatentKVCache(RetrievalCache):
     """
 
     name: ClassVar[str] = "latent"
-    config_class: ClassVar[type[RetrievalConfig]] = LatentConfig
+    Config: ClassVar[type[RetrievalConfig]] = LatentConfig
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:

@@ -19,7 +19,7 @@ class LRQKCache(RetrievalCache):
     """
 
     name: ClassVar[str] = "lrqk"
-    config_class: ClassVar[type[RetrievalConfig]] = LRQKConfig
+    Config: ClassVar[type[RetrievalConfig]] = LRQKConfig
 
     @classmethod
     def make_index(cls, options: Any, layer: int) -> Index:

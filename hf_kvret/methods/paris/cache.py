@@ -18,7 +18,7 @@ class ParisKVCache(RetrievalCache):
     """
 
     name: ClassVar[str] = "paris"
-    config_class: ClassVar[type[RetrievalConfig]] = ParisConfig
+    Config: ClassVar[type[RetrievalConfig]] = ParisConfig
 
     @classmethod
     def make_index(cls, options: ParisConfig, layer: int) -> ParisIndex:

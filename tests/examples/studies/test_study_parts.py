@@ -25,12 +25,18 @@ from paris_ablation import (
 )
 from rest_tokens import RestTokens, follow_all, rest_options
 
-from hf_kvret import CTkvrConfig, FlatKVCache, LRQKConfig, ParisConfig, TokenBlock
+from hf_kvret import (
+    FlatKVCache,
+    TokenBlock,
+)
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import read_text, token_ids
+from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.methods.flat import FlatConfig
+from hf_kvret.methods.lrqk import LRQKConfig
+from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid

@@ -56,7 +56,7 @@ def test_what_is_pasted_is_what_was_measured() -> None:
         "paris", "lrqk:rank=8", "ctkvr", rests=["off", "mean"], budgets=[64, 0.1, CONTEXT - 2048]
     )
     for name, one in variants.items():
-        config_class = registered_methods()[one.method].config_class
+        config_class = registered_methods()[one.method].Config
         pasted = config_class.from_options(**one.cache_config)
         assert choose_cache(name).options == pasted
         assert one.base.options is not None
