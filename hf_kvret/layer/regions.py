@@ -94,7 +94,10 @@ class Regions:
         self.built = False
         self.selected = torch.zeros((), dtype=torch.long, device=keys.device)
         self.watches = (index is not None and index.watches) or bool(needs_positions)
-        self._forget_cold()
+        self._retrievable: torch.Tensor | None = None
+        self._cold: ColdTokens | None = None
+        # Scale and soft cap that it was made for.
+        self._cold_form: tuple[float, float | None] | None = None
 
     @property
     def length(self) -> int:
@@ -234,10 +237,7 @@ class Regions:
 
     def _forget_cold(self) -> None:
         """Other tokens are cold, or other options hold."""
-        self._retrievable: torch.Tensor | None = None
-        self._cold: ColdTokens | None = None
-        # Scale and soft cap that it was made for.
-        self._cold_form: tuple[float, float | None] | None = None
+        self._retrievable = self._cold = self._cold_form = None
 
     def set_options(self, config: RetrievalConfig) -> None:
         """Go on with other options, which must fit the tokens held."""

@@ -8,9 +8,11 @@ after the step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -58,7 +60,7 @@ class StepRecord(NamedTuple):
     means: RestTokens | None = None
 
 
-class Subscriber(Protocol):
+class Subscriber(ABC):
     """Called with the record of every step of a layer.
 
     Attributes:
@@ -66,18 +68,23 @@ class Subscriber(Protocol):
             again when it is replayed; None: all that it does is work of the device, or is counted.
     """
 
-    capture_obstacle: str | None
+    capture_obstacle: ClassVar[str | None] = None
 
     def needs_lse(self, regions: Regions) -> bool:
-        """Whether the record of the next step must have ``lse``."""
+        """Whether the record of the next step must have ``lse``; here never."""
+        return False
 
-    def __call__(self, record: StepRecord) -> None: ...
+    @abstractmethod
+    def __call__(self, record: StepRecord) -> None:
+        """Take in a step; what is raised breaks off the forward pass."""
 
+    @abstractmethod
     def reset(self) -> None:
         """The layer forgets all tokens."""
 
 
-class Search(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Search:
     """An index, and what it is asked; attributes as of ``StepRecord``."""
 
     query: torch.Tensor
@@ -189,7 +196,7 @@ def _attend_on_host(
 
 def _host_search(search: Search) -> host_step.HostSearch:
     """What the library has to know to search; the ids where only the index can."""
-    query, index, cold, _ = search
+    query, index, cold = search.query, search.index, search.cold
     if "search" not in vars(index) and _describes_own_search(type(index)):
         known = index.host_search(query, cold)
         if known is not None:
@@ -225,7 +232,7 @@ def _attend_in_parts(
 def _attend_to_search(
     regions: Regions, query: torch.Tensor, call: AttentionCall, search: Search
 ) -> Result:
-    searching, index, cold, groups = search
+    searching, index, cold, groups = search.query, search.index, search.cold, search.groups
     ids = index.search(searching, cold)
     # First, so that a store elsewhere works while the device does all the rest.
     finish = cold.store.begin(searching, ids, cold.scale, cold.softcap)

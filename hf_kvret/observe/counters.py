@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.regions import Regions
-from hf_kvret.layer.step import StepRecord
+from hf_kvret.layer.step import StepRecord, Subscriber
 
 _Kind = TypeVar("_Kind")
 
 
 @dataclass
-class LayerCounters:
+class LayerCounters(Subscriber):
     """Counts since the layer was made; a subscriber of every retrieval layer.
 
     Attributes:
@@ -23,8 +22,6 @@ class LayerCounters:
         cold_rows: rows there were to choose from, summed alike.
     """
 
-    capture_obstacle: ClassVar[str | None] = None
-
     steps: int = 0
     queries: int = 0
     candidates: int = 0
@@ -32,10 +29,6 @@ class LayerCounters:
     # Candidates of one query and head, and what that depends on.
     _candidates: int = field(default=0, init=False)
     _form: tuple[object, ...] = field(default=(), init=False)
-
-    def needs_lse(self, regions: Regions) -> bool:
-        """Never."""
-        return False
 
     def __call__(self, record: StepRecord) -> None:
         """Count a step."""

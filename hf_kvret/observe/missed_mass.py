@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar
 
 import torch
 
 from hf_kvret.contracts.index import ColdTokens, Estimates, makes_estimates
 from hf_kvret.layer.regions import Regions
-from hf_kvret.layer.step import StepRecord
+from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.observe.recall import exact_scores, slot_marks
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.rest_tokens import RestMeans
@@ -18,15 +17,13 @@ MEASURED_STEPS = 16
 """With ``warn_lost_mass`` alone, one step in so many asks the index for estimates."""
 
 
-class MissedMass:
+class MissedMass(Subscriber):
     """Sums up the share of the attention that a layer leaves out; a subscriber where options ask.
 
     Args:
         exact: also measure the exact share at every step, which reads all keys (``track_recall``).
         warning: asked after each step of the cache's last layer; None for other layers.
     """
-
-    capture_obstacle: ClassVar[str | None] = None
 
     def __init__(self, exact: bool, warning: MissedMassWarning | None = None) -> None:
         self.exact, self.warning = exact, warning

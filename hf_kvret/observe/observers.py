@@ -10,8 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.regions import Regions
-from hf_kvret.layer.step import StepRecord
+from hf_kvret.layer.step import StepRecord, Subscriber
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +41,7 @@ class Selection:
 Observer = Callable[[Selection], None]
 
 
-class Observation:
+class Observation(Subscriber):
     """Calls an observer with a ``Selection`` of each step; a subscriber.
 
     An object of its own for each ``observe``, so that the same observer may be there twice.
@@ -52,10 +51,6 @@ class Observation:
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-
-    def needs_lse(self, regions: Regions) -> bool:
-        """Never."""
-        return False
 
     def __call__(self, record: StepRecord) -> None:
         """Show a step; what the observer raises breaks off the forward pass."""

@@ -8,8 +8,7 @@ import torch
 
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.regions import Regions
-from hf_kvret.layer.step import StepRecord
+from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.observe.counters import subscriber
 from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.relevance import group_relevance
@@ -40,7 +39,7 @@ class Recall:
     best_mass: float
 
 
-class RecallMeter:
+class RecallMeter(Subscriber):
     """Compares every selection of a layer with the exact top-k: ``track_recall``, for study.
 
     Attributes:
@@ -51,10 +50,6 @@ class RecallMeter:
 
     def __init__(self) -> None:
         self.recalls: list[Recall] = []
-
-    def needs_lse(self, regions: Regions) -> bool:
-        """Never."""
-        return False
 
     def __call__(self, record: StepRecord) -> None:
         """Measure a step."""
