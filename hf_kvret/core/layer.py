@@ -122,12 +122,12 @@ class RetrievalLayer(CacheLayerMixin):
         return 0 if self.regions is None else self.regions.cold_len
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+    def keys(self) -> torch.Tensor | None:
         """``[B, Hkv, T, Dk]`` of all tokens, made when it is used; None before the first update."""
         return self._rows("keys")
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def values(self) -> torch.Tensor | None:
         """``[B, Hkv, T, Dv]`` of all tokens, as ``keys``."""
         return self._rows("values")
 
