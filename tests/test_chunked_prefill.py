@@ -190,6 +190,19 @@ def test_auto_reads_in_chunks_what_no_pass_affords(
         assert lengths == expected
 
 
+def test_ranks_cut_alike_whatever_memory_each_has(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = FlatKVCache(llama.config, **COVERING_OPTIONS).options
+    needed = prompt_chunks.token_bytes(llama.config, torch.float32)
+    monkeypatch.setattr(prompt_chunks, "CHUNK_BYTES", needed * 300)
+    monkeypatch.setattr(prompt_chunks, "WHOLE_BYTES", needed * 699)
+    monkeypatch.setattr(prompt_chunks, "free_bytes", lambda device: needed * 7000)
+    assert prompt_chunks.prompt_chunk(options, llama, 1, 700) is None
+    monkeypatch.setattr(prompt_chunks, "group_size", lambda: 2)
+    assert prompt_chunks.prompt_chunk(options, llama, 1, 700) == 256
+
+
 def test_auto_leaves_recurrent_layers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["lfm2"].build()
     monkeypatch.setattr(prompt_chunks, "CHUNK_BYTES", 1)
@@ -285,8 +298,8 @@ def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
     assert long - short <= 1024 * 64
     whole = _beyond_rows(llama, 1536, None)
     needed = prompt_chunks.token_bytes(llama.config, torch.float32)
-    # What a pass takes is estimated well enough to decide by it.
-    assert 0.5 < whole / (needed * 1536) < 1.2
+    # A narrow MLP and few heads take less than the share of hidden states that is counted.
+    assert 0.2 < whole / (needed * 1536) < 1.0
     assert long < whole / 3
 
 

@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kvret
+from hf_kvret.models.versions import as_argument
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import prefer
 
@@ -72,11 +73,11 @@ def calls_of_a_step(backend: str | None) -> Calls:
     token = torch.tensor([[5]])
     preference = nullcontext() if backend is None else prefer(backend)
     with torch.inference_mode(), preference:
-        model(torch.randint(64, (1, 200)), past_key_values=cache)
+        model(torch.randint(64, (1, 200)), **as_argument(cache))
         for _ in range(3):
-            model(token, past_key_values=cache)
+            model(token, **as_argument(cache))
         with recording() as calls:
-            model(token, past_key_values=cache)
+            model(token, **as_argument(cache))
     steps = cache.stats()["layers"][0]["steps"]
     assert steps == 4, "the step retrieves"
     return calls

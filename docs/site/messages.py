@@ -34,7 +34,7 @@ GROUPS = {
         "layer/layer.py",
         "layer/layer.py",
         "layer/model_state.py",
-        "contracts/precision.py",
+        "contracts/block.py",
         "layer/regions.py",
         "layer/rest.py",
         "layer/window.py",

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_kvret.attention.base_attention import attend_with_base, base_name
 from hf_kvret.attention.masks import base_mask, mask_info, slot_validity
-from hf_kvret.contracts.precision import check_dtypes
+from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.scoring import Scoring
 from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.latent import LatentCall, LatentLayer

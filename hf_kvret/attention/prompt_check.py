@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,13 @@ from hf_kvret.attention.model_state import add_hooks, remove_hooks
 from hf_kvret.attention.requests import Request, is_using, prompt_mask
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compiled import not_compiled
-from hf_kvret.models.versions import cache_argument, cache_name_of, name_cache
+from hf_kvret.models.versions import (
+    CACHE_NAME,
+    CACHE_NAMES,
+    cache_argument,
+    cache_name_of,
+    name_cache,
+)
 from hf_kvret.saved.identity import newest_identity
 from hf_kvret.saved.token_record import EMBEDDINGS, InputDigest
 from hf_kvret_model_patches.decoders import decoder_of
@@ -81,10 +88,11 @@ def _before_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Begin a pass, and compare the model where the cache does not know it."""
-    cache = cache_argument(kwargs)
+    cache = kwargs.get(CACHE_NAME)
+    if cache is None:
+        cache = cache_argument(kwargs)
     if not isinstance(cache, RetrievalCache):
         return None
-    name_cache(kwargs, cache_name_of(module))
     _begin(module, cache, args, kwargs)
     return args, kwargs
 
@@ -93,22 +101,30 @@ def _before_pass(
 def _begin(
     module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    start = cache.get_seq_length()
-    if not cache.tokens.begin(module, start):
+    name = cache_name_of(type(module))
+    if any([other in kwargs for other in CACHE_NAMES if other != name]):
+        name_cache(kwargs, name)
+    start, record = cache.get_seq_length(), cache.tokens
+    if not record.begin(module, start):
         return
-    # Steps of one token with the model that is known are not compared: that would cost more than
+    # Steps of one token with the module that is known are not compared: that would cost more than
     # to note them.
     given = _given(args, kwargs)
     is_step = start > 0 and given is not None and given.shape[1] == 1
+    if is_step and record.checked_owner() is module:
+        return
     is_known = cache.met is not None and newest_identity(module) is cache.met
     if not (is_known and (is_step or is_using(cache))):
         cache.meet(module)
+    record.checked_owner = weakref.ref(module)
 
 
 def _after_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    cache = cache_argument(kwargs)
+    cache = kwargs.get(CACHE_NAME)
+    if cache is None:
+        cache = cache_argument(kwargs)
     if isinstance(cache, RetrievalCache):
         _end(module, cache, args, kwargs, output)
 

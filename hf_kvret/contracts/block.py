@@ -8,6 +8,7 @@ import torch
 
 # Numbers converted to fp32 at once: 4 MiB.
 _NUMBERS = 1 << 20
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 UNKNOWN_POSITION = -(2**31)
@@ -66,3 +67,22 @@ class TokenBlock:
         if self.valid is None:
             return total / max(1, len(self))
         return total / self.valid.sum(1).clamp(min=1)[:, None, None]
+
+
+def check_dtypes(**tensors: torch.Tensor) -> None:
+    """ValueError unless all ``tensors``, by name, have one dtype that a cache can hold."""
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) == 1 and dtypes <= _DTYPES:
+        return
+    named = [f"{name} are {tensor.dtype}" for name, tensor in tensors.items()]
+    form = ", ".join(named).replace("_", " ")
+    if not dtypes <= _DTYPES:
+        raise ValueError(
+            f"{form}: a retrieval cache holds float32, bfloat16 or float16; convert the model with "
+            "model.to(torch.float32)"
+        )
+    raise ValueError(
+        f"{form}: a retrieval cache needs them in one dtype. Under torch.autocast a model of "
+        "another dtype mixes them: leave autocast, and convert the model instead, as with "
+        "model.to(torch.bfloat16)"
+    )

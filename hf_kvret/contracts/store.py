@@ -52,11 +52,8 @@ class Store(State):
     def __len__(self) -> int:
         """Tokens held, the same for every row of the batch."""
 
-    def expect(self, tokens: int, final_len: int = 0) -> None:
-        """About ``tokens`` will come, the first block is only the first of them; 0: it is all.
-
-        ``final_len``: about how many there are in the end, 0 where nobody says.
-        """
+    def expect(self, tokens: int) -> None:
+        """About ``tokens`` will come, the first block is only the first of them; 0: it is all."""
 
     @abstractmethod
     def append(self, block: TokenBlock) -> None:

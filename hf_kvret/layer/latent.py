@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from hf_kvret.contracts.precision import check_dtypes
+from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.contracts.index import Index
-from hf_kvret.contracts.precision import check_dtypes, without_autocast
 from hf_kvret.contracts.scoring import Scoring
 from hf_kvret.contracts.store import Store
 from hf_kvret.layer.cached_rows import CachedRows
@@ -27,6 +28,11 @@ from hf_kvret.models.compiled import not_compiled
 from hf_kvret.options.config import RetrievalConfig
 
 HANDLE = "hf_kvret_layer"
+
+_Owner = TypeVar("_Owner")
+_Result = TypeVar("_Result")
+_Params = ParamSpec("_Params")
+_Method = Callable[Concatenate[_Owner, torch.Tensor, _Params], _Result]
 
 
 class LayerOfModel(NamedTuple):
@@ -72,6 +78,28 @@ def store_below(own: LayerReference) -> Store | None:
     layer = own()
     below = None if layer is None or layer.below is None else layer.below.regions
     return None if below is None else below.store
+
+
+def without_autocast(
+    method: _Method[_Owner, _Params, _Result],
+) -> _Method[_Owner, _Params, _Result]:
+    """``method``, whose first argument is a tensor, computing in the dtypes that it is given.
+
+    Under autocast a sum that is kept in fp32 would get parts in bf16.
+    """
+
+    @functools.wraps(method)
+    def called(
+        self: _Owner, first: torch.Tensor, /, *args: _Params.args, **kwargs: _Params.kwargs
+    ) -> _Result:
+        kind = first.device.type
+        # The meta device has no autocast to ask for.
+        if first.is_meta or not torch.is_autocast_enabled(kind):
+            return method(self, first, *args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return method(self, first, *args, **kwargs)
+
+    return called
 
 
 class RetrievalLayer(CacheLayerMixin):

@@ -10,10 +10,9 @@ from typing import ParamSpec, Self, TypeVar
 
 import torch
 
-from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
+from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
 from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost, blamed_on
-from hf_kvret.contracts.precision import check_dtypes
 from hf_kvret.contracts.schema import Form, check_squares, damaged
 from hf_kvret.contracts.scoring import Scoring
 from hf_kvret.contracts.state import Tensors

@@ -18,8 +18,6 @@ from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from hf_kvret.models.compiled import not_compiled
-
 TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.11", "2.13")}
 """Oldest and newest minor version by package that the tests passed with, both included."""
 
@@ -83,18 +81,13 @@ def name_cache(arguments: MutableMapping[str, Any], name: str = CACHE_NAME) -> N
         arguments[name] = cache
 
 
-@not_compiled
-def cache_name_of(module: nn.Module) -> str:
-    """What the forward pass of a module calls the cache.
+@functools.cache
+def cache_name_of(kind: type[nn.Module]) -> str:
+    """What the forward passes of modules of this ``kind`` call the cache.
 
     The name of this version, unless only the other is among its parameters: code from a hub may
     know the old name alone.
     """
-    return _cache_name_of(type(module))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _cache_name_of(kind: type[nn.Module]) -> str:
     parameters = inspect.signature(kind.forward).parameters
     known = [name for name in CACHE_NAMES if name in parameters]
     return CACHE_NAME if CACHE_NAME in known or not known else known[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,10 @@ UNKNOWN = -1
 
 EMBEDDINGS = "inputs_embeds"
 """The input of a model that has a vector for each token."""
+
+
+def _nobody() -> None:
+    """No owner."""
 
 
 class InputDigest(NamedTuple):
@@ -49,6 +53,8 @@ class TokenRecord(State):
     Attributes:
         passes: digests of the passes with inputs that are no text, in their order.
         owner: who notes the pass under way, its outermost module; None between passes.
+        checked_owner: gives the module that last began a pass, after it was compared with what
+            filled the cache; or None.
         start: slot of the first token of that pass.
     """
 
@@ -58,14 +64,19 @@ class TokenRecord(State):
     def __init__(self) -> None:
         self.passes: tuple[InputDigest, ...] = ()
         self.owner: Any = None
+        self.checked_owner: Callable[[], Any] = _nobody
         self.start = 0
 
     def __len__(self) -> int:
         return len(self._ids)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without modules, which are of this process alone."""
+        return {**vars(self), "owner": None, "checked_owner": _nobody}
+
     def reset(self) -> None:
         super().reset()
-        self.passes = ()
+        self.passes, self.checked_owner = (), _nobody
 
     def crop(self, length: int) -> None:
         """Forget the slots from ``length`` on, and digests of passes that filled some of them."""

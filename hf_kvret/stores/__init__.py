@@ -14,7 +14,6 @@ from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.offsets import OffsetWarning, why_in_full
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.pinning import LayerChunks
 from hf_kvret.stores.places import CODED, PLAIN, choose, coded_store
 from hf_kvret.stores.quantized import QuantizedStore
 from hf_kvret.stores.resident import ResidentStore
@@ -32,22 +31,18 @@ __all__ = [
 
 
 class MakeStore(Protocol):
-    """Makes an empty store for queries on ``device``; ``layers`` as for ``HostMemory``."""
+    """Makes an empty store for queries on ``device``."""
 
-    def __call__(
-        self, device: torch.device, options: RetrievalConfig, layers: LayerChunks | None = None
-    ) -> Store: ...
+    def __call__(self, device: torch.device, options: RetrievalConfig) -> Store: ...
 
 
 STORES: dict[str, MakeStore] = {
-    "device": lambda device, options, layers=None: PagedStore(DeviceMemory(device)),
-    "host": lambda device, options, layers=None: PagedStore(HostMemory(device, layers=layers)),
-    "resident": lambda device, options, layers=None: ResidentStore(device, options.slots, layers),
-    "cpu": lambda device, options, layers=None: CpuStore(device, layers),
-    "higgs": lambda device, options, layers=None: _coded(DeviceMemory(device), options),
-    "higgs-host": lambda device, options, layers=None: _coded(
-        HostMemory(device, layers=layers), options
-    ),
+    "device": lambda device, options: PagedStore(DeviceMemory(device)),
+    "host": lambda device, options: PagedStore(HostMemory(device)),
+    "resident": lambda device, options: ResidentStore(device, options.slots),
+    "cpu": lambda device, options: CpuStore(device),
+    "higgs": lambda device, options: _coded(DeviceMemory(device), options),
+    "higgs-host": lambda device, options: _coded(HostMemory(device), options),
 }
 
 
@@ -110,7 +105,6 @@ class StoreChoice:
         self._share: int | None = None
         self._tokens, self._chunk = 0, 0
         self._prompt_len, self._new_tokens = 0, 0
-        self._layer_chunks = LayerChunks(layers)
         self._offsets = OffsetWarning()
         # By layer that keeps its rows in full where "auto" codes those of others, why; and the
         # layers that got a store before a saved one was found to be coded.
@@ -139,7 +133,6 @@ class StoreChoice:
         """
         self._tokens, self._chunk = tokens, chunk
         self._prompt_len, self._new_tokens = tokens, new_tokens
-        self._layer_chunks.begin_pass()
 
     def note_pass(self, tokens: int) -> None:
         """Note the start of a pass of ``tokens``: one token, or all expected, end the prompt.
@@ -150,7 +143,6 @@ class StoreChoice:
             self._prompt_len, self._new_tokens = 0, 0
         if tokens == 1 or tokens >= self._tokens:
             self._tokens, self._chunk = 0, 0
-        self._layer_chunks.begin_pass()
 
     def make(self, first: FirstRows, layer: int = 0) -> Store:
         """An empty store for the model layer number ``layer``, whose rows begin with ``first``.
@@ -169,13 +161,11 @@ class StoreChoice:
         if name == SPLIT:
             if self._share is None:
                 self._share = self._budget(device) // self._layers
-            store = PagedStore(SplitMemory(device, self._share, self._layer_chunks))
+            store = PagedStore(SplitMemory(device, self._share))
         else:
-            store = STORES[name](device, self._options, self._layer_chunks)
-        tokens = self._tokens if self._chunk < self._tokens else 0
-        final_len = max(0, self._prompt_len + self._new_tokens - self._options.recent)
-        if tokens or final_len:
-            store.expect(tokens, final_len)
+            store = STORES[name](device, self._options)
+        if self._chunk < self._tokens:
+            store.expect(self._tokens)
         return store
 
     def check_offset(self, first: FirstRows, layer: int, remedy: str) -> None:

@@ -11,7 +11,6 @@ import torch
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.pinning import LayerChunks
 from hf_kvret.stores.wrapped import WrappedStore
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
 from hf_kvret_kernels.paged import PagedRows
@@ -35,11 +34,10 @@ class CpuStore(WrappedStore):
 
     Args:
         device: where queries are.
-        layers: see ``HostMemory``.
     """
 
-    def __init__(self, device: torch.device, layers: LayerChunks | None = None) -> None:
-        super().__init__(PagedStore(HostMemory(device, CPU, layers)))
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(PagedStore(HostMemory(device, CPU)))
         self._device = device
         self._staging: dict[str, _Staging] = {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import mmap
 import sys
@@ -17,8 +16,6 @@ _LEAST_HUGE = 2 * _HUGE_PAGE
 # MADV_WIPEONFORK, which Python has no name for. (MADV_DONTFORK leaves a hole in the child, which
 # other memory falls into and is lost with when the child unmaps it.)
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None
-# MADV_POPULATE_WRITE, of Linux 5.14.
-_POPULATE_WRITE = 23
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -58,17 +55,6 @@ def mapped(size: int, inherited: bool = True) -> torch.Tensor:
         huge_pages = getattr(mmap, "MADV_HUGEPAGE", None)
         _advise(mapping, huge_pages, start, size // _HUGE_PAGE * _HUGE_PAGE)
     return raw[start : start + size]
-
-
-def populate(raw: torch.Tensor) -> None:
-    """Give the memory pages of ``raw``, a piece of ``mapped`` in whole pages, their memory now.
-
-    Other threads run meanwhile, which ``mmap.madvise`` would not let them. Where the system can't,
-    nothing is done: pages get their memory at their first use.
-    """
-    if sys.platform == "linux":
-        address, size = ctypes.c_void_p(raw.data_ptr()), ctypes.c_size_t(raw.nbytes)
-        ctypes.CDLL(None).madvise(address, size, _POPULATE_WRITE)
 
 
 def _advise(mapping: mmap.mmap, advice: int | None, start: int, size: int) -> None:

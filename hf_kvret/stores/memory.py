@@ -9,9 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from hf_kvret.stores.driver import reads_host_addresses
-from hf_kvret.stores.host_memory import empty
-from hf_kvret.stores.numa import node_of
-from hf_kvret.stores.pinning import Chunk, LayerChunks, PendingChunk, may_prepare
+from hf_kvret.stores.pinning import pinned
 from hf_kvret.stores.under_way import copies_from
 
 CPU = torch.device("cpu")
@@ -30,21 +28,6 @@ class PageMemory(ABC):
         If that memory is short, it may have fewer pages (dim 0), a multiple of ``least``; callers
         allocate the rest with another call, in another memory.
         """
-
-    def prepares(self, size: int) -> bool:
-        """Whether the next chunk, of ``size`` bytes or more, is to come from ``prepare``.
-
-        Where allocating takes long.
-        """
-        return False
-
-    def prepare(self, shape: tuple[int, ...], dtype: torch.dtype) -> PendingChunk:
-        """Begin to allocate a chunk in the background. Only where ``prepares``."""
-        raise NotImplementedError
-
-    def take(self, pending: PendingChunk) -> torch.Tensor:
-        """The chunk that ``prepare`` began, as ``allocate`` gives it. MemoryError if it failed."""
-        raise NotImplementedError
 
     @abstractmethod
     def on_host(self, chunk: torch.Tensor) -> bool:
@@ -91,27 +74,20 @@ class HostMemory(PageMemory):
     """Rows in host memory, pinned where there is a GPU that reads them over the bus.
 
     Chunks of 4 MiB and more are aligned to huge pages, which Linux is asked to use, so that random
-    reads need fewer page table walks. Where there are several NUMA nodes, pinned chunks lie on that
-    of the GPU that reads them, while it has memory. Chunks are registered with CUDA at their exact
-    size (torch's pinned allocator rounds up to a power of two). Writes run on a side stream;
-    ``wait`` orders the reader behind them. Rows of the meta device have no contents and stay there.
+    reads need fewer page table walks. Chunks are registered with CUDA at their exact size (torch's
+    pinned allocator rounds up to a power of two). Writes run on a side stream; ``wait`` orders the
+    reader behind them. Rows of the meta device have no contents and stay there.
 
     Args:
         device: where rows come from.
         reader: the device that reads them and has the page tables; None: the same device. For the
             CPU, ``wait`` blocks.
-        layers: for chunks of the other layers of a cache, which are pinned in the background.
 
     Raises:
         RuntimeError: the reader is a GPU that can't read pinned memory at the host's addresses.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        reader: torch.device | None = None,
-        layers: LayerChunks | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
         if self.device.type == "cuda" and not reads_host_addresses(_index_of(self.device)):
             raise RuntimeError(
@@ -121,8 +97,6 @@ class HostMemory(PageMemory):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._place = device if device.type == "meta" else CPU
         self._last_write: torch.cuda.Event | None = None
-        self._layers = layers or LayerChunks(1)
-        self._node = node_of(_index_of(self.device)) if self.device.type == "cuda" else None
 
     @property
     def over_bus(self) -> bool:
@@ -131,19 +105,7 @@ class HostMemory(PageMemory):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         if self._stream is None:
             return empty(shape, dtype, self._place)
-        form = Chunk(shape, dtype, self._stream.device, self._node)
-        return self._layers.take(form, self._stream)
-
-    def prepares(self, size: int) -> bool:
-        return self._stream is not None and may_prepare()
-
-    def prepare(self, shape: tuple[int, ...], dtype: torch.dtype) -> PendingChunk:
-        assert self._stream is not None, "only pinned memory is prepared"
-        return PendingChunk(Chunk(shape, dtype, self._stream.device, self._node))
-
-    def take(self, pending: PendingChunk) -> torch.Tensor:
-        assert self._stream is not None, "only pinned memory is prepared"
-        return pending.take(self._stream)
+        return pinned(shape, dtype, self._stream)
 
     def on_host(self, chunk: torch.Tensor) -> bool:
         return True
@@ -185,15 +147,12 @@ class SplitMemory(PageMemory):
     Args:
         device: where rows come from and where they are read.
         budget: bytes of device memory, spare capacity included.
-        layers: see ``HostMemory``.
     """
 
-    def __init__(
-        self, device: torch.device, budget: int, layers: LayerChunks | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, budget: int) -> None:
         super().__init__(device)
         self.budget = budget
-        self._near, self._far = DeviceMemory(device), HostMemory(device, layers=layers)
+        self._near, self._far = DeviceMemory(device), HostMemory(device)
         # Bytes of live chunks on the device, by ``id``: chunks of the meta device have no address.
         self._chunk_bytes: dict[int, int] = {}
 
@@ -210,15 +169,6 @@ class SplitMemory(PageMemory):
         self._chunk_bytes[id(chunk)] = chunk.nbytes
         weakref.finalize(chunk, self._chunk_bytes.pop, id(chunk)).atexit = False
         return chunk
-
-    def prepares(self, size: int) -> bool:
-        return self._room < size and self._far.prepares(size)
-
-    def prepare(self, shape: tuple[int, ...], dtype: torch.dtype) -> PendingChunk:
-        return self._far.prepare(shape, dtype)
-
-    def take(self, pending: PendingChunk) -> torch.Tensor:
-        return self._far.take(pending)
 
     @property
     def _room(self) -> int:

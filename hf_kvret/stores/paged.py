@@ -7,7 +7,6 @@ forking a cache touch the table alone, and growing never moves a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Self
@@ -18,7 +17,6 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.pieces import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.contracts.store import AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
-from hf_kvret.stores.pinning import PendingChunk
 from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.gather_attention import gather_pieces
 from hf_kvret_kernels.gather_scores import gather_scores
@@ -52,8 +50,7 @@ class PagedStore(Store):
         self._chunks: list[torch.Tensor] = []
         self._free_pages = 0
         self._own_pages = 0
-        self._expected_len = self._final_len = 0
-        self._pending: PendingChunk | None = None
+        self._expected_len = 0
         self._table: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
         self._key_dim = self._value_in_key = 0
@@ -62,7 +59,7 @@ class PagedStore(Store):
 
     def __getstate__(self) -> dict[str, object]:
         """Without views of chunks, which would be memory of their own, and without addresses."""
-        gone = ("_tail", "_rows", "_addresses", "_pending")
+        gone = ("_tail", "_rows", "_addresses")
         return {**vars(self), **dict.fromkeys(gone)}
 
     def __len__(self) -> int:
@@ -77,8 +74,8 @@ class PagedStore(Store):
         far = torch.tensor(places, dtype=torch.double).repeat_interleave(lengths)
         return far[self._table[:, : self._page_count].cpu().long()].mean().item()
 
-    def expect(self, tokens: int, final_len: int = 0) -> None:
-        self._expected_len, self._final_len = tokens, final_len
+    def expect(self, tokens: int) -> None:
+        self._expected_len = tokens
 
     def append(self, block: TokenBlock) -> None:
         if block.start != self.length:
@@ -202,9 +199,8 @@ class PagedStore(Store):
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
             self._table = self._table.index_select(0, rows.to(self._table.device))
-            # The expected lengths were for other batch rows.
-            self._tail, self._pending = None, None
-            self._expected_len = self._final_len = 0
+            # The expected length was for other batch rows.
+            self._tail, self._expected_len = None, 0
             self._forget_rows()
 
     def crop(self, length: int) -> None:
@@ -221,15 +217,10 @@ class PagedStore(Store):
     def nbytes(self) -> int:
         """Bytes of pages and table. Pages shared with a fork count in both."""
         table = 0 if self._table is None else self._table.nbytes
-        return sum(chunk.nbytes for chunk in self._chunks) + self._pending_nbytes + table
+        return sum(chunk.nbytes for chunk in self._chunks) + table
 
     def host_nbytes(self) -> int:
-        chunks = sum(chunk.nbytes for chunk in self._chunks if self.memory.on_host(chunk))
-        return chunks + self._pending_nbytes
-
-    @property
-    def _pending_nbytes(self) -> int:
-        return 0 if self._pending is None else self._pending.form.nbytes
+        return sum(chunk.nbytes for chunk in self._chunks if self.memory.on_host(chunk))
 
     def before_capture(self) -> None:
         self.memory.synchronize()
@@ -358,40 +349,14 @@ class PagedStore(Store):
 
         The first chunk has exactly the size of the prompt, or the expected size; later ones have
         at least an eighth of the pages made so far, so that there are few. A fork starts from 0.
-        Where the memory prepares chunks, the first one has the size of the prompt's first block,
-        and each other is prepared when the one before it is taken.
         """
-        pending, self._pending = self._pending, None
-        least_bytes = least * math.prod(shape) * dtype.itemsize
-        if pending is not None and len(pending) % least == 0:
-            chunk = self.memory.take(pending)
-        else:
-            shortfall = self._pages_for(self._expected_len, least) - self._own_pages
-            if self.memory.prepares(least_bytes):
-                shortfall = min(shortfall, pages)
-            size = max(pages, shortfall if shortfall > 0 else self._own_pages // 8)
-            chunk = self.memory.allocate((size, *shape), dtype, least)
+        expected = least * -(-self._expected_len // self.page_len)
+        shortfall = expected - self._own_pages
+        size = max(pages, shortfall if shortfall > 0 else self._own_pages // 8)
+        chunk = self.memory.allocate((size, *shape), dtype, least)
         self._own_pages += len(chunk)
         self._chunks = [*self._chunks, chunk]
         self._addresses = None
         self._free_pages = len(chunk)
-        if self._own_pages >= self._pages_for(self._expected_len, least):
+        if self._own_pages >= expected:
             self._expected_len = 0
-        more = self._more_pages(least)
-        if more and self.memory.prepares(least_bytes):
-            self._pending = self.memory.prepare((more, *shape), dtype)
-
-    def _more_pages(self, least: int) -> int:
-        """Pages of the chunk after the newest; 0: none is expected.
-
-        As much again while the prompt goes on, so that chunks are few and soon ready; then as far
-        as tokens may be generated, but an eighth at a time, since that may end early.
-        """
-        shortfall = self._pages_for(self._expected_len, least) - self._own_pages
-        if shortfall > 0:
-            return min(shortfall, self._own_pages)
-        shortfall = self._pages_for(self._final_len, least) - self._own_pages
-        return max(0, min(shortfall, -(-self._own_pages // (8 * least)) * least))
-
-    def _pages_for(self, tokens: int, least: int) -> int:
-        return least * -(-tokens // self.page_len)

@@ -13,7 +13,6 @@ from hf_kvret.contracts.state import number, part
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.pinning import LayerChunks
 from hf_kvret.stores.slots import SlotBuffer
 from hf_kvret.stores.wrapped import WrappedStore
 from hf_kvret_kernels.gather_attention import gather_pieces
@@ -36,7 +35,6 @@ class ResidentStore(WrappedStore):
         device: where queries are.
         slots: rows for each head that selects: a count (int), or a multiple of what a query
             selects (float).
-        layers: see ``HostMemory``.
     """
 
     # None in a store that was just loaded.
@@ -44,13 +42,8 @@ class ResidentStore(WrappedStore):
     # Whether the buffer has served a step since the rows last changed.
     _served: bool = number(False, saved=False, anew=True)
 
-    def __init__(
-        self,
-        device: torch.device,
-        slots: int | float = 1.0,
-        layers: LayerChunks | None = None,
-    ) -> None:
-        super().__init__(PagedStore(HostMemory(device, layers=layers)))
+    def __init__(self, device: torch.device, slots: int | float = 1.0) -> None:
+        super().__init__(PagedStore(HostMemory(device)))
         self.slots = slots
 
     def append(self, block: TokenBlock) -> None:

@@ -27,8 +27,8 @@ class WrappedStore(Store):
     def bus_share(self) -> float:
         return self.rows.bus_share
 
-    def expect(self, tokens: int, final_len: int = 0) -> None:
-        self.rows.expect(tokens, final_len)
+    def expect(self, tokens: int) -> None:
+        self.rows.expect(tokens)
 
     def append(self, block: TokenBlock) -> None:
         self.rows.append(block)

@@ -18,7 +18,6 @@ from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.observe.counters import LayerCounters
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import STORES
-from hf_kvret.stores.pinning import LayerChunks
 from hf_kvret.testing import COVERING_OPTIONS, MODES, Case, run_case
 from hf_kvret_kernels._dispatch import prefer
 
@@ -78,7 +77,7 @@ class Held:
         self.regions = Regions(
             config,
             FlatIndex(),
-            lambda first: STORES[store](device, config, LayerChunks(1)),
+            lambda first: STORES[store](device, config),
             self.keys,
             self.values,
         )

@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 
 import hf_kvret
 from hf_kvret import FlatKVCache, LatentKVCache
-from hf_kvret.models import projection
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, LOGIT_TOLERANCE
 from hf_kvret.testing.scenario import prompt
 
@@ -91,8 +90,6 @@ def test_lora_generates_the_same(state: str, lora: Any, model: PreTrainedModel) 
             assert torch.equal(answer, expected)
     # Without the adapter that is active at first the text is another.
     assert torch.equal(plain, expected) is (state in ("default", "merged"))
-    # DoRA's part is an object of which we know nothing.
-    assert all((one in projection._kept) is (state != "dora") for one in projections(model))
 
 
 def test_adapters_change_in_the_middle(lora: Any, model: PreTrainedModel) -> None:
@@ -149,8 +146,6 @@ def test_quantized_weights_give_what_stock_gives(kind: str, model: PreTrainedMod
     allowed = error if kind == "torchao both" else LOGIT_TOLERANCE
     for make in CACHES:
         assert (steps_of(model, make(model.config)) - expected).abs().max() < allowed
-    keeps = kind == "torchao weights"
-    assert all((one in projection._kept) is keeps for one in projections(model))
 
 
 @torch.no_grad()
@@ -189,4 +184,3 @@ def test_offloaded_weights(model: PreTrainedModel) -> None:
         assert torch.equal(
             model.generate(prompt(1, 120), past_key_values=cache, **GREEDY), expected
         )
-    assert not set(projections(model)) & set(projection._kept)

@@ -111,10 +111,10 @@ def test_a_forward_that_knows_one_name_gets_that() -> None:
     class Any_(nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    assert versions.cache_name_of(Old()) == "past_key_values"
-    assert versions.cache_name_of(New()) == "cache"
-    assert versions.cache_name_of(Any_()) == versions.CACHE_NAME
-    assert versions.cache_name_of(MODELS["llama"].build()) == versions.CACHE_NAME
+    assert versions.cache_name_of(Old) == "past_key_values"
+    assert versions.cache_name_of(New) == "cache"
+    assert versions.cache_name_of(Any_) == versions.CACHE_NAME
+    assert versions.cache_name_of(type(MODELS["llama"].build())) == versions.CACHE_NAME
 
 
 def test_either_name_reaches_transformers_own_caches() -> None:

@@ -54,16 +54,16 @@ FAULTS = (
         "if False:",
     ),
     Fault(
-        "written-weights-unseen",
+        "hooked-weight-taken-for-plain",
         "hf_kvret/models/projection.py",
-        "torch.equal(_bits(one), _bits(two))",
-        "one.data_ptr() != two.data_ptr()",
+        "and not _is_hooked(projection)",
+        "",
     ),
     Fault(
-        "dropout-kept",
+        "what-is-not-linear-accepted",
         "hf_kvret/models/projection.py",
-        "if not known or module.training or _is_hooked(module):",
-        "if not known or _is_hooked(module):",
+        "return not (image - expected).norm() > tolerance * expected.norm()",
+        "return True",
     ),
     Fault(
         "beams-keep-their-tokens",

@@ -17,7 +17,7 @@ from hf_kvret.contracts import pieces
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.replay import recorders
-from hf_kvret.stores import cpu, memory, pinning
+from hf_kvret.stores import cpu, memory
 from hf_kvret.stores.paged import PagedStore
 
 from ..simulated_gpu import streams
@@ -212,7 +212,7 @@ FAULTS = {
     ),
     "pages on the host are not pinned": Fault(
         HOST,
-        put(pinning, "pinned", lambda form, stream: torch.empty(form.shape, dtype=form.dtype)),
+        put(memory, "pinned", lambda shape, dtype, stream: torch.empty(shape, dtype=dtype)),
         "device",
     ),
     # What breaks a capture.

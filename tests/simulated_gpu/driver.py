@@ -77,10 +77,7 @@ def driver(simulation: Simulation) -> Iterator[None]:
         (executor, "__call__", launches.checked(executor.__call__)),
         (function, "warmup", launches.noted),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
-        *(
-            (pinning, name, _while_it_lasts(simulation, vars(pinning)[name]))
-            for name in ("_unpin", "_unregister")
-        ),
+        (pinning, "_unpin", _while_it_lasts(simulation, pinning._unpin)),
         (pinning, "_beside_captures", lambda: _relaxed(simulation)),
         (pool, "submit", _followed_submit(simulation, pool.submit)),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -203,7 +204,7 @@ def test_pieces_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     writer = Stream(near)
-    pinning._unpin(77, writer)  # type: ignore[arg-type]
+    pinning._unpin(77, writer, os.getpid())  # type: ignore[arg-type]
     assert log == [77] and writer.waited == users[near].waited == 1 and other.waited == 0
 
 

@@ -172,7 +172,7 @@ def _drive(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> Any:
 
 
 def _pinned(shape: tuple[int, ...], stream: Any) -> torch.Tensor:
-    return pinning.pinned(pinning.Chunk(shape, LARGE_DTYPE, CPU), stream)
+    return pinning.pinned(shape, LARGE_DTYPE, stream)
 
 
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=str)
