@@ -181,7 +181,9 @@ class RetrievalCache(Cache):
         self.stack.enter(layer, self.name)
         if layer is self.stack.lowest:
             self.stack.begin_pass()
-            self._stores.note_pass(key_states.shape[2])
+            # A step matters to a prompt that was announced alone: it ends it.
+            if key_states.shape[2] > 1 or self._stores.announced_len:
+                self._stores.note_pass(key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:

@@ -101,7 +101,8 @@ def _before_pass(
 def _begin(
     module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    name = cache_name_of(type(module))
+    kind: Any = type(module)
+    name = cache_name_of(kind)
     if any([other in kwargs for other in CACHE_NAMES if other != name]):
         name_cache(kwargs, name)
     start, record = cache.get_seq_length(), cache.tokens

@@ -72,6 +72,7 @@ class StoreChoice:
 
     Attributes:
         name: of the stores; None until ``"auto"`` has decided.
+        announced_len: tokens of a prompt that was announced and has not ended; 0: none.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class StoreChoice:
         self._head_dim = head_dim
         self._all_to_first = all_to_first or layers
         self._share: int | None = None
-        self._tokens, self._chunk = 0, 0
+        self.announced_len, self._chunk = 0, 0
         self._prompt_len, self._new_tokens = 0, 0
         self._offsets = OffsetWarning()
         # By layer that keeps its rows in full where "auto" codes those of others, why; and the
@@ -131,7 +132,7 @@ class StoreChoice:
 
         About ``new_tokens`` are generated after it; stores grow where there are more.
         """
-        self._tokens, self._chunk = tokens, chunk
+        self.announced_len, self._chunk = tokens, chunk
         self._prompt_len, self._new_tokens = tokens, new_tokens
 
     def note_pass(self, tokens: int) -> None:
@@ -139,10 +140,10 @@ class StoreChoice:
 
         A prompt that nobody announced makes what was announced before it void.
         """
-        if not self._tokens and tokens > self._options.max_draft:
+        if not self.announced_len and tokens > self._options.max_draft:
             self._prompt_len, self._new_tokens = 0, 0
-        if tokens == 1 or tokens >= self._tokens:
-            self._tokens, self._chunk = 0, 0
+        if tokens == 1 or tokens >= self.announced_len:
+            self.announced_len, self._chunk = 0, 0
 
     def make(self, first: FirstRows, layer: int = 0) -> Store:
         """An empty store for the model layer number ``layer``, whose rows begin with ``first``.
@@ -164,8 +165,8 @@ class StoreChoice:
             store = PagedStore(SplitMemory(device, self._share))
         else:
             store = STORES[name](device, self._options)
-        if self._chunk < self._tokens:
-            store.expect(self._tokens)
+        if self._chunk < self.announced_len:
+            store.expect(self.announced_len)
         return store
 
     def check_offset(self, first: FirstRows, layer: int, remedy: str) -> None:
@@ -228,7 +229,7 @@ class StoreChoice:
         ``Regions.take_prompt`` moves that block when the window overflows and the cache is no
         longer dense: all tokens in the window, or all but the recent ones of the first chunk.
         """
-        options, tokens, chunk = self._options, self._tokens, self._chunk
+        options, tokens, chunk = self._options, self.announced_len, self._chunk
         if chunk >= tokens:
             return cold_bytes
         before = (-(-self._least_len // chunk) - 1) * chunk

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from hf_kvret.stores.driver import reads_host_addresses
+from hf_kvret.stores.host_memory import empty
 from hf_kvret.stores.pinning import pinned
 from hf_kvret.stores.under_way import copies_from
 

@@ -12,9 +12,9 @@ import torch
 from hf_kvret import TokenBlock
 from hf_kvret.stores import PagedStore, pinning
 from hf_kvret.stores.memory import HostMemory, PageMemory, SplitMemory
-from hf_kvret.testing.simcuda.driver import Runtime
 
 from ..simulated_gpu.device import Simulation, simulated
+from ..simulated_gpu.driver import Runtime
 
 pytest.importorskip("triton")
 
