@@ -25,7 +25,7 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 26_180
+MOST_LIBRARY_LINES = 25_600
 MOST_FILES_AT_THE_ROOT = 6
 FILE_LINES = range(60, 601)
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
