@@ -32,7 +32,7 @@ from hf_kvret.lab.program.arguments import (
     length,
     whole_number,
 )
-from hf_kvret.options.sizes import byte_count
+from hf_kvret.options.config import byte_count
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.contracts.index import Index, makes_estimates
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.latent import LatentLayer
 from hf_kvret.layer.layer import LayerOfModel, LayerStack, RetrievalLayer
 from hf_kvret.layer.model_state import ModelState
@@ -34,8 +34,7 @@ from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.ranks import check_load
 from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
 from hf_kvret.observe.subscribers import subscribe
-from hf_kvret.options.changes import forked
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig, forked
 from hf_kvret.saved import persistence
 from hf_kvret.saved.identity import CacheIdentity, check_identity, identity_of
 from hf_kvret.saved.token_record import TokenRecord

@@ -24,8 +24,8 @@ GROUPS = {
     "Options": [
         "config.py",
         "methods/*/config.py",
-        "options/checks.py",
-        "options/sizes.py",
+        "options/config.py",
+        "options/config.py",
     ],
     "Making a cache, and generate": [
         "registry.py",

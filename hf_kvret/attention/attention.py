@@ -10,12 +10,11 @@ from torch import nn
 from hf_kvret.attention.base_attention import attend_with_base, base_name
 from hf_kvret.attention.masks import base_mask, mask_info, slot_validity
 from hf_kvret.contracts.block import check_dtypes
-from hf_kvret.contracts.scoring import Scoring
-from hf_kvret.layer.call import AttentionCall
-from hf_kvret.layer.latent import LatentCall, LatentLayer
-from hf_kvret.layer.latent_heads import ModuleHeads
+from hf_kvret.contracts.index import Scoring
+from hf_kvret.layer.exact_attention import merge
+from hf_kvret.layer.latent import LatentCall, LatentLayer, ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
-from hf_kvret.layer.merge import merge
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
 # Keywords that models pass beside the tensors. Those in the second set do not change attention.

@@ -20,8 +20,7 @@ from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.ranks import group_size
 from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST
-from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.options.sizes import free_bytes
+from hf_kvret.options.config import RetrievalConfig, free_bytes
 
 _log = logging.getLogger(__name__)
 

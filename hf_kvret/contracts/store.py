@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,35 @@ from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.relevance import best_ids
 from hf_kvret_kernels.soft_cap import soft_cap_
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """What is at hand when a store is made.
+
+    Attributes:
+        device: of the queries.
+        nbytes: bytes of the first block, or of a saved store.
+        keys: ``[B, Hkv, n, Dk]`` of the first block, or of all rows of a saved store; None where
+            these are codes.
+        valid: ``[B, n]`` bool, False for padding; None when all are valid.
+    """
+
+    device: torch.device
+    nbytes: int
+    keys: torch.Tensor | None
+    valid: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, block: TokenBlock) -> FirstRows:
+        """Those of a layer's first block."""
+        return cls(block.keys.device, block.nbytes, block.keys, block.valid)
+
+    @property
+    def are_codes(self) -> bool:
+        """Whether they come from a saved store of coded rows."""
+        return self.keys is None
+
 
 # ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.
 AttentionResult = tuple[torch.Tensor, torch.Tensor]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.layer.call import AttentionCall
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.regions import Regions
 from hf_kvret_kernels._ahead import Growth, Window, growing
 

@@ -14,13 +14,11 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_kvret.contracts.block import check_dtypes
-from hf_kvret.contracts.first_rows import FirstRows
-from hf_kvret.contracts.index import Index
-from hf_kvret.contracts.scoring import Scoring
-from hf_kvret.contracts.store import Store
+from hf_kvret.contracts.index import Index, Scoring
+from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.layer.cached_rows import CachedRows
-from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.exact_attention import attend_exactly
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.regions import MakeStore, Regions, saved_rows
 from hf_kvret.layer.step import Subscriber, attend_step
 from hf_kvret.models.compatibility import AttentionShape

@@ -11,12 +11,10 @@ from typing import ParamSpec, Self, TypeVar
 import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
-from hf_kvret.contracts.first_rows import FirstRows
-from hf_kvret.contracts.index import ColdTokens, Index, SearchCost, blamed_on
+from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, blamed_on
 from hf_kvret.contracts.schema import Form, check_squares, damaged
-from hf_kvret.contracts.scoring import Scoring
 from hf_kvret.contracts.state import Tensors
-from hf_kvret.contracts.store import Store, all_of
+from hf_kvret.contracts.store import FirstRows, Store, all_of
 from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.layer.rest import RestSums
 from hf_kvret.layer.window import Window

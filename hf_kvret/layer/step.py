@@ -20,10 +20,8 @@ from hf_kvret.contracts.index import ColdTokens, Index, blamed_on
 from hf_kvret.contracts.pieces import piece_len
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.ahead import compiling_ahead
-from hf_kvret.layer.call import AttentionCall
-from hf_kvret.layer.exact_attention import attend_cold
-from hf_kvret.layer.head_groups import HeadGroups
-from hf_kvret.layer.merge import merge
+from hf_kvret.layer.exact_attention import attend_cold, merge
+from hf_kvret.layer.queries import AttentionCall, HeadGroups
 from hf_kvret.layer.regions import Regions
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import PREFERRED

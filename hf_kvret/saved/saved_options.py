@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_kvret.options.changes import check_load, with_companions
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
 
 _MOST_NUMBER = 2**63 - 1
 

@@ -6,10 +6,8 @@ from typing import Protocol
 
 import torch
 
-from hf_kvret.contracts.first_rows import FirstRows
-from hf_kvret.contracts.store import Store
-from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.options.sizes import byte_count, free_bytes
+from hf_kvret.contracts.store import FirstRows, Store
+from hf_kvret.options.config import RetrievalConfig, byte_count, free_bytes
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.offsets import OffsetWarning, why_in_full

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_kvret.contracts.first_rows import FirstRows
+from hf_kvret.contracts.store import FirstRows
 
 _log = logging.getLogger(__name__)
 

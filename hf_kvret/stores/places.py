@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.options.sizes import free_bytes
+from hf_kvret.options.config import RetrievalConfig, free_bytes
 from hf_kvret.stores.free_memory import free_host_bytes
 from hf_kvret_kernels.higgs.codec import LARGEST_GROUP
 

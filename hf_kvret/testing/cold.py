@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.layer.regions import Regions
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory

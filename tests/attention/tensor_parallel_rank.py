@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import hf_kvret
-from hf_kvret.layer.latent_heads import ModuleHeads
+from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.models import projection
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt

@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hf_kvret.attention.prompt_chunks import auto_chunk, fit_chunk, token_bytes
 from hf_kvret.methods.flat import FlatConfig
-from hf_kvret.options.sizes import free_bytes
+from hf_kvret.options.config import free_bytes
 
 GIB = 1 << 30
 LLAMA_8B = LlamaConfig(

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, RetrievalCache, TokenBlock, attach, registered_methods
-from hf_kvret.contracts.first_rows import FirstRows
 from hf_kvret.contracts.state import part
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.stores import PagedStore, QuantizedStore, Store
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_kvret import RetrievalCache, registered_methods
-from hf_kvret.contracts.first_rows import FirstRows
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import SplitMemory
 from hf_kvret.testing import COVERING_OPTIONS, Case, run_case

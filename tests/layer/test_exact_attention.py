@@ -10,10 +10,10 @@ import torch
 from hf_kvret import (
     ColdTokens,
 )
-from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer import exact_attention
-from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.exact_attention import attend_cold, attend_dense, attend_exactly
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.regions import Regions
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.flat.index import FlatIndex

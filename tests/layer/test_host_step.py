@@ -11,11 +11,10 @@ import torch
 from transformers import LlamaConfig
 
 from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, ParisKVCache, RetrievalCache
-from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.lab.evaluate.paris_ablations import UnrotatedParisKVCache
-from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret_kernels import host_step
 

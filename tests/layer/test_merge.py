@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret.contracts.store import AttentionResult
-from hf_kvret.layer.merge import merge
+from hf_kvret.layer.exact_attention import merge
 
 INF = float("inf")
 

@@ -18,11 +18,10 @@ from hf_kvret import (
     RetrievalConfig,
     TokenBlock,
 )
-from hf_kvret.contracts.first_rows import FirstRows
-from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.scoring import Scoring
-from hf_kvret.layer.call import AttentionCall
+from hf_kvret.contracts.index import ColdTokens, Scoring
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.regions import Regions
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
 from hf_kvret.methods.paris import ParisConfig, ParisIndex

@@ -20,10 +20,9 @@ from hf_kvret import (
     RetrievalCache,
 )
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.scoring import Scoring
-from hf_kvret.layer.call import AttentionCall
+from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.rest import RestSums
 from hf_kvret.methods.latent import LatentConfig
 from hf_kvret.stores.memory import DeviceMemory

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.methods.ctkvr import inverted_file, inverted_lists
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import InvertedFile

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.contracts.first_rows import FirstRows
-from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.index import Scoring
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.regions import Regions
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.stores import PagedStore

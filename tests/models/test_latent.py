@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatKVCache, LatentKVCache, ParisKVCache
-from hf_kvret.layer.latent_heads import ModuleHeads
+from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_model_patches import latent

@@ -10,7 +10,7 @@ import pytest
 
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
-from hf_kvret.options.sizes import byte_count
+from hf_kvret.options.config import byte_count
 
 
 @pytest.mark.parametrize(

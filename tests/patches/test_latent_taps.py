@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from hf_kvret import FlatKVCache
-from hf_kvret.layer.latent_heads import ModuleHeads
+from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.rope_check import check_rope

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import AquaKVCache, FlatKVCache, ParisKVCache
-from hf_kvret.contracts.first_rows import FirstRows
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.aqua.config import AquaConfig
 from hf_kvret.methods.aqua.plan import LayerPlan
 from hf_kvret.stores import PagedStore, QuantizedStore, free_memory

@@ -15,7 +15,7 @@ from hf_kvret import (
     ParisKVCache,
     TokenBlock,
 )
-from hf_kvret.contracts.first_rows import FirstRows
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory

@@ -13,16 +13,15 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.contracts.index import Index
-from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.index import Index, Scoring
 from hf_kvret.lab.bench.dense_cpp import reading_with_cpp
 from hf_kvret.lab.bench.opponents import CppDenseCache
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import Reader, Usage
 from hf_kvret.lab.program.progress import prompt_bar
-from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.models.compatibility import layer_shape
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import attach, restore

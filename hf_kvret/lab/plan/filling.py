@@ -17,16 +17,16 @@ from transformers.cache_utils import (
 )
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.contracts.scoring import Scoring
+from hf_kvret.contracts.index import Scoring
 from hf_kvret.lab.bench.floors import held_bytes, layer_floor
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.plan.blank import Blank
-from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.models.compatibility import latent_rank, layer_shape
 from hf_kvret.observe.counters import counters_of
 from hf_kvret.observe.reports import memory_report
-from hf_kvret.options.sizes import byte_count
+from hf_kvret.options.config import byte_count
 
 _META = torch.device("meta")
 # Of layers that are alike, so many are filled. Where rows are predicted from the layer below, the

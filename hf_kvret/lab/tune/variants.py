@@ -11,8 +11,7 @@ from hf_kvret.artifacts.files import read_description
 from hf_kvret.artifacts.hub import find_folder
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.subject import model_folder
-from hf_kvret.options.changes import FORK_OPTIONS
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import FORK_OPTIONS, RetrievalConfig
 from hf_kvret.registry import registered_methods
 
 OFF = "off"

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.shared import artifact_place, made_once
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.contracts.first_rows import FirstRows
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.aqua.coding import check_group, default_group
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
 from hf_kvret.methods.aqua.kivi import KiviStore

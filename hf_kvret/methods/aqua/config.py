@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.options.checks import check_source
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig, check_source
 
 NOT_CODED = 16
 """Bits of uncoded rows."""

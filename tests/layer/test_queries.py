@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, ParisKVCache, RetrievalCache
-from hf_kvret.contracts.scoring import Scoring
-from hf_kvret.layer.call import AttentionCall
-from hf_kvret.layer.head_groups import HeadGroups
+from hf_kvret.contracts.index import Scoring
+from hf_kvret.layer.queries import AttentionCall, HeadGroups
 from hf_kvret.layer.regions import Regions
 from hf_kvret.layer.step import attend_step
 from hf_kvret.methods.flat.index import FlatIndex
