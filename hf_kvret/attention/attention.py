@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hf_kvret.layer.exact_attention import merge
 from hf_kvret.layer.latent import LatentCall, LatentLayer, ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.replay.warm_up import warming_up
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
 # Keywords that models pass beside the tensors. Those in the second set do not change attention.
@@ -118,7 +120,8 @@ def retrieval_attention(
     positions = _positions(kwargs.get("position_ids"), query)
     arguments = Scoring(valid, scale, softcap), prompt, sink_logits, positions
     call = AttentionCall(*arguments) if heads is None else LatentCall(*arguments, heads=heads)
-    out = layer.attend(query, key, value, call)
+    with warming_up(layer, query, call) if query.is_cuda else nullcontext():
+        out = layer.attend(query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
 
 

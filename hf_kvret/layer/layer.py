@@ -300,8 +300,8 @@ class RetrievalLayer(CacheLayerMixin):
                 self._show(asking, key, call)
             regions.take_step(key, value, call.scoring.valid)
         self._scoring = call.scoring
-        given = self.subscribers, self.of_model.number, self.final_len
-        out = attend_step(regions, asking, call, *given).to(query.dtype)
+        out = attend_step(regions, asking, call, self.subscribers, self.of_model.number)
+        out = out.to(query.dtype)
         return call.from_rows(out) if call.makes_rows else out
 
     def _attend_many(

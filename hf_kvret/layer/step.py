@@ -19,7 +19,6 @@ import torch
 from hf_kvret.contracts.index import ColdTokens, Index, blamed_on
 from hf_kvret.contracts.pieces import piece_len
 from hf_kvret.contracts.store import AttentionResult
-from hf_kvret.layer.ahead import compiling_ahead
 from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.queries import AttentionCall, HeadGroups
 from hf_kvret.layer.regions import Regions
@@ -117,20 +116,17 @@ def attend_step(
     call: AttentionCall,
     subscribers: Sequence[Subscriber] = (),
     number: int = 0,
-    final_len: int = 0,
 ) -> torch.Tensor:
     """Attention of ``query [B, Hq, Q, Dk]`` to the window and to what the index finds.
 
-    ``number`` of the layer in the model; ``final_len`` as of ``compiling_ahead``. Returns
-    ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
+    ``number`` of the layer in the model. Returns ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
     """
     cold = regions.cold(call.scoring)
     search = None if cold is None else Search.of(regions, query, cold)
     needs_lse = any([each.needs_lse(regions) for each in subscribers])
     result = None if needs_lse else _attend_on_host(regions, query, call, cold, search)
     if result is None:
-        with compiling_ahead(regions, query, cold, call, final_len):
-            result = _attend_in_parts(regions, query, call, cold, search)
+        result = _attend_in_parts(regions, query, call, cold, search)
     if cold is not None:
         searching, groups = (query, None) if search is None else (search.query, search.groups)
         record = StepRecord(number, regions, searching, cold, result.ids, groups, *result[2:])

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_kvret
-from hf_kvret.layer import step
+from hf_kvret.attention import attention
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.testing.tiny import spread_weights
 
@@ -126,5 +126,5 @@ def test_without_an_announcement_twice_as_many_tokens_are_thought_of() -> None:
 def test_otherwise_kernels_would_be_compiled_while_tokens_come(
     prompt: int, mode: str, later: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "compiling_ahead", lambda *given: nullcontext())
+    monkeypatch.setattr(attention, "warming_up", lambda *given: nullcontext())
     assert compiled_later(prompt, mode) == later

@@ -13,7 +13,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.timing import synchronize
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.models.compatibility import is_latent, layer_shapes
-from hf_kvret.options.config import byte_count
+from hf_kvret.options import config as options
 from hf_kvret.stores.free_memory import free_host_bytes
 
 # An index beside the store takes at most what a copy of the keys with spare room takes.
@@ -22,9 +22,9 @@ _STATUS = Path("/proc/self/status")
 
 
 def byte_count(text: str) -> int:
-    """``byte_count`` for argparse."""
+    """``options.byte_count`` for argparse."""
     try:
-        return byte_count(text)
+        return options.byte_count(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -64,7 +64,7 @@ def predict_need(
         if choice.options.splits_rows:
             # Without a budget the store takes half of what it finds free: here, no row at all.
             budget = choice.options.device_budget
-            near = 0 if budget is None else min(rows, byte_count(budget))
+            near = 0 if budget is None else min(rows, options.byte_count(budget))
             return Need(near + index + passing, rows - near)
         return Need(rows + index + passing, 0)
     return Need(passing, rows) if choice.on_host else Need(rows + passing, 0)

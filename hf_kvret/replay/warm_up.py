@@ -1,0 +1,56 @@
+"""Kernels are warmed up: the first decode step of a layer compiles what later steps will launch.
+
+Triton compiles a kernel anew where an argument that it is compiled for changes, which takes
+seconds, and would break a capture. Some of these arguments follow the number of tokens.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.regions import Regions
+from hf_kvret_kernels._ahead import Growth, Window, growing
+
+
+def warming_up(
+    layer: RetrievalLayer, query: torch.Tensor, call: AttentionCall
+) -> AbstractContextManager[None]:
+    """Context of ``layer.attend(query, ...)``: kernels are compiled for later steps, too.
+
+    For those up to the length that was announced, or to twice as many tokens as there are where
+    fewer were announced. Once for each shape of ``query [B, Hq, Q, *]`` and as many tokens; never
+    within a capture, and not in a step that flushes, after which the next one does it.
+    """
+    regions = layer.regions
+    if regions is None or not regions.cold_len or query.shape[2] > layer.config.max_draft:
+        return nullcontext()
+    length = regions.length + (query.shape[2] if layer.waiting else 0)
+    known = regions.compiled_len
+    if length <= known.get(query.shape, 0) or regions.step_flushes():
+        return nullcontext()
+    if torch.cuda.is_current_stream_capturing():
+        return nullcontext()
+    final_len = layer.final_len if layer.final_len > length else 2 * length
+    known[query.shape] = final_len
+    return growing(_growth(regions, query.shape[2], call.scoring.valid is not None, final_len))
+
+
+def _growth(regions: Regions, queries: int, padded: bool, final_len: int) -> Growth:
+    """What ``queries`` queries a step will have to do with, up to ``final_len`` tokens."""
+    config, window, cold_len = regions.config, regions.window, regions.cold_len
+    last = max(cold_len, final_len - config.recent)
+    lengths = [cold_len]
+    while lengths[-1] < last:
+        lengths.append(min(2 * lengths[-1], last))
+    counts = tuple(sorted({config.budget(length) for length in lengths}))
+    # A flush leaves the shortest window. What is captured reads all of it, and goes by a mask.
+    shortest, longest = window.sink + config.recent + queries, window.sink + regions.most_recent
+    masked = padded or not window.sinks_full
+    windows = [Window(tokens, masked) for tokens in range(shortest, longest + 1)]
+    if config.graph is not False and queries == 1:
+        windows.append(Window(longest, masked=True))
+    return Growth(last - cold_len, counts, tuple(windows))
