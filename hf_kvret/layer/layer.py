@@ -19,8 +19,9 @@ from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.record import Subscriber
 from hf_kvret.layer.regions import MakeStore, Regions, saved_rows
-from hf_kvret.layer.step import Subscriber, attend_step
+from hf_kvret.layer.step import attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.options.config import RetrievalConfig

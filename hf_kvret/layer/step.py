@@ -8,11 +8,10 @@ after the step.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +20,7 @@ from hf_kvret.contracts.pieces import piece_len
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.queries import AttentionCall, HeadGroups
+from hf_kvret.layer.record import StepRecord, Subscriber
 from hf_kvret.layer.regions import Regions
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import PREFERRED
@@ -30,54 +30,6 @@ from hf_kvret_kernels.prompt_attention import prompt_pieces
 from hf_kvret_kernels.relevance import count_ids
 from hf_kvret_kernels.rest_tokens import RestTokens, rest_logits
 from hf_kvret_kernels.step_attention import step_attention
-
-
-class StepRecord(NamedTuple):
-    """A step of a layer with cold tokens, for its subscribers.
-
-    Attributes:
-        number: of the layer in the model.
-        regions: of the layer, after the step.
-        query: ``[B, Hq, Q, Dk]`` of the search, folded where heads select in ``groups``.
-        cold: the tokens that were searched.
-        ids: ``[B, H, Q, K]`` int32 that the query attended to, -1 for none; None: all of them.
-        groups: of the query heads of a KV head; None: they select together.
-        lse: ``[B, Hq, Q]`` fp32 of all that was attended to, by the query's own heads; None where
-            no subscriber needs it.
-        means: that stood for what was not selected, for ``query``; None: nothing did.
-    """
-
-    number: int
-    regions: Regions
-    query: torch.Tensor
-    cold: ColdTokens
-    ids: torch.Tensor | None
-    groups: HeadGroups | None = None
-    lse: torch.Tensor | None = None
-    means: RestTokens | None = None
-
-
-class Subscriber(ABC):
-    """Called with the record of every step of a layer.
-
-    Attributes:
-        capture_obstacle: why it can't be called in a captured step, whose Python code does not run
-            again when it is replayed; None: all that it does is work of the device, or is counted.
-    """
-
-    capture_obstacle: ClassVar[str | None] = None
-
-    def needs_lse(self, regions: Regions) -> bool:
-        """Whether the record of the next step must have ``lse``; here never."""
-        return False
-
-    @abstractmethod
-    def __call__(self, record: StepRecord) -> None:
-        """Take in a step; what is raised breaks off the forward pass."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """The layer forgets all tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +75,7 @@ def attend_step(
     """
     cold = regions.cold(call.scoring)
     search = None if cold is None else Search.of(regions, query, cold)
-    needs_lse = any([each.needs_lse(regions) for each in subscribers])
+    needs_lse = any([each.needs_lse(regions) for each in subscribers if each.asks_for_lse])
     result = None if needs_lse else _attend_on_host(regions, query, call, cold, search)
     if result is None:
         result = _attend_in_parts(regions, query, call, cold, search)
@@ -214,9 +166,14 @@ def _attend_in_parts(
 ) -> Result:
     """The step, operation by operation."""
     if cold is None:
-        return Result(_merged(regions, query, call, None)[0])
+        return Result(_with_window(regions, query, call)[0])
     if search is None:
-        return Result(*_attend_all(regions, query, call, cold))
+        window, queries = regions.window, query.shape[2]
+        heads = window.keys.shape[1]
+        length = piece_len(queries, window.keys, heads * window.row_dim)
+        out, lse = _with_window(regions, query, call, partial(attend_cold, query, cold, length))
+        regions.selected.add_(cold.valid.sum() * heads * queries)
+        return Result(out, None, lse)
     try:
         return _attend_to_search(regions, query, call, search)
     except WrongIdError as error:
@@ -226,77 +183,67 @@ def _attend_in_parts(
 def _attend_to_search(
     regions: Regions, query: torch.Tensor, call: AttentionCall, search: Search
 ) -> Result:
-    searching, index, cold, groups = search.query, search.index, search.cold, search.groups
-    ids = index.search(searching, cold)
+    index, cold, groups = search.index, search.cold, search.groups
+    ids = index.search(search.query, cold)
     # First, so that a store elsewhere works while the device does all the rest.
-    finish = cold.store.begin(searching, ids, cold.scale, cold.softcap)
+    finish = cold.store.begin(search.query, ids, cold.scale, cold.softcap)
     if index.looks_back:
         index.after_search(ids)
-    means = _mean_tokens(regions, searching, ids, cold)
-    # With one position to see and no logits of heads, groups stay queries up to the end.
-    folded = groups is not None and query.shape[2] == 1 and call.sink_logits is None
-    unfolds = groups is not None and not folded
-    joins = isinstance(finish, Pieces) and not unfolds
-    if means is not None and not joins:
-        pieces = means.pieces()
-        finish = partial(_joined, finish, (pieces.outs, pieces.lses))
-    if groups is not None and unfolds:
-        finish = partial(_unfolded, groups, finish)
-    attending = searching if folded else query
-    out, lse = _merged(
-        regions, attending, call, finish, ids, means if joins else None, query.shape[2]
-    )
-    if groups is not None and folded:
-        out, lse = groups.unfold(out), groups.unfold(lse)
+    means = _mean_tokens(regions, search.query, ids, cold)
+    if isinstance(finish, Pieces) and groups is None:
+        # Launched already: one launch more does all that is left.
+        out, lse = step_attention(
+            query,
+            *regions.window.tokens(),
+            finish,
+            **_window_form(regions, query, call),
+            sink_logits=call.sink_logits,
+            ids=ids,
+            selected=regions.selected,
+            rest=means,
+        )
+        return Result(out, ids, lse, means)
+    count_ids(ids, regions.selected)
+
+    def attend() -> AttentionResult:
+        parts = [finish()]
+        if means is not None:
+            pieces = means.pieces()
+            parts.append((pieces.outs, pieces.lses))
+        out, lse = merge(parts) if len(parts) > 1 else parts[0]
+        return (out, lse) if groups is None else (groups.unfold(out), groups.unfold(lse))
+
+    out, lse = _with_window(regions, query, call, attend)
     return Result(out, ids, lse, means)
 
 
-def _merged(
+def _with_window(
     regions: Regions,
     query: torch.Tensor,
     call: AttentionCall,
-    finish_cold: Callable[[], AttentionResult] | None,
-    ids: torch.Tensor | None = None,
-    means: RestTokens | None = None,
-    positions: int | None = None,
+    attend_to_cold: Callable[[], AttentionResult] | None = None,
 ) -> AttentionResult:
-    """Attention to the window and to what ``finish_cold`` attends to; ``ids`` are counted.
-
-    Only ``Pieces`` take ``means``. ``positions``: of the queries, where these are folded.
-    """
-    keys, values = regions.window.tokens()
-    positions = positions or query.shape[2]
-    # The query of one position sees all that is held; there may be room behind it.
-    offset = keys.shape[2] - positions if positions > 1 else None
-    options: dict[str, Any] = {
-        "scale": call.scoring.scale,
-        "causal_offset": offset,
-        "valid": regions.window.validity(call.scoring.valid),
-        "softcap": call.scoring.softcap,
-    }
-    if isinstance(finish_cold, Pieces):
-        # Launched already: one launch more does all that is left.
-        options |= {"sink_logits": call.sink_logits, "ids": ids, "selected": regions.selected}
-        return step_attention(query, keys, values, finish_cold, **options, rest=means)
-    near = prompt_pieces(query, keys, values, **options)
+    """Attention to the window, which is launched first, and to what ``attend_to_cold`` does."""
+    form = _window_form(regions, query, call)
+    near = prompt_pieces(query, *regions.window.tokens(), **form)
     parts = [(near.outs, near.lses)]
-    if ids is not None:
-        count_ids(ids, regions.selected)
-    if finish_cold is not None:
-        parts.append(finish_cold())
+    if attend_to_cold is not None:
+        parts.append(attend_to_cold())
     return merge(parts, call.sink_logits, query.dtype)
 
 
-def _attend_all(
-    regions: Regions, query: torch.Tensor, call: AttentionCall, cold: ColdTokens
-) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """Attention to all cold tokens, counted as selected: ``(out, None, lse)``."""
-    window, queries = regions.window, query.shape[2]
-    heads = window.keys.shape[1]
-    length = piece_len(queries, window.keys, heads * window.row_dim)
-    out, lse = _merged(regions, query, call, partial(attend_cold, query, cold, length))
-    regions.selected.add_(cold.valid.sum() * heads * queries)
-    return out, None, lse
+def _window_form(regions: Regions, query: torch.Tensor, call: AttentionCall) -> dict[str, Any]:
+    """How queries see the window."""
+    window, scoring, queries = regions.window, call.scoring, query.shape[2]
+    # One query sees all that is held; there may be room behind it.
+    offset = window.tokens()[0].shape[2] - queries if queries > 1 else None
+    valid = window.validity(scoring.valid)
+    return {
+        "scale": scoring.scale,
+        "causal_offset": offset,
+        "valid": valid,
+        "softcap": scoring.softcap,
+    }
 
 
 def _mean_tokens(
@@ -308,14 +255,3 @@ def _mean_tokens(
         return None
     logits = rest_logits(query, means, ids, scale=cold.scale, softcap=cold.softcap)
     return RestTokens(logits, means.values)
-
-
-def _joined(finish: Callable[[], AttentionResult], others: AttentionResult) -> AttentionResult:
-    """The result of ``finish``, with other tokens."""
-    return merge([finish(), others])
-
-
-def _unfolded(groups: HeadGroups, finish: Callable[[], AttentionResult]) -> AttentionResult:
-    """The result of ``finish`` for folded queries, for the queries as they were."""
-    out, lse = finish()
-    return groups.unfold(out), groups.unfold(lse)

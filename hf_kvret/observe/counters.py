@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.step import StepRecord, Subscriber
+from hf_kvret.layer.record import StepRecord, Subscriber
 
 _Kind = TypeVar("_Kind")
 

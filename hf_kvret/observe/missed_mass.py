@@ -7,8 +7,8 @@ import warnings
 import torch
 
 from hf_kvret.contracts.index import ColdTokens, Estimates, makes_estimates
+from hf_kvret.layer.record import StepRecord, Subscriber
 from hf_kvret.layer.regions import Regions
-from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.observe.recall import exact_scores, slot_marks
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.rest_tokens import RestMeans
@@ -24,6 +24,8 @@ class MissedMass(Subscriber):
         exact: also measure the exact share at every step, which reads all keys (``track_recall``).
         warning: asked after each step of the cache's last layer; None for other layers.
     """
+
+    asks_for_lse = True
 
     def __init__(self, exact: bool, warning: MissedMassWarning | None = None) -> None:
         self.exact, self.warning = exact, warning

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.step import Subscriber
+from hf_kvret.layer.record import Subscriber
 from hf_kvret.observe.counters import LayerCounters
 from hf_kvret.observe.missed_mass import MissedMass, MissedMassWarning
 from hf_kvret.observe.recall import RecallMeter

@@ -56,20 +56,20 @@ FAULTS = (
     Fault(
         "drafts-see-the-future",
         "hf_kvret/layer/step.py",
-        "offset = keys.shape[2] - positions if positions > 1 else None",
+        "offset = window.tokens()[0].shape[2] - queries if queries > 1 else None",
         "offset = None",
     ),
     Fault(
         "groups-of-heads-seen-as-drafts",
         "hf_kvret/layer/step.py",
-        "positions = positions or query.shape[2]",
-        "positions = query.shape[2]",
+        "if isinstance(finish, Pieces) and groups is None:",
+        "if isinstance(finish, Pieces):",
     ),
     Fault(
         "shared-layer-forgets-its-past",
         "hf_kvret/layer/layer.py",
-        "past = self.regions.length - (0 if first else new)",
-        "past = self.regions.length if first else 0",
+        "past = self.regions.length - (0 if self.waiting else new)",
+        "past = self.regions.length if self.waiting else 0",
     ),
     Fault(
         "learned-sinks-lost-in-a-second-prompt",

@@ -1,0 +1,63 @@
+"""Who is told of a layer's decode steps, and what."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.layer.queries import HeadGroups
+from hf_kvret.layer.regions import Regions
+from hf_kvret_kernels.rest_tokens import RestTokens
+
+
+class StepRecord(NamedTuple):
+    """A step of a layer with cold tokens, for its subscribers.
+
+    Attributes:
+        number: of the layer in the model.
+        regions: of the layer, after the step.
+        query: ``[B, Hq, Q, Dk]`` of the search, folded where heads select in ``groups``.
+        cold: the tokens that were searched.
+        ids: ``[B, H, Q, K]`` int32 that the query attended to, -1 for none; None: all of them.
+        groups: of the query heads of a KV head; None: they select together.
+        lse: ``[B, Hq, Q]`` fp32 of all that was attended to, by the query's own heads; None where
+            no subscriber needs it.
+        means: that stood for what was not selected, for ``query``; None: nothing did.
+    """
+
+    number: int
+    regions: Regions
+    query: torch.Tensor
+    cold: ColdTokens
+    ids: torch.Tensor | None
+    groups: HeadGroups | None = None
+    lse: torch.Tensor | None = None
+    means: RestTokens | None = None
+
+
+class Subscriber(ABC):
+    """Called with the record of every step of a layer.
+
+    Attributes:
+        capture_obstacle: why it can't be called in a captured step, whose Python code does not run
+            again when it is replayed; None: all that it does is work of the device, or is counted.
+        asks_for_lse: whether it ever needs ``lse``.
+    """
+
+    capture_obstacle: ClassVar[str | None] = None
+    asks_for_lse: ClassVar[bool] = False
+
+    def needs_lse(self, regions: Regions) -> bool:
+        """Whether the record of the next step must have ``lse``; here never."""
+        return False
+
+    @abstractmethod
+    def __call__(self, record: StepRecord) -> None:
+        """Take in a step; what is raised breaks off the forward pass."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """The layer forgets all tokens."""
