@@ -32,8 +32,8 @@ from hf_kvret.models.compatibility import (
 )
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.ranks import check_load
+from hf_kvret.observe.observers import subscribe
 from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
-from hf_kvret.observe.subscribers import subscribe
 from hf_kvret.options.config import RetrievalConfig, forked
 from hf_kvret.saved import persistence
 from hf_kvret.saved.identity import CacheIdentity, check_identity, identity_of

@@ -1,8 +1,8 @@
-"""Who is shown what the layers of a cache select."""
+"""Who is subscribed to the steps of a cache: what its options ask for, and observers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,10 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.record import StepRecord, Subscriber
+from hf_kvret.observe.counters import LayerCounters
+from hf_kvret.observe.missed_mass import MissedMass, MissedMassWarning
+from hf_kvret.observe.recall import RecallMeter
+from hf_kvret.options.config import RetrievalConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,3 +116,19 @@ def observe(cache: Cache, observer: Observer) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.subscribers = tuple(each for each in layer.subscribers if each is not entry)
+
+
+def subscribe(layers: Sequence[RetrievalLayer], options: RetrievalConfig) -> MissedMassWarning:
+    """Give the layers of a new cache what its options ask for; returns the warning they share."""
+    warning = MissedMassWarning(options)
+    for layer in layers:
+        subscribers: list[Subscriber] = [LayerCounters()]
+        if options.track_recall:
+            subscribers.append(RecallMeter())
+        if options.track_recall or options.warn_lost_mass is not None:
+            last = layer is layers[-1]
+            missed = MissedMass(options.track_recall, warning if last else None)
+            warning.layers[layer.of_model.number] = missed
+            subscribers.append(missed)
+        layer.subscribers = tuple(subscribers)
+    return warning
