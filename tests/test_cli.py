@@ -148,7 +148,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
 ) -> None:
     (tmp_path / "novel.txt").write_text("The grass is green. " * 200)
     monkeypatch.setattr("hf_kvret.cli.make_parser", lambda: PARSER)
-    for module in ("evaluation.task", "calibration.command"):
+    for module in ("lab.evaluate.task", "lab.calibrate.command"):
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
     monkeypatch.setattr("hf_kvret.lab.evaluate.demo.load_bundled_model", _begun)
     monkeypatch.setattr("hf_kvret.lab.bench.model_measurement.random_model", _begun)

@@ -20,8 +20,8 @@ from hf_kvret.lab.coverage.trial import tried_methods
 _LIBRARY = Path(__file__).resolve().parents[2]
 
 _PARTS = (
-    *("cache.py", "config.py", "registry.py"),
-    *("core", "integration", "models", "stores"),
+    *("cache.py", "registry.py"),
+    *("options", "contracts", "models", "stores", "layer", "observe", "saved", "attention"),
     *(
         "lab/coverage/small.py",
         "lab/coverage/trial.py",

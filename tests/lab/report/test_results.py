@@ -111,7 +111,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (('"length": 64', '"length": 65'), "the cell cache full, length 65 is not what its"),
         (('"seed": 1', '"seed": 3'), "name, set-up and environments are not what its checksum"),
         (('"format": 1', '"format": true'), "has format True, this version reads 1"),
-        (('"score": 1.5', '"score": 1.5, "score": 1.5'), "'score' is there twice"),
     ],
 )
 def test_a_changed_file_is_refused_and_what_changed_is_named(
