@@ -23,62 +23,34 @@ class H2OConfig(RetrievalConfig):
 
     top_k: int | float | None = 0.2
     observed: int | None = None
+    group_obstacle = "h2o keeps one set of tokens for all query heads of a KV head"
+    estimate_obstacle = "h2o has dropped what it would have to estimate"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.observed is None:
-            return
-        if isinstance(self.observed, bool) or not isinstance(self.observed, int):
-            raise TypeError(
-                f"observed must be an int (queries) or None (all), got {self.observed!r}"
-            )
-        if self.observed < 1:
-            raise ValueError(
-                f"observed={self.observed}: at least 1 query has to say what is attended; None for "
-                "all"
-            )
-
-    @property
-    def group_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        return "h2o keeps one set of tokens for all query heads of a KV head"
-
-    @property
-    def estimate_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        return "h2o has dropped what it would have to estimate"
+        if self.observed is not None:
+            _check_count("observed", self.observed, "queries, or None for all")
 
     @classmethod
     def for_prompt(cls, prompt_len: int, share: float = 0.2, **changes: Any) -> Self:
         """The published protocol: ``share`` of a prompt, half heavy hitters and half recent tokens.
 
         Both counts stay while text is generated, a token is evicted at every step, nothing else is
-        protected. Each half is at least one token.
-
-        Args:
-            prompt_len: tokens of the prompt.
-            share: above 0 and at most 1.
-            **changes: other options.
-
-        Raises:
-            ValueError: a share out of range, or a prompt without tokens.
+        protected. Each half is at least one token; ``changes`` are other options. ValueError for a
+        ``share`` that is not above 0 and at most 1, or for a prompt without tokens.
         """
-        if isinstance(prompt_len, bool) or not isinstance(prompt_len, int):
-            raise TypeError(f"prompt_len must be an int (tokens), got {prompt_len!r}")
-        if prompt_len < 1:
-            raise ValueError(f"prompt_len={prompt_len} must be at least 1")
+        _check_count("prompt_len", prompt_len, "tokens")
         if isinstance(share, bool) or not isinstance(share, int | float):
             raise TypeError(f"share must be a number, got {share!r}")
         if not 0.0 < share <= 1.0:
-            raise ValueError(
-                f"share={share}: the part of the prompt that is kept, above 0 and at most 1"
-            )
+            raise ValueError(f"share={share}: the part that is kept, above 0 and at most 1")
         half = max(1, int(share / 2 * prompt_len))
-        paper_options = {
-            "top_k": half,
-            "recent": half,
-            "sink": 0,
-            "flush": 1,
-            "dense_below": 0,
-        }
-        return cls.from_options(**{**paper_options, **changes})
+        published = {"top_k": half, "recent": half, "sink": 0, "flush": 1, "dense_below": 0}
+        return cls.from_options(**{**published, **changes})
+
+
+def _check_count(name: str, count: object, unit: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} must be an int ({unit}), got {count!r}")
+    if count < 1:
+        raise ValueError(f"{name}={count}: at least 1 is needed ({unit})")

@@ -12,9 +12,8 @@ from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Form, check_ids, damaged
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
-from hf_kvret.methods.h2o.accumulated import AccumulatedAttention
 from hf_kvret.methods.h2o.config import H2OConfig
-from hf_kvret.methods.h2o.received import Asked, Piece, received, received_by_few
+from hf_kvret.methods.h2o.received import Piece, Queries, received, received_by_few
 
 # Keys of the store that meet queries at once.
 _PIECE_LEN = 4096
@@ -39,9 +38,9 @@ class H2OIndex(Index):
     # Queries that do not count yet, and keys of tokens that are not cold.
     _queries: TokenBuffer = part(lambda: TokenBuffer(64, dims="B Q n D"))
     _keys: TokenBuffer = part(lambda: TokenBuffer(64, dims="B H n D"))
-    # [B, 1, T] bool, of all tokens.
+    # Of all tokens: which are valid, and the sums of their weights, -inf once they are evicted.
     _valid: TokenBuffer = passed(dims="B 1 t", dtype=torch.bool)
-    _scores: AccumulatedAttention = passed(AccumulatedAttention, dims="B H t", dtype=torch.float32)
+    _scores: TokenBuffer = passed(dims="B H t", dtype=torch.float32)
     # The newest of the queries, which may be rejected drafts.
     _tentative: int = number(0, key="counts", least=0, most=MOST_SLOT)
     # Cold tokens and budget of the current selection.
@@ -72,7 +71,7 @@ class H2OIndex(Index):
         self._tentative = count if start and count <= options.max_draft else 0
         self._queries.put(queries, start)
         self._keys.put(keys, start)
-        self._scores.start(keys, start)
+        self._scores.put(keys.new_zeros(keys.shape[:3], dtype=torch.float32), start)
         if valid is None:
             valid = torch.ones(len(keys), count, dtype=torch.bool, device=keys.device)
         self._valid.put(valid.unsqueeze(1), start)
@@ -95,7 +94,7 @@ class H2OIndex(Index):
         """
         self._count(cold)
         self._keys.drop(len(cold))
-        if self._selection is None or self._chosen_for() != (len(cold), cold.budget):
+        if not self._is_chosen(cold):
             self._choose(cold)
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
@@ -105,7 +104,7 @@ class H2OIndex(Index):
         another budget than in the last ``build`` or ``before_search``.
         """
         selection = self._selection
-        if selection is None or self._chosen_for() != (len(cold), cold.budget):
+        if selection is None or not self._is_chosen(cold):
             raise RuntimeError(
                 f"nothing is chosen for {len(cold)} tokens and a budget of {cold.budget}: call "
                 "on_forward, add and build, or before_search, first"
@@ -167,9 +166,9 @@ class H2OIndex(Index):
         if not torch.equal(attended[..., sinks:], selection):
             raise damaged("index.attended is not of the tokens in index.kept")
 
-    def _chosen_for(self) -> tuple[int, int]:
-        """Cold tokens and budget."""
-        return self._chosen_len, self._chosen_budget
+    def _is_chosen(self, cold: ColdTokens) -> bool:
+        chosen = self._chosen_len, self._chosen_budget
+        return self._selection is not None and chosen == (len(cold), cold.budget)
 
     def _are_few(self, queries: int) -> bool:
         """Whether ``queries`` are few (two short passes), so scored against kept tokens only."""
@@ -184,30 +183,29 @@ class H2OIndex(Index):
         count = end - first
         if count <= 0:
             return
-        batch = Asked(self._queries.rows[:, :, :count], first, self._valid.rows[:, 0, first:end])
+        valid = self._valid.rows[:, 0, first:end]
+        queries = Queries(self._queries.rows[:, :, :count], first, cold.scale, cold.softcap)
         # Tokens between the last selection and the keys at hand must be read from the store. After
         # a crop there is a gap, too, but of tokens that are not cold: nothing to read.
         near = self._keys.first <= self._chosen_len or self._chosen_len == len(cold)
         if near and self._are_few(count):
-            self._count_few(batch, cold)
+            self._count_few(queries, valid, cold)
         else:
-            sums = received(
-                batch, lambda: self._pieces(cold), scale=cold.scale, softcap=cold.softcap
-            )
-            for slot, weights in sums:
-                self._scores.add(slot, weights)
+            heads = self._scores.rows.shape[1]
+            for slot, sums in received(queries, valid, heads, lambda: self._pieces(cold)):
+                self._scores.writable()[:, :, slot : slot + sums.shape[2]] += sums
         self._queries.drop(end)
 
-    def _count_few(self, batch: Asked, cold: ColdTokens) -> None:
-        assert self._attention_ids is not None
-        ids = (
-            self._attention_ids[:, :, None].expand(-1, -1, batch.queries.shape[2], -1).contiguous()
-        )
-        far = cold.store.scores(batch.queries, ids, cold.scale, cold.softcap)
+    def _count_few(self, queries: Queries, valid: torch.Tensor, cold: ColdTokens) -> None:
+        chosen = self._attention_ids
+        assert chosen is not None
+        ids = chosen[:, :, None].expand(-1, -1, valid.shape[1], -1).contiguous()
+        far = cold.store.scores(queries.rows, ids, cold.scale, cold.softcap)
         near = self._piece(self._keys.rows, self._keys.first)
-        old, new = received_by_few(batch, far, near, scale=cold.scale, softcap=cold.softcap)
-        self._scores.add_at(self._attention_ids, old)
-        self._scores.add(near.first, new)
+        old, new = received_by_few(queries, valid, far, near)
+        scores = self._scores.writable()
+        scores.scatter_add_(2, chosen.long().clamp(min=0), old.masked_fill(chosen < 0, 0.0))
+        scores[:, :, near.first : near.first + new.shape[2]] += new
 
     def _pieces(self, cold: ColdTokens) -> Iterator[Piece]:
         """All tokens that are not evicted: cold ones from the store, then those in the window."""
@@ -230,11 +228,10 @@ class H2OIndex(Index):
         retrievable = cold.valid[:, None]
         best = scores.masked_fill(~retrievable, float("-inf")).topk(cold.budget, dim=-1)
         absent = best.values == float("-inf")
-        marks = torch.zeros(
-            *scores.shape[:2], len(cold) + 1, dtype=torch.bool, device=scores.device
-        )
+        marks = retrievable.new_zeros(*scores.shape[:2], len(cold) + 1)
         marks.scatter_(2, best.indices.masked_fill(absent, len(cold)), True)
-        self._scores.evict(retrievable & ~marks[..., : len(cold)])
+        evicted = retrievable & ~marks[..., : len(cold)]
+        self._scores.writable()[:, :, : len(cold)].masked_fill_(evicted, float("-inf"))
         self._selection = best.indices.int().masked_fill(absent, -1)
         self._attention_ids = torch.cat([self._sinks(len(cold)), self._selection], dim=2)
         self._chosen_len, self._chosen_budget = len(cold), cold.budget

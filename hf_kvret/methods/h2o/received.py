@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,124 +14,73 @@ _SCORES = 1 << 24
 _SCORES_CPU = 1 << 20
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """Queries ``[B, Hq, q, D]`` of the slots from ``first`` on; ``valid [B, q]`` bool."""
+class Queries(NamedTuple):
+    """Queries ``[B, Hq, q, D]`` of the slots from ``first`` on, and how they meet keys."""
 
-    queries: torch.Tensor
+    rows: torch.Tensor
     first: int
-    valid: torch.Tensor
-
-    def blocks(self, size: int) -> Iterator[tuple[slice, Asked]]:
-        """Parts of at most ``size`` queries, and where they are among all."""
-        for start in range(0, self.queries.shape[2], size):
-            part = slice(start, start + size)
-            yield part, Asked(self.queries[:, :, part], self.first + start, self.valid[:, part])
+    scale: float
+    softcap: float | None
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Keys ``[B, Hkv, n, D]`` of the slots from ``first`` on.
-
-    ``seen [B, Hkv or 1, n]`` bool: False for tokens that nothing attends to.
-    """
+class Piece(NamedTuple):
+    """Keys ``[B, Hkv, n, D]`` from slot ``first`` on; ``seen [B, Hkv or 1, n]``: not evicted."""
 
     keys: torch.Tensor
     first: int
     seen: torch.Tensor
 
-    def logits(self, asked: Asked, scale: float, softcap: float | None) -> torch.Tensor:
+    def logits(self, queries: Queries) -> torch.Tensor:
         """Attention logits ``[B, Hkv, G, q, n]`` fp32; -inf where a query does not see a key."""
-        batch, query_heads, count, dim = asked.queries.shape
-        heads, held = self.keys.shape[1:3]
-        folded = (asked.queries.float() * scale).reshape(batch, heads, -1, dim)
+        rows, (heads, count) = queries.rows, self.keys.shape[1:3]
+        folded = (rows.float() * queries.scale).reshape(len(rows), heads, -1, rows.shape[3])
         scores = folded @ self.keys.float().transpose(-1, -2)
-        soft_cap_(scores, softcap)
-        hidden = ~self.seen[:, :, None, None]
-        if self.first + held > asked.first + 1:
-            device = self.keys.device
-            slots = torch.arange(self.first, self.first + held, device=device)
-            own = torch.arange(asked.first, asked.first + count, device=device)
-            hidden = hidden | (slots > own[:, None])
-        scores = scores.view(batch, heads, query_heads // heads, count, held)
+        soft_cap_(scores, queries.softcap)
+        slots = torch.arange(self.first, self.first + count, device=rows.device)
+        own = torch.arange(queries.first, queries.first + rows.shape[2], device=rows.device)
+        hidden = ~self.seen[:, :, None, None] | (slots > own[:, None])
+        scores = scores.unflatten(2, (-1, rows.shape[2]))
         return scores.masked_fill_(hidden, float("-inf"))
+
+    def blocks(self, queries: Queries) -> Iterator[tuple[slice, torch.Tensor]]:
+        """``logits`` of some queries after the other, and where these are among all."""
+        most = _SCORES_CPU if self.keys.is_cpu else _SCORES
+        size = max(1, most // (queries.rows[:, :, 0, 0].numel() * max(1, self.keys.shape[2])))
+        for start in range(0, queries.rows.shape[2], size):
+            part = slice(start, start + size)
+            rows, first = queries.rows[:, :, part], queries.first + start
+            if first + rows.shape[2] > self.first:
+                yield part, self.logits(queries._replace(rows=rows, first=first))
 
 
 def received(
-    asked: Asked,
-    pieces: Callable[[], Iterator[Piece]],
-    *,
-    scale: float,
-    softcap: float | None,
+    queries: Queries, valid: torch.Tensor, heads: int, pieces: Callable[[], Iterator[Piece]]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """What each key receives of causal attention over all ``pieces``, in bounded memory.
+    """What each key receives of causal attention over all ``pieces``, which are read twice.
 
-    Keys are read twice: for the denominators, then for the weights, each time against some queries
-    after the other, so that there are never ``[q, n]`` scores at once.
-
-    Args:
-        asked: the queries; those that are not valid give nothing, whatever stands in them.
-        pieces: all keys, each time it is called.
-        scale: factor of the dot products.
-        softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
-
-    Yields:
-        First slot and weights ``[B, Hkv, n]`` fp32 of each piece, summed over the valid queries
-        and the heads of a group. A query that sees no key gives nothing.
+    Queries that are not ``valid [B, q]``, or see no key, give nothing. Yields the first slot of
+    each piece and weights ``[B, heads, n]`` fp32, summed over queries and the heads of a group.
     """
-    batch, query_heads, count, _ = asked.queries.shape
-    skipped = ~asked.valid
     # Zeros in place of what must not matter, as it may be NaN.
-    queries = asked.queries.masked_fill(skipped[:, None, :, None], 0.0)
-    asked = Asked(queries, asked.first, asked.valid)
-
-    def logits_of(piece: Piece) -> Iterator[tuple[slice, torch.Tensor]]:
-        for part, block in asked.blocks(_block_len(piece, batch * query_heads)):
-            if block.first + block.queries.shape[2] > piece.first:
-                yield part, piece.logits(block, scale, softcap)
-
-    lse: torch.Tensor | None = None
+    queries = queries._replace(rows=queries.rows.masked_fill(~valid[:, None, :, None], 0.0))
+    shape = len(valid), heads, queries.rows.shape[1] // heads, valid.shape[1]
+    lse = queries.rows.new_full(shape, float("-inf"), dtype=torch.float32)
     for piece in pieces():
-        if lse is None:
-            heads = piece.keys.shape[1]
-            shape = batch, heads, query_heads // heads, count
-            lse = queries.new_full(shape, float("-inf"), dtype=torch.float32)
-        for part, logits in logits_of(piece):
+        for part, logits in piece.blocks(queries):
             lse[..., part] = torch.logaddexp(lse[..., part], logits.logsumexp(-1))
-    if lse is None:
-        return
-    # Where nothing is seen, and for padding, weights must be 0, not NaN.
-    lse = lse.masked_fill(skipped[:, None, None] | (lse == float("-inf")), float("inf"))
+    lse = lse.masked_fill(~valid[:, None, None] | (lse == float("-inf")), float("inf"))
     for piece in pieces():
         sums = lse.new_zeros(piece.keys.shape[:3])
-        for part, logits in logits_of(piece):
+        for part, logits in piece.blocks(queries):
             sums += logits.sub_(lse[..., part].unsqueeze(-1)).exp_().sum((2, 3))
         yield piece.first, sums
 
 
 def received_by_few(
-    asked: Asked, far: torch.Tensor, near: Piece, *, scale: float, softcap: float | None
+    queries: Queries, valid: torch.Tensor, far: torch.Tensor, near: Piece
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for a few queries, over chosen tokens with known logits and the newest ones.
-
-    Args:
-        asked: the queries.
-        far: logits ``[B, Hq, q, m]`` fp32 of the chosen tokens, -inf for none.
-        near: the newest tokens.
-        scale: factor of the dot products.
-        softcap: as in ``received``.
-
-    Returns:
-        Weights ``[B, Hkv, m]`` of the chosen and ``[B, Hkv, n]`` of the newest tokens, fp32.
-    """
-    newest = near.logits(asked, scale, softcap)
-    chosen = far.unflatten(1, (newest.shape[1], -1))
-    weights = torch.cat([chosen, newest], dim=-1).softmax(-1)
-    sums = weights.masked_fill_(~asked.valid[:, None, None, :, None], 0.0).sum((2, 3))
+    """The same at once, for tokens with logits ``far [B, Hq, q, m]`` fp32 and the newest ones."""
+    newest = near.logits(queries)
+    weights = torch.cat([far.unflatten(1, newest.shape[1:3]), newest], dim=-1).softmax(-1)
+    sums = weights.masked_fill_(~valid[:, None, None, :, None], 0.0).sum((2, 3))
     return sums[..., : far.shape[-1]], sums[..., far.shape[-1] :]
-
-
-def _block_len(piece: Piece, heads: int) -> int:
-    """How many queries meet the keys of a piece at once."""
-    most = _SCORES_CPU if piece.keys.device.type == "cpu" else _SCORES
-    return max(1, most // (heads * max(1, piece.keys.shape[2])))
