@@ -42,7 +42,7 @@ from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.lrqk import LRQKConfig
-from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
+from hf_kvret.methods.lrqk.als import STARTS, Moments, RandomSource
 from hf_kvret.methods.lrqk.factors import Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies as RoundedProxies

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
+from hf_kvret.methods.lrqk.als import STARTS, Moments, RandomSource
 from hf_kvret.methods.lrqk.factors import AlternatingFactors, Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Form, damaged
 from hf_kvret.contracts.state import Tensors, number, part
-from hf_kvret.methods.ctkvr.candidates import Candidates
-from hf_kvret.methods.ctkvr.codes import KeyCodes
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import InvertedFile
-from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS
-from hf_kvret.methods.ctkvr.queue import CentroidQueue
-from hf_kvret.methods.ctkvr.rerank import FetchedKeys, ListPlaces, Rerank, StoredKeys
+from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS, CentroidQueue
+from hf_kvret.methods.ctkvr.rerank import (
+    Candidates,
+    FetchedKeys,
+    KeyCodes,
+    ListPlaces,
+    Rerank,
+    StoredKeys,
+)
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, Sampler, make_sampler
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.host_step import HostSearch
 
 # Least number of queries between two questions short enough to be drafts: each reads all keys.
@@ -314,3 +320,15 @@ def _make_rerank(options: CTkvrConfig) -> Rerank:
     if options.rerank == "device" and options.store == "cpu":
         return FetchedKeys()
     return StoredKeys()
+
+
+class CTkvrCache(RetrievalCache):
+    """Attends to the best tokens in the lists of the past queries nearest to a query (CTkvr)."""
+
+    name: ClassVar[str] = "ctkvr"
+    Config: ClassVar[type[RetrievalConfig]] = CTkvrConfig
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> CTkvrIndex:
+        """A new, empty index; the same for every layer."""
+        return CTkvrIndex(options)

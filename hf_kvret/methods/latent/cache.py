@@ -28,6 +28,7 @@ class LatentConfig(RetrievalConfig):
     """
 
     retrieves: ClassVar[bool] = False
+    group_obstacle = "latent selects nothing, it attends to all tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,11 +55,6 @@ class LatentConfig(RetrievalConfig):
     def even_len(self) -> int:
         """See ``RetrievalConfig``; nothing ever goes cold."""
         return 8192
-
-    @property
-    def group_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        return "latent selects nothing, it attends to all tokens"
 
     def exact(self) -> Self:
         """These options: they are exact."""

@@ -11,8 +11,7 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Form, check_ids, damaged
 from hf_kvret.contracts.state import part, tensor
-from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
-from hf_kvret.methods.lrqk.als_update import Bases, OmegaProducts
+from hf_kvret.methods.lrqk.als import STARTS, Bases, Moments, OmegaProducts, RandomSource
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import alternating
 from hf_kvret.methods.lrqk.proxies import Proxies
