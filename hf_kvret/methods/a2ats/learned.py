@@ -12,10 +12,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.layer_checks import (
+from hf_kvret.artifacts.checks import (
     LARGEST,
     Expected,
     check_each,
+    check_kinds,
     check_names,
     check_options,
     check_rotations,
@@ -25,7 +26,6 @@ from hf_kvret.artifacts.layer_checks import (
     damaged,
     learned_rope,
 )
-from hf_kvret.artifacts.option_kinds import check_kinds
 from hf_kvret.artifacts.shared import made_once, shared_artifact
 from hf_kvret.methods.a2ats.vector_quantization import at_distance
 from hf_kvret.models.compatibility import retrieval_shapes

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.layer_checks import (
+from hf_kvret.artifacts.checks import (
     Expected,
     check_each,
     check_layer_settings,

@@ -51,7 +51,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_kvret.artifacts.option_kinds import check_kinds
+from hf_kvret.artifacts.checks import check_kinds
 from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
 from hf_kvret.methods.aqua.predictors import PREDICTORS
 
