@@ -51,7 +51,8 @@ def find_folder(
     """The folder with the files of ``source``: itself if it exists, else downloaded or cached.
 
     All files are of one commit, and those that are in the cache are not downloaded again. A file
-    that the repository lacks is missing in the folder. Arguments and errors as of ``CalibrationArtifact.from_pretrained``.
+    that the repository lacks is missing in the folder. Arguments and errors as of
+    ``CalibrationArtifact.from_pretrained``.
     """
     path = Path(source).expanduser()
     if path.is_dir():
