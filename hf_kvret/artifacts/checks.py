@@ -215,6 +215,19 @@ def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
         raise damaged(artifact, f"is damaged at layer {layer} ({error})") from error
 
 
+def check_positions_known(config: PreTrainedConfig, instead: str, command: str) -> None:
+    """Refuse a model whose rotation of keys can't be undone: for ``instead``, or an artifact that
+    ``command`` makes."""
+    text = config.get_text_config(decoder=True)
+    rotation = getattr(text, "rope_parameters", None) or {}
+    if text is not config and "mrope_section" in rotation:
+        raise ValueError(
+            f"{config.model_type} puts images at positions of three parts and doesn't tell its "
+            "attention all of them, so the rotation of its keys can't be undone: use "
+            f"{instead}, or an artifact made with {command}"
+        )
+
+
 def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
     """Refuse an artifact that lacks a layer that retrieves, or turns one otherwise than the model.
 

@@ -19,6 +19,7 @@ from hf_kvret.artifacts.checks import (
     check_kinds,
     check_names,
     check_options,
+    check_positions_known,
     check_rotations,
     check_tensor,
     check_tensors,
@@ -128,14 +129,9 @@ class WindowedSpace(KeySpace):
 
     @classmethod
     def check_model(cls, config: PreTrainedConfig) -> None:
-        text = config.get_text_config(decoder=True)
-        rotation = getattr(text, "rope_parameters", None) or {}
-        if text is not config and "mrope_section" in rotation:
-            raise ValueError(
-                f"{config.model_type} puts images at positions of three parts and doesn't tell its "
-                "attention all of them, so the rotation of its keys can't be undone: use another "
-                "method, or an artifact made with `hf-kvret calibrate a2ats --space rotated`"
-            )
+        check_positions_known(
+            config, "another method", "`hf-kvret calibrate a2ats --space rotated`"
+        )
 
     def keys(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         return self._before(keys, positions)

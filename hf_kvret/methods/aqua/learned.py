@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple, Self
@@ -19,6 +19,7 @@ from hf_kvret.artifacts.checks import (
     check_layer_settings,
     check_names,
     check_options,
+    check_positions_known,
     check_rotations,
     check_tensors,
     check_told,
@@ -337,15 +338,8 @@ def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None
     ):
         if artifact.options.get(name) not in choices:
             raise _unknown(artifact, name, artifact.options.get(name), choices)
-    text = config.get_text_config(decoder=True)
-    rotation = getattr(text, "rope_parameters", None) or {}
-    before = artifact.options["space"] == "before"
-    if before and text is not config and "mrope_section" in rotation:
-        raise ValueError(
-            f"{config.model_type} puts images at positions of three parts and doesn't tell its "
-            "attention all of them, so the rotation of its keys can't be undone: use "
-            "predictor='none', or an artifact made with `hf-kvret calibrate aqua --space after`"
-        )
+    if artifact.options["space"] == "before":
+        check_positions_known(config, "predictor='none'", "`hf-kvret calibrate aqua --space after`")
 
 
 def _unknown(
@@ -392,14 +386,9 @@ def _make_layer(
     device: torch.device,
     dtype: torch.dtype,
 ) -> LearnedLayer:
-    prefix = f"layers.{layer}."
-    source = {
-        n.removeprefix(prefix): x for n, x in artifact.tensors.items() if n.startswith(prefix)
-    }
-    settings, rope = (
-        artifact.options["layers"][str(layer)],
-        learned_rope(artifact, layer).to(device),
-    )
+    source = _below(artifact.tensors, f"layers.{layer}.")
+    settings = artifact.options["layers"][str(layer)]
+    rope = learned_rope(artifact, layer).to(device)
     is_before = artifact.options["space"] == "before" and rope.rotary_dim > 0
     key, value = (_predictor(source, side, with_inputs, device, dtype) for side in ("key", "value"))
     inputs = tuple(artifact.options["value_inputs"].split("+"))
@@ -414,11 +403,7 @@ def _predictor(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Predictor | None:
-    tensors = {
-        name.removeprefix(f"{side}."): x
-        for name, x in source.items()
-        if name.startswith(f"{side}.")
-    }
+    tensors = _below(source, f"{side}.")
     if not tensors or (set(tensors) != {"bias"} and not with_inputs):
         return None
     # Scales and offsets of 4-bit matrices are fp16 and stay so; matrices are saved in bf16.
@@ -427,3 +412,8 @@ def _predictor(
         for name, x in tensors.items()
     }
     return Predictor(placed, dtype)
+
+
+def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Those whose names begin with ``prefix``, without it."""
+    return {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}

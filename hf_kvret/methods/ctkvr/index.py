@@ -17,12 +17,12 @@ from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import InvertedFile
 from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS, CentroidQueue
 from hf_kvret.methods.ctkvr.rerank import (
-    Candidates,
     FetchedKeys,
     KeyCodes,
     ListPlaces,
     Rerank,
     StoredKeys,
+    recalled,
 )
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, Sampler, make_sampler
 from hf_kvret.options.config import RetrievalConfig
@@ -162,7 +162,7 @@ class CTkvrIndex(Index):
                 f"the index has no lists for a budget of {budget}: call build or before_search"
             )
         bundles = query.unflatten(1, (self._heads, self._group)).transpose(2, 3)
-        candidates = Candidates.of(
+        ids = recalled(
             queue,
             bundles,
             self.options.nprobe,
@@ -171,8 +171,8 @@ class CTkvrIndex(Index):
             in_turn=self._rerank.in_turn,
         )
         if not self._columns:
-            return self._rerank.best(candidates, query, budget, cold)
-        best = self._rerank.best(candidates, query, max(budget, queue.width), cold)
+            return self._rerank.best(ids, query, budget, cold)
+        best = self._rerank.best(ids, query, max(budget, queue.width), cold)
         self._selection = _Selection(bundles, best[..., : queue.width], length)
         return best[..., :budget].contiguous()
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -21,47 +20,34 @@ from hf_kvret_kernels.paris.codes import check_widths
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """Ids ``[B, H, Q, M]`` int32, each valid id once, at its first occurrence; else -1."""
+def recalled(
+    queue: CentroidQueue,
+    query: torch.Tensor,
+    nprobe: int,
+    pending: int,
+    valid: torch.Tensor,
+    *,
+    in_turn: bool = False,
+) -> torch.Tensor:
+    """Ids ``[B, H, Q, M]`` int32, each valid id once, at its first occurrence; else -1.
 
-    ids: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        queue: CentroidQueue,
-        query: torch.Tensor,
-        nprobe: int,
-        pending: int,
-        valid: torch.Tensor,
-        *,
-        in_turn: bool = False,
-    ) -> Self:
-        """For ``query [B, H, Q, G, D]``, with the ``pending`` newest tokens as one more list.
-
-        List after list, the nearest centroid's first; with ``in_turn`` round-robin, the best token
-        of each list first.
-        """
-        lists = queue.recall(query, nprobe)
-        length = valid.shape[1]
-        newest = torch.arange(
-            length - 1, length - 1 - pending, -1, dtype=torch.int32, device=query.device
-        )
-        if in_turn:
-            width = max(lists.shape[-1], pending)
-            lists = pad(lists, (0, width - lists.shape[-1]), value=-1)
-            last = pad(newest, (0, width - pending), value=-1).expand(*lists.shape[:3], 1, width)
-            ids = torch.cat([lists, last], dim=3).transpose(3, 4).flatten(3)
-        else:
-            ids = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
-        return cls(centroid.unite(ids, valid))
-
-    def top(self, relevance: torch.Tensor, count: int) -> torch.Tensor:
-        """``[B, H, Q, count]`` int32 ids of the highest ``relevance [B, H, Q, M]``, then -1."""
-        best = relevance.topk(min(count, relevance.shape[-1]), dim=-1)
-        ids = self.ids.gather(-1, best.indices).masked_fill(best.values == float("-inf"), -1)
-        return pad(ids, (0, count - ids.shape[-1]), value=-1)
+    For ``query [B, H, Q, G, D]``, with the ``pending`` newest tokens as one more list. List after
+    list, the nearest centroid's first; with ``in_turn`` round-robin, the best token of each list
+    first.
+    """
+    lists = queue.recall(query, nprobe)
+    length = valid.shape[1]
+    newest = torch.arange(
+        length - 1, length - 1 - pending, -1, dtype=torch.int32, device=query.device
+    )
+    if in_turn:
+        width = max(lists.shape[-1], pending)
+        lists = pad(lists, (0, width - lists.shape[-1]), value=-1)
+        last = pad(newest, (0, width - pending), value=-1).expand(*lists.shape[:3], 1, width)
+        ids = torch.cat([lists, last], dim=3).transpose(3, 4).flatten(3)
+    else:
+        ids = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
+    return centroid.unite(ids, valid)
 
 
 class Rerank(State):
@@ -77,9 +63,12 @@ class Rerank(State):
 
     @abstractmethod
     def best(
-        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        """``[B, H, Q, count]`` int32, best first, then -1; ``query [B, Hq, Q, D]``."""
+        """``[B, H, Q, count]`` int32, best first, then -1.
+
+        ``ids [B, H, Q, M]`` int32 are recalled; ``query [B, Hq, Q, D]``.
+        """
 
     def add(self, block: TokenBlock) -> None:
         """Add tokens that became cold."""
@@ -95,9 +84,9 @@ class StoredKeys(Rerank):
     reads_keys = True
 
     def best(
-        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        return cold.store.best(query, candidates.ids, count, cold.scale, cold.softcap)
+        return cold.store.best(query, ids, count, cold.scale, cold.softcap)
 
 
 class FetchedKeys(Rerank):
@@ -106,10 +95,10 @@ class FetchedKeys(Rerank):
     reads_keys = True
 
     def best(
-        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        logits = scores_of_gathered(cold.store, query, candidates.ids, cold.scale, cold.softcap)
-        return best_of(logits, candidates.ids, count)
+        logits = scores_of_gathered(cold.store, query, ids, cold.scale, cold.softcap)
+        return best_of(logits, ids, count)
 
 
 class ListPlaces(Rerank):
@@ -118,11 +107,13 @@ class ListPlaces(Rerank):
     in_turn = True
 
     def best(
-        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        ids = candidates.ids
         order = torch.arange(0, -ids.shape[-1], -1, dtype=torch.float32, device=ids.device)
-        return candidates.top(order.masked_fill(ids < 0, float("-inf")), count)
+        relevance = order.masked_fill(ids < 0, float("-inf"))
+        best = relevance.topk(min(count, relevance.shape[-1]), dim=-1)
+        best_ids = ids.gather(-1, best.indices).masked_fill(best.values == float("-inf"), -1)
+        return pad(best_ids, (0, count - best_ids.shape[-1]), value=-1)
 
 
 _SUBSPACE_DIM = 8
@@ -147,13 +138,13 @@ class KeyCodes(Rerank):
         self.seed = seed
 
     def best(
-        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        heads = candidates.ids.shape[1]
+        heads = ids.shape[1]
         bundles = query.unflatten(1, (heads, -1)).transpose(2, 3)
-        logits = self.logits(bundles, candidates.ids, cold.scale, cold.softcap)
+        logits = self.logits(bundles, ids, cold.scale, cold.softcap)
         flat = logits.transpose(2, 3).flatten(1, 2)
-        return best_of(flat, candidates.ids, count)
+        return best_of(flat, ids, count)
 
     def add(self, block: TokenBlock) -> None:
         """Encode the keys of ``block``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Self
 
@@ -114,47 +113,31 @@ class Moments(State):
             raise KeyError("cross" if self.cross is None else "own")
 
 
-class Start(ABC):
-    """A choice of A_Q and A_K to start from."""
-
-    random = False
-
-    @abstractmethod
-    def sketches(self, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-        """The sketches of A_Q and A_K."""
-
-
-class RandomStart(Start):
-    """``randn``: A_Q, A_K ~ N(0, 1) (eq. 22)."""
-
-    random = True
-
-    def sketches(self, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-        return queries.random_start(), keys.random_start()
-
-
-class TopStart(Start):
-    """``top``: the r largest columns of Q, and of K, by L1 norm (eq. 23, 24)."""
-
-    def sketches(self, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-        of_q, of_k = (_sizes(x).topk(rank).indices for x in (queries, keys))
-        return queries.column_start(of_q), keys.column_start(of_k)
-
-
-class JointStart(Start):
-    """``topcol``: the same columns of both, the largest by the sum of norms (eq. 25, 26)."""
-
-    def sketches(self, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-        columns = (_sizes(queries) + _sizes(keys)).topk(rank).indices
-        return queries.column_start(columns), keys.column_start(columns)
-
-
 def _sizes(moments: Moments) -> torch.Tensor:
     assert moments.sizes is not None, "rows were added"
     return moments.sizes
 
 
-STARTS: dict[str, Start] = {"randn": RandomStart(), "top": TopStart(), "topcol": JointStart()}
+def _random_start(queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
+    """A_Q, A_K ~ N(0, 1) (eq. 22)."""
+    return queries.random_start(), keys.random_start()
+
+
+def _top_start(queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
+    """The r largest columns of Q, and of K, by L1 norm (eq. 23, 24)."""
+    of_q, of_k = (_sizes(x).topk(rank).indices for x in (queries, keys))
+    return queries.column_start(of_q), keys.column_start(of_k)
+
+
+def _joint_start(queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
+    """The same columns of both, the largest by the sum of norms (eq. 25, 26)."""
+    columns = (_sizes(queries) + _sizes(keys)).topk(rank).indices
+    return queries.column_start(columns), keys.column_start(columns)
+
+
+RANDOM_START = "randn"
+STARTS = {RANDOM_START: _random_start, "top": _top_start, "topcol": _joint_start}
+"""Sketches of A_Q and A_K to start from, by the option's names."""
 
 
 @dataclass(frozen=True, eq=False)
