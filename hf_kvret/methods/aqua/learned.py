@@ -92,11 +92,7 @@ def expected_tensors(
 ) -> dict[str, Expected]:
     """What each tensor of a layer must be, by name.
 
-    Args:
-        options: of the calibration.
-        layer: settings of the layer.
-        below: those of the layer that predicts it; None in an anchor.
-        pairs: frequencies of its RoPE.
+    ``below`` is the layer that predicts it, None in an anchor; ``pairs`` counts its frequencies.
     """
     tensors = {"inv_freq": Expected(_BIAS, (pairs,))}
     for side, width in layer.widths.items():
@@ -364,15 +360,8 @@ def learned_layer(
 ) -> LearnedLayer:
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
 
-    Args:
-        artifact: the artifact.
-        layer: number of the layer in the model.
-        with_inputs: False leaves out predictors that have inputs.
-        device: where they work.
-        dtype: of the model.
-
-    Raises:
-        ValueError: as ``check_whole``.
+    Without ``with_inputs`` predictors that have inputs are left out. ``dtype`` is the model's.
+    ValueError as of ``check_whole``.
     """
     check_each(artifact, [layer], _check_layer)
     make = partial(_make_layer, artifact, layer, with_inputs, device, dtype)
