@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,32 +15,14 @@ from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
 from hf_kvret.testing.cold import cold_tokens
 
+from .watched_stores import GuardedStore, normal
+
 HEADS = 2
 CLOSED_SCALE = 2 / math.sqrt(32)
 # Of the published index.
 BATCH, GROUP, DIM, RANK = 2, 2, 16, 6
 PROMPT, RECENT, BUDGET = 60, 4, 8
 SCALE = 0.25
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-class GuardedStore(PagedStore):
-    """A store that may be told to let nobody read."""
-
-    closed = False
-
-    def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        assert not self.closed, "keys were read from the store"
-        return super().chunks(piece_len, stop)
-
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        assert not self.closed, "keys were read from the store"
-        return super().key_chunks(piece_len)
 
 
 class Held(NamedTuple):

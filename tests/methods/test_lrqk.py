@@ -12,7 +12,8 @@ from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
 from hf_kvret.testing.cold import cold_tokens
 
-from .lrqk_runs import CLOSED_SCALE, HEADS, closed_options, fill, normal
+from .lrqk_runs import CLOSED_SCALE, HEADS, closed_options, fill
+from .watched_stores import normal
 
 GROUP, DIM = 3, 32
 SCALE = CLOSED_SCALE

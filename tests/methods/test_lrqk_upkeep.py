@@ -15,7 +15,8 @@ from hf_kvret.methods.lrqk import LRQKIndex
 from hf_kvret.testing import all_valid
 from hf_kvret.testing.cold import cold_tokens
 
-from .lrqk_runs import CLOSED_SCALE, HEADS, Held, closed_options, fill, normal
+from .lrqk_runs import CLOSED_SCALE, HEADS, Held, closed_options, fill
+from .watched_stores import normal
 
 GROUP, DIM, HELD = 2, 32, 300
 SCALE = CLOSED_SCALE
