@@ -42,7 +42,7 @@ GROUPS = {
         "cli.py",
         "lab/calibrate/command.py",
         "lab/calibrate/command_options.py",
-        "artifacts/hub_access.py",
+        "artifacts/hub.py",
         "lab/calibrate/inspection.py",
         "lab/calibrate/sources.py",
         "lab/program/arguments.py",

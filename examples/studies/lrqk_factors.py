@@ -42,7 +42,7 @@ from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.lrqk import LRQKConfig
-from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
+from hf_kvret.methods.lrqk.als import RANDOM_START, STARTS, Moments, RandomSource
 from hf_kvret.methods.lrqk.factors import Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies as RoundedProxies
@@ -188,11 +188,11 @@ def _per_head_at_equal_bytes(study: LayerStudy, rank: int, options: LRQKConfig) 
 
 def _alternating(study: LayerStudy, rank: int, options: LRQKConfig, *, start: str) -> Proxies:
     """The paper's algorithm 1 for each query head, from one of its three starts (B.6)."""
-    drawn, chance = STARTS[start], RandomSource(options.seed)
-    of_queries, of_keys = Moments(drawn.random), Moments(drawn.random)
+    is_random, chance = start == RANDOM_START, RandomSource(options.seed)
+    of_queries, of_keys = Moments(is_random), Moments(is_random)
     of_queries.add(study.queries[None], rank, chance)
     of_keys.add(study.spread(study.keys)[None], rank, chance)
-    starts = drawn.sketches(of_queries, of_keys, rank)
+    starts = STARTS[start](of_queries, of_keys, rank)
     assert of_queries.gram is not None and of_keys.gram is not None
     grams = of_queries.gram, of_keys.gram
     factors = alternating(*grams, *starts, options.iterations, options.penalty)

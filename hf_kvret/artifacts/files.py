@@ -96,21 +96,13 @@ def write_folder(
 ) -> None:
     """Write the three files to ``directory``, which is made if needed.
 
-    Whenever it breaks off, by a kill or a full disk, the folder has the old artifact or the new
-    one, whole. Other files of the directory stay.
+    Errors as of ``CalibrationArtifact.save_pretrained``.
 
     Args:
-        directory: where to.
         description: plain JSON with ``method``; the format version, the list of tensors and the
             checksums are added.
         tensors: on any device, of any layout.
         card: text of the model card.
-
-    Raises:
-        FileExistsError, NotADirectoryError: ``directory``, or a part of it, is a file.
-        ValueError: ``config.json`` there is not of an artifact of this method, or a file that would
-            be replaced is a link.
-        OSError: no space, no right to write; the old artifact is as it was.
     """
     check_no_foreign_artifact(directory, description["method"])
     content = save(_contiguous(tensors))

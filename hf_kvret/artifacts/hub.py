@@ -15,6 +15,7 @@ from huggingface_hub import (
     constants,
     is_offline_mode,
     snapshot_download,
+    try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -50,21 +51,8 @@ def find_folder(
     """The folder with the files of ``source``: itself if it exists, else downloaded or cached.
 
     All files are of one commit, and those that are in the cache are not downloaded again. A file
-    that the repository lacks is missing in the folder.
-
-    Args:
-        source: a folder, or a hub id; a folder that exists wins.
-        revision: branch, tag or commit on the hub; None for ``main``.
-        cache_dir: None for the cache of huggingface_hub.
-        token: None for the one that is logged in.
-        local_files_only: use the local cache only, no network.
-
-    Raises:
-        FileNotFoundError: no such folder and no such repository or revision; offline, or the hub
-            can't be reached, and not in the cache.
-        NotADirectoryError: ``source`` is a file.
-        PermissionError: the repository is gated, or the token is not valid.
-        ValueError: a revision of a local folder.
+    that the repository lacks is missing in the folder. Arguments and errors as of
+    ``CalibrationArtifact.from_pretrained``.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -187,13 +175,7 @@ def upload_folder(
     """Upload the files of ``folder``, an artifact of ``method``, in one commit; returns its URL, or
     that of the pull request.
 
-    The repository and the branch are made where they don't exist.
-
-    Raises:
-        PermissionError: not logged in, or with a token that may not write there.
-        ValueError: ``repo_id`` is none, ``config.json`` there is not of an artifact of ``method``,
-            or a pull request against another branch than ``main``.
-        ConnectionError: the hub can't be reached, or ``HF_HUB_OFFLINE`` is set.
+    Arguments and errors as of ``CalibrationArtifact.push_to_hub``.
     """
     if create_pr and revision not in (None, constants.DEFAULT_REVISION):
         raise ValueError(
@@ -238,3 +220,50 @@ def is_hub_id(text: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+_TIMEOUT_SECONDS = 10.0
+
+
+def needs_cache(option: str, name: str) -> bool:
+    """Whether the model ``name`` can only be had of the cache, as the hub can't be asked.
+
+    Args:
+        option: what the user gave ``name`` to, as ``--model``.
+
+    Raises:
+        NotADirectoryError: ``name`` is a file.
+        FileNotFoundError: it is neither a folder nor a hub id.
+        ConnectionError: it is a hub id, the hub can't be reached, and the cache lacks it.
+    """
+    if Path(name).is_dir():
+        return False
+    if Path(name).is_file():
+        raise NotADirectoryError(f"{option} {name} is a file: give the folder that holds it")
+    if not is_hub_id(name):
+        raise FileNotFoundError(
+            f"{option} {name}: no such folder, and no hub id either (owner/name); check the "
+            "spelling"
+        )
+    reason = why_unreachable(name)
+    if reason is None:
+        return False
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return True
+    raise ConnectionError(
+        f"{option} {name}: no such folder, not in the cache, and the hub can't be asked "
+        f"({reason}). Give a local folder, or load it once while online (HF_HUB_OFFLINE unset)"
+    )
+
+
+def why_unreachable(repo_id: str, repo_type: str = "model") -> str | None:
+    """Why the hub can't be asked about a repository; None where it answers, be it with a no."""
+    if is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    try:
+        HfApi().repo_info(repo_id, repo_type=repo_type, timeout=_TIMEOUT_SECONDS)
+    except HfHubHTTPError:
+        return None
+    except (OfflineModeIsEnabled, CLIENT_ERROR) as error:
+        return f"{constants.ENDPOINT} does not answer: {error or type(error).__name__}"
+    return None

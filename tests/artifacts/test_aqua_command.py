@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
@@ -18,10 +18,10 @@ from hf_kvret.lab.calibrate.command_options import AquaOptions
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import Carried, LayerFindings, Progress
-from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.lab.program.options import add_options, read_options
 from hf_kvret.testing import MODELS
-from hf_kvret.testing.tiny import spread_weights
+
+from .artifact_folder import save_model, write_text
 
 # Every option of AquaCalibration away from its default, but for the one that is of an mlp alone.
 ALL_OTHER = {
@@ -47,11 +47,8 @@ ALL_OTHER = {
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama of three layers and the tokenizer of the reference model."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_MODEL)
     config = AutoConfig.for_model(
         "llama",
-        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=3,
@@ -59,19 +56,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=1024,
     )
-    model = AutoModelForCausalLM.from_config(config)
-    spread_weights(model, 0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("models") / "tiny-llama", config)
 
 
 @pytest.fixture
 def arguments(model_dir: Path, tmp_path: Path) -> list[str]:
     """A whole command line that takes a second."""
-    text = tmp_path / "river.txt"
-    lines = [f"{n}. The river bends {n % 7} times before the mill." for n in range(100)]
-    text.write_text("\n".join(lines), encoding="utf-8")
+    text = write_text(tmp_path / "river.txt")
     where = ["--model", str(model_dir), "--text", str(text), "--out", str(tmp_path / "out")]
     return ["calibrate", "aqua", *where, "--tokens", "400", "--length", "100"]
 

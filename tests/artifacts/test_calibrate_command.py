@@ -15,14 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate import command as calibrate_command
-from hf_kvret.lab.calibrate.a2ats import CodebookStudy
 from hf_kvret.lab.calibrate.command import make_corpus
 from hf_kvret.lab.calibrate.command_options import A2ATSOptions
-from hf_kvret.lab.calibrate.study import LayerFindings, Progress
-from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.program.options import add_options, read_options
-from hf_kvret.testing.tiny import spread_weights
+
+from .artifact_folder import save_model, write_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"
 SMALL = ("--codewords", "8", "--window", "64", "--rounds", "3")
@@ -32,11 +30,8 @@ SHORT = ("--tokens", "400", "--length", "100", "--uuid-tokens", "100")
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama of three layers and the tokenizer of the reference model."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_MODEL)
     config = AutoConfig.for_model(
         "llama",
-        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=3,
@@ -45,19 +40,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    model = AutoModelForCausalLM.from_config(config)
-    spread_weights(model, 0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("models") / "tiny-llama", config)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "river.txt"
-    lines = [f"{n}. The river bends {n % 7} times before the mill." for n in range(100)]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return path
+    return write_text(tmp_path_factory.mktemp("texts") / "river.txt")
 
 
 @pytest.fixture
@@ -134,36 +122,6 @@ def test_the_bundled_model_learns_from_its_own_language(
     assert "--model needle reads no text: leave --text and --dataset out" in message
     message = failing(capsys, [*where, "--uuid-tokens", "2K"])
     assert "--model needle knows no UUIDs: leave --uuid-tokens 2048 out" in message
-
-
-def test_the_same_command_goes_on_after_an_interruption(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish, finished = CodebookStudy.finish, []
-
-    def counted(self: CodebookStudy, progress: Progress, carried: object) -> LayerFindings:
-        finished.append(finish(self, progress, carried))
-        return finished[-1]
-
-    def third_time(self: CodebookStudy, progress: Progress, carried: object) -> LayerFindings:
-        if len(finished) == 2:
-            raise KeyboardInterrupt
-        return counted(self, progress, carried)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CodebookStudy, "finish", third_time)
-        with pytest.raises(KeyboardInterrupt):
-            main(arguments)
-    assert not (tmp_path / "out" / "config.json").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(CodebookStudy, "finish", counted)
-        assert main(arguments) == 0
-    assert len(finished) == 3
-    (resumed,) = (tmp_path / "out").glob("artifact-*.safetensors")
-    whole = [*arguments, "--out", str(tmp_path / "whole")]
-    assert main(whole) == 0
-    (once,) = (tmp_path / "whole").glob("artifact-*.safetensors")
-    assert once.read_bytes() == resumed.read_bytes()
 
 
 def test_the_held_out_text_is_the_end_of_the_text(model_dir: Path, text: Path) -> None:

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import hf_kvret
 from hf_kvret import A2ATSCache, AquaKVCache
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
-from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.saved.model_facts import model_facts
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
-from hf_kvret.testing.tiny import spread_weights
+
+from .artifact_folder import save_model, write_text
 
 SHORT = ("--tokens", "400", "--length", "100", "--uuid-tokens", "100")
 # What each is told, and what makes it exact.
@@ -31,14 +31,7 @@ METHODS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random DeepSeek-V3 of two layers and the tokenizer of the reference model."""
     folder = tmp_path_factory.mktemp("models") / "tiny-deepseek"
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_MODEL)
-    config = LATENT_MODELS["deepseek_v3"].config()
-    config.vocab_size = len(tokenizer)
-    model = AutoModelForCausalLM.from_config(config)
-    spread_weights(model, 0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_model(folder, LATENT_MODELS["deepseek_v3"].config())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -46,8 +39,7 @@ def test_from_a_folder_to_generate(
     method: str, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache_class, more, exact = METHODS[method]
-    text = tmp_path / "river.txt"
-    text.write_text("\n".join(f"{n}. The river bends {n % 7} times." for n in range(100)))
+    text = write_text(tmp_path / "river.txt")
     out = model_dir / method
     where = ["--model", str(model_dir), "--text", str(text), "--out", str(out)]
     assert main(["calibrate", method, *where, *more, *SHORT]) == 0

@@ -22,6 +22,8 @@ from hf_kvret.testing import MODELS
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
+from .artifact_folder import files_of
+
 CORPUS = Corpus([torch.arange(1, 31), torch.arange(40, 60)], 0, {})
 
 
@@ -66,11 +68,6 @@ class Link(LayerStudy):
         return LayerFindings(
             {"mean": total.mean(0)}, carried={"total": total.bfloat16(), "last": last}
         )
-
-
-def files_of(out: Path) -> dict[str, bytes]:
-    """What an artifact's folder holds, but its card."""
-    return {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".md"}
 
 
 def kept(out: Path) -> list[str]:

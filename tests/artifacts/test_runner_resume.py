@@ -16,10 +16,7 @@ from hf_kvret.lab.calibrate.study import LayerFindings, Progress
 from hf_kvret.testing import MODELS
 from hf_kvret_model_patches.rope import Rope
 
-
-def _files(out: Path) -> dict[str, bytes]:
-    """What an artifact's folder holds, but its card."""
-    return {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".md"}
+from .artifact_folder import files_of
 
 
 class Interrupted(A2ATSCalibration):
@@ -95,7 +92,7 @@ def test_the_same_call_goes_on_to_the_same_artifact(
     assert not (out / "config.json").exists()
     go_on(model, out)
     assert studied == left
-    assert _files(out) == _files(tmp_path / "whole")
+    assert files_of(out) == files_of(tmp_path / "whole")
     assert not (out / ".parts").exists()
 
 
@@ -107,7 +104,7 @@ def test_several_interruptions_are_survived(model: PreTrainedModel, tmp_path: Pa
     interrupt(model, out, AtTwo)
     go_on(model, out)
     assert studied == [2]
-    assert _files(out) == _files(tmp_path / "whole")
+    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def test_an_interruption_while_it_is_saved_costs_nothing(
@@ -136,7 +133,7 @@ def test_a_layer_that_is_half_written_is_learned_again(
     (out / ".parts" / "2.unfinished").write_bytes(b"half")
     go_on(model, out)
     assert studied == [1, 2]
-    assert _files(out) == _files(tmp_path / "whole")
+    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def test_other_files_of_the_folder_stay(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -14,16 +14,13 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.plan import layer_plan
-from hf_kvret.methods.aqua.predictors import predict, unpacked
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
 from hf_kvret.testing.scenario import prompt, ragged
-from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec
+
+from .aqua_caches import attached, learn, make_cache, read, reference, rows_of, stores_of
 
 ArtifactOf = Callable[..., str]
 
@@ -37,70 +34,10 @@ def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> ArtifactOf:
         key = f"{name} {options}"
         if key not in made:
             folder = tmp_path_factory.mktemp(f"aqua-{name}")
-            corpus = Corpus([prompt(1, 200, salt)[0] for salt in range(3)], 0, {"text": "random"})
-            calibration = AquaCalibration(**{"bits": 4, **options})
-            calibrate(MODELS[name].build(), corpus, calibration, folder, progress=False)
-            made[key] = str(folder)
+            made[key] = learn(MODELS[name].build(), folder, texts=3, **options)
         return made[key]
 
     return find
-
-
-def _built(name: str) -> PreTrainedModel:
-    model = MODELS[name].build()
-    hf_kvret.attach(model)
-    return model
-
-
-def _cache(model: PreTrainedModel, artifact: str | None, **changes: Any) -> AquaKVCache:
-    options = {**COVERING_OPTIONS, "artifact": artifact, "bits": 4, **changes}
-    return AquaKVCache(model.config, **options)
-
-
-@torch.no_grad()
-def _read(model: PreTrainedModel, cache: AquaKVCache, ids: torch.Tensor, **how: Any) -> Any:
-    return model(ids, past_key_values=cache, **how).logits
-
-
-def _stores(cache: AquaKVCache) -> list[AquaStore]:
-    return [layer.regions.store for layer in cache.retrieval_layers]
-
-
-def _tokens(store: AquaStore) -> list[torch.Tensor]:
-    parts = [(keys, values) for _, keys, values in store.chunks()]
-    return [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
-
-
-def _reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:
-    """Keys and values of all layers as heads side by side, before RoPE where they are coded so."""
-    found, below, dense = load(artifact, None), None, []
-    options = found.options
-    for store in _stores(cache):
-        number = str(store.plan.layer)
-        told, state = options["layers"][number], store._pages.state_dict()
-        rows: list[torch.Tensor] = []
-        code_at = scale_at = 0
-        for side, dim in (("key", "head_dim"), ("value", "value_head_dim")):
-            prefix, width = f"layers.{number}.{side}.", told["heads"] * told[dim]
-            tensors = {n.removeprefix(prefix): x for n, x in found.tensors.items() if prefix in n}
-            kind = HiggsCodec if cache.options.backbone == "higgs" else MinMaxCodec
-            codec = kind(store.plan.bits, min(told["heads"] * told[dim], 32))
-            codes = state["keys"][:, 0, :, code_at : code_at + codec.code_bytes(width)]
-            scales = state["values"][:, 0, :, scale_at : scale_at + codec.scale_bytes(width)]
-            code_at, scale_at = code_at + codes.shape[-1], scale_at + scales.shape[-1]
-            row = codec.decode(codes, scales)
-            if told["previous"] is None:
-                row = row + tensors.get("bias", torch.zeros(()))
-            elif tensors:
-                inputs = below[:1]
-                if side == "value":
-                    parts = {"keys": rows, "values": below[1:]}
-                    inputs = [x for name in options["value_inputs"].split("+") for x in parts[name]]
-                row = row + predict(unpacked(tensors), torch.cat(inputs, dim=-1))
-            rows.append(row)
-        below = rows
-        dense.append(rows)
-    return dense
 
 
 @pytest.mark.parametrize(
@@ -124,22 +61,22 @@ def _reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:
 def test_every_artifact_decodes_to_what_calibration_says(
     options: dict[str, Any], artifact_of: ArtifactOf
 ) -> None:
-    model, artifact = _built("llama"), artifact_of("llama", **options)
-    cache = _cache(model, artifact, backbone=options.get("backbone", "higgs"))
-    exact = _cache(model, artifact, bits=16)
+    model, artifact = attached(MODELS["llama"].build()), artifact_of("llama", **options)
+    cache = make_cache(model, artifact, backbone=options.get("backbone", "higgs"))
+    exact = make_cache(model, artifact, bits=16)
     for each in (cache, exact):
-        _read(model, each, prompt(2, 60))
+        read(model, each, prompt(2, 60))
     rotated = options.get("space") == "after"
     for store, other, wanted in zip(
-        _stores(cache), _stores(exact), _reference(cache, artifact), strict=True
+        stores_of(cache), stores_of(exact), reference(cache, artifact), strict=True
     ):
-        for x, full in zip(_tokens(store), _tokens(other), strict=True):
+        for x, full in zip(rows_of(store), rows_of(other), strict=True):
             assert (x - full).square().sum() < 0.03 * full.square().sum()
         lent = store._lend(0, len(store))
         torch.testing.assert_close([lent.keys, lent.values], wanted, rtol=1e-5, atol=1e-5)
-        turned = torch.equal(_tokens(store)[0], lent.keys.unflatten(2, (2, -1)).transpose(1, 2))
+        turned = torch.equal(rows_of(store)[0], lent.keys.unflatten(2, (2, -1)).transpose(1, 2))
         assert turned == rotated
-    assert all(len(store._positions) == 0 for store in _stores(cache)) == rotated
+    assert all(len(store._positions) == 0 for store in stores_of(cache)) == rotated
 
 
 @pytest.mark.parametrize("name", ["smollm3", "gpt_neox", "cohere", "glm", "gpt2", "gpt_oss"])
@@ -147,34 +84,34 @@ def test_every_kind_of_rotation_is_undone_and_done_again(
     name: str, artifact_of: ArtifactOf
 ) -> None:
     """Layers without RoPE, partial and interleaved ones, learned positions, YaRN; padded rows."""
-    model = _built(name)
-    caches = [_cache(model, artifact_of(name), bits=bits) for bits in (4, 16)]
+    model = attached(MODELS[name].build())
+    caches = [make_cache(model, artifact_of(name), bits=bits) for bits in (4, 16)]
     ids, mask = ragged((60, 41))
     for cache in caches:
         places = (mask.cumsum(-1) - 1).clamp(min=0)
-        _read(model, cache, ids, attention_mask=mask, position_ids=places)
+        read(model, cache, ids, attention_mask=mask, position_ids=places)
     valid = mask[:, None, :52, None]
-    for coded, full in zip(*map(_stores, caches), strict=True):
-        for x, wanted in zip(_tokens(coded), _tokens(full), strict=True):
+    for coded, full in zip(*map(stores_of, caches), strict=True):
+        for x, wanted in zip(rows_of(coded), rows_of(full), strict=True):
             missed = ((x - wanted) * valid).square().sum()
             assert missed < 0.03 * (wanted * valid).square().sum()
 
 
 def test_predictors_leave_less_to_the_codes(artifact_of: ArtifactOf) -> None:
-    model, artifact = _built("smollm3"), artifact_of("smollm3")
-    exact = _cache(model, artifact, bits=16)
-    _read(model, exact, prompt(1, 120, salt=1))
+    model, artifact = attached(MODELS["smollm3"].build()), artifact_of("smollm3")
+    exact = make_cache(model, artifact, bits=16)
+    read(model, exact, prompt(1, 120, salt=1))
     missed = []
     for changes in ({}, {"predictor": "none"}):
         used = None if changes else artifact
-        cache = _cache(model, used, bits=2, first_bits=4, **changes)
-        _read(model, cache, prompt(1, 120, salt=1))
-        pairs = zip(_stores(cache)[1:], _stores(exact)[1:], strict=True)
+        cache = make_cache(model, used, bits=2, first_bits=4, **changes)
+        read(model, cache, prompt(1, 120, salt=1))
+        pairs = zip(stores_of(cache)[1:], stores_of(exact)[1:], strict=True)
         missed.append(
             sum(
                 float((x - y).square().sum() / y.square().sum())
                 for pair in pairs
-                for x, y in zip(*map(_tokens, pair), strict=True)
+                for x, y in zip(*map(rows_of, pair), strict=True)
             )
         )
     assert missed[0] < 0.9 * missed[1]
@@ -205,11 +142,11 @@ def test_the_plan_of_layers(artifact_of: ArtifactOf) -> None:
 def test_predictors_are_held_once_and_in_the_bits_they_were_made_with(
     artifact_of: ArtifactOf,
 ) -> None:
-    model, shared = _built("llama"), []
+    model, shared = attached(MODELS["llama"].build()), []
     for options in ({}, {"predictor_bits": 4}):
-        caches = [_cache(model, artifact_of("llama", **options)) for _ in range(2)]
+        caches = [make_cache(model, artifact_of("llama", **options)) for _ in range(2)]
         for cache in caches:
-            _read(model, cache, prompt(1, 60))
+            read(model, cache, prompt(1, 60))
         coders = [cache.retrieval_layers[1].regions.store._coder for cache in caches]
         assert coders[0].predictors is coders[1].predictors is not None
         shared.append(caches[0].memory().shared)
@@ -217,14 +154,14 @@ def test_predictors_are_held_once_and_in_the_bits_they_were_made_with(
     numbers, biases, frequencies = 3 * 32 * 32, 2 * 32 * 4, 2 * 8 * 4
     assert shared[0] == numbers * 4 + biases + frequencies
     assert shared[1] == numbers // 2 + 2 * 32 * 4 + biases + frequencies
-    unpredicted = _cache(model, artifact_of("llama"), anchor_every=1)
-    _read(model, unpredicted, prompt(1, 60))
+    unpredicted = make_cache(model, artifact_of("llama"), anchor_every=1)
+    read(model, unpredicted, prompt(1, 60))
     assert unpredicted.memory().shared == frequencies
 
 
 def test_with_an_artifact_sixteen_bits_are_full_attention_too(artifact_of: ArtifactOf) -> None:
     results = run_conformance(
-        lambda model: _cache(model, artifact_of("gemma2"), bits=16),
+        lambda model: make_cache(model, artifact_of("gemma2"), bits=16),
         ["gemma2"],
         ["greedy_ragged", "beams_ragged", "prompt_lookup"],
     )
@@ -240,14 +177,9 @@ def test_an_artifact_beside_the_model_is_found(artifact_of: ArtifactOf, tmp_path
     assert AquaKVCache(model.config).options.artifact == str(tmp_path / "aqua")
 
 
-def test_artifacts_of_other_models_and_methods_are_refused(
-    artifact_of: ArtifactOf, tmp_path: Path
-) -> None:
-    artifact, other = artifact_of("llama"), MODELS["qwen2"].build()
-    with pytest.raises(ValueError, match="artifact"):
-        AquaKVCache(other.config, artifact=artifact)
+def test_other_weights_are_refused(artifact_of: ArtifactOf) -> None:
     model = MODELS["llama"].build()
-    cache = AquaKVCache(model.config, artifact=artifact)
+    cache = AquaKVCache(model.config, artifact=artifact_of("llama"))
     cache.check_model(model)
     with torch.no_grad():
         for weight in model.parameters():
@@ -255,12 +187,11 @@ def test_artifacts_of_other_models_and_methods_are_refused(
     with pytest.raises(ValueError, match="weights"):
         cache.check_model(model)
     AquaKVCache(model.config, predictor="none").check_model(model)
-    found = load(artifact, None)
-    CalibrationArtifact("a2ats", found.model, found.tensors).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="not of 'aqua'"):
-        AquaKVCache(model.config, artifact=str(tmp_path))
-    with pytest.raises(FileNotFoundError):
-        AquaKVCache(model.config, artifact=str(tmp_path / "nothing"))
+
+
+def test_artifacts_of_another_model_are_refused(artifact_of: ArtifactOf) -> None:
+    with pytest.raises(ValueError, match="made for a llama model, this one is qwen2"):
+        AquaKVCache(MODELS["qwen2"].build().config, artifact=artifact_of("llama"))
 
 
 @pytest.mark.parametrize(
@@ -282,9 +213,9 @@ def test_an_artifact_of_another_kind_is_refused(
 def test_a_saved_cache_goes_on_with_its_own_artifact_only(
     artifact_of: ArtifactOf, tmp_path: Path
 ) -> None:
-    model = _built("llama")
-    cache = _cache(model, artifact_of("llama"))
-    _read(model, cache, prompt(1, 60))
+    model = attached(MODELS["llama"].build())
+    cache = make_cache(model, artifact_of("llama"))
+    read(model, cache, prompt(1, 60))
     cache.save_pretrained(tmp_path)
     moved = tmp_path / "moved"
     load(artifact_of("llama"), None).save_pretrained(moved)
@@ -292,7 +223,7 @@ def test_a_saved_cache_goes_on_with_its_own_artifact_only(
         AquaKVCache.from_pretrained(tmp_path, model.config)
     loaded = AquaKVCache.from_pretrained(tmp_path, model.config, artifact=str(moved))
     token = prompt(1, 1, salt=1)
-    assert torch.equal(_read(model, loaded, token), _read(model, cache, token))
+    assert torch.equal(read(model, loaded, token), read(model, cache, token))
     with pytest.raises(ValueError, match="saved with another artifact"):
         AquaKVCache.from_pretrained(
             tmp_path, model.config, artifact=artifact_of("llama", predictor_bits=4)
@@ -304,24 +235,24 @@ def test_a_saved_cache_goes_on_with_its_own_artifact_only(
 def test_without_positions_nothing_is_taken_in_and_the_way_out_is_told(
     artifact_of: ArtifactOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = _built("llama")
-    cache = _cache(model, artifact_of("llama"))
+    model = attached(MODELS["llama"].build())
+    cache = make_cache(model, artifact_of("llama"))
     monkeypatch.setattr("hf_kvret.attention.attention._positions", lambda ids, query: None)
     with pytest.raises(ValueError, match=r"pass position_ids to the model, use predictor='none'"):
-        _read(model, cache, prompt(1, 60))
+        read(model, cache, prompt(1, 60))
     assert cache.get_seq_length() == 0
     for options in ({"predictor": "none"}, {"artifact": artifact_of("llama", space="after")}):
         other = AquaKVCache(model.config, **{**COVERING_OPTIONS, **options})
-        assert torch.isfinite(_read(model, other, prompt(1, 60))).all()
+        assert torch.isfinite(read(model, other, prompt(1, 60))).all()
 
 
 def test_a_model_with_images_is_refused_unless_keys_stay_rotated(artifact_of: ArtifactOf) -> None:
-    model = _built("qwen2_vl")
+    model = attached(MODELS["qwen2_vl"].build())
     with pytest.raises(ValueError, match=r"positions of three parts.*--space after"):
-        _cache(model, artifact_of("qwen2_vl"))
+        make_cache(model, artifact_of("qwen2_vl"))
     for cache in (
-        _cache(model, artifact_of("qwen2_vl", space="after")),
-        _cache(model, None, predictor="none"),
+        make_cache(model, artifact_of("qwen2_vl", space="after")),
+        make_cache(model, None, predictor="none"),
     ):
         model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=4, do_sample=False)
         assert cache.stats()["layers"][1]["selected"] > 0
@@ -329,7 +260,7 @@ def test_a_model_with_images_is_refused_unless_keys_stay_rotated(artifact_of: Ar
 
 def test_a_part_of_the_heads_is_refused(artifact_of: ArtifactOf) -> None:
     """As a rank of a tensor-parallel model has them."""
-    model = _built("llama")
+    model = attached(MODELS["llama"].build())
     store = _stores_for_one_head(model, artifact_of("llama"))
     keys = torch.zeros(1, 1, 4, 16)
     with pytest.raises(ValueError, match=r"2 KV heads.*this layer has 1 KV heads"):
@@ -337,9 +268,9 @@ def test_a_part_of_the_heads_is_refused(artifact_of: ArtifactOf) -> None:
 
 
 def _stores_for_one_head(model: PreTrainedModel, artifact: str) -> AquaStore:
-    cache = _cache(model, artifact)
-    _read(model, cache, prompt(1, 60))
-    return AquaStore(layer_plan(cache.options, 0), _stores(cache)[0].memory)
+    cache = make_cache(model, artifact)
+    read(model, cache, prompt(1, 60))
+    return AquaStore(layer_plan(cache.options, 0), stores_of(cache)[0].memory)
 
 
 @pytest.mark.parametrize("previous", [0, 9, "x", True])
@@ -352,4 +283,4 @@ def test_a_layer_is_predicted_from_the_one_below_or_not_at_all(
     dataclasses.replace(whole, options=options).save_pretrained(tmp_path / "spoilt")
     message = r"damaged at layer 2 \(role='predicted', previous=.*hf-kvret calibrate aqua"
     with pytest.raises(ValueError, match=message):
-        _cache(_built("smollm3"), str(tmp_path / "spoilt"))
+        make_cache(attached(MODELS["smollm3"].build()), str(tmp_path / "spoilt"))

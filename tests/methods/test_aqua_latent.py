@@ -9,20 +9,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import hf_kvret
 from hf_kvret import AquaKVCache
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.predictors import predict, unpacked
-from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.testing import LATENT_MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_model_patches.rope import Rope
 
 from ..saved_files import read_saved
+from .aqua_caches import attached, read, rows_of, stores_of
 
 RANK, ROW, GROUP = 16, 24, 8
 SLOW = pytest.mark.slow
@@ -41,25 +40,14 @@ def learned(name: str, folder: Path, **options: Any) -> PreTrainedModel:
     corpus = Corpus([prompt(1, 120, salt)[0] for salt in range(4)], 1, {"text": "random"})
     calibration = AquaCalibration(**{"bits": 4, "sinks": 0} | options)
     calibrate(model, corpus, calibration, folder, progress=False)
-    hf_kvret.attach(model)
-    return model
+    return attached(model)
 
 
 def filled(model: PreTrainedModel, folder: Path, **options: Any) -> AquaKVCache:
     """A cache of two prompts of 60 tokens, 56 of which are cold."""
     cache = AquaKVCache(model.config, artifact=str(folder), **REGIONS, **options)
-    with torch.no_grad():
-        model(prompt(2, 60), past_key_values=cache)
+    read(model, cache, prompt(2, 60))
     return cache
-
-
-def stores(cache: AquaKVCache) -> list[AquaStore]:
-    return [layer.regions.store for layer in cache.retrieval_layers]
-
-
-def tokens(store: AquaStore) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [(keys, values) for _, keys, values in store.chunks(piece_len=16)]
-    return tuple(torch.cat(side, dim=2) for side in zip(*parts, strict=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -69,7 +57,7 @@ def test_rows_are_predicted_from_rows_below_and_coded_once(name: str, tmp_path: 
     cache, exact = filled(model, tmp_path), filled(model, tmp_path, bits=16, first_bits=16)
     artifact, below = load(str(tmp_path), None), torch.zeros(())
     positions, codec = torch.arange(56)[None], HiggsCodec(4, GROUP, seed=0)
-    for store, other in zip(stores(cache), stores(exact), strict=True):
+    for store, other in zip(stores_of(cache), stores_of(exact), strict=True):
         prefix, plan = f"layers.{store.plan.layer}.", artifact.options["layers"]
         plan = plan[str(store.plan.layer)]
         shape = plan["heads"], plan["head_dim"], plan["value_head_dim"], plan["value_group"]
@@ -80,7 +68,7 @@ def test_rows_are_predicted_from_rows_below_and_coded_once(name: str, tmp_path: 
         assert not any(n.startswith("value.") for n in own)
         kind = plan["attention_factor"], plan["layout"], plan.get("last", False)
         rope = Rope(own["inv_freq"], *kind)
-        keys, values = tokens(other)
+        keys, values = rows_of(other)
         assert torch.equal(values, keys[..., :RANK])
         row, predicted = rope.unrotate(keys, positions)[:, 0], torch.zeros(())
         if plan["previous"] is not None:
@@ -88,7 +76,7 @@ def test_rows_are_predicted_from_rows_below_and_coded_once(name: str, tmp_path: 
             assert key["weight"].shape == (ROW, ROW)
             predicted = predict(unpacked(key), below)
         below = codec.decode(*codec.encode(row - predicted)) + predicted
-        keys, values = tokens(store)
+        keys, values = rows_of(store)
         assert keys.shape == (2, 1, 56, ROW) and torch.equal(values, keys[..., :RANK])
         # A pair halfway between two grid points may round either way.
         near = rope.unrotate(keys, positions)[:, 0]
@@ -104,7 +92,7 @@ def test_bytes_are_those_of_rows_alone(tmp_path: Path) -> None:
     # 24 numbers of 4 bits, and three scales of fp16; 24 numbers of fp32.
     for options, nbytes in (({}, 12 + 6), ({"bits": 16, "first_bits": 16}, 96)):
         cache = filled(model, tmp_path / "made", **options)
-        for store in stores(cache):
+        for store in stores_of(cache):
             assert store.row_nbytes(96) == nbytes
             assert store._pages.paged_rows().width * store._pages.paged_rows().dtype.itemsize == (
                 nbytes
@@ -149,8 +137,8 @@ def test_a_saved_cache_and_a_fork_go_on(
     more = torch.cat([answer.flip(0)[:, : cache.get_seq_length()], prompt(2, 30, salt=3)], dim=1)
     answers = [model.generate(more, past_key_values=one, **GREEDY) for one in (cache, twin, fork)]
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
-    for ours, theirs in zip(stores(cache), stores(twin), strict=True):
-        for x, y in zip(tokens(ours), tokens(theirs), strict=True):
+    for ours, theirs in zip(stores_of(cache), stores_of(twin), strict=True):
+        for x, y in zip(rows_of(ours), rows_of(theirs), strict=True):
             assert torch.equal(x, y)
 
 
@@ -181,8 +169,8 @@ def test_other_calibrations_are_served(options: dict[str, Any], tmp_path: Path) 
     model = learned("deepseek_v3", tmp_path, **options)
     cache = filled(model, tmp_path)
     exact = filled(model, tmp_path, bits=16, first_bits=16)
-    for store, other in zip(stores(cache), stores(exact), strict=True):
-        rows, expected = tokens(store)[0], tokens(other)[0]
+    for store, other in zip(stores_of(cache), stores_of(exact), strict=True):
+        rows, expected = rows_of(store)[0], rows_of(other)[0]
         spread = (expected - expected.mean(2, keepdim=True)).square().mean()
         # 2 bits of min and max leave at most a twelfth of a third of the range, squared.
         assert (rows - expected).square().mean() < 0.2 * spread

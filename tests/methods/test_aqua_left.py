@@ -7,71 +7,37 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
 from hf_kvret.contracts.block import UNKNOWN_POSITION
-from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.coder import Rows
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
-LAYERS, HEADS, DIM = 5, 2, 16
+from .aqua_caches import (
+    DIM,
+    HEADS,
+    LAYERS,
+    decode,
+    deep_model,
+    learn,
+    make_cache,
+    read,
+    rows_of,
+    stores_of,
+)
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=2048,
-        initializer_range=0.1,
-    )
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config).eval()
-    hf_kvret.attach(made)
-    return made
+    return deep_model()
 
 
 @pytest.fixture(scope="module")
 def artifact(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("aqua-left")
-    corpus = Corpus([prompt(1, 200, salt)[0] for salt in range(4)], 0, {"text": "random"})
-    calibrate(model, corpus, AquaCalibration(bits=4), folder, progress=False)
-    return str(folder)
-
-
-def _small(model: PreTrainedModel, artifact: str, **changes: Any) -> AquaKVCache:
-    options = {**COVERING_OPTIONS, "artifact": artifact, "bits": 4, **changes}
-    return AquaKVCache(model.config, **options)
-
-
-@torch.no_grad()
-def _read(model: PreTrainedModel, cache: AquaKVCache, ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[B, n, V]`` of more tokens."""
-    return model(ids, past_key_values=cache).logits
-
-
-def _step(model: PreTrainedModel, cache: AquaKVCache, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of more tokens, one after the other."""
-    return torch.cat([_read(model, cache, token) for token in ids.split(1, dim=1)], dim=1)
-
-
-def _stores(cache: AquaKVCache) -> list[AquaStore]:
-    return [layer.regions.store for layer in cache.retrieval_layers]
-
-
-def _tokens(store: AquaStore) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [(keys, values) for _, keys, values in store.chunks(piece_len=64)]
-    return tuple(torch.cat(side, dim=2) for side in zip(*parts, strict=True))
+    return learn(model, tmp_path_factory.mktemp("aqua-left"))
 
 
 def test_one_layer_is_reconstructed_at_a_time_and_none_is_left_after_a_pass(
@@ -92,16 +58,16 @@ def test_one_layer_is_reconstructed_at_a_time_and_none_is_left_after_a_pass(
     token_bytes = 2 * HEADS * DIM * 4
     for changes in ({}, {"anchor_every": 2}, {"keep": "rows"}):
         alive[:] = [0, 0]
-        cache = _small(model, artifact, **changes)
-        _read(model, cache, prompt(1, 200))
+        cache = make_cache(model, artifact, **changes)
+        read(model, cache, prompt(1, 200))
         assert alive == [0, 192 * token_bytes]
         before = cache.memory().store_device
-        _step(model, cache, prompt(1, 3, salt=1))
-        _read(model, cache, prompt(1, 30, salt=2))
-        _step(model, cache, prompt(1, 9, salt=1))
+        decode(model, cache, prompt(1, 3, salt=1))
+        read(model, cache, prompt(1, 30, salt=2))
+        decode(model, cache, prompt(1, 9, salt=1))
         assert alive[0] == 0
-        assert alive[1] <= len(_stores(cache)[0]) * token_bytes
-        assert all(store.reconstruction is None for store in _stores(cache))
+        assert alive[1] <= len(stores_of(cache)[0]) * token_bytes
+        assert all(store.reconstruction is None for store in stores_of(cache))
         assert cache.memory().store_device >= before
 
 
@@ -109,22 +75,22 @@ def test_each_layer_is_decoded_once_a_step_and_a_chain_only_where_nothing_was_le
     model: PreTrainedModel, artifact: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
-    decode = AquaStore._decode
+    plain = AquaStore._decode
 
     def counted(self: AquaStore, coder: Any, first: int, last: int, below: Rows | None) -> Rows:
         decoded.append(last - first)
-        return decode(self, coder, first, last, below)
+        return plain(self, coder, first, last, below)
 
     monkeypatch.setattr(AquaStore, "_decode", counted)
-    cache = _small(model, artifact)
-    _read(model, cache, prompt(1, 60))
+    cache = make_cache(model, artifact)
+    read(model, cache, prompt(1, 60))
     assert not decoded
-    _step(model, cache, prompt(1, 1))
+    decode(model, cache, prompt(1, 1))
     assert decoded == LAYERS * [52]
     decoded.clear()
-    _step(model, cache, prompt(1, 9, salt=1))
+    decode(model, cache, prompt(1, 9, salt=1))
     assert sum(decoded) == LAYERS * (3 * 52 + 4 * 56 + 2 * 60)
-    top = _stores(cache)[-1]
+    top = stores_of(cache)[-1]
     decoded.clear()
     top.gather(torch.tensor([[[[3, 7]]] * 2], dtype=torch.int32))
     assert decoded == LAYERS * [5]
@@ -137,25 +103,25 @@ def test_what_was_left_is_never_out_of_date(
     """The same passes, once with everything made of codes alone."""
 
     def played() -> list[torch.Tensor]:
-        cache = _small(model, artifact, **changes)
-        seen = [_read(model, cache, prompt(2, 60))]
+        cache = make_cache(model, artifact, **changes)
+        seen = [read(model, cache, prompt(2, 60))]
         # Breaks off in the middle, as an error in attention would.
-        stores = _stores(cache)
+        stores = stores_of(cache)
         for store in stores[:2]:
             next(store.chunks(piece_len=64))
         next(stores[3].chunks(piece_len=64))
         list(stores[2].chunks())
-        seen.append(_step(model, cache, prompt(2, 6, salt=1)))
+        seen.append(decode(model, cache, prompt(2, 6, salt=1)))
         list(stores[1].chunks())
         cache.reorder_cache(torch.tensor([1, 0]))
-        seen.append(_step(model, cache, prompt(2, 2, salt=2)))
+        seen.append(decode(model, cache, prompt(2, 2, salt=2)))
         list(stores[0].chunks())
         cache.crop(-25)
-        seen.append(_step(model, cache, prompt(2, 9, salt=3)))
+        seen.append(decode(model, cache, prompt(2, 9, salt=3)))
         list(stores[1].chunks())
-        seen.append(_read(model, cache, prompt(2, 30, salt=4)))
+        seen.append(read(model, cache, prompt(2, 30, salt=4)))
         list(stores[2].chunks())
-        seen.append(_step(model, cache.fork(), prompt(2, 7, salt=5)))
+        seen.append(decode(model, cache.fork(), prompt(2, 7, salt=5)))
         return seen
 
     found = played()
@@ -170,12 +136,12 @@ def test_what_was_left_is_never_out_of_date(
 
 
 def test_kept_rows_are_what_codes_decode_to(model: PreTrainedModel, artifact: str) -> None:
-    caches = [_small(model, artifact, keep=keep) for keep in ("codes", "rows")]
+    caches = [make_cache(model, artifact, keep=keep) for keep in ("codes", "rows")]
     for cache in caches:
-        _read(model, cache, prompt(2, 60))
-        _step(model, cache, prompt(2, 1, salt=1))
-    for coded, full in zip(*map(_stores, caches), strict=True):
-        torch.testing.assert_close(_tokens(coded), _tokens(full), rtol=1e-5, atol=1e-5)
+        read(model, cache, prompt(2, 60))
+        decode(model, cache, prompt(2, 1, salt=1))
+    for coded, full in zip(*map(stores_of, caches), strict=True):
+        torch.testing.assert_close(rows_of(coded), rows_of(full), rtol=1e-5, atol=1e-5)
     assert caches[1].memory().store_device > 3 * caches[0].memory().store_device
 
 
@@ -183,9 +149,9 @@ def test_bytes_are_those_of_packed_codes_and_of_one_scale_a_group(
     model: PreTrainedModel, artifact: str
 ) -> None:
     """2 + 16 / group + 2 / L bits a value; nothing is unpacked, or padded to 1024 numbers."""
-    cache = _small(model, artifact, bits=2)
-    _read(model, cache, prompt(1, 200))
-    stores, group, tokens = _stores(cache), HEADS * DIM, 192
+    cache = make_cache(model, artifact, bits=2)
+    read(model, cache, prompt(1, 200))
+    stores, group, tokens = stores_of(cache), HEADS * DIM, 192
     pages = [store._pages.nbytes() - store._pages._table.nbytes for store in stores]
     values = LAYERS * tokens * 2 * HEADS * DIM
     assert 8 * sum(pages) / values == 2 + 16 / group + 2 / LAYERS
@@ -205,10 +171,10 @@ def test_bytes_are_those_of_packed_codes_and_of_one_scale_a_group(
 
 
 def test_what_is_left_is_counted_while_it_lives(model: PreTrainedModel, artifact: str) -> None:
-    cache = _small(model, artifact)
-    _read(model, cache, prompt(1, 60))
+    cache = make_cache(model, artifact)
+    read(model, cache, prompt(1, 60))
     before = cache.memory().store_device
-    list(_stores(cache)[1].chunks())
+    list(stores_of(cache)[1].chunks())
     assert cache.memory().store_device == before + 52 * 2 * HEADS * DIM * 4
     cache.crop(-20)
     assert cache.memory().store_device <= before
@@ -217,11 +183,11 @@ def test_what_is_left_is_counted_while_it_lives(model: PreTrainedModel, artifact
 def test_on_the_host_codes_are_there_and_positions_here(
     model: PreTrainedModel, artifact: str
 ) -> None:
-    cache = _small(model, artifact, store="host")
-    _read(model, cache, prompt(1, 200))
+    cache = make_cache(model, artifact, store="host")
+    read(model, cache, prompt(1, 200))
     report = cache.memory()
-    tables = sum(store._pages._table.nbytes for store in _stores(cache))
-    assert report.store_device == _stores(cache)[0]._positions.nbytes() + tables
+    tables = sum(store._pages._table.nbytes for store in stores_of(cache))
+    assert report.store_device == stores_of(cache)[0]._positions.nbytes() + tables
     values = LAYERS * 192 * 2 * HEADS * DIM
     assert report.store_host == values * (4 + 16 / (HEADS * DIM)) / 8
 
@@ -230,14 +196,14 @@ def test_a_flush_leaves_recent_tokens_in_full_precision(
     model: PreTrainedModel, artifact: str
 ) -> None:
     """The authors' leaves none, not even of a prompt."""
-    cache = _small(model, artifact)
+    cache = make_cache(model, artifact)
     for step in range(16):
-        _read(model, cache, prompt(1, 60 if not step else 1, salt=step))
+        read(model, cache, prompt(1, 60 if not step else 1, salt=step))
         for layer in cache.retrieval_layers:
             assert layer.regions.window.length >= COVERING_OPTIONS["recent"]
     assert cache.retrieval_layers[0].regions.cold_len > 60
     published = AquaKVCache(model.config, options=AquaConfig.paper(artifact=artifact))
-    _read(model, published, prompt(1, 40))
+    read(model, published, prompt(1, 40))
     assert published.retrieval_layers[0].regions.cold_len == 0
 
 
@@ -245,15 +211,15 @@ def test_a_flush_leaves_recent_tokens_in_full_precision(
 def test_half_precision_is_as_near_as_its_codes(
     dtype: torch.dtype, model: PreTrainedModel, artifact: str
 ) -> None:
-    caches = [_small(model, artifact, first_bits=bits, bits=bits) for bits in (4, 16)]
+    caches = [make_cache(model, artifact, first_bits=bits, bits=bits) for bits in (4, 16)]
     other = AutoModelForCausalLM.from_config(model.config, dtype=dtype).eval()
     other.load_state_dict(model.state_dict())
     hf_kvret.attach(other)
     for cache in caches:
-        _read(other, cache, prompt(2, 60))
-        _step(other, cache, prompt(2, 9, salt=1))
-    for coded, full in zip(*map(_stores, caches), strict=True):
-        for x, wanted in zip(_tokens(coded), _tokens(full), strict=True):
+        read(other, cache, prompt(2, 60))
+        decode(other, cache, prompt(2, 9, salt=1))
+    for coded, full in zip(*map(stores_of, caches), strict=True):
+        for x, wanted in zip(rows_of(coded), rows_of(full), strict=True):
             assert x.dtype == dtype
             missed = (x - wanted).float().square().sum() / wanted.float().square().sum()
             assert missed < 0.02
@@ -261,7 +227,7 @@ def test_half_precision_is_as_near_as_its_codes(
 
 def test_positions_stay_with_their_tokens(model: PreTrainedModel, artifact: str) -> None:
     """Of tokens that a crop brought back the store knows them, of later ones the index."""
-    cache = _small(model, artifact)
+    cache = make_cache(model, artifact)
     told = torch.empty(2, 0, dtype=torch.int64)
 
     def read(count: int, first: int) -> None:
@@ -273,7 +239,7 @@ def test_positions_stay_with_their_tokens(model: PreTrainedModel, artifact: str)
         told = torch.cat([told, places], dim=1)
 
     def check() -> None:
-        store, regions = _stores(cache)[0], cache.retrieval_layers[0].regions
+        store, regions = stores_of(cache)[0], cache.retrieval_layers[0].regions
         cold = len(store)
         assert torch.equal(store._positions.rows[:, 0, :cold], told[:, :cold].int())
         # Of tokens that a crop dropped, they stay until others come in their place.
@@ -325,9 +291,9 @@ def test_positions_stay_with_their_tokens(model: PreTrainedModel, artifact: str)
 def test_what_was_read_stays_when_the_layer_above_is_read(
     model: PreTrainedModel, artifact: str
 ) -> None:
-    cache = _small(model, artifact)
-    _read(model, cache, prompt(1, 60))
-    store, above = _stores(cache)[1:3]
+    cache = make_cache(model, artifact)
+    read(model, cache, prompt(1, 60))
+    store, above = stores_of(cache)[1:3]
     list(store.chunks())
     assert store.reconstruction is not None
     _, keys, values = next(store.chunks())
@@ -338,14 +304,14 @@ def test_what_was_read_stays_when_the_layer_above_is_read(
 
 
 def test_an_exact_first_layer_predicts_too(model: PreTrainedModel, artifact: str) -> None:
-    cache = _small(model, artifact, first_bits=16)
-    exact = _small(model, artifact, bits=16)
+    cache = make_cache(model, artifact, first_bits=16)
+    exact = make_cache(model, artifact, bits=16)
     for each in (cache, exact):
-        _read(model, each, prompt(1, 60))
+        read(model, each, prompt(1, 60))
     # Layers are made of the codes in any order: nothing was left for the second.
-    pairs = zip(_stores(cache)[::-1], _stores(exact)[::-1], strict=True)
+    pairs = zip(stores_of(cache)[::-1], stores_of(exact)[::-1], strict=True)
     for store, other in pairs:
-        for x, wanted in zip(_tokens(store), _tokens(other), strict=True):
+        for x, wanted in zip(rows_of(store), rows_of(other), strict=True):
             missed = (x - wanted).square().sum() / wanted.square().sum()
             assert missed < 0.02 and (missed == 0) == (store.plan.layer == 0)
-    assert _stores(cache)[0].stats() == {"bits": 16}
+    assert stores_of(cache)[0].stats() == {"bits": 16}

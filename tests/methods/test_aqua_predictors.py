@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret.methods.aqua.gptq import GROUP, pack_matrix, unpack_matrix
-from hf_kvret.methods.aqua.mlp import fit_mlp
 from hf_kvret.methods.aqua.predictors import (
     BLOCK,
+    GROUP,
     Rows,
     fit_linear,
     fit_low_rank,
+    fit_mlp,
+    pack_matrix,
     predict,
+    unpack_matrix,
     unpacked,
 )
 

@@ -13,23 +13,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import hf_kvret
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
+
+from .aqua_caches import attached, learn, read
 
 ArtifactOf = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    made = MODELS["llama"].build()
-    hf_kvret.attach(made)
-    return made
+    return attached(MODELS["llama"].build())
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +37,7 @@ def artifact_of(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
         key = str(options)
         if key not in made:
             folder = tmp_path_factory.mktemp("aqua")
-            corpus = Corpus([prompt(1, 100, salt)[0] for salt in range(2)], 0, {"text": "random"})
-            calibrate(model, corpus, AquaCalibration(**options), folder, progress=False)
-            made[key] = str(folder)
+            made[key] = learn(model, folder, texts=2, **{"bits": 2, **options})
         return made[key]
 
     return find
@@ -55,8 +49,7 @@ def _cache(model: PreTrainedModel, **options: Any) -> AquaKVCache:
 
 def _bits(model: PreTrainedModel, cache: AquaKVCache) -> list[int]:
     """Of each layer, once tokens are cold."""
-    with torch.no_grad():
-        model(prompt(1, 60), past_key_values=cache)
+    read(model, cache, prompt(1, 60))
     return [layer["bits"] for layer in cache.stats()["layers"]]
 
 
@@ -123,10 +116,7 @@ def test_a_cache_that_was_saved_keeps_its_bits(
     loaded = AquaKVCache.from_pretrained(tmp_path, model.config, artifact=artifact_of(bits=16))
     assert loaded.options == cache.options
     assert loaded.stats()["layers"][1]["bits"] == 2
-    with torch.no_grad():
-        tokens = prompt(1, 1, salt=1)
-        outs = [model(tokens, past_key_values=each).logits for each in (cache, loaded)]
-    assert torch.equal(*outs)
+    assert torch.equal(*(read(model, each, prompt(1, 1, salt=1)) for each in (cache, loaded)))
     unset = _cache(model, artifact=artifact_of(bits=16))
     _bits(model, unset)
     unset.save_pretrained(tmp_path / "unset")

@@ -10,8 +10,7 @@ import torch
 
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.study import Carried, LayerFindings
-from hf_kvret.methods.aqua.mlp import BATCH
-from hf_kvret.methods.aqua.predictors import Rows, predict, unpacked
+from hf_kvret.methods.aqua.predictors import BATCH, Rows, predict, unpacked
 from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens

@@ -18,6 +18,8 @@ from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
 from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels.relevance import group_relevance
 
+from .watched_stores import normal
+
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 2 / math.sqrt(DIM)
 RECENT = 20
@@ -29,10 +31,6 @@ TELLING_MODES = (
     "second_turn_ragged",
     "crop_deep",
 )
-
-
-def _normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _options(**changes: Any) -> CTkvrConfig:
@@ -78,8 +76,8 @@ def _ragged(batch: int, count: int) -> torch.Tensor:
 
 def _prompt(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return (
-        _normal(seed, batch, HEADS * GROUP, count, DIM),
-        _normal(seed + 1, batch, HEADS, count, DIM),
+        normal(seed, batch, HEADS * GROUP, count, DIM),
+        normal(seed + 1, batch, HEADS, count, DIM),
     )
 
 
@@ -128,7 +126,7 @@ def _all(held: int) -> torch.Tensor:
 def test_the_rerank_takes_the_best_of_what_was_recalled(softcap: float | None) -> None:
     queries, keys = _prompt(300)
     index, store = _fill(_options(update=0), queries, keys, budget=15, softcap=softcap)
-    valid, query = torch.ones(2, 280, dtype=torch.bool), _normal(8, 2, HEADS * GROUP, 1, DIM)
+    valid, query = torch.ones(2, 280, dtype=torch.bool), normal(8, 2, HEADS * GROUP, 1, DIM)
     ids = index.search(query, cold_tokens(valid, SCALE, 15, softcap, store=store))
     assert index._file.queue is not None
     bundles = query.unflatten(1, (HEADS, GROUP)).transpose(2, 3)
@@ -145,7 +143,7 @@ def test_other_queries_find_what_similar_centroids_found() -> None:
     queries, keys = _prompt(600)
     options = _options()
     valid = torch.ones(2, 580, dtype=torch.bool)
-    query = 0.8 * queries[:, :, -1:] + 0.4 * _normal(5, 2, HEADS * GROUP, 1, DIM)
+    query = 0.8 * queries[:, :, -1:] + 0.4 * normal(5, 2, HEADS * GROUP, 1, DIM)
     index, store = _fill(options, queries, keys, budget=30)
     near = measure_recall(
         query,
@@ -194,7 +192,7 @@ def test_sinks_padding_and_holes_are_never_selected(rerank: str) -> None:
 def test_a_row_does_not_change_with_its_neighbours() -> None:
     queries, keys = _prompt(400, batch=3)
     valid = _ragged(3, 400)
-    steps = _normal(3, 3, HEADS * GROUP, 60, DIM)
+    steps = normal(3, 3, HEADS * GROUP, 60, DIM)
     chosen = []
     for pair in ([0, 1], [0, 2]):
         index, store = _fill(
@@ -232,7 +230,7 @@ def test_without_a_rerank_lists_take_turns_from_the_nearest_on() -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_codes_choose_nearly_what_keys_choose(softcap: float | None) -> None:
     queries, keys = _prompt(600)
-    keys = keys + 2 * _normal(7, 2, HEADS, 1, DIM)
+    keys = keys + 2 * normal(7, 2, HEADS, 1, DIM)
     valid = torch.ones(2, 580, dtype=torch.bool)
     query = queries[:, :, -1:]
     found = {}

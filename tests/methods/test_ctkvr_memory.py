@@ -17,17 +17,15 @@ from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret_kernels.centroid import naive
 
+from .watched_stores import normal
+
 BATCH, HEADS, GROUP, DIM, TOKENS, BUDGET = 2, 4, 2, 32, 3000, 300
 BOUND = 16 * 10**6
 Bundle = tuple[torch.Tensor, torch.Tensor]
 
 
-def _normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def _cold(dtype: torch.dtype) -> ColdTokens:
-    keys = _normal(0, BATCH, HEADS, TOKENS, DIM).to(dtype)
+    keys = normal(0, BATCH, HEADS, TOKENS, DIM).to(dtype)
     store = PagedStore(DeviceMemory(keys.device))
     store.append(TokenBlock(keys, keys, 0))
     valid = torch.ones(BATCH, TOKENS, dtype=torch.bool)
@@ -38,7 +36,7 @@ def _cold(dtype: torch.dtype) -> ColdTokens:
 def _bundle(seed: int, count: int, dead: int = 0) -> Bundle:
     slots = torch.arange(count).repeat(BATCH, 1)
     slots[0, :dead], slots[1, count // 2 : count // 2 + dead // 3] = -1, -1
-    return _normal(seed, BATCH, HEADS, count, GROUP, DIM), slots
+    return normal(seed, BATCH, HEADS, count, GROUP, DIM), slots
 
 
 def _inverted_file(cold: ColdTokens) -> InvertedFile:

@@ -7,7 +7,6 @@ the exact top-k.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,28 +15,15 @@ import torch
 from hf_kvret import ColdTokens, TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
 from hf_kvret.observe.recall import measure_recall
-from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
 from hf_kvret.testing.cold import cold_tokens
 
+from .watched_stores import CountingStore, normal
+
 HEADS, DIM, BUDGET = 2, 32, 10
 SCALE = 2 / math.sqrt(DIM)
 PROMPT = 400
-
-
-class CountingStore(PagedStore):
-    """A store that counts how often all keys are read."""
-
-    readings = 0
-
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        self.readings += 1
-        return super().key_chunks(piece_len)
-
-
-def _normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Run:
@@ -47,8 +33,8 @@ class Run:
         self.index = CTkvrIndex(options)
         self.store = CountingStore(DeviceMemory(torch.device("cpu")))
         self.batch, self.end = batch, PROMPT
-        self.queries = _normal(1, batch, HEADS, PROMPT, DIM)
-        keys = _normal(2, batch, HEADS, PROMPT, DIM)
+        self.queries = normal(1, batch, HEADS, PROMPT, DIM)
+        keys = normal(2, batch, HEADS, PROMPT, DIM)
         self.index.on_forward(self.queries, keys, 0, None)
         self._take(keys)
         self.index.build(self._cold())
@@ -104,7 +90,7 @@ def _at_once(**changes: Any) -> CTkvrConfig:
 
 
 def _query(seed: int, batch: int = 2, count: int = 1) -> torch.Tensor:
-    return _normal(seed, batch, HEADS, count, DIM)
+    return normal(seed, batch, HEADS, count, DIM)
 
 
 def test_tokens_that_left_the_window_are_found_with_a_pending_list_and_lost_without() -> None:

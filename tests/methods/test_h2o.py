@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_kvret import ColdTokens, TokenBlock
-from hf_kvret.methods.h2o import H2OConfig, H2OIndex, received
-from hf_kvret.methods.h2o import index as index_module
+from hf_kvret.methods.h2o import H2OConfig, H2OIndex
+from hf_kvret.methods.h2o import index as h2o
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.cold import cold_tokens
@@ -198,8 +198,8 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
 ) -> None:
     """A padded prompt, drafts of which some are rejected, flushes, and a long second prompt."""
     # So that there are several pieces of keys and, in each, several blocks of queries.
-    monkeypatch.setattr(index_module, "_PIECE_LEN", 16)
-    monkeypatch.setattr(received, "_SCORES_CPU", 2 * HEADS * GROUP * 16 * 7)
+    monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
+    monkeypatch.setattr(h2o, "_SCORES_CPU", 2 * HEADS * GROUP * 16 * 7)
     run = Run(softcap)
     simulation = Simulation(run)
     (queries, keys), valid = _tokens(0, 60), _ragged(60)
@@ -235,7 +235,7 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
 
 def test_no_more_scores_than_allowed_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
-    plain = received.Piece.logits
+    plain = h2o.Chunk.logits
 
     def measured(*how: Any) -> torch.Tensor:
         nonlocal largest
@@ -243,9 +243,9 @@ def test_no_more_scores_than_allowed_are_held_at_once(monkeypatch: pytest.Monkey
         largest = max(largest, logits.numel())
         return logits
 
-    monkeypatch.setattr(received.Piece, "logits", measured)
-    monkeypatch.setattr(received, "_SCORES_CPU", 2000)
-    monkeypatch.setattr(index_module, "_PIECE_LEN", 16)
+    monkeypatch.setattr(h2o.Chunk, "logits", measured)
+    monkeypatch.setattr(h2o, "_SCORES_CPU", 2000)
+    monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
     run = Run()
     run.prompt(_tokens(0, 200))
     run.build()

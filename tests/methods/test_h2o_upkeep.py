@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from hf_kvret.contracts.index import Scoring
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.regions import Regions
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
-from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+
+from .watched_stores import CountingStore
 
 HEADS, GROUP, DIM, SCALE = 2, 3, 16, 0.75
 OPTIONS: dict[str, Any] = {
@@ -34,16 +34,6 @@ def _tokens(seed: int, count: int = 1, batch: int = 2) -> Tokens:
         torch.randn(batch, HEADS * GROUP, count, DIM, generator=generator),
         torch.randn(batch, HEADS, count, DIM, generator=generator),
     )
-
-
-class CountingStore(PagedStore):
-    """A store that counts how often all keys are read."""
-
-    readings = 0
-
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        self.readings += 1
-        return super().key_chunks(piece_len)
 
 
 def _store(first: FirstRows) -> CountingStore:

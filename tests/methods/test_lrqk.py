@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-
 import pytest
 import torch
 
@@ -14,82 +10,20 @@ from hf_kvret import (
 )
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
-from hf_kvret.observe.recall import measure_recall
-from hf_kvret.stores import PagedStore
-from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing import all_valid
 from hf_kvret.testing.cold import cold_tokens
 
-HEADS, GROUP, DIM = 2, 3, 32
-SCALE = 2 / math.sqrt(DIM)
+from .lrqk_runs import CLOSED_SCALE, HEADS, closed_options, fill
+from .watched_stores import normal
 
-
-class GuardedStore(PagedStore):
-    """A store that may be told to let nobody read."""
-
-    closed = False
-
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        assert not self.closed, "keys were read from the store"
-        return super().key_chunks(piece_len)
-
-
-class Held(NamedTuple):
-    """A filled index with its store."""
-
-    index: LRQKIndex
-    store: GuardedStore
-
-    def see(self, queries: torch.Tensor) -> None:
-        """A pass of new tokens, which stay in the window."""
-        start, keys = len(self.store) + 100, torch.zeros_like(queries[:, :HEADS])
-        self.index.on_forward(queries, keys, start, None)
-        self.index.before_search(all_valid(self.store, len(queries)))
-
-    def flush(self, keys: torch.Tensor) -> None:
-        """Some tokens leave the window."""
-        block = TokenBlock(keys, keys, len(self.store))
-        self.store.append(block)
-        self.index.add(block)
-
-    def recall(self, query: torch.Tensor, budget: int = 20) -> float:
-        """Overlap with exact top-k."""
-        valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
-        ids = self.index.search(query, cold_tokens(valid, SCALE, budget))
-        return measure_recall(query, ids, cold_tokens(valid, SCALE, 1, store=self.store)).overlap
-
-
-def _options(**changes: Any) -> LRQKConfig:
-    return LRQKConfig.from_options(**{"rank": 12, **changes})
-
-
-def _fill(
-    options: LRQKConfig,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    valid: torch.Tensor | None = None,
-    cuts: tuple[int, ...] = (),
-) -> Held:
-    index, store = LRQKIndex(options), GuardedStore(DeviceMemory(torch.device("cpu")))
-    for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
-        mask = None if valid is None else valid[:, start:end]
-        block = TokenBlock(keys[:, :, start:end], keys[:, :, start:end], start, mask)
-        index.on_forward(queries[:, :, start:end], block.keys, start, mask)
-        store.append(block)
-        index.add(block)
-    index.build(all_valid(store, len(keys)))
-    return Held(index, store)
-
-
-def _normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+GROUP, DIM = 3, 32
+SCALE = CLOSED_SCALE
 
 
 def _tokens(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys with a spectrum that falls off, as those of real heads do."""
     slope = torch.logspace(0.3, -0.9, DIM)
-    queries = _normal(seed, batch, HEADS * GROUP, count, DIM) * slope
-    return queries, _normal(seed + 1, batch, HEADS, count, DIM) * slope * 2
+    queries = normal(seed, batch, HEADS * GROUP, count, DIM) * slope
+    return queries, normal(seed + 1, batch, HEADS, count, DIM) * slope * 2
 
 
 def _ragged(batch: int, count: int) -> torch.Tensor:
@@ -139,10 +73,10 @@ def test_the_selection_is_the_top_k_of_its_own_proxies(
     budget: int, shared: bool, proxy_dtype: str, softcap: float | None
 ) -> None:
     queries, keys = _tokens(120)
-    keys = keys + 2 * _normal(7, 2, HEADS, 1, DIM)
+    keys = keys + 2 * normal(7, 2, HEADS, 1, DIM)
     valid = _ragged(2, 120)
-    options = _options(shared=shared, proxy_dtype=proxy_dtype)
-    index = _fill(options, queries, keys, valid, cuts=(80,)).index
+    options = closed_options(shared=shared, proxy_dtype=proxy_dtype)
+    index = fill(options, queries, keys, valid, cuts=(80,)).index
     query = _tokens(3, seed=5)[0]
     ids = index.search(query, cold_tokens(valid, SCALE, budget, softcap))
     assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
@@ -156,7 +90,7 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(held: int, options: d
     valid = _ragged(3, held)
     valid[1] = False
     valid[1, -1] = True
-    index = _fill(_options(**options), queries, keys, valid).index
+    index = fill(closed_options(**options), queries, keys, valid).index
     ids = index.search(_tokens(2, batch=3)[0], cold_tokens(valid, SCALE, held))
     expected = [set(row.nonzero().flatten().tolist()) for row in valid]
     assert _sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
@@ -173,7 +107,7 @@ def test_sinks_padding_and_holes_are_never_selected(budget: int) -> None:
     padding = valid.clone()
     valid[0, :4] = False  # sinks
     keys = torch.where(valid[:, None, :, None], keys, 100 * query[:, ::GROUP, :1])
-    index = _fill(_options(), queries, keys, padding).index
+    index = fill(closed_options(), queries, keys, padding).index
     for row, chosen in enumerate(_sets(index.search(query, cold_tokens(valid, SCALE, budget)))):
         mine = valid[row // (HEADS * 2)]
         assert len(chosen) == min(budget, int(mine.sum())) and all(mine[list(chosen)])
@@ -183,12 +117,12 @@ def test_sinks_padding_and_holes_are_never_selected(budget: int) -> None:
 def test_what_stands_in_padding_does_not_matter(cuts: tuple[int, ...]) -> None:
     queries, keys = _tokens(200)
     valid, query = _ragged(2, 200), _tokens(2, seed=4)[0]
-    expected = _fill(_options(), queries, keys, valid, cuts).index.search(
+    expected = fill(closed_options(), queries, keys, valid, cuts).index.search(
         query, cold_tokens(valid, SCALE, 20)
     )
     hidden = ~valid[:, None, :, None]
     queries, keys = (x.masked_fill(hidden, float("nan")) for x in (queries, keys))
-    found = _fill(_options(), queries, keys, valid, cuts).index.search(
+    found = fill(closed_options(), queries, keys, valid, cuts).index.search(
         query, cold_tokens(valid, SCALE, 20)
     )
     assert torch.equal(found, expected)
@@ -197,10 +131,10 @@ def test_what_stands_in_padding_does_not_matter(cuts: tuple[int, ...]) -> None:
 def test_a_padded_row_selects_like_the_same_row_alone() -> None:
     queries, keys = _tokens(200)
     valid, query = _ragged(2, 200), _tokens(2, seed=4)[0]
-    ragged = _fill(_options(), queries, keys, valid).index.search(
+    ragged = fill(closed_options(), queries, keys, valid).index.search(
         query, cold_tokens(valid, SCALE, 20)
     )[1:]
-    alone = _fill(_options(), queries[1:, :, 100:], keys[1:, :, 100:]).index
+    alone = fill(closed_options(), queries[1:, :, 100:], keys[1:, :, 100:]).index
     short = alone.search(query[1:], cold_tokens(torch.ones(1, 100, dtype=torch.bool), SCALE, 20))
     assert _sets(ragged - 100) == _sets(short)
 
@@ -210,10 +144,10 @@ def _low_rank(rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, tor
 
     Those score at least 1 above all others, more than bf16 proxies miss (scores of 8 to 2^-9 each).
     """
-    basis = torch.linalg.qr(_normal(seed, DIM, rank)).Q
-    queries = _normal(seed + 1, 2, HEADS * GROUP, 300, rank) @ basis.T
-    keys = _normal(seed + 2, 2, HEADS, 300, rank)
-    asked = torch.nn.functional.normalize(_normal(seed + 3, 2, HEADS, 1, rank), dim=-1)
+    basis = torch.linalg.qr(normal(seed, DIM, rank)).Q
+    queries = normal(seed + 1, 2, HEADS * GROUP, 300, rank) @ basis.T
+    keys = normal(seed + 2, 2, HEADS, 300, rank)
+    asked = torch.nn.functional.normalize(normal(seed + 3, 2, HEADS, 1, rank), dim=-1)
     along = (keys * asked).sum(-1, keepdim=True)
     keys = keys - along * asked + along.clamp(max=1) * asked
     keys[:, :, 40:288:21] += (4 - (keys[:, :, 40:288:21] * asked).sum(-1, keepdim=True)) * asked
@@ -224,16 +158,18 @@ def _low_rank(rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, tor
 @pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
 def test_recall_is_complete_where_the_rank_suffices(proxy_dtype: str, shared: bool) -> None:
     queries, keys, query = _low_rank(12)
-    options = _options(proxy_dtype=proxy_dtype, shared=shared)
-    assert _fill(options, queries, keys).recall(query, 12) == 1.0
+    options = closed_options(proxy_dtype=proxy_dtype, shared=shared)
+    assert fill(options, queries, keys).recall(query, 12) == 1.0
     # The test can fail: with fewer numbers than there are directions tokens are missed.
-    assert _fill(options.replace(rank=5), queries, keys).recall(query, 12) < 1.0
+    assert fill(options.replace(rank=5), queries, keys).recall(query, 12) < 1.0
 
 
 def test_more_rank_finds_more_and_full_rank_finds_all_but_ties() -> None:
     queries, keys = _tokens(600)
     query = _tokens(8, seed=4)[0]
-    recalls = [_fill(_options(rank=rank), queries, keys).recall(query) for rank in (2, 8, 16, DIM)]
+    recalls = [
+        fill(closed_options(rank=rank), queries, keys).recall(query) for rank in (2, 8, 16, DIM)
+    ]
     assert recalls == sorted(recalls) and recalls[0] < 0.6
     # bf16 keeps 8 bits: scores that differ by less than 0.4 % swap places.
     assert recalls[2] > 0.9 and recalls[3] > 0.97
@@ -241,20 +177,21 @@ def test_more_rank_finds_more_and_full_rank_finds_all_but_ties() -> None:
 
 def test_each_head_with_its_own_factors_is_served_better_than_by_shared_ones() -> None:
     queries, keys = _tokens(400)
-    turn = torch.linalg.qr(_normal(9, HEADS * GROUP, DIM, DIM)).Q
+    turn = torch.linalg.qr(normal(9, HEADS * GROUP, DIM, DIM)).Q
     queries = queries @ turn
     errors = [
-        _fill(_options(shared=s), queries, keys).index.stats()["proxy_error"] for s in (True, False)
+        fill(closed_options(shared=s), queries, keys).index.stats()["proxy_error"]
+        for s in (True, False)
     ]
     assert errors[1] < 0.8 * errors[0]
 
 
 def test_a_head_with_longer_queries_does_not_take_the_factors_for_itself() -> None:
     queries, keys = _tokens(400)
-    queries = queries @ torch.linalg.qr(_normal(9, HEADS * GROUP, DIM, DIM)).Q
-    even = _fill(_options(), queries, keys).index
+    queries = queries @ torch.linalg.qr(normal(9, HEADS * GROUP, DIM, DIM)).Q
+    even = fill(closed_options(), queries, keys).index
     queries[:, ::GROUP] *= 30
-    uneven = _fill(_options(), queries, keys).index
+    uneven = fill(closed_options(), queries, keys).index
     assert even._factors is not None and uneven._factors is not None
     torch.testing.assert_close(
         uneven._factors.to_query @ uneven._factors.to_key.mT,
@@ -266,7 +203,9 @@ def test_a_head_with_longer_queries_does_not_take_the_factors_for_itself() -> No
 
 def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
     queries, keys = _tokens(500)
-    wide, narrow = (_fill(_options(proxy_dtype=d), queries, keys) for d in ("bfloat16", "int8"))
+    wide, narrow = (
+        fill(closed_options(proxy_dtype=d), queries, keys) for d in ("bfloat16", "int8")
+    )
     rows, steps = wide.index._proxies.rows.float(), narrow.index._proxies.steps
     assert steps is not None
     found = narrow.index._proxies.values(narrow.index._proxies.rows)
@@ -279,7 +218,7 @@ def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
 
 def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
     queries, keys = _tokens(100)
-    held = _fill(_options(proxy_dtype="int8", center=False), queries, keys)
+    held = fill(closed_options(proxy_dtype="int8", center=False), queries, keys)
     held.flush(keys * 3)
     rows = held.index._proxies.rows
     assert rows.shape[2] == 200 and rows.amin() >= -127 and rows.amax() == 127
@@ -293,8 +232,8 @@ def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_bytes_are_those_of_the_tensors(shared: bool, proxy_dtype: str, size: int) -> None:
     """At rank 32 a token costs 64 or 32 bytes for a KV head."""
-    options = _options(rank=32, shared=shared, proxy_dtype=proxy_dtype)
-    index = _fill(options, *_tokens(600)).index
+    options = closed_options(rank=32, shared=shared, proxy_dtype=proxy_dtype)
+    index = fill(options, *_tokens(600)).index
     sets = HEADS if shared else HEADS * GROUP
     rows = index._proxies.rows
     assert rows.nbytes == 2 * sets * 600 * 32 * size
@@ -313,11 +252,11 @@ def test_bytes_are_those_of_the_tensors(shared: bool, proxy_dtype: str, size: in
 def test_centering_ranks_alike_at_full_rank_and_spends_no_direction_on_the_mean() -> None:
     queries, keys = _tokens(400)
     queries, query = queries + 1.0, _tokens(4, seed=4)[0] + 1.0
-    shift = 6 * _normal(3, 2, HEADS, 1, DIM)
+    shift = 6 * normal(3, 2, HEADS, 1, DIM)
     for center in (True, False):
-        assert _fill(_options(rank=DIM, center=center), queries, keys).recall(query) > 0.97
+        assert fill(closed_options(rank=DIM, center=center), queries, keys).recall(query) > 0.97
     centered, plain = (
-        _fill(_options(rank=3, center=c), queries, keys + shift) for c in (True, False)
+        fill(closed_options(rank=3, center=c), queries, keys + shift) for c in (True, False)
     )
     # What counts is how scores of one query differ, so both are held against centered keys.
     newest, apart = centered.index._queries.weighted(1.0), centered.index._key_gram(HEADS)
@@ -330,10 +269,10 @@ def test_centering_ranks_alike_at_full_rank_and_spends_no_direction_on_the_mean(
 def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     """All keys share a large part; where the cap saturates depends on it."""
     queries, keys = _tokens(256)
-    keys = keys + 2 * _normal(3, 2, HEADS, 1, DIM)
+    keys = keys + 2 * normal(3, 2, HEADS, 1, DIM)
     query, softcap = 3 * _tokens(4, seed=4)[0], 6.0
     valid = torch.ones(2, 256, dtype=torch.bool)
-    index, exact = _fill(_options(rank=DIM), queries, keys).index, FlatIndex()
+    index, exact = fill(closed_options(rank=DIM), queries, keys).index, FlatIndex()
     exact.add(TokenBlock(keys, keys, 0))
 
     def hits(ids: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
+from hf_kvret.methods.lrqk.als import RANDOM_START, STARTS, Moments, RandomSource
 from hf_kvret.methods.lrqk.factors import AlternatingFactors, Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
 
@@ -59,7 +59,7 @@ def _optimum(q: torch.Tensor, k: torch.Tensor, rank: int) -> float:
 
 
 def _moments(q: torch.Tensor, k: torch.Tensor, init: str, rank: int) -> tuple[Moments, Moments]:
-    chance, random = RandomSource(5), STARTS[init].random
+    chance, random = RandomSource(5), init == RANDOM_START
     of_q, of_k = Moments(random), Moments(random)
     of_q.add(q.float()[None, None], rank, chance)
     of_k.add(k.float()[None, None], rank, chance)
@@ -70,7 +70,7 @@ def _als(
     q: torch.Tensor, k: torch.Tensor, init: str, rank: int, rounds: int = 2, penalty: float = 1.0
 ) -> AlternatingFactors:
     of_q, of_k = _moments(q, k, init, rank)
-    starts = STARTS[init].sketches(of_q, of_k, rank)
+    starts = STARTS[init](of_q, of_k, rank)
     return alternating(of_q.gram, of_k.gram, *starts, rounds, penalty)
 
 
@@ -299,8 +299,8 @@ def test_sums_for_als_add_up_over_blocks(init: str, cuts: tuple[int, ...]) -> No
     whole.add(rows, RANK, chance)
     assert pieced.state_dict().keys() == whole.state_dict().keys() == {"gram", "sizes"}
     for found, expected in zip(
-        STARTS[init].sketches(pieced, pieced, RANK),
-        STARTS[init].sketches(whole, whole, RANK),
+        STARTS[init](pieced, pieced, RANK),
+        STARTS[init](whole, whole, RANK),
         strict=True,
     ):
         torch.testing.assert_close(found.cross, expected.cross, rtol=1e-5, atol=1e-3)

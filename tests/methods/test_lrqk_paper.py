@@ -7,102 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import (
-    TokenBlock,
+from .lrqk_runs import (
+    BATCH,
+    BUDGET,
+    GROUP,
+    HEADS,
+    PROMPT,
+    RECENT,
+    Run,
+    paper_options,
+    paper_tokens,
 )
-from hf_kvret.methods.lrqk import LRQKConfig, PaperLRQKIndex
-from hf_kvret.stores import PagedStore
-from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing import all_valid
-from hf_kvret.testing.cold import cold_tokens
 
-BATCH, HEADS, GROUP, DIM, RANK = 2, 2, 2, 16, 6
-PROMPT, RECENT, BUDGET = 60, 4, 8
-SCALE = 0.25
 BF16 = 2.0**-8
-
-
-def _options(**changes: Any) -> LRQKConfig:
-    sizes = {"rank": RANK, "lite": 5, "max_draft": 4, "init": "top", "top_k": BUDGET}
-    return LRQKConfig.paper(**{**sizes, **changes})
-
-
-def _normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _tokens(count: int, seed: int, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries ``[B, Hq, n, D]`` and keys ``[B, Hkv, n, D]`` with a spectrum that falls off."""
-    slope = torch.logspace(0.3, -0.6, DIM)
-    queries = _normal(seed, batch, HEADS * GROUP, count, DIM) * slope
-    return queries, _normal(seed + 1, batch, HEADS, count, DIM) * slope
-
-
-class Run:
-    """An index with its store and window, driven as a layer does it."""
-
-    def __init__(self, options: LRQKConfig) -> None:
-        self.index = PaperLRQKIndex(options)
-        self.store = PagedStore(DeviceMemory(torch.device("cpu")))
-        self.keys = torch.empty(0)
-        self.valid = torch.empty(0, dtype=torch.bool)
-        self.built = False
-
-    @property
-    def length(self) -> int:
-        return 0 if self.keys.ndim == 1 else self.keys.shape[2]
-
-    @property
-    def cold(self) -> int:
-        return len(self.store)
-
-    def watch(
-        self, queries: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor | None = None
-    ) -> None:
-        real = torch.ones(len(keys), keys.shape[2], dtype=torch.bool) if valid is None else valid
-        self.index.on_forward(queries, keys, self.length, valid)
-        self.keys = torch.cat([self.keys, keys], dim=2) if self.length else keys
-        self.valid = torch.cat([self.valid, real], dim=1) if self.valid.ndim == 2 else real
-
-    def flush(self, count: int) -> None:
-        """The oldest ``count`` tokens of the window go cold."""
-        cold = slice(self.cold, self.cold + count)
-        keys = self.keys[:, :, cold]
-        block = TokenBlock(keys, keys, self.cold, self.valid[:, cold])
-        self.store.append(block)
-        self.index.add(block)
-
-    def prompt(
-        self, count: int = PROMPT, valid: torch.Tensor | None = None, pieces: int = 1
-    ) -> Run:
-        """A prompt in equal pieces, all but ``RECENT`` tokens of it cold."""
-        queries, keys = _tokens(count, 0)
-        for part in torch.arange(count).chunk(pieces):
-            mask = None if valid is None else valid[:, part]
-            self.watch(queries[:, :, part], keys[:, :, part], mask)
-        self.flush(count - RECENT)
-        return self
-
-    def ready(self) -> None:
-        (self.index.before_search if self.built else self.index.build)(all_valid(self.store, 2))
-        self.built = True
-
-    def select(self, query: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:
-        ids = self.index.search(query, cold_tokens(self.valid[:, : self.cold], SCALE, budget))
-        self.index.after_search(ids)
-        return ids
-
-    def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
-        """A pass of ``count`` tokens."""
-        queries, keys = (x[: len(self.keys)] for x in _tokens(count, 1000 + 10 * seed))
-        self.watch(queries, keys)
-        self.flush(flush)
-        self.ready()
-        return self.select(queries)
-
-    def drop(self, count: int) -> None:
-        """Forget the newest tokens, which are in the window."""
-        self.keys, self.valid = self.keys[:, :, :-count], self.valid[:, :-count]
 
 
 class Literal:
@@ -200,10 +117,10 @@ PASSES = [(1, 0, 0), (1, 0, 0), (3, 0, 2), (1, 4, 0), (2, 0, 0), (1, 5, 0), (4, 
 def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
     valid = torch.ones(BATCH, PROMPT, dtype=torch.bool)
     valid[1, :23] = False
-    run = Run(_options(**changes)).prompt(valid=valid)
+    run = Run(paper_options(**changes)).prompt(valid=valid)
     heads: list[Literal] = []
     for number, (count, flushed, dropped) in enumerate(PASSES):
-        queries, keys = _tokens(count, 1000 + 10 * number)
+        queries, keys = paper_tokens(count, 1000 + 10 * number)
         for each in heads:
             each.next_omega()
         mask = torch.ones(BATCH, count, dtype=torch.bool)
@@ -240,7 +157,7 @@ def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("flushes", [[1], [0, 0, 3], [0, 0, 0, 0, 9, 0], [11]], ids=str)
 def test_a_token_goes_cold_with_the_proxy_of_its_step(flushes: list[int]) -> None:
     """The published ring loses a token at its edge."""
-    run = Run(_options(init="randn")).prompt()
+    run = Run(paper_options(init="randn")).prompt()
     run.step(0)
     index, made = run.index, {}
     assert index._recent.proxies.is_allocated
@@ -257,7 +174,7 @@ def test_a_token_goes_cold_with_the_proxy_of_its_step(flushes: list[int]) -> Non
 
 @pytest.mark.parametrize("dropped", [1, 3, 4])
 def test_dropped_drafts_leave_no_proxies_behind(dropped: int) -> None:
-    run = Run(_options()).prompt()
+    run = Run(paper_options()).prompt()
     run.step(0)
     run.step(1, count=4)
     held = run.index._recent.proxies.rows.clone()
@@ -275,7 +192,7 @@ def test_dropped_drafts_leave_no_proxies_behind(dropped: int) -> None:
 @pytest.mark.parametrize("left", [54, 52, 20])
 def test_tokens_that_a_deep_crop_brought_back_get_proxies_of_their_own(left: int) -> None:
     """More tokens are dropped than the window held; what it held belongs to none that are left."""
-    run = Run(_options()).prompt()
+    run = Run(paper_options()).prompt()
     run.step(0)
     run.index.crop(left - 6)
     run.store.crop(left - 6)
@@ -294,18 +211,18 @@ def test_tokens_that_a_deep_crop_brought_back_get_proxies_of_their_own(left: int
 
 
 def test_a_crop_to_nothing_begins_anew() -> None:
-    run = Run(_options()).prompt()
+    run = Run(paper_options()).prompt()
     for number in range(3):
         run.step(number)
     run.index.crop(0)
     run.store.crop(0)
     assert run.index.nbytes() == run.index.cost(100, 10).nbytes == 0
     with pytest.raises(RuntimeError, match="empty"):
-        run.select(_tokens(1, 5)[0], 1)
-    again = Run(_options())
+        run.select(paper_tokens(1, 5)[0], 1)
+    again = Run(paper_options())
     again.built = True
     again.prompt()
-    fresh = Run(_options()).prompt()
+    fresh = Run(paper_options()).prompt()
     assert all(
         torch.equal(again.step(n, flush=n % 3), fresh.step(n, flush=n % 3)) for n in range(8)
     )
@@ -314,11 +231,11 @@ def test_a_crop_to_nothing_begins_anew() -> None:
 @pytest.mark.parametrize("init", ["top", "topcol"])
 def test_a_padded_row_selects_what_the_same_row_selects_without_padding(init: str) -> None:
     """The published code sets padding to zero scores, which may be the best there are."""
-    padding, options = 25, _options(init=init, lite=20)
+    padding, options = 25, paper_options(init=init, lite=20)
     ragged = torch.ones(BATCH, PROMPT, dtype=torch.bool)
     ragged[1, :padding] = False
     padded = Run(options)
-    queries, keys = _tokens(PROMPT, 0)
+    queries, keys = paper_tokens(PROMPT, 0)
     hidden = ~ragged[:, None, :, None]
     padded.watch(queries.masked_fill(hidden, 9.0), keys.masked_fill(hidden, 9.0), ragged)
     padded.flush(PROMPT - RECENT)
@@ -328,7 +245,7 @@ def test_a_padded_row_selects_what_the_same_row_selects_without_padding(init: st
     for number in range(8):
         # The third pass is a short question, padded too.
         count, gap = (3, 2) if number == 2 else (1, 0)
-        queries, keys = _tokens(count, 1000 + 10 * number)
+        queries, keys = paper_tokens(count, 1000 + 10 * number)
         mask = torch.ones(BATCH, count, dtype=torch.bool)
         mask[1, :gap] = False
         padded.watch(queries, keys, mask)
@@ -347,10 +264,10 @@ def test_a_padded_row_selects_what_the_same_row_selects_without_padding(init: st
 def test_rows_with_fewer_valid_tokens_than_the_budget_get_all_of_them() -> None:
     valid = torch.ones(BATCH, PROMPT, dtype=torch.bool)
     valid[1, : PROMPT - RECENT - 3] = False
-    run = Run(_options()).prompt(valid=valid)
+    run = Run(paper_options()).prompt(valid=valid)
     for number in range(3):
         ids = run.step(number)
         assert (ids[0] >= 0).all() and ((ids[1] >= 0).sum(-1) == 3).all()
         assert (ids[1].sort(-1).values[..., -3:] == torch.tensor([53, 54, 55])).all()
-    whole = run.select(_tokens(1, 5)[0], budget=run.cold)
+    whole = run.select(paper_tokens(1, 5)[0], budget=run.cold)
     assert torch.equal(whole[0].sort(-1).values, torch.arange(56).int().expand_as(whole[0]))

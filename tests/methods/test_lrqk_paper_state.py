@@ -2,109 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from hf_kvret import (
-    TokenBlock,
-)
 from hf_kvret.contracts.schema import Form
-from hf_kvret.methods.lrqk import LRQKConfig, PaperLRQKIndex
+from hf_kvret.methods.lrqk import PaperLRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
-from hf_kvret.testing.cold import cold_tokens
 
-BATCH, HEADS, GROUP, DIM, RANK = 2, 2, 2, 16, 6
-PROMPT, RECENT, BUDGET = 60, 4, 8
-SCALE = 0.25
+from .lrqk_runs import (
+    BATCH,
+    BUDGET,
+    DIM,
+    GROUP,
+    HEADS,
+    RANK,
+    Run,
+    paper_options,
+    paper_tokens,
+)
+
 BF16 = 2.0**-8
-
-
-def _options(**changes: Any) -> LRQKConfig:
-    sizes = {"rank": RANK, "lite": 5, "max_draft": 4, "init": "top", "top_k": BUDGET}
-    return LRQKConfig.paper(**{**sizes, **changes})
-
-
-def _normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _tokens(count: int, seed: int, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries ``[B, Hq, n, D]`` and keys ``[B, Hkv, n, D]`` with a spectrum that falls off."""
-    slope = torch.logspace(0.3, -0.6, DIM)
-    queries = _normal(seed, batch, HEADS * GROUP, count, DIM) * slope
-    return queries, _normal(seed + 1, batch, HEADS, count, DIM) * slope
-
-
-class Run:
-    """An index with its store and window, driven as a layer does it."""
-
-    def __init__(self, options: LRQKConfig) -> None:
-        self.index = PaperLRQKIndex(options)
-        self.store = PagedStore(DeviceMemory(torch.device("cpu")))
-        self.window = torch.empty(BATCH, HEADS, 0, DIM)
-        self.built = False
-
-    @property
-    def cold(self) -> int:
-        return len(self.store)
-
-    def watch(self, queries: torch.Tensor, keys: torch.Tensor) -> None:
-        self.index.on_forward(queries, keys, self.cold + self.window.shape[2], None)
-        self.window = torch.cat([self.window, keys], dim=2)
-
-    def flush(self, count: int) -> None:
-        """The oldest ``count`` tokens of the window go cold."""
-        keys, self.window = self.window[:, :, :count], self.window[:, :, count:]
-        block = TokenBlock(keys, keys, self.cold)
-        self.store.append(block)
-        self.index.add(block)
-
-    def prompt(self, pieces: int = 1) -> Run:
-        """A prompt in equal pieces, all but ``RECENT`` tokens of it cold."""
-        queries, keys = _tokens(PROMPT, 0)
-        for part in torch.arange(PROMPT).chunk(pieces):
-            self.watch(queries[:, :, part], keys[:, :, part])
-        self.flush(PROMPT - RECENT)
-        return self
-
-    def select(self, queries: torch.Tensor) -> torch.Tensor:
-        (self.index.before_search if self.built else self.index.build)(
-            all_valid(self.store, len(queries))
-        )
-        self.built = True
-        valid = torch.ones(len(queries), self.cold, dtype=torch.bool)
-        ids = self.index.search(queries, cold_tokens(valid, SCALE, BUDGET))
-        self.index.after_search(ids)
-        return ids
-
-    def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
-        """A pass of ``count`` tokens."""
-        queries, keys = _tokens(count, 1000 + 10 * seed, len(self.window))
-        self.watch(queries, keys)
-        self.flush(flush)
-        return self.select(queries)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        self.index.reorder(rows)
-        self.store.reorder(rows)
-        self.window = self.window[rows]
-
-    def fork(self) -> Run:
-        twin = object.__new__(Run)
-        vars(twin).update(vars(self))
-        twin.index, twin.store = self.index.fork(), self.store.fork()
-        return twin
-
-    def load(self) -> Run:
-        """The same after a way to the disk and back."""
-        twin = self.fork()
-        twin.index = PaperLRQKIndex(self.index.options)
-        twin.index.load_state_dict(self.index.state_dict())
-        return twin
 
 
 def _go_on(run: Run, first: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -123,7 +42,7 @@ def _same(one: Run, other: Run, first: int) -> None:
 
 def _at(moment: str, init: str) -> Run:
     """After a prompt, before the first step, or after some."""
-    run = Run(_options(init=init))
+    run = Run(paper_options(init=init))
     if moment == "prompt":
         return run.prompt()
     run.prompt(pieces=2)
@@ -163,11 +82,12 @@ def test_reordered_rows_go_on_where_they_are(moment: str) -> None:
     run.reorder(rows)
     for number in range(6):
         count, flush = 1 + number % 2, 3 * (number % 3 == 2)
-        queries, keys = _tokens(count, 3000 + 10 * number)
+        queries, keys = paper_tokens(count, 3000 + 10 * number)
         still.watch(queries, keys)
         run.watch(queries[rows], keys[rows])
         for each in (run, still):
             each.flush(flush)
+            each.ready()
         assert torch.equal(run.select(queries[rows]), still.select(queries)[rows])
     run.reorder(torch.tensor([0]))
     assert run.step(50).shape[0] == 1
@@ -209,7 +129,7 @@ def _loaded(run: Run, state: dict[str, torch.Tensor]) -> PaperLRQKIndex:
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
-    run = Run(_options()).prompt()
+    run = Run(paper_options()).prompt()
     heads, index = BATCH * HEADS * GROUP, run.index
     # Two Grams and two rows of column sizes for each query head, and the newest keys.
     sums = 2 * heads * (DIM * DIM + DIM) * 4
@@ -231,4 +151,4 @@ def test_bytes_are_those_of_the_tensors() -> None:
 def test_building_before_anything_was_watched_is_refused() -> None:
     store = PagedStore(DeviceMemory(torch.device("cpu")))
     with pytest.raises(RuntimeError, match="call on_forward before build"):
-        PaperLRQKIndex(_options()).build(all_valid(store, 2))
+        PaperLRQKIndex(paper_options()).build(all_valid(store, 2))

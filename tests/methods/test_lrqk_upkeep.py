@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,91 +11,21 @@ import torch
 from hf_kvret import (
     TokenBlock,
 )
-from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
-from hf_kvret.observe.recall import measure_recall
-from hf_kvret.stores import PagedStore
-from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.methods.lrqk import LRQKIndex
 from hf_kvret.testing import all_valid
 from hf_kvret.testing.cold import cold_tokens
 
-HEADS, GROUP, DIM, HELD = 2, 2, 32, 300
-SCALE = 2 / math.sqrt(DIM)
+from .lrqk_runs import CLOSED_SCALE, HEADS, Held, closed_options, fill
+from .watched_stores import normal
 
-
-class GuardedStore(PagedStore):
-    """A store that may be told to let nobody read."""
-
-    closed = False
-
-    def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        assert not self.closed, "keys were read from the store"
-        return super().chunks(piece_len, stop)
-
-
-class Held(NamedTuple):
-    """A filled index and its store."""
-
-    index: LRQKIndex
-    store: GuardedStore
-
-    def see(self, queries: torch.Tensor, refresh: bool = True) -> None:
-        """A pass of new tokens, which stay in the window."""
-        self.index.on_forward(queries, torch.zeros_like(queries[:, :HEADS]), len(self.store), None)
-        if refresh:
-            self.index.before_search(all_valid(self.store, len(queries)))
-
-    def flush(self, keys: torch.Tensor) -> None:
-        """Some tokens leave the window."""
-        block = TokenBlock(keys, keys, len(self.store))
-        self.store.append(block)
-        self.index.add(block)
-
-    def select(self, query: torch.Tensor, budget: int = 20) -> torch.Tensor:
-        valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
-        return self.index.search(query, cold_tokens(valid, SCALE, budget))
-
-    def recall(self, query: torch.Tensor) -> float:
-        """Overlap with the exact top 20."""
-        valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
-        return measure_recall(
-            query, self.select(query), cold_tokens(valid, SCALE, 1, store=self.store)
-        ).overlap
-
-    def fork(self) -> Held:
-        return Held(self.index.fork(), self.store.fork())
-
-    @property
-    def reprojections(self) -> int:
-        return self.index.stats()["reprojections"]
-
-
-def _options(**changes: Any) -> LRQKConfig:
-    return LRQKConfig.from_options(**{"rank": 12, **changes})
-
-
-def _fill(
-    options: LRQKConfig, queries: torch.Tensor, keys: torch.Tensor, cuts: tuple[int, ...] = ()
-) -> Held:
-    held = Held(LRQKIndex(options), GuardedStore(DeviceMemory(torch.device("cpu"))))
-    for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
-        block = TokenBlock(keys[:, :, start:end], keys[:, :, start:end], start)
-        held.index.on_forward(queries[:, :, start:end], block.keys, start, None)
-        held.store.append(block)
-        held.index.add(block)
-    held.index.build(all_valid(held.store, len(keys)))
-    return held
-
-
-def _normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+GROUP, DIM, HELD = 2, 32, 300
+SCALE = CLOSED_SCALE
 
 
 def _queries(count: int, seed: int = 0, first: int = 0, last: int = 16) -> torch.Tensor:
     """``[2, Hq, count, D]``, in directions ``first`` to ``last`` of a basis."""
-    basis = torch.linalg.qr(_normal(99, DIM, DIM)).Q[:, first:last]
-    return _normal(seed, 2, HEADS * GROUP, count, last - first) @ basis.T
+    basis = torch.linalg.qr(normal(99, DIM, DIM)).Q[:, first:last]
+    return normal(seed, 2, HEADS * GROUP, count, last - first) @ basis.T
 
 
 def _unseen(count: int, seed: int = 3) -> torch.Tensor:
@@ -105,7 +34,7 @@ def _unseen(count: int, seed: int = 3) -> torch.Tensor:
 
 
 def _document(count: int = HELD) -> tuple[torch.Tensor, torch.Tensor]:
-    return _queries(count), _normal(1, 2, HEADS, count, DIM)
+    return _queries(count), normal(1, 2, HEADS, count, DIM)
 
 
 @pytest.mark.parametrize("cuts", [(100,), (1, 2, 3), (64, 65, 130, 299)])
@@ -113,8 +42,8 @@ def test_a_prompt_in_pieces_is_projected_once_more_and_selects_like_one_pass(
     cuts: tuple[int, ...],
 ) -> None:
     queries, keys = _document()
-    options, query = _options(shared=False), _queries(3, seed=4)
-    whole, pieces = _fill(options, queries, keys), _fill(options, queries, keys, cuts)
+    options, query = closed_options(shared=False), _queries(3, seed=4)
+    whole, pieces = fill(options, queries, keys), fill(options, queries, keys, cuts=cuts)
     assert torch.equal(pieces.select(query).sort(-1).values, whole.select(query).sort(-1).values)
     assert whole.reprojections == 0 and pieces.reprojections == 1
     assert pieces.index.stats()["reprojected_rows"] == 2 * HEADS * HELD
@@ -122,21 +51,21 @@ def test_a_prompt_in_pieces_is_projected_once_more_and_selects_like_one_pass(
 
 def test_with_shared_factors_pieces_differ_by_how_long_the_first_queries_are() -> None:
     queries, keys = _document()
-    options, query = _options(), _queries(3, seed=4)
-    pieces = _fill(options, queries, keys, (100,)).select(query)
-    whole = _fill(options, queries, keys).select(query)
+    options, query = closed_options(), _queries(3, seed=4)
+    pieces = fill(options, queries, keys, cuts=(100,)).select(query)
+    whole = fill(options, queries, keys).select(query)
     same = (pieces.unsqueeze(-1) == whole.unsqueeze(-2)).any(-1).float().mean()
     # The scale of a head is that of its first pass, which 100 queries tell to a few per cent.
     assert same > 0.97
     even = queries / queries.norm(dim=-1, keepdim=True)
-    pieces = _fill(options, even, keys, (100,)).select(query)
+    pieces = fill(options, even, keys, cuts=(100,)).select(query)
     assert torch.equal(
-        pieces.sort(-1).values, _fill(options, even, keys).select(query).sort(-1).values
+        pieces.sort(-1).values, fill(options, even, keys).select(query).sort(-1).values
     )
 
 
 def test_an_unseen_question_raises_the_error_and_is_served_after_a_projection() -> None:
-    held, question = _fill(_options(rank=24), *_document()), _unseen(5)
+    held, question = fill(closed_options(rank=24), *_document()), _unseen(5)
     before, missed = held.index.stats()["proxy_error"], held.recall(question)
     held.see(question, refresh=False)
     raised = held.index.stats()["proxy_error"]
@@ -155,17 +84,17 @@ def test_an_unseen_question_raises_the_error_and_is_served_after_a_projection() 
 @pytest.mark.parametrize("changes", [{"recency": 0.0}, {"drift": math.inf}], ids=str)
 def test_without_recency_or_drift_a_question_changes_nothing(changes: dict[str, float]) -> None:
     question = _unseen(30)
-    held = _fill(_options(**changes), *_document())
+    held = fill(closed_options(**changes), *_document())
     before = held.select(question)
     held.see(question)
     assert held.reprojections == 0 and torch.equal(held.select(question), before)
-    usual = _fill(_options(), *_document())
+    usual = fill(closed_options(), *_document())
     usual.see(question)
     assert usual.reprojections == 1 and usual.recall(question) > held.recall(question) + 0.2
 
 
 def test_drafts_like_the_document_read_nothing_again() -> None:
-    held = _fill(_options(), *_document())
+    held = fill(closed_options(), *_document())
     held.store.closed = True
     for number in range(5):
         held.see(_queries(6, seed=20 + number))
@@ -173,7 +102,7 @@ def test_drafts_like_the_document_read_nothing_again() -> None:
 
 
 def test_keys_are_not_read_again_before_the_newest_queries_are_others() -> None:
-    held = _fill(_options(rank=24), *_document())
+    held = fill(closed_options(rank=24), *_document())
     held.see(_unseen(20))
     assert held.reprojections == 1
     held.store.closed = True
@@ -185,12 +114,12 @@ def test_keys_are_not_read_again_before_the_newest_queries_are_others() -> None:
 
 
 def test_single_tokens_wait_for_a_flush() -> None:
-    held, question = _fill(_options(rank=24), *_document()), _unseen(40)
+    held, question = fill(closed_options(rank=24), *_document()), _unseen(40)
     held.store.closed = True
     for token in question.split(1, dim=2):
         held.see(token)
     held.store.closed = False
-    held.flush(_normal(6, 2, HEADS, 40, DIM))
+    held.flush(normal(6, 2, HEADS, 40, DIM))
     assert held.reprojections == 0
     held.see(question[:, :, :1])
     stats = held.index.stats()
@@ -200,18 +129,18 @@ def test_single_tokens_wait_for_a_flush() -> None:
 
 def test_a_head_that_gains_nothing_worth_it_does_not_make_up_for_one_that_cannot_gain() -> None:
     """Head 0 could go from a 1e-5 share to none; head 1 got worse and new factors don't help."""
-    queries, keys = _queries(600, last=14), _normal(1, 2, HEADS, 600, DIM)
-    options = _options(rank=16, recency=1e-3, drift=1.2)
-    queries[:, GROUP:] = _normal(30, 2, GROUP, 600, DIM)
+    queries, keys = _queries(600, last=14), normal(1, 2, HEADS, 600, DIM)
+    options = closed_options(rank=16, recency=1e-3, drift=1.2)
+    queries[:, GROUP:] = normal(30, 2, GROUP, 600, DIM)
     keys[:, 1] *= torch.linspace(1.0, 1.6, DIM)
-    held = _fill(options, queries, keys)
+    held = fill(options, queries, keys)
     factors = held.index._factors
     assert factors is not None
     question = _queries(4, seed=31, last=14)
     question[:, :GROUP] += 1e-2 * _unseen(4)[:, :GROUP]
     # Queries that head 1 serves worst: those in directions that its factors leave out.
     left_out = torch.eye(DIM) - factors.to_query[:, 1] @ factors.to_key[:, 1].mT
-    question[:, GROUP:] = 2 * _normal(32, 2, GROUP, 4, DIM) @ left_out[:, None]
+    question[:, GROUP:] = 2 * normal(32, 2, GROUP, 4, DIM) @ left_out[:, None]
     held.see(question, refresh=False)
     old, new = held.index._error(factors), held.index._error(held.index._fit())
     assert (old[:, 0] < 1e-4).all() and (old[:, 0] > 2 * new[:, 0]).all()
@@ -227,7 +156,7 @@ def test_a_head_that_gains_nothing_worth_it_does_not_make_up_for_one_that_cannot
 @pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
 def test_a_neighbour_in_the_batch_changes_nothing(proxy_dtype: str) -> None:
     """Row 1 asks what its proxies don't serve; row 0 keeps the very proxies it had."""
-    held = _fill(_options(rank=24, proxy_dtype=proxy_dtype), *_document())
+    held = fill(closed_options(rank=24, proxy_dtype=proxy_dtype), *_document())
     question = _queries(40, seed=12)
     question[1] = _unseen(40)[1]
     rows = held.index._proxies.rows.clone()
@@ -242,18 +171,18 @@ def test_a_neighbour_in_the_batch_changes_nothing(proxy_dtype: str) -> None:
 
 
 def test_a_flush_is_looked_at_however_soon_it_comes() -> None:
-    held = _fill(_options(rank=24), *_document())
+    held = fill(closed_options(rank=24), *_document())
     held.see(_unseen(20))
     for token in _queries(25, 9, 26, 32).split(1, dim=2):
         held.see(token)
-    held.flush(_normal(6, 2, HEADS, 40, DIM))
+    held.flush(normal(6, 2, HEADS, 40, DIM))
     held.see(_queries(1, 9, 26, 32))
     assert held.reprojections == 2
 
 
 def test_a_crop_keeps_older_tokens_and_lets_the_same_ones_come_again() -> None:
     queries, keys = _document()
-    held, query = _fill(_options(), queries, keys), _queries(3, seed=4)
+    held, query = fill(closed_options(), queries, keys), _queries(3, seed=4)
     expected = held.select(query)
     held.index.crop(HELD)
     assert torch.equal(held.select(query), expected)
@@ -270,7 +199,10 @@ def test_a_crop_keeps_older_tokens_and_lets_the_same_ones_come_again() -> None:
 
 def test_a_crop_to_nothing_begins_anew() -> None:
     queries, keys = _document()
-    held, query = _fill(_options(), *(x.flip(2) * 3 for x in (queries, keys))), _queries(3, seed=4)
+    held, query = (
+        fill(closed_options(), *(x.flip(2) * 3 for x in (queries, keys))),
+        _queries(3, seed=4),
+    )
     held.see(_unseen(5))
     held.index.crop(0)
     held.store.crop(0)
@@ -283,7 +215,7 @@ def test_a_crop_to_nothing_begins_anew() -> None:
     held.see(queries, refresh=False)
     held.flush(keys)
     held.index.before_search(all_valid(held.store, 2))
-    fresh = _fill(_options(), queries, keys)
+    fresh = fill(closed_options(), queries, keys)
     assert torch.equal(held.select(query), fresh.select(query))
     assert held.index.nbytes() == fresh.index.nbytes()
 
@@ -291,13 +223,13 @@ def test_a_crop_to_nothing_begins_anew() -> None:
 @pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("order", [[1, 0], [1, 1, 0], [0]], ids=str)
 def test_reordered_rows_take_everything_along(order: list[int], proxy_dtype: str) -> None:
-    options = _options(proxy_dtype=proxy_dtype, rank=24)
-    held, query = _fill(options, *_document()), _queries(3, seed=4)
-    still, rows = _fill(options, *_document()), torch.tensor(order)
+    options = closed_options(proxy_dtype=proxy_dtype, rank=24)
+    held, query = fill(options, *_document()), _queries(3, seed=4)
+    still, rows = fill(options, *_document()), torch.tensor(order)
     held.index.reorder(rows)
     held.store.reorder(rows)
     assert torch.equal(held.select(query[rows]), still.select(query)[rows])
-    question, later = _unseen(5), _normal(6, 2, HEADS, 30, DIM)
+    question, later = _unseen(5), normal(6, 2, HEADS, 30, DIM)
     for each, taken in ((held, rows), (still, torch.arange(2))):
         each.flush(later[taken])
         each.see(question[taken])
@@ -308,34 +240,37 @@ def test_reordered_rows_take_everything_along(order: list[int], proxy_dtype: str
 @pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("who", ["fork", "original"])
 def test_a_fork_and_its_original_leave_each_other_alone(who: str, proxy_dtype: str) -> None:
-    options = _options(proxy_dtype=proxy_dtype, rank=24)
-    first, query, question = _fill(options, *_document()), _queries(3, seed=4), _unseen(5)
+    options = closed_options(proxy_dtype=proxy_dtype, rank=24)
+    first, query, question = fill(options, *_document()), _queries(3, seed=4), _unseen(5)
     first.see(_queries(1, seed=11))
     twin, expected = first.fork(), first.select(query)
     assert torch.equal(twin.select(query), expected)
     active, quiet = (twin, first) if who == "fork" else (first, twin)
     error, saved = quiet.index.stats()["proxy_error"], quiet.index.state_dict()
     saved = {name: x.clone() for name, x in saved.items()}
-    active.flush(_normal(6, 2, HEADS, 30, DIM))
+    active.flush(normal(6, 2, HEADS, 30, DIM))
     assert torch.equal(quiet.select(query), expected)
     active.see(question)
     assert active.reprojections == 1 and quiet.reprojections == 0
     active.index.crop(50)
-    active.flush(_normal(7, 2, HEADS, 300, DIM)[:, :, :0])
+    active.flush(normal(7, 2, HEADS, 300, DIM)[:, :, :0])
     now = quiet.index.state_dict()
     assert saved.keys() == now.keys() and all(torch.equal(saved[n], now[n]) for n in now)
     assert torch.equal(quiet.select(query), expected)
     assert quiet.index.stats()["proxy_error"] == error
-    quiet.flush(_normal(8, 2, HEADS, 30, DIM))
-    fresh = _fill(options, *_document())
+    quiet.flush(normal(8, 2, HEADS, 30, DIM))
+    fresh = fill(options, *_document())
     fresh.see(_queries(1, seed=11))
-    fresh.flush(_normal(8, 2, HEADS, 30, DIM))
+    fresh.flush(normal(8, 2, HEADS, 30, DIM))
     assert torch.equal(quiet.select(query), fresh.select(query))
 
 
 def test_queries_that_only_a_fork_saw_do_not_count_for_the_original() -> None:
     """Single queries wait to be folded in; those that wait are not shared."""
-    held, untouched = _fill(_options(rank=24), *_document()), _fill(_options(rank=24), *_document())
+    held, untouched = (
+        fill(closed_options(rank=24), *_document()),
+        fill(closed_options(rank=24), *_document()),
+    )
     for each in (held, untouched):
         each.see(_queries(1, seed=11))
     fork = held.fork()
@@ -349,14 +284,14 @@ def test_queries_that_only_a_fork_saw_do_not_count_for_the_original() -> None:
 def test_a_saved_index_goes_on_like_the_one_it_was(
     pieces: tuple[int, ...], changes: dict[str, Any]
 ) -> None:
-    options = _options(rank=24, **changes)
-    held, question = _fill(options, *_document(), pieces), _unseen(5)
+    options = closed_options(rank=24, **changes)
+    held, question = fill(options, *_document(), cuts=pieces), _unseen(5)
     held.see(_queries(1, seed=11))
     loaded = Held(LRQKIndex(options), held.store.fork())
     loaded.index.load_state_dict(held.index.state_dict())
     for each in (held, loaded):
         each.see(question[:, :, :1])
-        each.flush(_normal(6, 2, HEADS, 30, DIM))
+        each.flush(normal(6, 2, HEADS, 30, DIM))
         each.see(question)
     found, wanted = (each.select(question).sort(-1).values for each in (loaded, held))
     assert torch.equal(found, wanted)
@@ -365,7 +300,7 @@ def test_a_saved_index_goes_on_like_the_one_it_was(
 
 
 def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
-    held = _fill(_options(rank=24), *_document())
+    held = fill(closed_options(rank=24), *_document())
     held.see(_unseen(5), refresh=False)
     loaded = Held(LRQKIndex(held.index.options), held.store)
     loaded.index.load_state_dict(held.index.state_dict())
@@ -377,8 +312,8 @@ def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
 
 @pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
 def test_a_missing_tensor_is_named(proxy_dtype: str) -> None:
-    options = _options(proxy_dtype=proxy_dtype)
-    state = _fill(options, *_document()).index.state_dict()
+    options = closed_options(proxy_dtype=proxy_dtype)
+    state = fill(options, *_document()).index.state_dict()
     assert len(state) == (13 if proxy_dtype == "int8" else 12)
     assert all(x.is_contiguous() for x in state.values())
     for name in state:

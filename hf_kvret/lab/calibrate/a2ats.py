@@ -12,7 +12,7 @@ import torch
 from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.lab.calibrate.study import Calibration, LayerFindings, LayerStudy, Progress
 from hf_kvret.layer.latent import ModuleHeads
-from hf_kvret.methods.a2ats.codebook_options import CODEWORD_DTYPES, CodebookOptions
+from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES, CodebookOptions
 from hf_kvret.methods.a2ats.vector_quantization import (
     at_distance,
     from_metric,

@@ -21,13 +21,14 @@ from hf_kvret.lab.calibrate.study import (
     Progress,
 )
 from hf_kvret.methods.aqua.coding import NOT_CODED, Tally, default_group, make_codec, recode
-from hf_kvret.methods.aqua.mlp import BATCH, fit_mlp
 from hf_kvret.methods.aqua.predictor_options import PredictorOptions
 from hf_kvret.methods.aqua.predictors import (
+    BATCH,
     BLOCK,
     Rows,
     fit_linear,
     fit_low_rank,
+    fit_mlp,
     predict,
     unpacked,
 )

@@ -11,8 +11,7 @@ import torch
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
-from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id
-from hf_kvret.artifacts.hub_access import why_unreachable
+from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id, why_unreachable
 from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.inspection import describe, plot_quality, quality_table

@@ -26,12 +26,10 @@ from hf_kvret.lab.program.common_options import (
     seed_option,
 )
 from hf_kvret.lab.program.options import option
-from hf_kvret.methods.a2ats.codebook_options import CODEWORD_DTYPES
-from hf_kvret.methods.a2ats.codebook_options import SPACES as A2ATS_SPACES
-from hf_kvret.methods.aqua.coding import BACKBONES
+from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES
+from hf_kvret.methods.a2ats.learned import SPACES as A2ATS_SPACES
+from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
 from hf_kvret.methods.aqua.predictor_options import (
-    BITS,
-    GROUPS,
     KEY_INPUTS,
     SPACES,
     VALUE_INPUTS,

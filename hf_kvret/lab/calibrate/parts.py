@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from hf_kvret.artifacts.fields import add_tensors
+from hf_kvret.artifacts.artifact import add_tensors
 from hf_kvret.lab.calibrate.study import Carried, LayerFindings
 from hf_kvret.saved.folder import replace_file
 

@@ -7,9 +7,7 @@ from typing import ClassVar
 import torch
 
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.methods.paris.cache import ParisKVCache
-from hf_kvret.methods.paris.config import ParisConfig
-from hf_kvret.methods.paris.index import ParisIndex
+from hf_kvret.methods.paris.index import ParisConfig, ParisIndex, ParisKVCache
 from hf_kvret_kernels import paris
 
 

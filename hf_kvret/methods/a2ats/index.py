@@ -1,22 +1,76 @@
-"""A2ATSIndex: one code a token, scored by looking it up (A2ATS, section 4)."""
+"""A2ATSIndex: a codeword for every key before RoPE, scored by table lookup (A2ATS)."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.shared import artifact_place
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.contracts.schema import Form, damaged
 from hf_kvret.contracts.state import number
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
-from hf_kvret.methods.a2ats.config import A2ATSConfig
-from hf_kvret.methods.a2ats.learned import LearnedLayer, learned_layer, load
+from hf_kvret.methods.a2ats.learned import LearnedLayer, check_artifact, learned_layer, load
+from hf_kvret.options.config import RetrievalConfig, check_source
 from hf_kvret_kernels import centroid, codebook
 from hf_kvret_kernels.host_step import CodebookSearch, HostSearch
 from hf_kvret_kernels.top_k import top_k
+
+_BUDGETS = ("head", "union")
+
+
+@dataclass(frozen=True)
+class A2ATSConfig(RetrievalConfig):
+    """A2ATS's options beside those of every retrieval cache.
+
+    Attributes:
+        artifact: folder or hub id of the calibration artifact that belongs to the model; None for
+            the folder ``a2ats`` in the model's own folder.
+        revision: of the artifact on the hub; None for its main branch.
+        artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any other
+            is refused; None for whatever is there.
+        budget_of: ``"head"``: the best tokens of a KV head, by the largest softmax weight that its
+            query heads give them; ``"union"``: each of the G query heads chooses ``budget // G``
+            tokens, and all heads of the group attend to all of these, as published.
+    """
+
+    top_k: int | float | None = 0.06
+    recent: int = 64
+    artifact: str | None = None
+    revision: str | None = None
+    artifact_sha256: str | None = None
+    budget_of: str = "head"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.artifact, os.PathLike):
+            object.__setattr__(self, "artifact", os.fspath(self.artifact))
+        check_source(self.artifact, self.revision, self.artifact_sha256)
+        if self.budget_of not in _BUDGETS:
+            raise ValueError(
+                f"budget_of={self.budget_of!r}: choose {' or '.join(map(repr, _BUDGETS))}"
+            )
+
+    @property
+    def lacks_artifact(self) -> bool:
+        """Whether the model's folder must have it."""
+        return self.artifact is None
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Self:
+        """The published selection: each query head chooses 3%, and a group attends to all of these.
+
+        ``top_k`` is for the four query heads of a group of the models there; pass ``0.03 * G`` for
+        others. They agree in part, so about half as many rows are read.
+        """
+        return cls.from_options(**{"budget_of": "union", "top_k": 0.12, **changes})
 
 
 class A2ATSIndex(Index):
@@ -170,3 +224,43 @@ class A2ATSIndex(Index):
             self._artifact = load(options.artifact, options.revision, options.artifact_sha256)
             self._quantizer = learned_layer(self._artifact, self.layer, device)
         return self._quantizer
+
+
+class A2ATSCache(RetrievalCache):
+    """Attends to the tokens whose codewords score best; needs a calibration artifact (A2ATS).
+
+    ``A2ATSCache(config=model.config, artifact="folder-or-hub-id")``. The published attention on the
+    CPU is ``store="cpu"``, for this and every other method.
+    """
+
+    name: ClassVar[str] = "a2ats"
+    Config: ClassVar[type[RetrievalConfig]] = A2ATSConfig
+    needs_artifact: ClassVar[bool] = True
+
+    @classmethod
+    def options_for(cls, options: Any, config: PreTrainedConfig) -> A2ATSConfig:
+        """``options`` with the model's artifact, which must have been made for this architecture.
+
+        Raises:
+            OSError, ValueError: no artifact, a damaged one, or that of another model; a model whose
+                rotation can't be undone.
+        """
+        options = super().options_for(options, config)
+        options = options.replace(artifact=artifact_place(options.artifact, config, cls.name))
+        check_artifact(load(options.artifact, options.revision, options.artifact_sha256), config)
+        return options
+
+    @classmethod
+    def make_index(cls, options: A2ATSConfig, layer: int) -> A2ATSIndex:
+        """A new, empty index for the model layer number ``layer``."""
+        return A2ATSIndex(options, layer)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuse a model with other weights than the artifact was made from.
+
+        Raises:
+            ValueError: it has.
+        """
+        options = self.options
+        assert isinstance(options, A2ATSConfig) and options.artifact is not None
+        load(options.artifact, options.revision, options.artifact_sha256).check_weights(model)

@@ -1,9 +1,10 @@
-"""The codebook and metric of one layer, from the artifact, on a device."""
+"""Codebooks: what they are learned with, and codewords and metric of one layer on a device."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self
 
@@ -11,12 +12,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.layer_checks import (
+from hf_kvret.artifacts.checks import (
     LARGEST,
     Expected,
     check_each,
+    check_kinds,
     check_names,
     check_options,
+    check_positions_known,
     check_rotations,
     check_tensor,
     check_tensors,
@@ -25,10 +28,140 @@ from hf_kvret.artifacts.layer_checks import (
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once, shared_artifact
-from hf_kvret.methods.a2ats.codebook_options import CODEWORD_DTYPES, CodebookOptions
-from hf_kvret.methods.a2ats.spaces import SPACES, KeySpace
+from hf_kvret.methods.a2ats.vector_quantization import at_distance
 from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret_kernels import codebook
+from hf_kvret_model_patches.rope import Rope
+
+_LAST_POSITION = 2**31 - 1
+
+CODEWORD_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class CodebookOptions:
+    """How the codebooks of each KV head are made, one codebook for all inputs.
+
+    Attributes:
+        codewords: C, of each KV head, at most the number of training tokens; the paper has 4096.
+        window: b, the position to which queries are rotated (equation 10).
+        rounds: most rounds of k-means; 300 is the authors' choice.
+        tolerance: shift at which k-means stops.
+        space: ``"windowed"``: keys before RoPE; ``"rotated"``: after it, for study (table 2).
+        query_aware: whether errors are weighted by the queries' second moments (equations 13 to
+            15); False for study.
+        compare: also make a plain codebook, to report its error; takes twice the time.
+        codeword_dtype: of the codewords in the artifact and in memory, ``"bfloat16"`` or
+            ``"float32"``. Codewords are learned in fp32 and rounded; reported errors are those of
+            the rounded ones.
+        seed: of k-means.
+
+    Raises:
+        TypeError: an option of another kind than above.
+        ValueError: one that is out of its range.
+    """
+
+    codewords: int = 4096
+    window: int = 2048
+    rounds: int = 300
+    tolerance: float = 1e-4
+    space: str = "windowed"
+    query_aware: bool = True
+    compare: bool = True
+    codeword_dtype: str = "bfloat16"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        if not 1 <= self.codewords <= codebook.MOST_CODEWORDS:
+            raise ValueError(f"codewords={self.codewords}: 1 to {codebook.MOST_CODEWORDS}")
+        for name in ("window", "rounds", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: 0 or more")
+        if self.window > _LAST_POSITION:
+            raise ValueError(f"window={self.window}: at most {_LAST_POSITION}")
+        if not 0 <= self.tolerance < float("inf"):
+            raise ValueError(f"tolerance={self.tolerance}: 0 or more, 1e-4 is usual")
+        if self.space not in SPACES:
+            raise ValueError(f"space={self.space!r}: choose {' or '.join(map(repr, SPACES))}")
+        if self.codeword_dtype not in CODEWORD_DTYPES:
+            raise ValueError(
+                f"codeword_dtype={self.codeword_dtype!r}: choose "
+                f"{' or '.join(map(repr, CODEWORD_DTYPES))}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class KeySpace(ABC):
+    """Maps post-RoPE keys and queries to the space of the codewords.
+
+    Attributes:
+        rope: RoPE of the layer.
+        window: b, the distance assumed between queries and all cold tokens (equation 10).
+    """
+
+    rope: Rope
+    window: int
+
+    @classmethod  # noqa: B027 - not every space refuses models
+    def check_model(cls, config: PreTrainedConfig) -> None:
+        """ValueError for a model whose keys can't be mapped to this space."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on ``device``."""
+        return replace(self, rope=self.rope.to(device))
+
+    @abstractmethod
+    def keys(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """``[B, H, n, D]`` fp32 of post-RoPE keys at ``positions [B, n]``."""
+
+    @abstractmethod
+    def queries(self, queries: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """``[B, Hq, n, D]`` fp32 of post-RoPE queries at ``positions [B, n]``."""
+
+
+class WindowedSpace(KeySpace):
+    """Windowed RoPE: keys before RoPE, queries rotated to position b (section 4.1).
+
+    Un-rotated keys lose YaRN's factor. Queries have it twice, in the rotated dims, so that scores
+    equal those of attention.
+    """
+
+    @classmethod
+    def check_model(cls, config: PreTrainedConfig) -> None:
+        check_positions_known(
+            config, "another method", "`hf-kvret calibrate a2ats --space rotated`"
+        )
+
+    def keys(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        return self._before(keys, positions)
+
+    def queries(self, queries: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        return at_distance(self._before(queries, positions), self.rope, self.window)
+
+    def _before(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        if not self.rope.rotary_dim:
+            return x.float()
+        if positions is None:
+            raise ValueError(
+                "this model does not tell its attention the positions of tokens, and windowed RoPE "
+                "needs them: pass position_ids to the model, or use another method"
+            )
+        return self.rope.unrotate(x, positions, dtype=torch.float32)
+
+
+class RotatedSpace(KeySpace):
+    """Keys and queries as attention sees them (table 2, without windowed RoPE)."""
+
+    def keys(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        return keys.float()
+
+    def queries(self, queries: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        return queries.float()
+
+
+SPACES: dict[str, type[KeySpace]] = {"windowed": WindowedSpace, "rotated": RotatedSpace}
+
 
 METHOD = "a2ats"
 

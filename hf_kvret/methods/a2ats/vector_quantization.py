@@ -102,27 +102,6 @@ def from_metric(z: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return z.float() @ inverse
 
 
-def fold_query(query: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """``q L^-T``, ``[B, Hq, Q, D]`` fp32: its dot products with codewords z are the scores.
-
-    Args:
-        query: ``[B, Hq, Q, D]``, any float dtype; query head h belongs to KV head ``h // (Hq //
-            H)``.
-        inverse: ``L_inverse``, ``[H, D, D]`` fp32 on the same device.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    if query.ndim != 4 or query.shape[1] % len(inverse) or query.shape[3] != inverse.shape[2]:
-        raise ValueError(
-            f"query has shape {tuple(query.shape)}: pass [B, Hq, Q, {inverse.shape[2]}] with a "
-            f"multiple of {len(inverse)} query heads"
-        )
-    B, Hq, Q, D = query.shape
-    rows = query.float().reshape(B, len(inverse), Hq // len(inverse) * Q, D)
-    return (rows @ inverse.mT).view(B, Hq, Q, D)
-
-
 def score_error(
     keys: torch.Tensor, approximation: torch.Tensor, second_moments: torch.Tensor
 ) -> torch.Tensor:

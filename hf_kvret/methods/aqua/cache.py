@@ -13,8 +13,8 @@ from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.shared import artifact_place, made_once
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.methods.aqua.coding import check_group, default_group
-from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
+from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group
+from hf_kvret.methods.aqua.config import AquaConfig
 from hf_kvret.methods.aqua.kivi import KiviStore
 from hf_kvret.methods.aqua.learned import check_artifact, load
 from hf_kvret.methods.aqua.plan import filled_in, layer_plan

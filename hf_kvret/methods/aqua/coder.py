@@ -7,8 +7,7 @@ from typing import Self
 
 import torch
 
-from hf_kvret.methods.aqua.coding import check_group, default_group, make_codec
-from hf_kvret.methods.aqua.config import NOT_CODED
+from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group, make_codec
 from hf_kvret.methods.aqua.decoded import joined, split
 from hf_kvret.methods.aqua.learned import LearnedLayer, Predictor, learned_layer
 from hf_kvret.methods.aqua.plan import LayerPlan

@@ -6,17 +6,12 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
+from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS, NOT_CODED
 from hf_kvret.options.config import RetrievalConfig, check_source
-
-NOT_CODED = 16
-"""Bits of uncoded rows."""
 
 USUAL_BITS, USUAL_BACKBONE = 2, "higgs"
 """Defaults without an artifact."""
 
-_BITS = (2, 3, 4, NOT_CODED)
-_GROUPS = tuple(2**n for n in range(3, 11))
-_BACKBONES = ("higgs", "minmax", "kivi")
 _PREDICTORS = ("artifact", "none")
 _KEEP = ("codes", "rows")
 _STORES = ("auto", "device", "host", "split")
@@ -67,6 +62,9 @@ class AquaConfig(RetrievalConfig):
     artifact: str | None = None
     revision: str | None = None
     artifact_sha256: str | None = None
+    estimate_obstacle = "aqua attends to all tokens, and nothing is left out"
+    rest_obstacle = "aqua attends to all tokens, nothing is left out"
+    group_obstacle = "aqua selects nothing, it attends to all tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,9 +81,9 @@ class AquaConfig(RetrievalConfig):
             # The command line parses "none" to None.
             object.__setattr__(self, "predictor", "none")
         choices: dict[str, tuple[object, ...]] = {
-            "first_bits": (None, *_BITS),
-            "group": (None, *_GROUPS),
-            "backbone": (None, *_BACKBONES),
+            "first_bits": (None, *BITS),
+            "group": (None, *GROUPS),
+            "backbone": (None, *BACKBONES, "kivi"),
             "predictor": _PREDICTORS,
             "keep": _KEEP,
         }
@@ -118,21 +116,6 @@ class AquaConfig(RetrievalConfig):
                 "options of a cache, AquaKVCache(config, options).options, or give bits"
             )
         return self.bits
-
-    @property
-    def estimate_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        return "aqua attends to all tokens, and nothing is left out"
-
-    @property
-    def rest_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        return "aqua attends to all tokens, nothing is left out"
-
-    @property
-    def group_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        return "aqua selects nothing, it attends to all tokens"
 
     @property
     def lacks_artifact(self) -> bool:

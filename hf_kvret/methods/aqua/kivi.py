@@ -11,8 +11,17 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.schema import Form, damaged
 from hf_kvret.contracts.state import Tensors, part, tensor
 from hf_kvret.methods.aqua.config import AquaConfig
-from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans, split
-from hf_kvret.methods.aqua.saved import check_coded, check_names, check_shape
+from hf_kvret.methods.aqua.decoded import (
+    PIECE,
+    BytePages,
+    DecodedStore,
+    check_coded,
+    check_names,
+    check_shape,
+    joined,
+    spans,
+    split,
+)
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.higgs import MinMaxCodec
 

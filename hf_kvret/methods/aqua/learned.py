@@ -1,40 +1,153 @@
-"""Predictors and rotation of one layer, from the artifact, on a device."""
+"""Predictors and rotation of one layer, from the artifact, checked and on a device."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.layer_checks import (
+from hf_kvret.artifacts.checks import (
+    Expected,
     check_each,
+    check_layer_settings,
     check_names,
     check_options,
+    check_positions_known,
     check_rotations,
     check_tensors,
     check_told,
     damaged,
     learned_rope,
+    told_layers,
 )
 from hf_kvret.artifacts.shared import made_once, shared_artifact
-from hf_kvret.methods.aqua.coding import BACKBONES
-from hf_kvret.methods.aqua.expected import LayerSettings, expected_tensors
+from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
 from hf_kvret.methods.aqua.predictor_options import (
-    BITS,
     KEY_INPUTS,
     SPACES,
     VALUE_INPUTS,
     PredictorOptions,
 )
-from hf_kvret.methods.aqua.predictors import unpacked
+from hf_kvret.methods.aqua.predictors import GROUP, unpacked
 from hf_kvret.models.compatibility import is_latent, retrieval_shapes
 from hf_kvret_model_patches.rope import Rope
+
+_MATRIX = (torch.bfloat16,)
+_BIAS = (torch.float32,)
+_SCALE = (torch.float16,)
+_CODES = (torch.uint8,)
+
+
+class LayerSettings(NamedTuple):
+    """Settings of a layer; the module ``calibrator`` describes them."""
+
+    previous: int | None
+    heads: int
+    head_dim: int
+    value_head_dim: int
+
+    @classmethod
+    def of(cls, artifact: CalibrationArtifact, layer: int) -> Self:
+        """Those that an artifact tells of layer number ``layer``.
+
+        Raises:
+            ValueError: one is missing, of another type, out of its range, or contradicts others.
+        """
+        kinds = dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
+        settings = check_layer_settings(artifact, layer, kinds)
+        previous, bits = settings.get("previous", ""), settings["bits"]
+        lower = [number for number in told_layers(artifact) if number < layer]
+        # An anchor, or predicted from the layer below.
+        sound = previous is None or (type(previous) is int and previous == max(lower, default=None))
+        sound &= settings.get("role") == ("anchor" if previous is None else "predicted")
+        sound &= bits in BITS and (previous is None or bits == artifact.options.get("bits"))
+        dims = settings["heads"], settings["head_dim"], settings["value_head_dim"]
+        sound &= min(dims[:2]) > 0 and dims[2] >= 0
+        groups = {"group": dims[1], "value_group": dims[2]}
+        for name, dim in groups.items():
+            group = settings.get(name)
+            is_group = type(group) is int and group in GROUPS and dims[0] * dim % group == 0
+            sound &= is_group if dim else group is None
+        if not sound:
+            names = ("role", "previous", "bits", "heads", "head_dim", "value_head_dim", *groups)
+            told = ", ".join(f"{name}={settings.get(name)!r}" for name in names)
+            raise damaged(artifact, f"is damaged at layer {layer} ({told})")
+        return cls(previous, *dims)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Numbers of a token, by side; 0 where values are in their keys."""
+        return {"key": self.heads * self.head_dim, "value": self.heads * self.value_head_dim}
+
+
+def expected_tensors(
+    options: PredictorOptions, layer: LayerSettings, below: LayerSettings | None, pairs: int
+) -> dict[str, Expected]:
+    """What each tensor of a layer must be, by name.
+
+    ``below`` is the layer that predicts it, None in an anchor; ``pairs`` counts its frequencies.
+    """
+    tensors = {"inv_freq": Expected(_BIAS, (pairs,))}
+    for side, width in layer.widths.items():
+        if not width:
+            continue
+        if below is None:
+            parts = {"bias": Expected(_BIAS, (width,))} if options.anchor_mean else {}
+        else:
+            parts = _predictor_tensors(options, _inputs(options, side, layer, below), width)
+        tensors |= {f"{side}.{name}": one for name, one in parts.items()}
+    return tensors
+
+
+def _inputs(
+    options: PredictorOptions, side: str, layer: LayerSettings, below: LayerSettings
+) -> int:
+    """Numbers that a side is predicted from."""
+    if side == "key":
+        return below.widths["key"] if options.key_inputs == "keys" else 0
+    names = options.value_inputs.split("+")
+    parts = {"keys": layer.widths["key"], "values": below.widths["value"]}
+    return sum(width for name, width in parts.items() if name in names)
+
+
+def _predictor_tensors(options: PredictorOptions, inputs: int, outputs: int) -> dict[str, Expected]:
+    if not inputs:
+        return {}
+    if options.predictor == "mlp":
+        hidden = options.hidden or 2 * outputs
+        return {
+            "hidden.weight": Expected(_MATRIX, (hidden, inputs)),
+            "hidden.bias": Expected(_BIAS, (hidden,)),
+            "out.weight": Expected(_MATRIX, (outputs, hidden)),
+            "bias": Expected(_BIAS, (outputs,)),
+        }
+    matrices = {"weight": (outputs, inputs)}
+    if options.predictor == "low_rank":
+        matrices = {"down": (options.rank, inputs), "up": (outputs, options.rank)}
+    tensors = {"bias": Expected(_BIAS, (outputs,))}
+    for name, shape in matrices.items():
+        tensors |= _matrix(name, shape, options.predictor_bits)
+    return tensors
+
+
+def _matrix(name: str, shape: tuple[int, int], bits: int) -> dict[str, Expected]:
+    if bits != 4:
+        return {name: Expected(_MATRIX, shape)}
+    rows, columns = shape
+    groups = columns // min(GROUP, columns & -columns)
+    return {
+        f"{name}.codes": Expected(_CODES, (rows, columns // 2)),
+        f"{name}.scale": Expected(_SCALE, (rows, groups)),
+        f"{name}.low": Expected(_SCALE, (rows, groups)),
+    }
+
 
 METHOD = "aqua"
 
@@ -221,15 +334,8 @@ def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None
     ):
         if artifact.options.get(name) not in choices:
             raise _unknown(artifact, name, artifact.options.get(name), choices)
-    text = config.get_text_config(decoder=True)
-    rotation = getattr(text, "rope_parameters", None) or {}
-    before = artifact.options["space"] == "before"
-    if before and text is not config and "mrope_section" in rotation:
-        raise ValueError(
-            f"{config.model_type} puts images at positions of three parts and doesn't tell its "
-            "attention all of them, so the rotation of its keys can't be undone: use "
-            "predictor='none', or an artifact made with `hf-kvret calibrate aqua --space after`"
-        )
+    if artifact.options["space"] == "before":
+        check_positions_known(config, "predictor='none'", "`hf-kvret calibrate aqua --space after`")
 
 
 def _unknown(
@@ -254,15 +360,8 @@ def learned_layer(
 ) -> LearnedLayer:
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
 
-    Args:
-        artifact: the artifact.
-        layer: number of the layer in the model.
-        with_inputs: False leaves out predictors that have inputs.
-        device: where they work.
-        dtype: of the model.
-
-    Raises:
-        ValueError: as ``check_whole``.
+    Without ``with_inputs`` predictors that have inputs are left out. ``dtype`` is the model's.
+    ValueError as of ``check_whole``.
     """
     check_each(artifact, [layer], _check_layer)
     make = partial(_make_layer, artifact, layer, with_inputs, device, dtype)
@@ -276,14 +375,9 @@ def _make_layer(
     device: torch.device,
     dtype: torch.dtype,
 ) -> LearnedLayer:
-    prefix = f"layers.{layer}."
-    source = {
-        n.removeprefix(prefix): x for n, x in artifact.tensors.items() if n.startswith(prefix)
-    }
-    settings, rope = (
-        artifact.options["layers"][str(layer)],
-        learned_rope(artifact, layer).to(device),
-    )
+    source = _below(artifact.tensors, f"layers.{layer}.")
+    settings = artifact.options["layers"][str(layer)]
+    rope = learned_rope(artifact, layer).to(device)
     is_before = artifact.options["space"] == "before" and rope.rotary_dim > 0
     key, value = (_predictor(source, side, with_inputs, device, dtype) for side in ("key", "value"))
     inputs = tuple(artifact.options["value_inputs"].split("+"))
@@ -298,11 +392,7 @@ def _predictor(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Predictor | None:
-    tensors = {
-        name.removeprefix(f"{side}."): x
-        for name, x in source.items()
-        if name.startswith(f"{side}.")
-    }
+    tensors = _below(source, f"{side}.")
     if not tensors or (set(tensors) != {"bias"} and not with_inputs):
         return None
     # Scales and offsets of 4-bit matrices are fp16 and stay so; matrices are saved in bf16.
@@ -311,3 +401,8 @@ def _predictor(
         for name, x in tensors.items()
     }
     return Predictor(placed, dtype)
+
+
+def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Those whose names begin with ``prefix``, without it."""
+    return {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}

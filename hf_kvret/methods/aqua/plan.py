@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.methods.aqua.config import NOT_CODED, USUAL_BACKBONE, USUAL_BITS, AquaConfig
+from hf_kvret.methods.aqua.coding import NOT_CODED
+from hf_kvret.methods.aqua.config import USUAL_BACKBONE, USUAL_BITS, AquaConfig
 from hf_kvret.methods.aqua.learned import learned_options, load, needs_positions
 
 

@@ -51,16 +51,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_kvret.artifacts.option_kinds import check_kinds
-from hf_kvret.methods.aqua.coding import BACKBONES, NOT_CODED
+from hf_kvret.artifacts.checks import check_kinds
+from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
 from hf_kvret.methods.aqua.predictors import PREDICTORS
 
 SPACES = ("before", "after")
 KEY_INPUTS = ("keys", "none")
 VALUE_INPUTS = ("keys+values", "keys", "values", "none")
-BITS = (2, 3, 4, NOT_CODED)
-
-GROUPS = tuple(2**n for n in range(3, 11))
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,88 @@
 Shutova et al. (2025), section 3.2 and table 1, "Predictor Architecture". Linear ones solve a ridge
 regression in closed form; the others start from it. All matrices are fitted in fp64 and rounded;
 then the bias is recomputed so that the rounded predictor has zero mean error, because keys can have
-offsets far beyond their spread.
+offsets far beyond their spread. Matrices may be kept in 4 bits (``pack_matrix``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from hf_kvret.methods.aqua.gptq import pack_matrix, unpack_matrix
+BITS = 4
+GROUP = 128
+"""Most columns that share a scale; fewer where it does not divide their number."""
+
+_TOP = 2**BITS - 1
+
+
+def pack_matrix(
+    matrix: torch.Tensor, gram: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(codes uint8 [a, b / 2], scale fp16 [a, b / g], low fp16 [a, b / g])`` of a matrix.
+
+    Element ``[i, j]`` is ``low[i, j // g] + scale[i, j // g] * code[i, j]``; codes of columns 2j
+    and 2j + 1 are in the low and the high half of byte j; g is the largest power of two up to
+    ``GROUP`` that divides b.
+
+    Frantar et al., *GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+    Transformers* (2022), section 3. Columns are rounded one after the other; the error of a column
+    is compensated by those not rounded yet, as far as inputs are correlated. The Gram matrix is
+    that of the ridge regression, so rounding minimizes the same loss as the regression.
+
+    Args:
+        matrix: ``[a, b]`` fp64, b even.
+        gram: ``[b, b]`` fp64, second moments of the matrix's inputs, positive definite but for
+            rounding.
+
+    Raises:
+        ValueError: an odd number of columns.
+    """
+    a, b = matrix.shape
+    if b % 2:
+        raise ValueError(f"a predictor with {b} inputs: two 4-bit codes share a byte, use 16 bits")
+    group = min(GROUP, b & -b)
+    spread = _spread(gram)
+    rest, codes = matrix.clone(), torch.empty_like(matrix)
+    scales, lows = [], []
+    for start in range(0, b, group):
+        end = start + group
+        block = rest[:, start:end]
+        low = block.amin(1).half().double()
+        scale = ((block.amax(1) - low) / _TOP).half().double()
+        errors = torch.zeros_like(block)
+        for n, column in enumerate(range(start, end)):
+            code = ((block[:, n] - low) / scale.where(scale > 0, 1.0)).round().clamp(0, _TOP)
+            codes[:, column] = code
+            errors[:, n] = (block[:, n] - low - scale * code) / spread[column, column]
+            block[:, n + 1 :] -= torch.outer(errors[:, n], spread[column, column + 1 : end])
+        rest[:, end:] -= errors @ spread[start:end, end:]
+        scales.append(scale)
+        lows.append(low)
+    pairs = codes.to(torch.uint8).view(a, b // 2, 2)
+    code_bytes = pairs[..., 0] | (pairs[..., 1] << BITS)
+    return code_bytes, torch.stack(scales, 1).half(), torch.stack(lows, 1).half()
+
+
+def unpack_matrix(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The matrix ``[a, b]`` fp32 that ``pack_matrix`` stored."""
+    each = torch.stack([codes & _TOP, codes >> BITS], -1).flatten(1).float()
+    groups = each.unflatten(1, (scale.shape[1], -1))
+    return (low.float()[..., None] + scale.float()[..., None] * groups).flatten(1)
+
+
+def _spread(gram: torch.Tensor) -> torch.Tensor:
+    """How later inputs compensate the error of one: U of ``gram^-1 = U^T U``."""
+    size = gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    # GPTQ's damping is 1e-2; the Gram matrix of a ridge regression needs much less.
+    ridge_gram = gram + (1e-6 * size) * torch.eye(len(gram)).to(gram)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(ridge_gram))
+    return torch.linalg.cholesky(inverse, upper=True)
+
 
 PREDICTORS = ("linear", "low_rank", "mlp")
 Tensors = Mapping[str, torch.Tensor]
@@ -194,3 +264,80 @@ def _on_cpu(tensors: Tensors) -> dict[str, torch.Tensor]:
         name: (x.float() if x.dtype == torch.float64 else x).cpu().contiguous()
         for name, x in tensors.items()
     }
+
+
+BATCH = 2048
+_RATE = 1e-3
+
+
+def fit_mlp(
+    rows: Rows,
+    *,
+    ridge: float,
+    hidden: int,
+    steps: int,
+    seed: int,
+    progress: Callable[[int], object] = lambda count: None,
+) -> dict[str, torch.Tensor]:
+    """``hidden.weight``, ``hidden.bias``, ``out.weight`` and ``bias``.
+
+    The paper's perceptron without layer norm, which makes no difference (table 5). Training starts
+    at the linear solution: ``gelu(x) - gelu(-x) = x``, so pairs of opposite units reproduce the
+    reduced-rank regression, and the other units start with output weight 0. Adam on the mean
+    squared error, with a learning rate that decays to 0.
+
+    Args:
+        rows: what to learn from.
+        ridge: of the linear solution.
+        hidden: units, at least 2.
+        steps: of ``BATCH`` rows; 0 leaves the linear solution of rank ``hidden // 2``.
+        seed: of the order of rows and of the first weights of the rest.
+        progress: called with the rows of every step.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rank = min(hidden // 2, rows.targets.shape[1])
+    moments, down, up = reduced_regression(rows, ridge, rank)
+    tiny = torch.finfo(torch.float32).tiny
+    spread = moments.gram.diagonal().mean().clamp_min(tiny).sqrt()
+    scale = _target_spread(rows, moments.target_mean).clamp_min(tiny)
+    # Units in which inputs of the gelu are about 1, and so are inputs and targets.
+    unit = ((down @ moments.gram) * down).sum(1).clamp_min(tiny).sqrt()
+    first, last = down * (spread / unit[:, None]), up * (unit / scale)
+    rest = torch.randn(hidden - 2 * rank, rows.width, generator=generator, dtype=torch.float64)
+    rest = rest.to(first.device) / math.sqrt(rows.width)
+    no_say = last.new_zeros(len(last), len(rest))
+    weights = [torch.cat([first, -first, rest]), first.new_zeros(hidden)]
+    weights += [torch.cat([last, -last, no_say], 1), last.new_zeros(len(last))]
+    weights = [x.float().contiguous().requires_grad_() for x in weights]
+    centre, aim = moments.input_mean.float(), moments.target_mean.float()
+    adam = torch.optim.Adam(weights, lr=_RATE)
+    for step in range(steps):
+        adam.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / steps)) / 2
+        x, y = rows.at(torch.randint(len(rows), (BATCH,), generator=generator))
+        x, y = (x - centre) / spread.float(), (y - aim) / scale.float()
+        with torch.enable_grad():
+            outputs = F.linear(F.gelu(F.linear(x, *weights[:2])), *weights[2:])
+            loss = F.mse_loss(outputs, y)
+            adam.zero_grad()
+            loss.backward()
+        adam.step()
+        progress(BATCH)
+    inner, offset, outer, _ = (x.detach().double() for x in weights)
+    inner = (inner / spread).bfloat16()
+    tensors = {
+        "hidden.weight": inner,
+        "hidden.bias": (offset - inner.double() @ moments.input_mean).float(),
+        "out.weight": (outer * scale).bfloat16(),
+        "bias": torch.zeros_like(aim),
+    }
+    total = torch.zeros_like(moments.target_mean)
+    for x, y in rows.blocks():
+        total += (y - predict(tensors, x)).double().sum(0)
+    tensors["bias"] = (total / len(rows)).float()
+    return {name: x.cpu().contiguous() for name, x in tensors.items()}
+
+
+def _target_spread(rows: Rows, mean: torch.Tensor) -> torch.Tensor:
+    """The root mean square of targets about their mean, one number."""
+    total = sum((y.double() - mean).square().sum() for _, y in rows.blocks())
+    return (torch.as_tensor(total) / rows.targets.numel()).sqrt()

@@ -13,10 +13,17 @@ from hf_kvret.contracts.state import Tensors, part
 from hf_kvret.contracts.store import check_rows
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows, codecs_of
-from hf_kvret.methods.aqua.config import NOT_CODED
-from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, spans
+from hf_kvret.methods.aqua.coding import NOT_CODED
+from hf_kvret.methods.aqua.decoded import (
+    PIECE,
+    BytePages,
+    DecodedStore,
+    check_coded,
+    check_names,
+    check_shape,
+    spans,
+)
 from hf_kvret.methods.aqua.plan import LayerPlan
-from hf_kvret.methods.aqua.saved import check_coded, check_names, check_shape
 from hf_kvret.stores import Store
 from hf_kvret.stores.memory import PageMemory
 

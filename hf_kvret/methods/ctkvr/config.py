@@ -59,6 +59,10 @@ class CTkvrConfig(RetrievalConfig):
     coverage: float = 0.5
     questions: bool = True
     seed: int = 0
+    group_obstacle = "ctkvr compares queries of all heads of a KV head with past ones"
+    estimate_obstacle = (
+        "ctkvr recalls tokens by their rank in lists, and has no scores of the others"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,16 +98,6 @@ class CTkvrConfig(RetrievalConfig):
             raise ValueError(f"coverage={self.coverage}: a share from 0 (never) to 1")
         if self.seed >= 2**63:
             raise ValueError(f"seed={self.seed} must be below 2^63")
-
-    @property
-    def group_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        return "ctkvr compares queries of all heads of a KV head with past ones"
-
-    @property
-    def estimate_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        return "ctkvr recalls tokens by their rank in lists, and has no scores of the others"
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for codes of heads that have none."""

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Form, damaged
 from hf_kvret.contracts.state import Tensors, number, part
-from hf_kvret.methods.ctkvr.candidates import Candidates
-from hf_kvret.methods.ctkvr.codes import KeyCodes
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import InvertedFile
-from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS
-from hf_kvret.methods.ctkvr.queue import CentroidQueue
-from hf_kvret.methods.ctkvr.rerank import FetchedKeys, ListPlaces, Rerank, StoredKeys
+from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS, CentroidQueue
+from hf_kvret.methods.ctkvr.rerank import (
+    FetchedKeys,
+    KeyCodes,
+    ListPlaces,
+    Rerank,
+    StoredKeys,
+    recalled,
+)
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, Sampler, make_sampler
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.host_step import HostSearch
 
 # Least number of queries between two questions short enough to be drafts: each reads all keys.
@@ -156,7 +162,7 @@ class CTkvrIndex(Index):
                 f"the index has no lists for a budget of {budget}: call build or before_search"
             )
         bundles = query.unflatten(1, (self._heads, self._group)).transpose(2, 3)
-        candidates = Candidates.of(
+        ids = recalled(
             queue,
             bundles,
             self.options.nprobe,
@@ -165,8 +171,8 @@ class CTkvrIndex(Index):
             in_turn=self._rerank.in_turn,
         )
         if not self._columns:
-            return self._rerank.best(candidates, query, budget, cold)
-        best = self._rerank.best(candidates, query, max(budget, queue.width), cold)
+            return self._rerank.best(ids, query, budget, cold)
+        best = self._rerank.best(ids, query, max(budget, queue.width), cold)
         self._selection = _Selection(bundles, best[..., : queue.width], length)
         return best[..., :budget].contiguous()
 
@@ -314,3 +320,15 @@ def _make_rerank(options: CTkvrConfig) -> Rerank:
     if options.rerank == "device" and options.store == "cpu":
         return FetchedKeys()
     return StoredKeys()
+
+
+class CTkvrCache(RetrievalCache):
+    """Attends to the best tokens in the lists of the past queries nearest to a query (CTkvr)."""
+
+    name: ClassVar[str] = "ctkvr"
+    Config: ClassVar[type[RetrievalConfig]] = CTkvrConfig
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> CTkvrIndex:
+        """A new, empty index; the same for every layer."""
+        return CTkvrIndex(options)

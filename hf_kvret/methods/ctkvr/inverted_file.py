@@ -10,7 +10,7 @@ import torch
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.queue import CentroidQueue, joined
+from hf_kvret.methods.ctkvr.inverted_lists import CentroidQueue, joined
 from hf_kvret_kernels import centroid
 
 # Keys scored against centroids at once: each piece is sorted together with the lists. On a CPU

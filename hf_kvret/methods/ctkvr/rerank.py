@@ -1,4 +1,4 @@
-"""Reranks: how recalled tokens are scored."""
+"""Rerank: the tokens in the lists of a query's nearest centroids, and how they are compared."""
 
 from __future__ import annotations
 
@@ -6,12 +6,48 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import torch
+from torch.nn.functional import pad
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.state import State
+from hf_kvret.contracts.schema import FLOATS, Form
+from hf_kvret.contracts.state import State, tensor
 from hf_kvret.contracts.store import best_of, scores_of_gathered
-from hf_kvret.methods.ctkvr.candidates import Candidates
+from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
+from hf_kvret.methods.ctkvr.inverted_lists import CentroidQueue
+from hf_kvret_kernels import centroid, paris
+from hf_kvret_kernels.paris.codes import check_widths
+from hf_kvret_kernels.soft_cap import soft_cap_
+
+
+def recalled(
+    queue: CentroidQueue,
+    query: torch.Tensor,
+    nprobe: int,
+    pending: int,
+    valid: torch.Tensor,
+    *,
+    in_turn: bool = False,
+) -> torch.Tensor:
+    """Ids ``[B, H, Q, M]`` int32, each valid id once, at its first occurrence; else -1.
+
+    For ``query [B, H, Q, G, D]``, with the ``pending`` newest tokens as one more list. List after
+    list, the nearest centroid's first; with ``in_turn`` round-robin, the best token of each list
+    first.
+    """
+    lists = queue.recall(query, nprobe)
+    length = valid.shape[1]
+    newest = torch.arange(
+        length - 1, length - 1 - pending, -1, dtype=torch.int32, device=query.device
+    )
+    if in_turn:
+        width = max(lists.shape[-1], pending)
+        lists = pad(lists, (0, width - lists.shape[-1]), value=-1)
+        last = pad(newest, (0, width - pending), value=-1).expand(*lists.shape[:3], 1, width)
+        ids = torch.cat([lists, last], dim=3).transpose(3, 4).flatten(3)
+    else:
+        ids = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
+    return centroid.unite(ids, valid)
 
 
 class Rerank(State):
@@ -27,9 +63,12 @@ class Rerank(State):
 
     @abstractmethod
     def best(
-        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        """``[B, H, Q, count]`` int32, best first, then -1; ``query [B, Hq, Q, D]``."""
+        """``[B, H, Q, count]`` int32, best first, then -1.
+
+        ``ids [B, H, Q, M]`` int32 are recalled; ``query [B, Hq, Q, D]``.
+        """
 
     def add(self, block: TokenBlock) -> None:
         """Add tokens that became cold."""
@@ -45,9 +84,9 @@ class StoredKeys(Rerank):
     reads_keys = True
 
     def best(
-        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        return cold.store.best(query, candidates.ids, count, cold.scale, cold.softcap)
+        return cold.store.best(query, ids, count, cold.scale, cold.softcap)
 
 
 class FetchedKeys(Rerank):
@@ -56,10 +95,10 @@ class FetchedKeys(Rerank):
     reads_keys = True
 
     def best(
-        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        logits = scores_of_gathered(cold.store, query, candidates.ids, cold.scale, cold.softcap)
-        return best_of(logits, candidates.ids, count)
+        logits = scores_of_gathered(cold.store, query, ids, cold.scale, cold.softcap)
+        return best_of(logits, ids, count)
 
 
 class ListPlaces(Rerank):
@@ -68,8 +107,95 @@ class ListPlaces(Rerank):
     in_turn = True
 
     def best(
-        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        ids = candidates.ids
         order = torch.arange(0, -ids.shape[-1], -1, dtype=torch.float32, device=ids.device)
-        return candidates.top(order.masked_fill(ids < 0, float("-inf")), count)
+        relevance = order.masked_fill(ids < 0, float("-inf"))
+        best = relevance.topk(min(count, relevance.shape[-1]), dim=-1)
+        best_ids = ids.gather(-1, best.indices).masked_fill(best.values == float("-inf"), -1)
+        return pad(best_ids, (0, count - best_ids.shape[-1]), value=-1)
+
+
+_SUBSPACE_DIM = 8
+
+
+class KeyCodes(Rerank):
+    """By scores that ParisKV's codes estimate (its section 4.1), about 5 bits a number of a key.
+
+    The mean key of the first block is subtracted from all keys before they are encoded.
+    """
+
+    # As in ``ParisCodes``.
+    _sign: TokenBuffer = tokens(dims="B H N p", dtype=torch.uint8)
+    _magnitude: TokenBuffer = tokens(dims="B H N q", dtype=torch.uint8)
+    _weight: TokenBuffer = tokens(dims="B H N s", dtype=FLOATS)
+    _mean: torch.Tensor | None = tensor(shared=True, dims="B H D", dtype=torch.float32)
+    _signs: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
+    _levels: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
+
+    def __init__(self, seed: int) -> None:
+        """``seed``: of the random rotation."""
+        self.seed = seed
+
+    def best(
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
+    ) -> torch.Tensor:
+        heads = ids.shape[1]
+        bundles = query.unflatten(1, (heads, -1)).transpose(2, 3)
+        logits = self.logits(bundles, ids, cold.scale, cold.softcap)
+        flat = logits.transpose(2, 3).flatten(1, 2)
+        return best_of(flat, ids, count)
+
+    def add(self, block: TokenBlock) -> None:
+        """Encode the keys of ``block``."""
+        if self._mean is None:
+            self._start(block.mean_key())
+        assert self._signs is not None and self._levels is not None
+        codes = paris.encode(
+            block.keys, self._signs, self._levels, m=_SUBSPACE_DIM, mean=self._mean
+        )
+        self._sign.append(codes.sign)
+        self._magnitude.append(codes.magnitude)
+        self._weight.append(codes.weight)
+
+    def logits(
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None
+    ) -> torch.Tensor:
+        """Estimated logits ``[B, H, Q, G, M]`` fp32, -inf for ids of -1.
+
+        ``query [B, H, Q, G, D]``, ``ids [B, H, Q, M]`` int32.
+        """
+        if self._mean is None or self._signs is None or self._levels is None:
+            raise RuntimeError("no key was coded: call add before search")
+        query = query.float()
+        codes = paris.ParisCodes(self._sign.rows, self._magnitude.rows, self._weight.rows)
+        rotated = paris.rotate(query, self._signs)
+        found = paris.rerank(rotated, codes, ids.contiguous(), self._levels, m=_SUBSPACE_DIM)
+        found = found * scale
+        if softcap is None:
+            return found
+        # A cap bends the whole score, the mean key's part included.
+        whole = found + scale * (query * self._mean[:, :, None, None]).sum(-1, keepdim=True)
+        return soft_cap_(whole, softcap).masked_fill_((ids < 0).unsqueeze(3), float("-inf"))
+
+    def token_nbytes(self) -> float:
+        """Bytes of one token's code, all heads and rows of the batch."""
+        planes = [plane for plane in (self._sign, self._magnitude, self._weight) if len(plane)]
+        return sum(plane.rows.nbytes / len(plane) for plane in planes)
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for codes of keys of another length."""
+        if len(self._sign):
+            planes = self._sign.rows, self._magnitude.rows, self._weight.rows
+            check_widths(paris.ParisCodes(*planes), form["D"], _SUBSPACE_DIM)
+
+    def loaded(self) -> None:
+        """Make the rotation anew, from the seed."""
+        assert self._mean is not None, "it is loaded"
+        self._start(self._mean)
+
+    def _start(self, mean: torch.Tensor) -> None:
+        self._mean = mean
+        dim = paris.rotated_dim(mean.shape[-1])
+        self._signs = paris.random_signs(dim, self.seed).to(mean.device)
+        self._levels = paris.magnitude_levels(_SUBSPACE_DIM).to(mean.device)

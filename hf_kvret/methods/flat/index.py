@@ -1,15 +1,26 @@
-"""FlatIndex: scores every cold key exactly and takes the best."""
+"""Exact top-k retrieval: the reference for all other methods."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.observe.recall import exact_scores
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.host_step import FlatSearch, HostSearch
 from hf_kvret_kernels.relevance import top_places
+
+
+@dataclass(frozen=True)
+class FlatConfig(RetrievalConfig):
+    """The oracle has no options of its own."""
+
 
 # Keys that are made fp32 at once.
 _PIECE_LEN = 8192
@@ -47,3 +58,15 @@ class FlatIndex(CapturableIndex, Index):
     def cost(self, n: int, budget: int) -> SearchCost:
         """All keys, once."""
         return SearchCost(n, self._keys.rows_nbytes)
+
+
+class FlatKVCache(RetrievalCache):
+    """Attends to the exact top-k of the cold tokens: the reference for all other methods."""
+
+    name: ClassVar[str] = "flat"
+    Config: ClassVar[type[RetrievalConfig]] = FlatConfig
+
+    @classmethod
+    def make_index(cls, options: RetrievalConfig, layer: int) -> FlatIndex:
+        """A new, empty index; the same for every layer."""
+        return FlatIndex()

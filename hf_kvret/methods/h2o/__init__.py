@@ -1,7 +1,5 @@
 """H2O: the heavy hitters of the attention so far are kept, all other cold tokens are given up."""
 
-from hf_kvret.methods.h2o.cache import H2OCache
-from hf_kvret.methods.h2o.config import H2OConfig
-from hf_kvret.methods.h2o.index import H2OIndex
+from hf_kvret.methods.h2o.index import H2OCache, H2OConfig, H2OIndex
 
 __all__ = ["H2OCache", "H2OConfig", "H2OIndex"]

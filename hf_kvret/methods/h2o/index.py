@@ -1,23 +1,115 @@
-"""H2OIndex: accumulated attention decides which cold tokens stay (H2O, algorithm 1)."""
+"""H2O: the heavy hitters of the attention so far are kept, all other cold tokens are given up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Form, check_ids, damaged
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
-from hf_kvret.methods.h2o.accumulated import AccumulatedAttention
-from hf_kvret.methods.h2o.config import H2OConfig
-from hf_kvret.methods.h2o.received import Asked, Piece, received, received_by_few
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret_kernels.soft_cap import soft_cap_
 
-# Keys of the store that meet queries at once.
-_PIECE_LEN = 4096
+
+@dataclass(frozen=True)
+class H2OConfig(RetrievalConfig):
+    """H2O's options beside those of every retrieval cache.
+
+    ``top_k`` is how many heavy hitters a KV head keeps, by default a fifth of the cold tokens.
+    ``recent`` and ``sink`` come on top of it.
+
+    Attributes:
+        observed: of the queries that came since the last selection, as all of a prompt, only so
+            many of the newest count; None: all of them. They are kept until the selection, so a
+            number bounds their memory and the work on a long prompt.
+    """
+
+    top_k: int | float | None = 0.2
+    observed: int | None = None
+    group_obstacle = "h2o keeps one set of tokens for all query heads of a KV head"
+    estimate_obstacle = "h2o has dropped what it would have to estimate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.observed is not None:
+            _check_count("observed", self.observed, "queries, or None for all")
+
+    @classmethod
+    def for_prompt(cls, prompt_len: int, share: float = 0.2, **changes: Any) -> Self:
+        """The published protocol: ``share`` of a prompt, half heavy hitters and half recent tokens.
+
+        Both counts stay while text is generated, a token is evicted at every step, nothing else is
+        protected. Each half is at least one token; ``changes`` are other options. ValueError for a
+        ``share`` that is not above 0 and at most 1, or for a prompt without tokens.
+        """
+        _check_count("prompt_len", prompt_len, "tokens")
+        if isinstance(share, bool) or not isinstance(share, int | float):
+            raise TypeError(f"share must be a number, got {share!r}")
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"share={share}: the part that is kept, above 0 and at most 1")
+        half = max(1, int(share / 2 * prompt_len))
+        published = {"top_k": half, "recent": half, "sink": 0, "flush": 1, "dense_below": 0}
+        return cls.from_options(**{**published, **changes})
+
+
+def _check_count(name: str, count: object, unit: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} must be an int ({unit}), got {count!r}")
+    if count < 1:
+        raise ValueError(f"{name}={count}: at least 1 is needed ({unit})")
+
+
+# Scores that are in memory at once, over batch and heads; on a CPU they pass through its cache.
+_SCORES = 1 << 24
+_SCORES_CPU = 1 << 20
+# Keys of the store that are compared with queries at once.
+_CHUNK_LEN = 4096
+
+
+class Queries(NamedTuple):
+    """Queries ``[B, Hq, q, D]`` of the slots from ``first`` on, and how they are scored."""
+
+    rows: torch.Tensor
+    first: int
+    scale: float
+    softcap: float | None
+
+
+class Chunk(NamedTuple):
+    """Keys ``[B, Hkv, n, D]`` from slot ``first`` on; ``seen [B, Hkv or 1, n]``: not evicted."""
+
+    keys: torch.Tensor
+    first: int
+    seen: torch.Tensor
+
+    def logits(self, queries: Queries) -> torch.Tensor:
+        """Attention logits ``[B, Hkv, G, q, n]`` fp32; -inf where a query does not see a key."""
+        rows, (heads, count) = queries.rows, self.keys.shape[1:3]
+        folded = (rows.float() * queries.scale).reshape(len(rows), heads, -1, rows.shape[3])
+        scores = folded @ self.keys.float().transpose(-1, -2)
+        soft_cap_(scores, queries.softcap)
+        slots = torch.arange(self.first, self.first + count, device=rows.device)
+        own = torch.arange(queries.first, queries.first + rows.shape[2], device=rows.device)
+        hidden = ~self.seen[:, :, None, None] | (slots > own[:, None])
+        scores = scores.unflatten(2, (-1, rows.shape[2]))
+        return scores.masked_fill_(hidden, float("-inf"))
+
+    def blocks(self, queries: Queries) -> Iterator[tuple[slice, torch.Tensor]]:
+        """``logits`` of some queries after the other, and where these are among all."""
+        most = _SCORES_CPU if self.keys.is_cpu else _SCORES
+        size = max(1, most // (queries.rows[:, :, 0, 0].numel() * max(1, self.keys.shape[2])))
+        for start in range(0, queries.rows.shape[2], size):
+            block = slice(start, start + size)
+            rows, first = queries.rows[:, :, block], queries.first + start
+            if first + rows.shape[2] > self.first:
+                yield block, self.logits(queries._replace(rows=rows, first=first))
 
 
 class H2OIndex(Index):
@@ -39,9 +131,9 @@ class H2OIndex(Index):
     # Queries that do not count yet, and keys of tokens that are not cold.
     _queries: TokenBuffer = part(lambda: TokenBuffer(64, dims="B Q n D"))
     _keys: TokenBuffer = part(lambda: TokenBuffer(64, dims="B H n D"))
-    # [B, 1, T] bool, of all tokens.
+    # Of all tokens: which are valid, and the sums of their weights, -inf once they are evicted.
     _valid: TokenBuffer = passed(dims="B 1 t", dtype=torch.bool)
-    _scores: AccumulatedAttention = passed(AccumulatedAttention, dims="B H t", dtype=torch.float32)
+    _scores: TokenBuffer = passed(dims="B H t", dtype=torch.float32)
     # The newest of the queries, which may be rejected drafts.
     _tentative: int = number(0, key="counts", least=0, most=MOST_SLOT)
     # Cold tokens and budget of the current selection.
@@ -72,7 +164,7 @@ class H2OIndex(Index):
         self._tentative = count if start and count <= options.max_draft else 0
         self._queries.put(queries, start)
         self._keys.put(keys, start)
-        self._scores.start(keys, start)
+        self._scores.put(keys.new_zeros(keys.shape[:3], dtype=torch.float32), start)
         if valid is None:
             valid = torch.ones(len(keys), count, dtype=torch.bool, device=keys.device)
         self._valid.put(valid.unsqueeze(1), start)
@@ -95,7 +187,7 @@ class H2OIndex(Index):
         """
         self._count(cold)
         self._keys.drop(len(cold))
-        if self._selection is None or self._chosen_for() != (len(cold), cold.budget):
+        if not self._is_chosen(cold):
             self._choose(cold)
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
@@ -105,7 +197,7 @@ class H2OIndex(Index):
         another budget than in the last ``build`` or ``before_search``.
         """
         selection = self._selection
-        if selection is None or self._chosen_for() != (len(cold), cold.budget):
+        if selection is None or not self._is_chosen(cold):
             raise RuntimeError(
                 f"nothing is chosen for {len(cold)} tokens and a budget of {cold.budget}: call "
                 "on_forward, add and build, or before_search, first"
@@ -167,9 +259,9 @@ class H2OIndex(Index):
         if not torch.equal(attended[..., sinks:], selection):
             raise damaged("index.attended is not of the tokens in index.kept")
 
-    def _chosen_for(self) -> tuple[int, int]:
-        """Cold tokens and budget."""
-        return self._chosen_len, self._chosen_budget
+    def _is_chosen(self, cold: ColdTokens) -> bool:
+        chosen = self._chosen_len, self._chosen_budget
+        return self._selection is not None and chosen == (len(cold), cold.budget)
 
     def _are_few(self, queries: int) -> bool:
         """Whether ``queries`` are few (two short passes), so scored against kept tokens only."""
@@ -184,45 +276,64 @@ class H2OIndex(Index):
         count = end - first
         if count <= 0:
             return
-        batch = Asked(self._queries.rows[:, :, :count], first, self._valid.rows[:, 0, first:end])
+        valid = self._valid.rows[:, 0, first:end]
+        queries = Queries(self._queries.rows[:, :, :count], first, cold.scale, cold.softcap)
         # Tokens between the last selection and the keys at hand must be read from the store. After
         # a crop there is a gap, too, but of tokens that are not cold: nothing to read.
         near = self._keys.first <= self._chosen_len or self._chosen_len == len(cold)
-        if near and self._are_few(count):
-            self._count_few(batch, cold)
-        else:
-            sums = received(
-                batch, lambda: self._pieces(cold), scale=cold.scale, softcap=cold.softcap
-            )
-            for slot, weights in sums:
-                self._scores.add(slot, weights)
+        count_weights = self._count_few if near and self._are_few(count) else self._count_many
+        count_weights(queries, valid, cold)
         self._queries.drop(end)
 
-    def _count_few(self, batch: Asked, cold: ColdTokens) -> None:
-        assert self._attention_ids is not None
-        ids = (
-            self._attention_ids[:, :, None].expand(-1, -1, batch.queries.shape[2], -1).contiguous()
-        )
-        far = cold.store.scores(batch.queries, ids, cold.scale, cold.softcap)
-        near = self._piece(self._keys.rows, self._keys.first)
-        old, new = received_by_few(batch, far, near, scale=cold.scale, softcap=cold.softcap)
-        self._scores.add_at(self._attention_ids, old)
-        self._scores.add(near.first, new)
+    def _count_few(self, queries: Queries, valid: torch.Tensor, cold: ColdTokens) -> None:
+        """As ``_count_many`` at once, for the selected tokens and those with keys at hand."""
+        ids = self._attention_ids
+        assert ids is not None
+        query_ids = ids[:, :, None].expand(-1, -1, valid.shape[1], -1).contiguous()
+        far = cold.store.scores(queries.rows, query_ids, cold.scale, cold.softcap)
+        chunk = self._chunk(self._keys.rows, self._keys.first)
+        near = chunk.logits(queries)
+        weights = torch.cat([far.unflatten(1, near.shape[1:3]), near], dim=-1).softmax(-1)
+        sums = weights.masked_fill_(~valid[:, None, None, :, None], 0.0).sum((2, 3))
+        far_sums = sums[..., : ids.shape[2]].masked_fill(ids < 0, 0.0)
+        scores = self._scores.writable()
+        scores.scatter_add_(2, ids.long().clamp(min=0), far_sums)
+        scores[:, :, chunk.first : chunk.first + near.shape[4]] += sums[..., ids.shape[2] :]
 
-    def _pieces(self, cold: ColdTokens) -> Iterator[Piece]:
+    def _count_many(self, queries: Queries, valid: torch.Tensor, cold: ColdTokens) -> None:
+        """Add the weights of causal attention over all chunks, which are read twice.
+
+        Queries that are not ``valid [B, q]``, or see no key, give nothing.
+        """
+        # Zeros in place of what must not matter, as it may be NaN.
+        queries = queries._replace(rows=queries.rows.masked_fill(~valid[:, None, :, None], 0.0))
+        batch, query_heads, count, _ = queries.rows.shape
+        heads = self._scores.rows.shape[1]
+        shape = batch, heads, query_heads // heads, count
+        lse = queries.rows.new_full(shape, float("-inf"), dtype=torch.float32)
+        for chunk in self._chunks(cold):
+            for block, logits in chunk.blocks(queries):
+                lse[..., block] = torch.logaddexp(lse[..., block], logits.logsumexp(-1))
+        lse = lse.masked_fill(~valid[:, None, None] | (lse == float("-inf")), float("inf"))
+        for chunk in self._chunks(cold):
+            sums = lse.new_zeros(chunk.keys.shape[:3])
+            for block, logits in chunk.blocks(queries):
+                sums += logits.sub_(lse[..., block].unsqueeze(-1)).exp_().sum((2, 3))
+            self._scores.writable()[:, :, chunk.first : chunk.first + sums.shape[2]] += sums
+
+    def _chunks(self, cold: ColdTokens) -> Iterator[Chunk]:
         """All tokens that are not evicted: cold ones from the store, then those in the window."""
-        device = self._keys.rows.device
-        for start, keys in cold.store.key_chunks(_PIECE_LEN):
-            yield self._piece(keys.to(device), start)
+        for start, keys in cold.store.key_chunks(_CHUNK_LEN):
+            yield self._chunk(keys.to(self._keys.rows.device), start)
         start = max(self._keys.first, len(cold))
         keys = self._keys.since(start)
         if keys.shape[2]:
-            yield self._piece(keys, start)
+            yield self._chunk(keys, start)
 
-    def _piece(self, keys: torch.Tensor, start: int) -> Piece:
-        part = slice(start, start + keys.shape[2])
-        alive = self._scores.rows[:, :, part] > float("-inf")
-        return Piece(keys, start, self._valid.rows[:, :, part] & alive)
+    def _chunk(self, keys: torch.Tensor, start: int) -> Chunk:
+        span = slice(start, start + keys.shape[2])
+        alive = self._scores.rows[:, :, span] > float("-inf")
+        return Chunk(keys, start, self._valid.rows[:, :, span] & alive)
 
     def _choose(self, cold: ColdTokens) -> None:
         """Select the best of the cold tokens, evict the others."""
@@ -230,11 +341,10 @@ class H2OIndex(Index):
         retrievable = cold.valid[:, None]
         best = scores.masked_fill(~retrievable, float("-inf")).topk(cold.budget, dim=-1)
         absent = best.values == float("-inf")
-        marks = torch.zeros(
-            *scores.shape[:2], len(cold) + 1, dtype=torch.bool, device=scores.device
-        )
+        marks = retrievable.new_zeros(*scores.shape[:2], len(cold) + 1)
         marks.scatter_(2, best.indices.masked_fill(absent, len(cold)), True)
-        self._scores.evict(retrievable & ~marks[..., : len(cold)])
+        evicted = retrievable & ~marks[..., : len(cold)]
+        self._scores.writable()[:, :, : len(cold)].masked_fill_(evicted, float("-inf"))
         self._selection = best.indices.int().masked_fill(absent, -1)
         self._attention_ids = torch.cat([self._sinks(len(cold)), self._selection], dim=2)
         self._chosen_len, self._chosen_budget = len(cold), cold.budget
@@ -248,3 +358,18 @@ class H2OIndex(Index):
         sinks = slots.topk(min(self.options.sink, cold_len), largest=False).values
         sinks = sinks.masked_fill(sinks == cold_len, -1)
         return sinks.expand(-1, self._scores.rows.shape[1], -1)
+
+
+class H2OCache(RetrievalCache):
+    """Attends to the ``top_k`` cold tokens with most accumulated attention only (H2O).
+
+    Evicted tokens stay in the store, so eviction itself frees no memory.
+    """
+
+    name: ClassVar[str] = "h2o"
+    Config: ClassVar[type[RetrievalConfig]] = H2OConfig
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> H2OIndex:
+        """A new, empty index; the same for every layer."""
+        return H2OIndex(options)

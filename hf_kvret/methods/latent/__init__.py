@@ -1,6 +1,5 @@
 """Multi-head latent attention as it was meant to be decoded: absorbed, over all tokens."""
 
-from hf_kvret.methods.latent.cache import LatentKVCache
-from hf_kvret.methods.latent.config import LatentConfig
+from hf_kvret.methods.latent.cache import LatentConfig, LatentKVCache
 
 __all__ = ["LatentConfig", "LatentKVCache"]

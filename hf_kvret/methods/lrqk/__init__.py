@@ -1,8 +1,7 @@
 """LRQK: low-rank proxies of queries and keys choose the tokens."""
 
 from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
-from hf_kvret.methods.lrqk.cache import LRQKCache
 from hf_kvret.methods.lrqk.config import LRQKConfig
-from hf_kvret.methods.lrqk.index import LRQKIndex
+from hf_kvret.methods.lrqk.index import LRQKCache, LRQKIndex
 
 __all__ = ["LRQKCache", "LRQKConfig", "LRQKIndex", "PaperLRQKIndex"]

@@ -11,8 +11,14 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Form, check_ids, damaged
 from hf_kvret.contracts.state import part, tensor
-from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
-from hf_kvret.methods.lrqk.als_update import Bases, OmegaProducts
+from hf_kvret.methods.lrqk.als import (
+    RANDOM_START,
+    STARTS,
+    Bases,
+    Moments,
+    OmegaProducts,
+    RandomSource,
+)
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import alternating
 from hf_kvret.methods.lrqk.proxies import Proxies
@@ -60,8 +66,8 @@ class PaperLRQKIndex(Index):
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
         self._chance = RandomSource(options.seed)
-        random = STARTS[options.init].random
-        self._queries, self._keys = Moments(random), Moments(random)
+        is_random = options.init == RANDOM_START
+        self._queries, self._keys = Moments(is_random), Moments(is_random)
         self._proxies = Proxies(options.proxy_dtype)
         self._recent = RecentProxies(self._room(options))
         self._forget_pass()
@@ -97,7 +103,7 @@ class PaperLRQKIndex(Index):
         if queries.gram is None or keys.gram is None:
             raise RuntimeError("no query was seen: call on_forward before build")
         rank = options.rank_of(queries.gram.shape[-1])
-        starts = STARTS[options.init].sketches(queries, keys, rank)
+        starts = STARTS[options.init](queries, keys, rank)
         factors = alternating(queries.gram, keys.gram, *starts, options.iterations, options.penalty)
         self._query_basis, self._key_basis = factors.query_basis, factors.key_basis
         self._omega = None

@@ -7,7 +7,6 @@ import math
 import torch
 
 from hf_kvret.contracts.state import State, Tensors, number, part, tensor
-from hf_kvret.methods.lrqk.query_buffer import QueryBuffer
 
 # Queries older than this many half-lives have a negligible weight in fp32.
 _MEMORY = 24
@@ -15,6 +14,54 @@ _PENDING = 64
 _FP32 = torch.float32
 # Tokens converted to fp32 at a time.
 PIECE = 4096
+
+
+class QueryBuffer(State):
+    """At most ``_PENDING`` queries ``[B, Hq, q, D]`` in the order in which they came.
+
+    The next position is on the device, too, so that a decode step can be captured once and replayed
+    (then ``count`` is raised on the host).
+
+    Attributes:
+        count: queries in the buffer.
+    """
+
+    count: int = number(0, saved=False)
+    _rows: torch.Tensor | None = tensor(saved=False)
+    _valid: torch.Tensor | None = tensor(saved=False)
+    _next: torch.Tensor | None = tensor(saved=False, batched=False)
+
+    def put(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Add ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None. There must be room."""
+        if self._rows is None or self._next is None:
+            batch, heads, _, dim = queries.shape
+            self._rows = queries.new_empty(batch, heads, _PENDING, dim)
+            self._next = torch.zeros(1, dtype=torch.long, device=queries.device)
+        more, places = queries.shape[2], self._next
+        if more > 1:
+            places = places + torch.arange(more, device=places.device)
+        self._rows.index_copy_(2, places, queries)
+        if valid is not None and self._valid is None:
+            shape = len(queries), _PENDING
+            self._valid = torch.ones(shape, dtype=torch.bool, device=queries.device)
+        if self._valid is not None:
+            mask = self._valid.new_ones(len(queries), more) if valid is None else valid
+            self._valid.index_copy_(1, places, mask)
+        self._next.add_(more)
+        self.count += more
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Empty the buffer; returns its queries and their validity (None: all valid).
+
+        Both are views that the next ``put`` overwrites. None if the buffer was empty.
+        """
+        if self._rows is None or self._next is None or not self.count:
+            return None
+        rows = self._rows[:, :, : self.count]
+        valid = None if self._valid is None else self._valid[:, : self.count]
+        self.count = 0
+        self._next.zero_()
+        return rows, valid
 
 
 class QueryGrams(State):
@@ -36,7 +83,7 @@ class QueryGrams(State):
     scale: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32, finite=True)
     sets: int = number(0, saved=False)
     _is_scaled: bool = number(False, saved=False)
-    _buffer: QueryBuffer = part(lambda: QueryBuffer(_PENDING), saved=False)
+    _buffer: QueryBuffer = part(QueryBuffer, saved=False)
 
     def __init__(self, sets: int, half_life: float) -> None:
         self.sets, self.half_life = sets, half_life
@@ -64,7 +111,7 @@ class QueryGrams(State):
 
     def replayed(self) -> None:
         """A captured ``add`` of one token was replayed."""
-        self._buffer.replayed()
+        self._buffer.count += 1
         if self._buffer.count == _PENDING:
             self.fold()
 

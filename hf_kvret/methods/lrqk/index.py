@@ -8,14 +8,17 @@ from typing import Any, ClassVar
 
 import torch
 
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.contracts.schema import Form, damaged
 from hf_kvret.contracts.state import number, part, tensor
+from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, closed_form
 from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import HostSearch, ProxySearch
@@ -320,3 +323,18 @@ class LRQKIndex(CapturableIndex, Index):
     def _mean_of(self, query_heads: int) -> torch.Tensor:
         assert self._mean is not None
         return self._mean.repeat_interleave(query_heads // self._mean.shape[1], dim=1)
+
+
+class LRQKCache(RetrievalCache):
+    """Scores of low-rank proxies choose the tokens (LRQK, sections 4.2 and 4.3).
+
+    The published hit/miss buffer is ``store="resident"``, for this and every other method.
+    """
+
+    name: ClassVar[str] = "lrqk"
+    Config: ClassVar[type[RetrievalConfig]] = LRQKConfig
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> Index:
+        """A new, empty index; the same for every layer."""
+        return LRQKIndex(options) if options.factors == "closed" else PaperLRQKIndex(options)

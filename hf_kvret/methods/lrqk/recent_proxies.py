@@ -10,7 +10,7 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.schema import Form, damaged
 from hf_kvret.contracts.state import State, number
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
-from hf_kvret.methods.lrqk.als_update import Bases, OmegaProducts
+from hf_kvret.methods.lrqk.als import Bases, OmegaProducts
 
 _small = partial(TokenBuffer, 64)
 

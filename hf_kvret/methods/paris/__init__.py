@@ -1,7 +1,5 @@
 """ParisKV: analytic centroids, collision counting, quantized reranking."""
 
-from hf_kvret.methods.paris.cache import ParisKVCache
-from hf_kvret.methods.paris.config import ParisConfig
-from hf_kvret.methods.paris.index import ParisIndex
+from hf_kvret.methods.paris.index import ParisConfig, ParisIndex, ParisKVCache
 
 __all__ = ["ParisConfig", "ParisIndex", "ParisKVCache"]

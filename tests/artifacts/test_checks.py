@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.artifacts.option_kinds import check_kinds
+from hf_kvret.artifacts.checks import check_kinds
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 

@@ -1,6 +1,7 @@
-"""Checks of what methods learned of layers, before a token is cached: each tensor and setting.
+"""Checks of what methods learned, before a token is cached: each option, tensor and setting.
 
 A checksum finds damage; these find an artifact that was made wrongly, whatever its checksum says.
+Each raises ValueError that names the artifact, what is wrong with it, and how to get another.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from transformers import PreTrainedConfig
@@ -21,6 +22,7 @@ from hf_kvret_model_patches.rope import Rope
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+
 LARGEST = 1e12
 """Of numbers in an artifact. Keys, weights and their products stay far below, and what is summed up
 of them stays finite in fp32."""
@@ -29,6 +31,26 @@ of them stays finite in fp32."""
 _SAME_FREQUENCY = 1e-5
 
 Options = TypeVar("Options", bound="DataclassInstance")
+
+
+def check_kinds(options: DataclassInstance) -> None:
+    """Check that every field has the type, or one of the types, of its annotation.
+
+    An int is accepted for a float. A bool is not accepted for an int, and numbers of numpy or torch
+    are not accepted, because options are saved as JSON.
+
+    Raises:
+        TypeError: the field, its value, and what it may be.
+    """
+    hints = get_type_hints(type(options))
+    for field in fields(options):
+        value, hint = getattr(options, field.name), hints[field.name]
+        kinds: tuple[Any, ...] = get_args(hint) or (hint,)
+        if type(value) not in kinds and not (float in kinds and type(value) is int):
+            choices = " or ".join("None" if x is type(None) else x.__name__ for x in kinds)
+            raise TypeError(
+                f"{field.name}={value!r} is of type {type(value).__name__}: pass {choices}"
+            )
 
 
 class Expected(NamedTuple):
@@ -55,9 +77,6 @@ def check_options(
         artifact: names that are missing have their default, as options that came later.
         kind: the method's calibration.
         read: names that must be there.
-
-    Raises:
-        ValueError: an option is missing, unknown, or not as ``kind`` takes it.
     """
     own = {name: value for name, value in artifact.options.items() if name != "layers"}
     missing = [name for name in read if name not in own]
@@ -76,11 +95,7 @@ def check_options(
 
 
 def told_layers(artifact: CalibrationArtifact) -> list[int]:
-    """Numbers of the layers that an artifact tells of, in order.
-
-    Raises:
-        ValueError: it tells of none, or what it tells is no number.
-    """
+    """Numbers of the layers that an artifact tells of, in order."""
     layers = artifact.options.get("layers")
     names = list(layers) if isinstance(layers, dict) else []
     numbers = [int(name) for name in names if name.isascii() and name.isdecimal()]
@@ -90,11 +105,7 @@ def told_layers(artifact: CalibrationArtifact) -> list[int]:
 
 
 def check_names(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Refuse settings or tensors of other layers than ``layers``, and of none.
-
-    Raises:
-        ValueError: there are some.
-    """
+    """Refuse settings or tensors of other layers than ``layers``, and of none."""
     expected = {str(layer) for layer in layers}
     told = artifact.options.get("layers")
     other = sorted(told.keys() - expected) if isinstance(told, dict) else []
@@ -114,12 +125,7 @@ def check_each(
     layers: Iterable[int],
     check: Callable[[CalibrationArtifact, int], object],
 ) -> None:
-    """Call a method's own ``check`` of an artifact and a layer for each of ``layers``, once.
-
-    Raises:
-        ValueError: of ``check``: an option, layer or tensor is missing or not as it should be. What
-            was refused is checked again.
-    """
+    """Call a method's own ``check`` of an artifact and a layer for each of ``layers``, once."""
     for layer in layers:
         made_once(artifact, ("checked", layer), partial(check, artifact, layer))
 
@@ -127,11 +133,7 @@ def check_each(
 def check_told(
     artifact: CalibrationArtifact, check: Callable[[CalibrationArtifact, int], object]
 ) -> None:
-    """As ``check_each`` for all layers that an artifact tells of, which has no others.
-
-    Raises:
-        ValueError: as ``told_layers``, ``check_names`` and ``check``.
-    """
+    """As ``check_each`` for all layers that an artifact tells of, which has no others."""
     layers = told_layers(artifact)
     check_names(artifact, layers)
     check_each(artifact, layers, check)
@@ -140,12 +142,7 @@ def check_told(
 def check_tensors(
     artifact: CalibrationArtifact, layer: int, expected: Mapping[str, Expected]
 ) -> None:
-    """Check that the tensors of a layer are ``expected``, by name, and of sound numbers.
-
-    Raises:
-        ValueError: one is missing, of another shape or dtype, or there is one more; a number is NaN
-            or beyond ``LARGEST``.
-    """
+    """Check that the tensors of a layer are ``expected``, by name, and of sound numbers."""
     prefix = f"layers.{layer}."
     for name, one in expected.items():
         check_tensor(artifact, prefix + name, one.shape, one.dtypes)
@@ -161,12 +158,7 @@ def check_tensor(
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> torch.Tensor:
-    """The tensor ``name`` of an artifact, of sound numbers, a dtype and ``shape``; None: any size.
-
-    Raises:
-        ValueError: it is missing, not as expected, or has a number that is NaN or beyond
-            ``LARGEST``; the message names the remedy.
-    """
+    """The tensor ``name``, of sound numbers, one of ``dtypes`` and ``shape``; None: any size."""
     tensor = artifact.tensors.get(name)
     if tensor is None:
         raise damaged(artifact, f"has no {name}")
@@ -194,11 +186,7 @@ def check_tensor(
 def check_layer_settings(
     artifact: CalibrationArtifact, layer: int, kinds: Mapping[str, type | tuple[type, ...]]
 ) -> dict[str, Any]:
-    """An artifact's settings of a layer, of which ``kinds`` must have these types.
-
-    Raises:
-        ValueError: one is missing or of another type; a truth is no number.
-    """
+    """An artifact's settings of a layer, of which ``kinds`` must have these types."""
     layers = artifact.options.get("layers")
     entry = layers.get(str(layer)) if isinstance(layers, dict) else None
     settings = entry if isinstance(entry, dict) else {}
@@ -213,11 +201,7 @@ def check_layer_settings(
 
 
 def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
-    """RoPE of layer number ``layer`` from the artifact, on the CPU.
-
-    Raises:
-        ValueError: missing or invalid settings.
-    """
+    """RoPE of layer number ``layer`` from the artifact, on the CPU."""
     kinds = {"attention_factor": (int, float), "layout": (str,)}
     settings = check_layer_settings(artifact, layer, kinds)
     name = f"layers.{layer}.inv_freq"
@@ -231,15 +215,25 @@ def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
         raise damaged(artifact, f"is damaged at layer {layer} ({error})") from error
 
 
+def check_positions_known(config: PreTrainedConfig, instead: str, command: str) -> None:
+    """Refuse a model whose rotation of keys can't be undone: for ``instead``, or an artifact that
+    ``command`` makes."""
+    text = config.get_text_config(decoder=True)
+    rotation = getattr(text, "rope_parameters", None) or {}
+    if text is not config and "mrope_section" in rotation:
+        raise ValueError(
+            f"{config.model_type} puts images at positions of three parts and doesn't tell its "
+            "attention all of them, so the rotation of its keys can't be undone: use "
+            f"{instead}, or an artifact made with {command}"
+        )
+
+
 def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
     """Refuse an artifact that lacks a layer that retrieves, or turns one otherwise than the model.
 
     Frequencies and factor are computed from the configuration, once for models that ``check``
     takes for one. How the model pairs numbers is believed to the artifact where the model's code
     doesn't tell it.
-
-    Raises:
-        ValueError: so it is.
     """
     text = config.get_text_config(decoder=True)
     key = ("rotations", type(text), getattr(text, "max_position_embeddings", None))
