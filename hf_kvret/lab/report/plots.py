@@ -138,34 +138,36 @@ def plot_groups(
 
 def plot_heat_maps(
     path: Path,
-    maps: Mapping[str, np.ndarray],
+    percents: Mapping[tuple[str, Any, Any], float],
     *,
-    rows: Sequence[str],
-    columns: Sequence[str],
+    rows: Mapping[Any, str],
+    columns: Mapping[Any, str],
     title: str,
     x: str,
     y: str,
-    low: float = 0.0,
-    high: float = 1.0,
 ) -> None:
-    """One map a name, each ``[len(rows), len(columns)]``; NaN where nothing was measured.
+    """Percentages by map, row and column, with the labels of rows and columns; some may be missing.
 
-    Every cell shows its number too: colours alone don't tell 0.9 from 1.
+    Every cell shows its number too: colours alone don't tell 90 from 100.
     """
+    maps: dict[str, np.ndarray] = {}
+    for (name, row, column), percent in percents.items():
+        values = maps.setdefault(name, np.full((len(rows), len(columns)), np.nan))
+        values[[*rows].index(row), [*columns].index(column)] = percent
     wide = max(2.6, 0.42 * len(columns) + 1.0)
     figure, axes = _figure(wide * len(maps) + 1.0, 0.34 * len(rows) + 2.0, columns=len(maps))
     for axis, (name, values) in zip(np.atleast_1d(axes), maps.items(), strict=True):
-        image = axis.imshow(values, cmap="RdYlGn", vmin=low, vmax=high, aspect="auto")
-        axis.set_xticks(range(len(columns)), columns, rotation=45, ha="right", fontsize=7)
-        axis.set_yticks(range(len(rows)), rows, fontsize=7)
+        image = axis.imshow(values, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+        axis.set_xticks(range(len(columns)), columns.values(), rotation=45, ha="right", fontsize=7)
+        axis.set_yticks(range(len(rows)), rows.values(), fontsize=7)
         axis.set(title=name, xlabel=x, ylabel=y)
         for (row, column), value in np.ndenumerate(values):
             if not np.isnan(value):
                 # Both ends of the colours are dark.
-                dark = abs((value - low) / (high - low) - 0.5) > 0.35
+                dark = abs(value / 100 - 0.5) > 0.35
                 color = "white" if dark else "black"
-                text = f"{value:.0f}" if high > 1 else f"{value:.2g}"
-                axis.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
+                style = {"ha": "center", "va": "center", "fontsize": 7, "color": color}
+                axis.text(column, row, f"{value:.0f}", **style)
     figure.colorbar(image, ax=axes, shrink=0.85)
     figure.suptitle(title)
     _save(figure, path)

@@ -30,6 +30,11 @@ def table_of(results: Iterable[tuple[Cell, dict[str, Any]]], columns: Columns) -
     return markdown_table([name.rstrip() for name in columns], lines)
 
 
+def mean_or_dash(values: Sequence[float], form: str, times: int = 1) -> str:
+    """The mean of numbers, ``times`` that many, in ``form``; ``-`` where there are none."""
+    return format(times * sum(values) / len(values), form) if values else "-"
+
+
 def or_dash(value: float | None, form: str) -> str:
     """A number in ``form``, ``-`` for None."""
     return "-" if value is None else format(value, form)

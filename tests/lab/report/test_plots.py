@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hf_kvret.lab.report import plots
@@ -68,10 +67,9 @@ def test_axes_show_plain_numbers(
 
 
 def test_every_cell_of_a_map_shows_its_number(figures: list[Any]) -> None:
-    maps = {"full": np.array([[100.0, 50.0], [0.0, np.nan]])}
-    plot_heat_maps(
-        Path("x.png"), maps, rows="ab", columns="cd", title="t", x="x", y="y", high=100.0
-    )
+    percents = {("full", 1, 3): 100.0, ("full", 1, 4): 50.0, ("full", 2, 3): 0.0}
+    rows, columns = {1: "a", 2: "b"}, {3: "c", 4: "d"}
+    plot_heat_maps(Path("x.png"), percents, rows=rows, columns=columns, title="t", x="x", y="y")
     (figure,) = figures
     assert [text.get_text() for text in figure.axes[0].texts] == ["100", "50", "0"]
     assert [text.get_color() for text in figure.axes[0].texts] == ["white", "black", "white"]

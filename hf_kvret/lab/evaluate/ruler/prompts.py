@@ -1,42 +1,43 @@
 """RULER's prompts: needles, chains, lists and documents (arXiv 2404.06654, section 3).
 
 A class for each family of tasks. Templates and the order of the random draws are those of
-``scripts/data/synthetic`` in NVIDIA/RULER (Apache-2.0).
+``scripts/data/synthetic`` in NVIDIA/RULER (Apache-2.0). The size of a haystack is in units of the
+task: lines, words of an essay, different words, documents. The search for it tries real prompts,
+each with its own random draws, because RULER does so and the samples that follow are then RULER's.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hf_kvret.lab.evaluate.ruler import texts
-from hf_kvret.lab.evaluate.ruler.fitting import (
-    TEMPLATES,
-    ChatTemplate,
-    Draws,
-    Job,
-    Template,
-    draw_fitting,
-    fitting_size,
-    largest_size,
-    smaller,
-    token_counter,
-)
-from hf_kvret.lab.evaluate.ruler.task import Draft, Kind, Sample, ruler_task
+from hf_kvret.lab.evaluate.ruler.task import Draft, Kind, RulerTask, Sample, ruler_task
 from hf_kvret.lab.evaluate.ruler.texts import RulerData
+
+ChatTemplate = Callable[[str], str]
+"""Puts a user's message into the model's chat format, up to and with the assistant's header."""
+
+TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("templates.json").read_bytes())
+"""A family's text and answer prefix, a needle, and a line of noise; placeholders in braces."""
 
 NOISE: str = TEMPLATES["noise"]
 """The one line of the noise haystack, of ``niah_single_1`` and ``vt``."""
 
+# Draws at the smallest size before a length is called too short; RULER draws for ever.
+RETRIES = 50
 # Where needles may stand in an essay, in percent of its sentences.
 _DEPTHS: list[int] = np.round(np.linspace(0, 100, num=40)).astype(int).tolist()
 # Variables in a chain: the first and four hops.
@@ -44,6 +45,121 @@ _VARIABLES = 5
 _EXAMPLE_VALUE = "12345"
 _ZETA = math.pi**2 / 6  # the zeta function at 2
 _NO_DATA = RulerData()
+
+
+class Template:
+    """A task's text inside a chat template, which is called once with the text unfilled.
+
+    Raises:
+        ValueError: what the chat template returned doesn't hold the text unchanged and once.
+    """
+
+    def __init__(self, text: str, answer_prefix: str, chat_template: ChatTemplate | None) -> None:
+        rendered = text if chat_template is None else chat_template(text)
+        if rendered.count(text) != 1:
+            raise ValueError(
+                f"chat_template returned {rendered[:80]!r}...: it must return a text that holds "
+                f"the message it is given once and unchanged, braces included"
+            )
+        self._opening, _, self._closing = rendered.partition(text)
+        self._head, _, self._tail = text.partition("{context}")
+        self._prefix = answer_prefix
+
+    def fill(
+        self, context: str, outputs: tuple[str, ...], example: str = "", **fields: object
+    ) -> Draft:
+        """The prompt around a haystack; ``example`` stands before the task's text."""
+        parts = (self._head, self._tail, self._prefix)
+        head, tail, prefix = (part.format(**fields) for part in parts)
+        return Draft(
+            self._opening + example + head + context, tail + self._closing, prefix, outputs
+        )
+
+
+class Draws:
+    """The random numbers of one call: what the modules give after being seeded, left untouched."""
+
+    def __init__(self, seed: int) -> None:
+        self.python = random.Random(seed)
+        self.numpy = np.random.RandomState(seed)
+        self._seed = seed
+
+    def text(self, letters: str, length: int) -> str:
+        """A random text of some of the letters."""
+        return "".join(self.python.choices(letters, k=length))
+
+    def shuffle(self, items: list[Any]) -> None:
+        """Shuffle in place; as in RULER lists of one length are always shuffled alike."""
+        random.Random(self._seed).shuffle(items)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of one call of ``generate``; ``count`` gives the tokens of a text."""
+
+    task: RulerTask
+    length: int
+    samples: int
+    count: Callable[[str], int]
+    draws: Draws
+    data: RulerData = _NO_DATA
+    chat_template: ChatTemplate | None = None
+
+    @property
+    def long(self) -> bool:
+        """Whether RULER counts in its usual steps; below 4096 tokens they are smaller."""
+        return self.length >= 4096
+
+
+def token_counter(tokenizer: Any) -> Callable[[str], int]:
+    """The number of tokens of a text; TypeError for what can't encode."""
+    encode: Callable[[str], Sized] = getattr(tokenizer, "encode", tokenizer)
+    if not callable(encode):
+        raise TypeError(
+            f"tokenizer={tokenizer!r} has no encode method and can't be called: give a tokenizer "
+            f"or a function from a text to its tokens"
+        )
+
+    def count(text: str) -> int:
+        tokens = len(encode(text))
+        if not tokens:
+            raise ValueError(f"tokenizer={tokenizer!r} makes no tokens of {text[:60]!r}...")
+        return tokens
+
+    return count
+
+
+def largest_size(total: Callable[[int], int], length: int, low: int, high: int) -> int:
+    """The largest size from ``low`` to ``high`` whose prompt fits into ``length`` tokens.
+
+    ``total(size)`` draws a prompt and counts it. ``low`` where nothing fits.
+    """
+    best = low
+    while low <= high:
+        middle = (low + high) // 2
+        if total(middle) <= length:
+            best, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def fitting_size(
+    tokens: Callable[[int], int], length: int, increment: int, other_tokens: int
+) -> int:
+    """The size that fits into ``length`` tokens beside ``other_tokens``, one increment at least.
+
+    ``tokens(size)`` draws a prompt and counts it. A first prompt of one increment gives an
+    estimate, and the search goes up to three times that.
+    """
+    per_unit = tokens(increment) / increment
+    high = max(int((length / per_unit) * 3), increment * 2)
+    return largest_size(lambda size: tokens(size) + other_tokens, length, increment, high)
+
+
+def smaller(size: int, increment: int, smallest: int) -> int:
+    """The next size to try, an increment less; RULER goes below ``smallest`` and may never end."""
+    return max(size - increment, smallest) if size > increment else size
 
 
 class Prompts(ABC):
@@ -55,6 +171,7 @@ class Prompts(ABC):
         self.job, self.draws, self.increment = job, job.draws, increment
         text, answer_prefix = TEMPLATES[template]
         self.template = Template(text, answer_prefix, job.chat_template)
+        self.other_tokens = job.task.max_new_tokens
         self.begin(0)
 
     def begin(self, index: int) -> None:
@@ -71,14 +188,32 @@ class Prompts(ABC):
 
     def size(self) -> int:
         """The size that fits into the job's length, found with draws of its own."""
-        job = self.job
-        return fitting_size(self.tokens, job.length, self.increment, job.task.max_new_tokens)
+        return fitting_size(self.tokens, self.job.length, self.increment, self.other_tokens)
 
     def sample(self, index: int, size: int) -> Sample:
-        """The sample of that number; smaller than ``size`` where it would be too long."""
+        """The sample of that number, drawn again with an increment less while it is too long.
+
+        Raises:
+            ValueError: the smallest size never fitted; names the length that would do.
+        """
         self.begin(index)
-        draft, length = draw_fitting(self.job, self.draft, size, self.increment, self.smallest)
-        return Sample(**vars(draft), index=index, length=length)
+        length, task = self.job.length, self.job.task
+        needed = tries = 0
+        while tries < RETRIES:
+            draft = self.draft(size)
+            total = self.job.count(draft.prompt) + task.max_new_tokens
+            if total <= length:
+                return Sample(**vars(draft), index=index, length=total)
+            less = smaller(size, self.increment, self.smallest)
+            if less == size:
+                tries += 1
+                needed = max(needed, total)
+            size = less
+        raise ValueError(
+            f"length={length} is too short for task {task.name!r}: with this tokenizer its "
+            f"smallest sample takes {needed} tokens, {task.max_new_tokens} of them for the answer; "
+            f"use a length of at least {needed}"
+        )
 
 
 class Needles(Prompts):
@@ -88,13 +223,13 @@ class Needles(Prompts):
     not. The chat template is left alone; RULER would change its "are" to "is" too.
     """
 
-    def __init__(self, job: Job, data: RulerData) -> None:
+    def __init__(self, job: Job) -> None:
         task = self._task = job.task
         one = task.queries * task.values == 1
         increment = 500 if task.data else 25 if job.long else 5
         super().__init__(job, "niah_one" if one else "niah", increment)
         self._type = task.value[:-1] if one else task.value
-        self._words = texts.read_essay_words(data, task.name) if task.data else []
+        self._words = texts.read_essay_words(job.data, task.name) if task.data else []
         self._split = texts.best_splitter()
         # Most samples of a call have the same number of words.
         self._sentences = lru_cache(maxsize=4)(self._split_words)
@@ -160,11 +295,12 @@ class Chains(Prompts):
 
     smallest = _VARIABLES
 
-    def __init__(self, job: Job, data: RulerData) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__(job, "vt", 10 if job.long else 5)
         example = self._example()
         self._names = example.outputs
         self._text = f"{example.prompt} {' '.join(self._names)}\n"
+        self.other_tokens += job.count(self._text)
 
     def _example(self) -> Draft:
         """An example of at most 500 tokens, or the smallest there is.
@@ -179,20 +315,15 @@ class Chains(Prompts):
             return self._chain(template, size, self._new_names(3), _EXAMPLE_VALUE)
 
         size = fitting_size(lambda size: count(draft(size).prompt), 500, 5, other_tokens=0)
-        example, less = draft(size), smaller(size, 5, _VARIABLES)
-        while count(example.prompt) > 500 and less < size:
+        example = draft(size)
+        while count(example.prompt) > 500 and (less := smaller(size, 5, _VARIABLES)) < size:
             size, example = less, draft(less)
-            less = smaller(size, 5, _VARIABLES)
         return example
 
     def tokens(self, size: int) -> int:
         """Tokens of a prompt with the example, whose names are not drawn for it."""
         question = self._chain(self.template, size, self._new_names(5), self._value())
         return self.job.count(question.prompt)
-
-    def size(self) -> int:
-        other = self.job.count(self._text) + self.job.task.max_new_tokens
-        return fitting_size(self.tokens, self.job.length, self.increment, other)
 
     def draft(self, size: int) -> Draft:
         names, value = self._new_names(5), self._value()
@@ -249,9 +380,9 @@ class CommonWords(Prompts):
 
     smallest = 10
 
-    def __init__(self, job: Job, data: RulerData) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__(job, "cwe", 10)
-        self._more = texts.read_english_words(data, job.task.name)
+        self._more = texts.read_english_words(job.data, job.task.name)
         self._words = texts.single_words()
         self.draws.shuffle(self._words)
 
@@ -260,7 +391,7 @@ class CommonWords(Prompts):
         # Twice the estimate here, where the other tasks have three times.
         wanted = max(int(length // (self.tokens(4096) / 4096)) * 2, 20)
         high = min(wanted, most)
-        size = largest_size(lambda size: self.job.total(self.draft(size)), length, 10, high)
+        size = largest_size(lambda size: self.tokens(size) + self.other_tokens, length, 10, high)
         if size == high < wanted:
             raise ValueError(
                 f"length={length} holds more than the {most} different words there are for task "
@@ -297,7 +428,7 @@ class CodedText(Prompts):
     # The rarest word that is asked for, the fourth, occurs in texts of at least this size.
     smallest = math.ceil(_ZETA * 4**2)
 
-    def __init__(self, job: Job, data: RulerData) -> None:
+    def __init__(self, job: Job) -> None:
         self._room = job.length - job.task.max_new_tokens
         super().__init__(job, "fwe", max(self._room // 32, 0))
 
@@ -337,10 +468,9 @@ class Documents(Prompts):
     The number of documents is fitted to question 0. ValueError for more samples than questions.
     """
 
-    def __init__(self, job: Job, data: RulerData) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__(job, "qa", 10)
-        read = texts.read_squad if job.task.data == "squad" else texts.read_hotpot
-        self._questions, self._documents = read(data, job.task.name)
+        self._questions, self._documents = texts.read_questions(job.data, job.task)
         if job.samples > len(self._questions):
             raise ValueError(
                 f"samples={job.samples} for task {job.task.name!r}, but data.{job.task.data} has "
@@ -358,7 +488,7 @@ class Documents(Prompts):
     def _some(self, size: int) -> list[int]:
         """Gold documents, then some of the same article, then, if these run out, random others."""
         question, sample = self._questions[self.index], self.draws.python.sample
-        gold, related = list(question.gold), list(question.related)
+        gold, related = question.gold, question.related
         missing = size - len(gold)
         if missing <= len(related):
             return gold + sample(related, max(missing, 0))
@@ -368,7 +498,7 @@ class Documents(Prompts):
 
 
 # The beginning of a task's name tells its family.
-_FAMILIES: dict[str, Callable[[Job, RulerData], Prompts]] = {
+_FAMILIES: dict[str, Callable[[Job], Prompts]] = {
     "niah": Needles,
     "vt": Chains,
     "cwe": CommonWords,
@@ -415,7 +545,7 @@ def generate(
     if length < 1:
         raise ValueError(f"length={length}: RULER starts at 4096 tokens; give a positive number")
     count = token_counter(tokenizer)
-    job = Job(ruler_task(task), length, samples, count, Draws(seed), chat_template)
-    prompts = _FAMILIES[task.partition("_")[0]](job, data)
+    job = Job(ruler_task(task), length, samples, count, Draws(seed), data, chat_template)
+    prompts = _FAMILIES[task.partition("_")[0]](job)
     size = prompts.size()
     return [prompts.sample(index, size) for index in range(samples)]

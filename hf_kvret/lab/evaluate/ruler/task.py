@@ -107,13 +107,10 @@ def ruler_task(name: str) -> RulerTask:
     return TASKS[name]
 
 
-def clean(prediction: str) -> str:
-    """The answer as it is scored: each control character 0x00-0x1f a newline, then stripped."""
-    return re.sub(r"[\x00-\x1f]", "\n", prediction).strip()
-
-
 def sample_score(task: str, prediction: str, references: Sequence[str]) -> float:
     """Score of one answer, 0 to 1: references count where they are substrings, case aside.
+
+    In the answer each control character 0x00-0x1f is a newline first, and the ends are stripped.
 
     Raises:
         TypeError: ``references`` is one text instead of a sequence of texts.
@@ -127,6 +124,6 @@ def sample_score(task: str, prediction: str, references: Sequence[str]) -> float
         )
     if not references:
         raise ValueError("references is empty: a sample needs at least one right answer")
-    text = clean(prediction).lower()
+    text = re.sub(r"[\x00-\x1f]", "\n", prediction).strip().lower()
     scores = [float(reference.lower() in text) for reference in references]
     return max(scores) if metric == "part" else sum(scores) / len(scores)

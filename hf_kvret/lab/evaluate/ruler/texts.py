@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+
+from hf_kvret.lab.evaluate.ruler.task import RulerTask
 
 
 def _word_list(name: str) -> list[str]:
@@ -121,15 +123,12 @@ def best_splitter() -> Callable[[str], list[str]]:
 
 @dataclass(frozen=True)
 class RulerData:
-    """Paths of the texts of the tasks.
+    """Paths of the texts of the tasks, in the formats of ``FORMATS``.
 
     Attributes:
-        essays: haystack of five ``niah_*`` tasks: a .txt, or JSON with a list or an object of
-            texts. RULER takes Paul Graham's.
-        squad: questions and documents of ``qa_1``: SQuAD v1.1, v2.0 or XQuAD.
-        hotpot: those of ``qa_2``: HotpotQA, distractor setting.
-        english_words: more words for ``cwe``, which runs out of wonderwords' at about 128K
-            tokens: JSON with a list or an object of words, or a .txt with a word on each line.
+        essays: haystack of five ``niah_*`` tasks; RULER takes Paul Graham's.
+        squad, hotpot: questions and documents of ``qa_1`` and ``qa_2``.
+        english_words: more words for ``cwe``, which runs out of wonderwords' at about 128K tokens.
     """
 
     essays: Path | None = None
@@ -138,7 +137,7 @@ class RulerData:
     english_words: Path | None = None
 
 
-_FORMATS = {
+FORMATS = {
     "essays": "essays: a .txt, or JSON with a list or an object of texts, such as RULER's "
     'PaulGrahamEssays.json {"text": ...}',
     "squad": "SQuAD in its JSON format, such as dev-v2.0.json, or XQuAD's xquad.en.json",
@@ -146,6 +145,76 @@ _FORMATS = {
     "english_words": "words: a .txt with one on each line, or JSON with a list or an object of "
     "words, such as RULER's english_words.json",
 }
+
+
+class _File:
+    """The file of an option of :class:`RulerData`, which a task needs.
+
+    Its methods raise FileNotFoundError where no file is, and ValueError where no path is given, or
+    for a file of another format or without content.
+    """
+
+    def __init__(self, data: RulerData, option: str, task: str) -> None:
+        self._option, self._task, self._path = option, task, getattr(data, option)
+        self._formats = FORMATS[option]
+
+    def wrong(self, problem: str) -> ValueError:
+        """The error that the file has a problem, with what to give."""
+        return ValueError(f"data.{self._option}={self._path} {problem}: give {self._formats}")
+
+    def text(self) -> str:
+        """All of it."""
+        if self._path is None:
+            raise ValueError(
+                f"task {self._task!r} needs data.{self._option}: give RulerData({self._option}="
+                f"Path(...)) with the path of {self._formats}"
+            )
+        path = Path(self._path)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"data.{self._option}={path} is not a file: give {self._formats}"
+            )
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise self.wrong(f"is not UTF-8 text ({error})") from error
+
+    def json(self) -> Any:
+        """Its content as JSON."""
+        try:
+            return json.loads(self.text())
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise self.wrong(f"is not JSON ({error})") from error
+
+    def texts(self) -> list[str]:
+        """All texts of a JSON list or object; the lines of any other file."""
+        if Path(self._path or "").suffix.lower() != ".json":
+            return self.text().split("\n")
+        content = self.json()
+        values = list(content.values()) if isinstance(content, dict) else content
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self.wrong("holds something other than a list or an object of texts")
+        return values
+
+
+def read_essay_words(data: RulerData, task: str) -> list[str]:
+    """All words of the essays in order, split at white space; errors as of ``_File``.
+
+    As in RULER, white space at the very beginning or end leaves an empty word there.
+    """
+    file = _File(data, "essays", task)
+    text = re.sub(r"\s+", " ", "\n".join(file.texts()))
+    if not text.strip():
+        raise file.wrong("has no words")
+    return text.split(" ")
+
+
+def read_english_words(data: RulerData, task: str) -> list[str]:
+    """The words of ``data.english_words`` in the file's order; none where no path is given."""
+    if data.english_words is None:
+        return []
+    words = [text.strip() for text in _File(data, "english_words", task).texts()]
+    return [word for word in words if word]
 
 
 class Question(NamedTuple):
@@ -156,129 +225,64 @@ class Question(NamedTuple):
 
     query: str
     outputs: tuple[str, ...]
-    gold: tuple[int, ...]
-    related: tuple[int, ...] = ()
+    gold: list[int]
+    related: list[int]
 
 
-class QuestionSet(NamedTuple):
-    """Questions in the file's order, and all documents, sorted and without repetitions."""
-
-    questions: list[Question]
-    documents: list[str]
+# Gold documents, related ones, and the questions about them with their answers.
+_Passage = tuple[list[str], list[str], list[tuple[str, tuple[str, ...]]]]
 
 
-def _wrong(data: RulerData, option: str, problem: str) -> ValueError:
-    return ValueError(f"data.{option}={getattr(data, option)} {problem}: give {_FORMATS[option]}")
-
-
-def _text(data: RulerData, option: str, task: str) -> str:
-    path = getattr(data, option)
-    if path is None:
-        raise ValueError(
-            f"task {task!r} needs data.{option}: give RulerData({option}=Path(...)) with the path "
-            f"of {_FORMATS[option]}"
-        )
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"data.{option}={path} is not a file: give {_FORMATS[option]}")
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise _wrong(data, option, f"is not UTF-8 text ({error})") from error
-
-
-def _json(data: RulerData, option: str, task: str) -> Any:
-    try:
-        return json.loads(_text(data, option, task))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise _wrong(data, option, f"is not JSON ({error})") from error
-
-
-def _texts(data: RulerData, option: str, task: str) -> list[str]:
-    """All texts of a JSON list or object; the lines of any other file."""
-    if Path(getattr(data, option) or "").suffix.lower() != ".json":
-        return _text(data, option, task).split("\n")
-    content = _json(data, option, task)
-    values = list(content.values()) if isinstance(content, dict) else content
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise _wrong(data, option, "holds something other than a list or an object of texts")
-    return values
-
-
-# The readers raise FileNotFoundError where no file is, ValueError where no path is given, or a
-# file of another format or without content.
-
-
-def read_essay_words(data: RulerData, task: str) -> list[str]:
-    """All words of the essays in order, split at white space.
-
-    As in RULER, white space at the very beginning or end leaves an empty word there.
-    """
-    text = re.sub(r"\s+", " ", "\n".join(_texts(data, "essays", task)))
-    if not text.strip():
-        raise _wrong(data, "essays", "has no words")
-    return text.split(" ")
-
-
-def read_english_words(data: RulerData, task: str) -> list[str]:
-    """The words of ``data.english_words`` in the file's order; none where no path is given."""
-    if data.english_words is None:
-        return []
-    words = [text.strip() for text in _texts(data, "english_words", task)]
-    return [word for word in words if word]
-
-
-def read_squad(data: RulerData, task: str) -> QuestionSet:
+def _squad(content: Any) -> Iterator[_Passage]:
     """Answerable questions of SQuAD v1.1, v2.0 or XQuAD, and all paragraphs."""
-    content = _json(data, "squad", task)
-    try:
-        articles = [article["paragraphs"] for article in content["data"]]
-        documents = sorted({paragraph["context"] for article in articles for paragraph in article})
-        number = {text: i for i, text in enumerate(documents)}
-        questions = []
-        for article in articles:
-            indices = [number[paragraph["context"]] for paragraph in article]
-            for paragraph, gold in zip(article, indices, strict=True):
-                related = tuple(i for i in indices if i != gold)
-                items = [one for one in paragraph["qas"] if not one.get("is_impossible", False)]
-                for item in items:
-                    outputs = tuple(answer["text"] for answer in item["answers"])
-                    questions.append(Question(item["question"], outputs, (gold,), related))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _wrong(data, "squad", f"is not in SQuAD's format ({error!r})") from error
-    return _question_set(data, "squad", questions, documents)
+    for article in content["data"]:
+        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
+        for paragraph, text in zip(article["paragraphs"], texts, strict=True):
+            items = [item for item in paragraph["qas"] if not item.get("is_impossible", False)]
+            questions = [
+                (item["question"], tuple(answer["text"] for answer in item["answers"]))
+                for item in items
+            ]
+            yield [text], [other for other in texts if other != text], questions
 
 
-def read_hotpot(data: RulerData, task: str) -> QuestionSet:
+def _hotpot(content: Any) -> Iterator[_Passage]:
     """Questions of HotpotQA's distractor setting; a document is a title and its sentences.
 
     All ten paragraphs that the file gives with a question are its gold documents.
     """
-    content = _json(data, "hotpot", task)
+    for item in content:
+        gold = [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
+        yield gold, [], [(item["question"], (item["answer"],))]
+
+
+_PARSERS = {"squad": ("SQuAD", _squad), "hotpot": ("HotpotQA", _hotpot)}
+
+
+def read_questions(data: RulerData, task: RulerTask) -> tuple[list[Question], list[str]]:
+    """Questions in the file's order, and all documents, sorted and without repetitions.
+
+    Every question has text, an answer and a document. Errors are those of ``_File``.
+    """
+    assert task.data is not None
+    file, (name, parse) = _File(data, task.data, task.name), _PARSERS[task.data]
+    content = file.json()
     try:
-        contexts = [
-            [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
-            for item in content
-        ]
-        documents = sorted({text for texts in contexts for text in texts})
+        passages = list(parse(content))
+        documents = sorted({text for gold, _, _ in passages for text in gold})
         number = {text: i for i, text in enumerate(documents)}
         questions = [
-            Question(item["question"], (item["answer"],), tuple(number[text] for text in texts))
-            for item, texts in zip(content, contexts, strict=True)
+            Question(query, outputs, [number[x] for x in gold], [number[x] for x in related])
+            for gold, related, items in passages
+            for query, outputs in items
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _wrong(data, "hotpot", f"is not in HotpotQA's format ({error!r})") from error
-    return _question_set(data, "hotpot", questions, documents)
-
-
-def _question_set(
-    data: RulerData, option: str, questions: list[Question], documents: list[str]
-) -> QuestionSet:
-    """The set, once every question is known to have text, an answer and a document."""
+        raise file.wrong(f"is not in {name}'s format ({error!r})") from error
     if not questions:
-        raise _wrong(data, option, "has no answerable question")
+        raise file.wrong("has no answerable question")
     for i, (query, outputs, gold, _) in enumerate(questions):
         if not outputs or not all(isinstance(text, str) for text in (query, *outputs)):
-            raise _wrong(data, option, f"has no text for question or answers of question {i}")
+            raise file.wrong(f"has no text for question or answers of question {i}")
         if not gold:
-            raise _wrong(data, option, f"has no documents for question {i}")
-    return QuestionSet(questions, documents)
+            raise file.wrong(f"has no documents for question {i}")
+    return questions, documents

@@ -42,7 +42,7 @@ from hf_kvret.lab.program.common_options import (
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.tables import markdown_table, mean_or_dash
 
 STYLES = ("sandwich", "magic", "tokens")
 SCORES = ("substring", "rouge1")
@@ -208,31 +208,26 @@ class NeedleInHaystack(Task):
             scores = [_percent_of(some, count) for some in by_length]
             every = [one["score"] for _, one in found]
             scores.append(_percent_of(every, count * len(lengths)))
-            rows.append([cache, questions, *scores, _percent(over, "+.1f"), _percent(read, ".2f")])
+            scores += [mean_or_dash(over, "+.1f", 100), mean_or_dash(read, ".2f", 100)]
+            rows.append([cache, questions, *scores])
         header = ["cache", "question", *map(str, lengths), "mean", "over full", "cold rows read, %"]
         return f"{markdown_table(header, rows)}\n\n{_depths_note(count, rows)}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
-        lengths = sorted({cell["length"] for cell, _ in results})
-        depths = sorted({cell["depth"] for cell, _ in results})
         both = len({cell["questions"] for cell, _ in results}) > 1
-        maps: dict[str, np.ndarray] = {}
-        for cell, found in results:
+        percents = {}
+        for cell, row in results:
             name = f"{cell['cache']}, {cell['questions']}" if both else cell["cache"]
-            scores = maps.setdefault(name, np.full((len(depths), len(lengths)), np.nan))
-            scores[depths.index(cell["depth"]), lengths.index(cell["length"])] = (
-                100 * found["score"]
-            )
+            percents[name, cell["depth"], cell["length"]] = 100 * row["score"]
         plot_heat_maps(
             path,
-            maps,
-            rows=[f"{depth:g}" for depth in depths],
-            columns=[count_label(length) for length in lengths],
+            percents,
+            rows={depth: f"{depth:g}" for depth in sorted({d for _, d, _ in percents})},
+            columns={n: count_label(n) for n in sorted({n for _, _, n in percents})},
             title="needle in a haystack, right answers in %",
             x="tokens",
             y="depth of the needle, %",
-            high=100.0,
         )
 
     @classmethod
@@ -281,9 +276,8 @@ def _mean(score: Callable[[str, str], float], given: list[dict[str, str]]) -> fl
 
 def _percent_of(shares: list[float], count: int) -> str:
     """The mean of ``shares`` in percent, and how many they are where there should be ``count``."""
-    if not shares or len(shares) == count:
-        return _percent(shares)
-    return f"{_percent(shares)} ({len(shares)} of {count})"
+    mean = mean_or_dash(shares, ".1f", times=100)
+    return mean if len(shares) in (0, count) else f"{mean} ({len(shares)} of {count})"
 
 
 def _depths_note(count: int, rows: Sequence[Sequence[str]]) -> str:
@@ -292,7 +286,3 @@ def _depths_note(count: int, rows: Sequence[Sequence[str]]) -> str:
     if any(" of " in text or text == "-" for row in rows for text in row[2:-2]):
         note += " (n of m) is a mean of n cells where others have m, and - has none."
     return note
-
-
-def _percent(shares: list[float], form: str = ".1f") -> str:
-    return format(100 * sum(shares) / len(shares), form) if shares else "-"

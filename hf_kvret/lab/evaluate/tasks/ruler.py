@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from tqdm import tqdm
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.haystack import end_tokens
+from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.evaluate.reader import Reader, begin, check_positions
 from hf_kvret.lab.evaluate.ruler import TASKS, RulerData, Sample, generate, sample_score
 from hf_kvret.lab.evaluate.subject import Subject
@@ -27,7 +28,7 @@ from hf_kvret.lab.program.common_options import context_option, count_option, qu
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.tables import markdown_table, mean_or_dash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +69,12 @@ class Ruler(Task):
     def __post_init__(self) -> None:
         for task in self.tasks:
             option = TASKS[task].data
-            path = None if option is None else getattr(self.data, option)
-            if option is not None and path is None:
+            if option is not None and getattr(self, option) is None:
                 raise ValueError(f"task {task} needs --{option} FILE, or leave it out of --tasks")
-            if path is not None and not path.is_file():
-                raise FileNotFoundError(f"--{option} {path}: no such file")
 
     def details(self) -> dict[str, Any]:
         files = {
-            name: None
-            if path is None
-            else f"{path.name} {sha256(path.read_bytes()).hexdigest()[:12]}"
+            name: describe_file(f"--{name.replace('_', '-')}", path)
             for name, path in asdict(self.data).items()
         }
         return {"samples": self.samples, "chat": self.chat, **files}
@@ -107,13 +103,9 @@ class Ruler(Task):
         samples = _samples(
             task.name, tokenizer, cell["length"], self.samples, self.seed, self.data, self.chat
         )
-        stop = end_tokens(subject)
         scores, answers, used = [], [], UsageSum()
         for sample in tqdm(samples, leave=False, desc=f"{choice.name} {task.name}"):
-            reader, tokens = self._read(sample, cell, subject, choice, task.max_new_tokens)
-            answer = _answer(
-                reader, tokens, task.max_new_tokens, tokenizer, stop, task.name, sample
-            )
+            reader, answer = self._answer(sample, cell, subject, choice)
             scores.append(sample_score(task.name, answer, sample.outputs))
             answers.append(answer)
             used.add(reader)
@@ -124,53 +116,69 @@ class Ruler(Task):
             **used.row(),
         }
 
-    def _read(
-        self, sample: Sample, cell: Cell, subject: Subject, choice: CacheChoice, budget: int
-    ) -> tuple[Reader, torch.Tensor]:
-        """A reader that has read all that comes before the answer but for the returned tokens."""
-        tokenizer = subject.need_tokenizer(self.name)
+    def _answer(
+        self, sample: Sample, cell: Cell, subject: Subject, choice: CacheChoice
+    ) -> tuple[Reader, str]:
+        """The reader and its greedy answer, which ends when it can't be scored better any more."""
+        tokenizer, task = subject.need_tokenizer(self.name), TASKS[cell["task"]]
         whole = cell["questions"] == "inside"
         text = sample.question + sample.answer_prefix
-        first = sample.context + text if whole else sample.context
-        context = token_ids(tokenizer, first)
-        rest = [] if whole else tokenizer(text, add_special_tokens=False)["input_ids"]
-        question = torch.tensor(rest, dtype=torch.long)
-        return begin(subject.model, choice, context, question, budget, whole=whole)
+        context = token_ids(tokenizer, sample.context + text if whole else sample.context)
+        question = [] if whole else tokenizer(text, add_special_tokens=False)["input_ids"]
+        question = torch.tensor(question, dtype=torch.long)
+        budget = task.max_new_tokens
+        reader, tokens = begin(subject.model, choice, context, question, budget, whole=whole)
+
+        def decode(given: list[int]) -> str:
+            return tokenizer.decode(given, skip_special_tokens=True)
+
+        def right(given: list[int]) -> bool:
+            return sample_score(task.name, decode(given), sample.outputs) == 1.0
+
+        return reader, decode(reader.answer(tokens, budget, end_tokens(subject), done=right))
 
     @classmethod
     def table(cls, results: Results) -> str:
-        columns = sorted({(cell["length"], cell["questions"]) for cell, _ in results})
-        caches = list(dict.fromkeys(cell["cache"] for cell, _ in results))
-        found = {_place(cell): result for cell, result in results}
-        tasks = [task for task in TASKS if any(cell["task"] == task for cell, _ in results)]
-        header = ["task", *(f"{cache}, {n} {q}" for n, q in columns for cache in caches)]
-        places = [(cache, n, q) for n, q in columns for cache in caches]
-        rows = []
-        for task in tasks:
-            scores = [found.get((task, *place)) for place in places]
-            rows.append([task, *("-" if s is None else f"{s['score']:.1f}" for s in scores)])
-        for name, value in (("mean", _mean_score), ("cold rows read", _mean_read)):
-            rows.append([name, *(value(found, tasks, place) for place in places)])
-        return markdown_table(header, rows)
+        """A line for each task, the mean over all tasks, and the share of cold rows read.
+
+        The mean is ``-`` while a task is missing, as means of different tasks mislead.
+        """
+        rows: dict[tuple[int, str, str], dict[str, Row]] = defaultdict(dict)
+        for cell, row in results:
+            rows[cell["length"], cell["questions"], cell["cache"]][cell["task"]] = row
+        caches = dict.fromkeys(cache for _, _, cache in rows)
+        places = sorted({(n, questions) for n, questions, _ in rows})
+        columns = [(*place, cache) for place in places for cache in caches]
+        tasks = _tasks_of(results)
+
+        def score(column: tuple[int, str, str], *names: str) -> str:
+            scores = [rows[column][name]["score"] for name in names if name in rows[column]]
+            return mean_or_dash(scores if len(scores) == len(names) else [], ".1f")
+
+        def read(column: tuple[int, str, str]) -> str:
+            ratios = [rows[column][name]["read_ratio"] for name in tasks if name in rows[column]]
+            return mean_or_dash([ratio for ratio in ratios if ratio is not None], ".2%")
+
+        lines = [[task, *(score(column, task) for column in columns)] for task in tasks]
+        lines.append(["mean", *(score(column, *tasks) for column in columns)])
+        lines.append(["cold rows read", *map(read, columns)])
+        return markdown_table(["task", *(f"{cache}, {n} {q}" for n, q, cache in columns)], lines)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
-        columns = sorted({(cell["length"], cell["questions"]) for cell, _ in results})
-        tasks = [task for task in TASKS if any(cell["task"] == task for cell, _ in results)]
-        maps: dict[str, np.ndarray] = {}
-        for cell, result in results:
-            values = maps.setdefault(cell["cache"], np.full((len(tasks), len(columns)), np.nan))
-            column = columns.index((cell["length"], cell["questions"]))
-            values[tasks.index(cell["task"]), column] = result["score"]
+        percents = {
+            (cell["cache"], cell["task"], (cell["length"], cell["questions"])): row["score"]
+            for cell, row in results
+        }
+        columns = sorted({column for _, _, column in percents})
         plot_heat_maps(
             path,
-            maps,
-            rows=tasks,
-            columns=[f"{count_label(length)} {questions}" for length, questions in columns],
+            percents,
+            rows={task: task for task in _tasks_of(results)},
+            columns={(n, questions): f"{count_label(n)} {questions}" for n, questions in columns},
             title="RULER, score in %",
             x="tokens, question",
             y="task",
-            high=100.0,
         )
 
     @classmethod
@@ -199,44 +207,7 @@ def _samples(
     return generate(task, tokens, length, count, seed, data, lambda text: f"{before}{text}{after}")
 
 
-Place = tuple[str, str, int, str]
-
-
-def _place(cell: Cell) -> Place:
-    return cell["task"], cell["cache"], cell["length"], cell["questions"]
-
-
-def _mean_score(
-    found: dict[Place, dict[str, Any]], tasks: list[str], place: tuple[str, int, str]
-) -> str:
-    """The mean over all tasks; ``-`` while one is missing, as means of different tasks mislead."""
-    scores = [found[task, *place]["score"] for task in tasks if (task, *place) in found]
-    return f"{sum(scores) / len(scores):.1f}" if len(scores) == len(tasks) else "-"
-
-
-def _mean_read(
-    found: dict[Place, dict[str, Any]], tasks: list[str], place: tuple[str, int, str]
-) -> str:
-    ratios = [found[task, *place]["read_ratio"] for task in tasks if (task, *place) in found]
-    known = [ratio for ratio in ratios if ratio is not None]
-    return f"{sum(known) / len(known):.2%}" if known else "-"
-
-
-def _answer(
-    reader: Reader,
-    tokens: torch.Tensor,
-    budget: int,
-    tokenizer: PreTrainedTokenizerBase,
-    stop: frozenset[int],
-    task: str,
-    sample: Sample,
-) -> str:
-    """Greedy text of at most ``budget`` tokens; ends when it can't be scored better any more."""
-
-    def text(given: list[int]) -> str:
-        return tokenizer.decode(given, skip_special_tokens=True)
-
-    def right(given: list[int]) -> bool:
-        return sample_score(task, text(given), sample.outputs) == 1.0
-
-    return text(reader.answer(tokens, budget, stop, done=right))
+def _tasks_of(results: Results) -> list[str]:
+    """The tasks that have a result, in RULER's order."""
+    finished = {cell["task"] for cell, _ in results}
+    return [task for task in TASKS if task in finished]

@@ -1,8 +1,12 @@
-"""Files that users give: each format is read, and a wrong file is told by its option."""
+"""Texts of RULER: words, pairs, sentences, and files of each format; a wrong file is named."""
 
 from __future__ import annotations
 
 import json
+import random
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,14 @@ import pytest
 
 from hf_kvret.lab.evaluate.ruler import TASKS, RulerData, generate
 from hf_kvret.lab.evaluate.ruler.texts import (
+    Pairs,
+    adjective_noun_pairs,
+    best_splitter,
     read_english_words,
     read_essay_words,
-    read_hotpot,
-    read_squad,
+    read_questions,
+    single_words,
+    split_simply,
 )
 
 
@@ -79,12 +87,13 @@ SQUAD = {
 
 
 def test_squad_keeps_answerable_questions_and_all_paragraphs(tmp_path: Path) -> None:
-    questions = read_squad(RulerData(squad=put(tmp_path / "s.json", SQUAD)), "qa_1")
-    assert questions.documents == ["Apple text.", "Melon text.", "Zebra text."]
-    assert [item.query for item in questions.questions] == ["Q0?", "Q2?"]
-    assert questions.questions[0].outputs == ("a", "b")
-    assert [item.gold for item in questions.questions] == [(2,), (0,)]
-    assert [item.related for item in questions.questions] == [(0,), (2,)]
+    data = RulerData(squad=put(tmp_path / "s.json", SQUAD))
+    questions, documents = read_questions(data, TASKS["qa_1"])
+    assert documents == ["Apple text.", "Melon text.", "Zebra text."]
+    assert [item.query for item in questions] == ["Q0?", "Q2?"]
+    assert questions[0].outputs == ("a", "b")
+    assert [item.gold for item in questions] == [[2], [0]]
+    assert [item.related for item in questions] == [[0], [2]]
 
 
 HOTPOT = [
@@ -94,10 +103,11 @@ HOTPOT = [
 
 
 def test_hotpot_documents_are_title_and_sentences_once_each(tmp_path: Path) -> None:
-    questions = read_hotpot(RulerData(hotpot=put(tmp_path / "h.json", HOTPOT)), "qa_2")
-    assert questions.documents == ["A\nz.", "B\nx. y."]
-    assert [item.gold for item in questions.questions] == [(1, 0), (0,)]
-    assert [item.outputs for item in questions.questions] == [("a",), ("b",)]
+    data = RulerData(hotpot=put(tmp_path / "h.json", HOTPOT))
+    questions, documents = read_questions(data, TASKS["qa_2"])
+    assert documents == ["A\nz.", "B\nx. y."]
+    assert [item.gold for item in questions] == [[1, 0], [0]]
+    assert [item.outputs for item in questions] == [("a",), ("b",)]
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS.values() if task.data])
@@ -165,3 +175,109 @@ def test_paths_may_be_texts(tmp_path: Path) -> None:
     path = put(tmp_path / "essays.txt", "One two three.")
     data = RulerData(essays=str(path))  # type: ignore[arg-type]
     assert read_essay_words(data, "niah_single_2") == ["One", "two", "three."]
+
+
+def brute_force(firsts: list[str], seconds: list[str]) -> list[str]:
+    return sorted({f"{first}-{second}" for first in firsts for second in seconds})
+
+
+@pytest.mark.parametrize(
+    ("firsts", "seconds"),
+    [
+        (["red", "blue", "red"], ["cat", "ant", "cat"]),
+        (["blue-eyed", "blue", "blu", "green"], ["zebra", "ape", "eyed-cat", "f"]),
+        (["a", "a-b", "a-b-c", "ab", "a b"], ["x", "b-x", "b-c-x", "c"]),
+        (["one"], ["two"]),
+        (["Big", "big", "éa"], ["Ñu", "nu"]),
+    ],
+)
+def test_pairs_are_the_sorted_set_of_all_pairs(firsts: list[str], seconds: list[str]) -> None:
+    expected = brute_force(firsts, seconds)
+    pairs = Pairs(firsts, seconds)
+    assert len(pairs) == len(expected)
+    assert list(pairs) == expected
+
+
+def test_random_choice_draws_from_pairs_as_from_the_list() -> None:
+    firsts, seconds = ["wide", "wide-eyed", "old"], [f"noun{i}" for i in range(37)]
+    expected = brute_force(firsts, seconds)
+    drawn, listed = random.Random(5), random.Random(5)
+    pairs = Pairs(firsts, seconds)
+    assert [drawn.choice(pairs) for _ in range(50)] == [listed.choice(expected) for _ in range(50)]
+
+
+def test_positions_outside_are_refused() -> None:
+    pairs = Pairs(["a"], ["x", "y"])
+    for index in (2, -1):
+        with pytest.raises(IndexError, match="outside 2 pairs"):
+            pairs[index]
+    assert len(Pairs([], ["x"])) == 0
+
+
+def test_the_lists_are_those_of_wonderwords() -> None:
+    words = single_words()
+    assert words == sorted(set(words))
+    # An adjective, a noun and a verb.
+    assert {"happy", "table", "walk"} <= set(words)
+    pairs = adjective_noun_pairs()
+    # No adjective comes alone and no noun comes first: there are hyphens in every entry.
+    sampled = [pairs[i] for i in range(0, len(pairs), 9973)]
+    assert all("-" in pair for pair in sampled)
+    assert sampled == sorted(set(sampled))
+    assert len(pairs) > 5_000_000
+
+
+def test_without_wonderwords_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install wonderwords"):
+        adjective_noun_pairs()
+    with pytest.raises(ModuleNotFoundError, match=r"pip install wonderwords"):
+        single_words()
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["One is here.", "Two is there!", "Is three?", "Yes."],
+        ["Dr. Smith met Mrs. J. R. Jones.", "They spoke."],
+        ["So did I.", "He left."],
+        ['He said "Stop!"', '"No," she said.', "(It was late.)", "'Why?'", "Well..."],
+        ["Pi is 3.14 or so.", "22 is even."],
+        ["See e.g. Hume.", "Then i.e. nothing."],
+        ["It ended. but not for long.", "Truly"],
+        ["no end mark"],
+    ],
+)
+def test_sentences_end_where_a_reader_would_end_them(sentences: list[str]) -> None:
+    assert split_simply(" ".join(sentences)) == sentences
+
+
+def test_white_space_between_sentences_is_dropped_and_no_text_is_no_sentence() -> None:
+    assert split_simply("One.\n\nTwo.   Three.") == ["One.", "Two.", "Three."]
+    assert split_simply("") == []
+
+
+def test_a_word_longer_than_the_look_back_is_no_abbreviation() -> None:
+    assert split_simply("x" * 60 + "mr. Then.") == ["x" * 60 + "mr.", "Then."]
+
+
+def fake_nltk(split: Callable[[str], list[str]]) -> types.ModuleType:
+    module = types.ModuleType("nltk")
+    module.__dict__.update(tokenize=types.SimpleNamespace(sent_tokenize=split))
+    return module
+
+
+def test_nltk_is_used_where_it_has_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nltk", fake_nltk(lambda text: text.split("|")))
+    assert best_splitter()("a|b") == ["a", "b"]
+
+
+def test_without_nltk_or_its_data_the_simple_splitter_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_data(text: str) -> list[str]:
+        raise LookupError("Resource punkt_tab not found.")
+
+    for module in (None, fake_nltk(no_data)):
+        monkeypatch.setitem(sys.modules, "nltk", module)
+        assert best_splitter() is split_simply
