@@ -16,19 +16,18 @@ from tqdm import tqdm
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches
+from hf_kvret.lab.evaluate.following import (
+    LayerRecall,
+    branch,
+    layer_recalls,
+    mean_by_layer,
+    mean_recall,
+)
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.usage import UsageSum
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum
+from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, length, names
-from hf_kvret.lab.program.common_options import (
-    budget_option,
-    count_option,
-    device_option,
-    dtype_option,
-    seed_option,
-    store_option,
-)
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_shares
 from hf_kvret.lab.report.results import Cell, Results
@@ -67,12 +66,12 @@ class Demo(Measurement):
         + ",".join(_USUAL),
     )
     full: bool = option(False, f"ask {' and '.join(_SLOW)} too, which take long")
-    questions: int = count_option(128, "needles asked for")
-    top_k: int | float = budget_option()
-    store: str = store_option("host")
-    dtype: str = dtype_option()
-    device: str = device_option()
-    seed: int = seed_option(0)
+    questions: int = common.count_option(128, "needles asked for")
+    top_k: int | float = common.budget_option()
+    store: str = common.store_option("host")
+    dtype: str = common.dtype_option()
+    device: str = common.device_option()
+    seed: int = common.seed_option(0)
     recall_questions: int = 16
     """How many questions are asked again with recall measured."""
 
@@ -187,7 +186,8 @@ class Demo(Measurement):
             used.add(turn)
             progress.advance(part)
         held = reader.usage()
-        recalls, masses = _recall(reader, again, answers.shape[1])
+        layers = _recall(reader, again, answers.shape[1])
+        means = mean_recall(layers)
         return {
             "right_ratio": right / len(prompts),
             "prefill_seconds": reader.seconds,
@@ -196,10 +196,10 @@ class Demo(Measurement):
             "host_bytes": held.host_bytes,
             "full_bytes": held.full_bytes,
             "read_ratio": used.read_ratio or 0.0,
-            "recall": _mean(recalls),
-            "mass": _mean(masses),
-            "recall_by_layer": recalls,
-            "mass_by_layer": masses,
+            "recall": means["overlap"],
+            "mass": means["mass"],
+            "recall_by_layer": {str(one.layer): one.overlap for one in layers},
+            "mass_by_layer": {str(one.layer): one.mass for one in layers},
         }
 
     @classmethod
@@ -221,27 +221,15 @@ class Demo(Measurement):
         plot_shares(path, caches, _shares(results), title=title)
 
 
-def _recall(
-    reader: Reader, prompts: torch.Tensor, count: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Recall and mass by layer, mean over the questions; empty for other caches."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def _recall(reader: Reader, prompts: torch.Tensor, count: int) -> list[LayerRecall]:
+    """The recall of each layer, mean over the questions; empty for other caches."""
+    samples = []
     if isinstance(reader.cache, RetrievalCache):
         for prompt in tqdm(list(prompts), desc=f"{reader.choice.name}: recall", leave=False):
-            turn = reader.fork(track_recall=True)
+            turn = branch(reader)
             turn.answer(prompt, count)
-            for layer in turn.cache.stats()["layers"]:
-                if "recall_overlap" in layer:
-                    found.setdefault(str(layer["layer"]), []).append(layer)
-    recalls, masses = (
-        {number: sum(one[key] for one in layers) / len(layers) for number, layers in found.items()}
-        for key in ("recall_overlap", "recall_mass")
-    )
-    return recalls, masses
-
-
-def _mean(by_layer: dict[str, float]) -> float | None:
-    return sum(by_layer.values()) / len(by_layer) if by_layer else None
+            samples.append(layer_recalls(turn))
+    return mean_by_layer(samples)
 
 
 def _costs(results: Results) -> str:

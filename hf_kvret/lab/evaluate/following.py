@@ -53,7 +53,7 @@ def layer_recalls(reader: Reader) -> list[LayerRecall]:
     ]
 
 
-def mean_recall(recalls: Sequence[LayerRecall]) -> dict[str, float | None]:
+def mean_recall(recalls: Sequence[LayerRecall]) -> dict[str, Any]:
     """``overlap``, ``mass`` and ``best_mass``, means over ``recalls``; None each for none."""
     names = ("overlap", "mass", "best_mass")
     return {
@@ -67,14 +67,7 @@ def mean_by_layer(samples: Sequence[Sequence[LayerRecall]]) -> list[LayerRecall]
     by_layer: dict[int, list[LayerRecall]] = {}
     for one in (recall for sample in samples for recall in sample):
         by_layer.setdefault(one.layer, []).append(one)
-    means = []
-    for layer, recalls in sorted(by_layer.items()):
-        count = len(recalls)
-        overlap = sum(one.overlap for one in recalls) / count
-        mass = sum(one.mass for one in recalls) / count
-        best_mass = sum(one.best_mass for one in recalls) / count
-        means.append(LayerRecall(layer, overlap, mass, best_mass))
-    return means
+    return [LayerRecall(layer, **mean_recall(some)) for layer, some in sorted(by_layer.items())]
 
 
 class Kept:

@@ -6,7 +6,6 @@ what the length leaves, and each needle goes in at its depth, moved back to the 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -324,19 +323,6 @@ def end_tokens(subject: Subject) -> frozenset[int]:
     if subject.tokenizer is not None:
         found.add(subject.tokenizer.eos_token_id)
     return frozenset(found - {None})
-
-
-def describe_essays(essays: Path | None) -> str | None:
-    """Name and fingerprint of the essays' file, for JSON; None where there is none.
-
-    Raises:
-        FileNotFoundError: no such file.
-    """
-    if essays is None:
-        return None
-    if not essays.is_file():
-        raise FileNotFoundError(f"--essays {essays}: no such file")
-    return f"{essays.name} {hashlib.sha256(essays.read_bytes()).hexdigest()[:12]}"
 
 
 def contains(answer: str, given: str) -> bool:

@@ -27,8 +27,7 @@ from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.report.environment import program
 from hf_kvret.lab.report.outputs import check_outputs, write_outputs
-from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.sole_writer import sole_writer
+from hf_kvret.lab.report.results import Cell, Results, sole_writer
 from hf_kvret.models.ranks import check_one_process
 
 Row = dict[str, Any]

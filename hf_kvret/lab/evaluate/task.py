@@ -19,14 +19,8 @@ from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches, known_cache
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
+from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, names
-from hf_kvret.lab.program.common_options import (
-    budget_option,
-    device_option,
-    dtype_option,
-    seed_option,
-    store_option,
-)
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.registry import registered_methods
@@ -58,11 +52,11 @@ class Task(Measurement):
         f"{', '.join(known_caches())}; default: {','.join(_CACHES)}, and those that the model's "
         "folder has an artifact for",
     )
-    top_k: int | float = budget_option()
-    store: str = store_option()
-    dtype: str = dtype_option()
-    device: str = device_option()
-    seed: int = seed_option()
+    top_k: int | float = common.budget_option()
+    store: str = common.store_option()
+    dtype: str = common.dtype_option()
+    device: str = common.device_option()
+    seed: int = common.seed_option()
 
     @cached_property
     def subject(self) -> Subject:

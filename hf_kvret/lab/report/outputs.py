@@ -9,9 +9,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from hf_kvret.lab.report.damage import naming_damage
 from hf_kvret.lab.report.plots import require_matplotlib
-from hf_kvret.lab.report.results import Results, check_results
+from hf_kvret.lab.report.results import Results, check_results, naming_damage
 from hf_kvret.saved.folder import replace_file
 
 PICTURES = (".png", ".svg", ".pdf")

@@ -15,7 +15,6 @@ from hf_kvret.lab.evaluate.measurement import Measurement
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
-from hf_kvret.lab.report.damage import naming_damage
 from hf_kvret.lab.report.outputs import (
     PAGE_MARK,
     check_file,
@@ -23,7 +22,7 @@ from hf_kvret.lab.report.outputs import (
     check_own,
 )
 from hf_kvret.lab.report.plots import plot_points, require_matplotlib
-from hf_kvret.lab.report.results import Results, why_no_results
+from hf_kvret.lab.report.results import Results, naming_damage, why_no_results
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.saved.folder import replace_file
 

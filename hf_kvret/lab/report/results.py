@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +19,18 @@ from hf_kvret.lab.report.environment import describe_environment
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.strict_json import plain_bytes, read_json
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 FORMAT = 1
 _CHECKSUM = "checksum"
 _CHECKSUM_LEN = 16
 # What a page tells of a run; None and names that are missing stand for what was not there.
 _ENVIRONMENT = {"command", "processor", "threads", "accelerator", "python", "versions"}
+# What tables and pictures run into where a number is missing or something else.
+_STUMBLES = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 _FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
 
 # What a cell is called: for instance {"cache": "paris", "length": 4096, "task": "vt"}.
@@ -272,3 +281,78 @@ def _is_environment(entry: object) -> bool:
 
 def _key(cell: Cell) -> str:
     return json.dumps(cell, sort_keys=True)
+
+
+@contextmanager
+def naming_damage(measurement: Any, results: Results, path: Path | None) -> Iterator[None]:
+    """Inside, a table or picture of ``results``, which ``path`` holds, is made.
+
+    ``path`` None is for results that were never in a file: their errors are our own.
+
+    Raises:
+        ValueError: a cell lacks something, or has it of another type; the file is named, and the
+            cell where a table of it alone can't be made either.
+    """
+    try:
+        yield
+    except _STUMBLES as error:
+        if path is None:
+            raise
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        cell = _damaged_cell(measurement, results)
+        name = "" if cell is None else f", {' '.join(map(str, cell.values()))}"
+        raise ValueError(
+            f"{path} has a damaged cell{name} ({what}): delete it, or make it again"
+        ) from error
+
+
+def _damaged_cell(measurement: Any, results: Results) -> Cell | None:
+    for cell, result in results:
+        alone = Results(results.name, results.setup)
+        alone.add(cell, result)
+        try:
+            measurement.table(alone)
+        except _STUMBLES:
+            return cell
+    return None
+
+
+@contextmanager
+def sole_writer(path: Path | None) -> Iterator[None]:
+    """Keep other processes from writing results to ``path``; None is no file.
+
+    A file ``.NAME.lock`` beside it is locked as long as the context is open. The system lets go of
+    it when the process ends, however that happens. Without such locks (Windows) nothing is kept.
+
+    Raises:
+        ValueError: another process writes there.
+    """
+    if path is None or fcntl is None:
+        yield
+        return
+    lock = path.parent / f".{path.name}.lock"
+    descriptor = _take_lock(lock, path)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take_lock(lock: Path, path: Path) -> int:
+    """A descriptor of the file ``lock``, which stands in its place and is locked."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ValueError(
+                f"another process writes its results to {path}, and each would drop what the other "
+                "finished: give another --json, or wait until it has ended"
+            ) from None
+        # The process that held it may have removed the file between our opening and locking it.
+        if lock.exists() and lock.stat().st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+        os.close(descriptor)

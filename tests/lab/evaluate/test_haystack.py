@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.haystack import (
     Document,
     TextHay,
     Wording,
     choose_wording,
     contains,
-    describe_essays,
     magic_wording,
     token_wording,
 )
@@ -169,13 +169,13 @@ def test_magic_needs_a_tokenizer(needle: Subject) -> None:
 def test_essays_are_known_by_name_and_content(tmp_path: Path) -> None:
     path = tmp_path / "essays.txt"
     path.write_text("One. Two.")
-    first = describe_essays(path)
+    first = describe_file("--essays", path)
     path.write_text("One. Three.")
     assert first is not None and first.startswith("essays.txt ")
-    assert describe_essays(path) != first
-    assert describe_essays(None) is None
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        describe_essays(tmp_path / "none.txt")
+    assert describe_file("--essays", path) != first
+    assert describe_file("--essays", None) is None
+    with pytest.raises(FileNotFoundError, match=r"--essays .*: no such file"):
+        describe_file("--essays", tmp_path / "none.txt")
 
 
 def test_answers_are_found_letter_case_aside() -> None:

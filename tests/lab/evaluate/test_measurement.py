@@ -21,8 +21,7 @@ from hf_kvret.lab.evaluate.measurement import (
     run_measurement,
 )
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.sole_writer import sole_writer
+from hf_kvret.lab.report.results import Cell, Results, sole_writer
 from hf_kvret.lab.report.tables import table_of
 
 

@@ -13,10 +13,10 @@ import torch
 from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.haystack import Document, Wording, magic_wording
+from hf_kvret.lab.evaluate.reader import UsageSum
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.tasks import multiturn
 from hf_kvret.lab.evaluate.tasks.multiturn import MultiTurn
-from hf_kvret.lab.evaluate.usage import UsageSum
 from hf_kvret.lab.report.results import Results
 
 COVERING = "top_k=4096:dense_below=0:recent=16:flush=24"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_kvret.lab.report.sole_writer import sole_writer
+from hf_kvret.lab.report.results import sole_writer
 
 pytest.importorskip("fcntl", reason="no such locks here")
 MESSAGE = r"another process writes its results to .*cells\.json.*give another --json"

@@ -22,11 +22,10 @@ from hf_kvret.lab.evaluate.following import (
     mean_by_layer,
     mean_recall,
 )
-from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task
 from hf_kvret.lab.evaluate.texts import token_ids
-from hf_kvret.lab.evaluate.usage import UsageSum
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option

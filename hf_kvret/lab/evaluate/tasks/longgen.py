@@ -13,7 +13,7 @@ import torch
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.contexts import describe_file, text_windows
 from hf_kvret.lab.evaluate.following import full_choices
-from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
 from hf_kvret.lab.evaluate.stretches import (
     Pace,
     Source,
@@ -27,13 +27,7 @@ from hf_kvret.lab.evaluate.stretches import (
 )
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
-from hf_kvret.lab.evaluate.usage import UsageSum
-from hf_kvret.lab.program.common_options import (
-    context_option,
-    count_option,
-    text_option,
-    then_option,
-)
+from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
@@ -59,13 +53,13 @@ class LongGeneration(Task):
         "hf-kvret eval longgen --text novel.txt --context 4K --new-tokens 4096 --caches flat,paris",
     )
 
-    text: Path = text_option()
-    then: Path | None = then_option("follows after the context, for a change of subject")
-    context: tuple[int, ...] = context_option((4096,), "tokens of a context")
-    windows: int = count_option(1, "at most this many contexts of each length")
-    new_tokens: int = count_option(2048, "after each context")
-    every: int = count_option(128, "tokens that share a number")
-    step: int = count_option(
+    text: Path = common.text_option()
+    then: Path | None = common.then_option("follows after the context, for a change of subject")
+    context: tuple[int, ...] = common.context_option((4096,), "tokens of a context")
+    windows: int = common.count_option(1, "at most this many contexts of each length")
+    new_tokens: int = common.count_option(2048, "after each context")
+    every: int = common.count_option(128, "tokens that share a number")
+    step: int = common.count_option(
         1,
         "tokens a forward pass with --follow text; retrieval caches select for each of them up to "
         "max_draft (32)",

@@ -13,25 +13,18 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.haystack import (
     Document,
     Wording,
     choose_wording,
     contains,
-    describe_essays,
 )
-from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
-from hf_kvret.lab.evaluate.usage import UsageSum
+from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import one_or_both
-from hf_kvret.lab.program.common_options import (
-    answer_tokens_option,
-    context_option,
-    count_option,
-    essays_option,
-    style_option,
-)
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
@@ -60,11 +53,11 @@ class MultiTurn(Task):
         "turns.png",
     )
 
-    context: tuple[int, ...] = context_option(
+    context: tuple[int, ...] = common.context_option(
         (4096, 16384), "tokens, all questions and room for all answers included"
     )
-    turns: int = count_option(8, "needles and questions")
-    samples: int = count_option(4, "contexts of each length")
+    turns: int = common.count_option(8, "needles and questions")
+    samples: int = common.count_option(4, "contexts of each length")
     modes: tuple[str, ...] = option(
         MODES[:1],
         "one cache for all questions, or a fork for each",
@@ -73,9 +66,9 @@ class MultiTurn(Task):
         name="--mode",
     )
     own_answers: bool = option(False, "keep the model's own answers in the cache")
-    style: str | None = style_option("magic", "tokens")
-    essays: Path | None = essays_option()
-    answer_tokens: int = answer_tokens_option()
+    style: str | None = common.style_option("magic", "tokens")
+    essays: Path | None = common.essays_option()
+    answer_tokens: int = common.answer_tokens_option()
 
     def __post_init__(self) -> None:
         if self.own_answers and "turns" not in self.modes:
@@ -87,7 +80,7 @@ class MultiTurn(Task):
             "samples": self.samples,
             "own_answers": self.own_answers,
             "style": self.style,
-            "essays": describe_essays(self.essays),
+            "essays": describe_file("--essays", self.essays),
             "answer_tokens": self.answer_tokens,
         }
 

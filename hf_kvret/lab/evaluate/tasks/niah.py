@@ -15,30 +15,22 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.haystack import (
     Document,
     Fact,
     Wording,
     choose_wording,
     contains,
-    describe_essays,
     encode,
     first_tokens,
     text_wording,
 )
-from hf_kvret.lab.evaluate.reader import Reader, begin, check_positions
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
-from hf_kvret.lab.evaluate.usage import UsageSum
+from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import whole_number
-from hf_kvret.lab.program.common_options import (
-    answer_tokens_option,
-    context_option,
-    count_option,
-    essays_option,
-    questions_option,
-    style_option,
-)
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
@@ -94,7 +86,7 @@ class NeedleInHaystack(Task):
         "niah.png",
     )
 
-    context: tuple[int, ...] = context_option(
+    context: tuple[int, ...] = common.context_option(
         (2048, 4096, 8192, 16384), "tokens, question and room for the answer included"
     )
     depths: tuple[float, ...] = option(
@@ -102,15 +94,15 @@ class NeedleInHaystack(Task):
         "where the needle is, in percent of the haystack, comma-separated",
         kind=percents,
     )
-    style: str | None = style_option(*STYLES)
-    samples: int = count_option(3, "documents in each cell")
+    style: str | None = common.style_option(*STYLES)
+    samples: int = common.count_option(3, "documents in each cell")
     distractors: int = option(0, "more needles, with other keys, anywhere", kind=whole_number(0))
-    questions: tuple[str, ...] = questions_option()
-    essays: Path | None = essays_option()
+    questions: tuple[str, ...] = common.questions_option()
+    essays: Path | None = common.essays_option()
     needle: str = option(_NEEDLE, "of --style sandwich")
     question: str = option(_QUESTION, "of --style sandwich")
     answer: str = option(_ANSWER, "of --style sandwich")
-    answer_tokens: int = answer_tokens_option()
+    answer_tokens: int = common.answer_tokens_option()
     score: str | None = option(None, "default: rouge1 for sandwich, else substring", choices=SCORES)
 
     def __post_init__(self) -> None:
@@ -133,7 +125,7 @@ class NeedleInHaystack(Task):
             "style": self.style,
             "samples": self.samples,
             "distractors": self.distractors,
-            "essays": describe_essays(self.essays),
+            "essays": describe_file("--essays", self.essays),
             "sandwich": list(self.sandwich) if self.style == "sandwich" else None,
             "answer_tokens": self.answer_tokens,
             "score": self.score,

@@ -13,11 +13,10 @@ from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.contexts import describe_file
-from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
 from hf_kvret.lab.evaluate.texts import read_text, token_ids
-from hf_kvret.lab.evaluate.usage import UsageSum
 from hf_kvret.lab.program.arguments import share
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option

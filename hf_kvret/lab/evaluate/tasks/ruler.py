@@ -17,12 +17,11 @@ from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.haystack import end_tokens
 from hf_kvret.lab.evaluate.measurement import Row
-from hf_kvret.lab.evaluate.reader import Reader, begin, check_positions
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.ruler import TASKS, RulerData, Sample, generate, sample_score
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
 from hf_kvret.lab.evaluate.texts import chat_parts, token_ids
-from hf_kvret.lab.evaluate.usage import UsageSum
 from hf_kvret.lab.program.arguments import file_path, known_names
 from hf_kvret.lab.program.common_options import context_option, count_option, questions_option
 from hf_kvret.lab.program.options import option
