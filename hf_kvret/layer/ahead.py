@@ -9,7 +9,7 @@ import torch
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.layer.call import AttentionCall
 from hf_kvret.layer.regions import Regions
-from hf_kvret_kernels._ahead import Growth, Window, growing
+from hf_kvret_kernels._dispatch import Growth, Window, growing
 
 
 def compiling_ahead(

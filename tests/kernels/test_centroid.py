@@ -159,10 +159,9 @@ def test_more_than_one_tile_of_each_side(
     held: int,
 ) -> None:
     if place[0] == "triton":
-        from hf_kvret_kernels.centroid import triton_denominators, triton_lists
+        from hf_kvret_kernels.centroid import triton
 
-        for module in (triton_denominators, triton_lists):
-            monkeypatch.setattr(module, "_ROWS", 16)
+        monkeypatch.setattr(triton, "_ROWS", 16)
     queries, keys = normal(1, 1, 1, centroids, group, dim), normal(2, 1, 1, held, dim)
     valid = torch.rand(1, held, generator=torch.Generator().manual_seed(3)) < 0.8
     check(place, queries, poisoned(keys, valid), 6, valid, piece=held)

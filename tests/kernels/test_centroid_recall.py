@@ -149,9 +149,10 @@ def test_of_nothing_comes_nothing(place: Place) -> None:
 def _modules_with_tables(place: Place) -> list:
     if place[0] == "naive":
         return [naive]
-    from hf_kvret_kernels.centroid import triton_recall
 
-    return [triton_recall]
+    from hf_kvret_kernels.centroid import triton
+
+    return [triton]
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -87,13 +87,13 @@ def test_of_equally_near_codewords_the_first_is_taken(place: tuple[str, str]) ->
 def test_programs_that_share_the_codewords_agree(splits: int) -> None:
     """Also with a last share that is shorter, and with equals in different shares."""
     pytest.importorskip("triton")
-    from hf_kvret_kernels.codebook import triton_encode
+    from hf_kvret_kernels.codebook import triton
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     words = torch.randint(-3, 4, (2, 300, 9), generator=generator(7)).float().repeat(1, 2, 1)
     x = torch.randint(-4, 5, (2, 2, 19, 9), generator=generator(8)).float()
     moved = (x.to(device), words.to(device), book.half_norms(words).to(device))
-    codes = triton_encode.encode(*moved, splits=splits)
+    codes = triton.encode(*moved, splits=splits)
     assert torch.equal(codes.cpu().long(), merits(x, words)[0].argmax(-1))
 
 

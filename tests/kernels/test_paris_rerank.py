@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels import paris
-from hf_kvret_kernels.paris import estimating
+from hf_kvret_kernels.paris import selection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = ("naive", "triton")
@@ -331,7 +331,7 @@ def test_estimates_of_all_are_the_reranks_of_all_ids(
     q_rot = paris.rotate(randn(2, 3, 2, 3, dim, seed=1), signs)
     options = {"m": m, "scale": 0.3, "softcap": softcap, "offset": randn(2, 3, 2, 3, seed=2)}
     step = -(-length // pieces)
-    monkeypatch.setattr(estimating, "_PIECE_NUMBERS", step * 2 * 3 * paris.rotated_dim(dim))
+    monkeypatch.setattr(selection, "_PIECE_NUMBERS", step * 2 * 3 * paris.rotated_dim(dim))
     found = paris.estimates(q_rot, codes, levels, backend=backend, **options)
     ids = torch.arange(length, dtype=torch.int32, device=DEVICE).expand(2, 3, 2, -1).contiguous()
     expected = paris.rerank(q_rot, codes, ids, levels, backend="naive", **options)

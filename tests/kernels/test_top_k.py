@@ -29,7 +29,7 @@ def check_top_k(place: tuple[str, str], scores: torch.Tensor, count: int) -> Non
     ids = top_k(moved, count, backend=backend)
     if backend == "triton":
         # Where there are more scores than one program holds; the results are the same.
-        from hf_kvret_kernels.top_k.triton_split import split_top_k
+        from hf_kvret_kernels.top_k.triton import split_top_k
 
         assert torch.equal(ids, split_top_k(moved.unsqueeze(3), count))
     assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
@@ -115,10 +115,10 @@ def test_sums_of_many_blocks_add_up(
 ) -> None:
     """As those of more blocks, and of a fuller bin, than the last program takes at once."""
     if place[0] == "triton":
-        from hf_kvret_kernels.top_k import triton_split
+        from hf_kvret_kernels.top_k import triton
 
-        monkeypatch.setattr(triton_split, "_TOKENS", 32)
-        monkeypatch.setattr(triton_split, "_CHUNK", 16)
+        monkeypatch.setattr(triton, "_TOKENS", 32)
+        monkeypatch.setattr(triton, "_CHUNK", 16)
     check_top_k(place, torch.randn(1, 1, 1, 3500, generator=generator(12)), 900)
 
 

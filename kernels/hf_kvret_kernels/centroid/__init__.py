@@ -95,10 +95,10 @@ def key_lists(
     arguments = (queries, check_pieces, count, valid, positions, scale, softcap, most_scores)
     if choose_backend(backend, queries) == "naive":
         return naive.key_lists(*arguments)
-    from hf_kvret_kernels.centroid import triton_lists
+    from hf_kvret_kernels.centroid import triton
 
     with launching_on(queries):
-        return iter((triton_lists.top_keys(*arguments),))
+        return iter((triton.top_keys(*arguments),))
 
 
 def top_keys(queries: torch.Tensor, pieces: Pieces, count: int, **options: Any) -> torch.Tensor:
@@ -144,10 +144,10 @@ def similarity(
         _check_device(name, tensor, query)
     if choose_backend(backend, query) == "naive":
         return naive.similarity(query, centroids, inverse_norms)
-    from hf_kvret_kernels.centroid import triton_recall
+    from hf_kvret_kernels.centroid import triton
 
     with launching_on(query):
-        return triton_recall.similarity(query, centroids, inverse_norms)
+        return triton.similarity(query, centroids, inverse_norms)
 
 
 def take_lists(
@@ -182,10 +182,10 @@ def take_lists(
         _check_device("high", high, low)
     if choose_backend(backend, low) == "naive":
         return naive.take_lists(low, high, index)
-    from hf_kvret_kernels.centroid import triton_recall
+    from hf_kvret_kernels.centroid import triton
 
     with launching_on(low):
-        return triton_recall.take_lists(low, high, index)
+        return triton.take_lists(low, high, index)
 
 
 def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -213,10 +213,10 @@ def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> t
         raise ValueError("valid covers no token: there must be one at least")
     if choose_backend(backend, ids) == "naive":
         return naive.unite(ids, valid)
-    from hf_kvret_kernels.centroid import triton_recall
+    from hf_kvret_kernels.centroid import triton
 
     with launching_on(ids):
-        return triton_recall.unite(ids, valid)
+        return triton.unite(ids, valid)
 
 
 def _check_bundles(name: str, x: torch.Tensor) -> None:

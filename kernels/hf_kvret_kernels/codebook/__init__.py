@@ -80,10 +80,10 @@ def encode(
     _check_device("norms", norms, x)
     if choose_backend(backend, x) == "naive":
         return naive.encode(x, codebook, norms)
-    from hf_kvret_kernels.codebook import triton_encode
+    from hf_kvret_kernels.codebook import triton
 
     with launching_on(x):
-        return triton_encode.encode(x, codebook, norms)
+        return triton.encode(x, codebook, norms)
 
 
 def score_table(
@@ -127,10 +127,10 @@ def score_table(
     if choose_backend(backend, query) == "naive":
         return naive.score_table(scaled, codebook, softcap)
     if codebook.shape[2] > MOST_RANK:
-        from hf_kvret_kernels.codebook import triton_table
+        from hf_kvret_kernels.codebook import triton
 
         with launching_on(query):
-            return triton_table.score_table(scaled, codebook, softcap)
+            return triton.score_table(scaled, codebook, softcap)
     from hf_kvret_kernels.proxy import triton_scores
 
     rows = codebook.contiguous().expand(len(query), -1, -1, -1)
@@ -166,10 +166,10 @@ def lookup(
     _check_valid(valid, codes)
     if choose_backend(backend, table) == "naive":
         return naive.lookup(table, codes, valid)
-    from hf_kvret_kernels.codebook import triton_lookup
+    from hf_kvret_kernels.codebook import triton
 
     with launching_on(table):
-        return triton_lookup.lookup(table, codes, valid)
+        return triton.lookup(table, codes, valid)
 
 
 def lookup_scores(
@@ -214,12 +214,12 @@ def lookup_scores(
         if counts is None:
             counts = naive.code_counts(codes, table.shape[3], valid)
         return naive.lookup(naive.best_shares(table, counts), codes, valid)
-    from hf_kvret_kernels.codebook import triton_lookup
+    from hf_kvret_kernels.codebook import triton
 
     with launching_on(table):
         if counts is None:
-            counts = triton_lookup.code_counts(codes, table.shape[3], valid)
-        return triton_lookup.lookup(triton_lookup.best_shares(table, counts), codes, valid)
+            counts = triton.code_counts(codes, table.shape[3], valid)
+        return triton.lookup(triton.best_shares(table, counts), codes, valid)
 
 
 def code_counts(
@@ -248,10 +248,10 @@ def code_counts(
     _check_valid(valid, codes)
     if choose_backend(backend, codes) == "naive":
         return naive.code_counts(codes, codewords, valid)
-    from hf_kvret_kernels.codebook import triton_lookup
+    from hf_kvret_kernels.codebook import triton
 
     with launching_on(codes):
-        return triton_lookup.code_counts(codes, codewords, valid)
+        return triton.code_counts(codes, codewords, valid)
 
 
 def _check_codebook(codebook: torch.Tensor, heads: int, dim: int) -> None:

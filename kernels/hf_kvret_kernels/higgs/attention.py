@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels._dispatch import choose_backend, launching_on
-from hf_kvret_kernels.gather_attention import naive
-from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
+from hf_kvret_kernels.gather_attention import check_chosen_rows, naive
 from hf_kvret_kernels.higgs.codec import Codec
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from hf_kvret_kernels._dispatch import FLOATS, check_no_grad
+
 SUBSPACE_DIMS = (4, 8)
 LEVELS = 8
 MAX_HEAD_DIM = 1024
@@ -167,6 +169,15 @@ def check_rotated(name: str, dim: int) -> None:
         )
 
 
+def check_signs(x: torch.Tensor, signs: torch.Tensor) -> None:
+    """ValueError for vectors that can't be rotated, or not with these signs."""
+    if x.dim() < 1:
+        raise ValueError("x is a scalar, expected [..., D]")
+    check_no_grad(x=x)
+    check_tensor("x", x, x.shape, FLOATS, x.device)
+    check_signs_of(signs, x.shape[-1], x.device)
+
+
 def check_signs_of(signs: torch.Tensor, head_dim: int, device: torch.device) -> int:
     """P of signs that rotate vectors of ``head_dim``; ValueError where they are none."""
     dim = rotated_dim(head_dim)
@@ -198,3 +209,8 @@ def check_codes(codes: ParisCodes, dim: int, m: int, device: torch.device) -> No
 def check_valid(valid: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
     if valid is not None:
         check_tensor("valid", valid, shape, [torch.bool], device)
+
+
+def most_points(shares: Sequence[int], counts: torch.Tensor) -> int:
+    """The highest score there can be: a point a tier in each subspace."""
+    return len(shares) * counts.shape[2]

@@ -32,10 +32,10 @@ def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") 
     _check_scores(scores, heads)
     if choose_backend(backend, scores) == "naive":
         return naive.group_relevance(scores, heads)
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     with launching_on(scores):
-        return triton_shares.group_relevance(scores, heads)
+        return triton.group_relevance(scores, heads)
 
 
 def top_places(
@@ -59,10 +59,10 @@ def top_places(
         raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
     if choose_backend(backend, scores) == "naive":
         return naive.top_places(scores, heads, count)
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     with launching_on(scores):
-        return triton_shares.top_places(scores, heads, count)
+        return triton.top_places(scores, heads, count)
 
 
 def best_ids(
@@ -99,10 +99,10 @@ def best_ids(
         raise ValueError(f"count={count}: 1 to {shape[-1]} of {shape[-1]} candidates")
     if choose_backend(backend, scores) == "naive":
         return naive.best_ids(scores, ids, count)
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     with launching_on(scores):
-        return triton_shares.best_ids(scores, ids, count)
+        return triton.best_ids(scores, ids, count)
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor, *, backend: str = "auto") -> None:
@@ -126,10 +126,10 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor, *, backend: str = "auto") 
     if choose_backend(backend, ids) == "naive":
         naive.count_ids(ids, total)
         return
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     with launching_on(ids):
-        triton_shares.count_ids(ids, total)
+        triton.count_ids(ids, total)
 
 
 def _check_scores(scores: torch.Tensor, heads: int) -> None:
