@@ -20,6 +20,7 @@ import torch
 Backend = Literal["naive", "triton"]
 BACKENDS = ("auto", "naive", "triton")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SHORT_NAMES = dict(zip(FLOATS, ("fp32", "fp16", "bf16"), strict=True))
 PREFERRED: ContextVar[Backend | None] = ContextVar("preferred", default=None)
 
 
@@ -116,19 +117,25 @@ def check_softcap(softcap: float | None) -> None:
 def check_tensor(
     name: str,
     tensor: torch.Tensor,
-    shape: torch.Size,
-    device: torch.device,
+    shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
+    device: torch.device,
 ) -> None:
-    """Refuse a tensor of another shape, device or dtype.
+    """Refuse a tensor of another shape, dtype or device; None in ``shape`` allows any size.
 
     Raises:
         ValueError: what the tensor is, and what it should be.
     """
-    if tensor.shape != shape or tensor.device != device or tensor.dtype not in dtypes:
+    fits = tensor.shape == shape or (
+        tensor.ndim == len(shape)
+        and all(size in (None, own) for size, own in zip(shape, tensor.shape, strict=True))
+    )
+    if not fits or tensor.dtype not in dtypes or tensor.device != device:
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        names = " or ".join(_SHORT_NAMES.get(each, str(each)[6:]) for each in dtypes)
         raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: pass "
-            f"{tuple(shape)} on {device}, of {', '.join(map(str, dtypes))}"
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: pass {names} "
+            f"[{sizes}] on {device}"
         )
 
 

@@ -194,7 +194,7 @@ def test_arguments_of_encode_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"pass fp32, bf16 or fp16 \[B, H, n, D\]"):
         book.encode(x[0], words)
     for wrong in (words[:1], words[..., :7], words[0], words.half()):
-        with pytest.raises(ValueError, match=r"codebook is .*: pass fp32 or bf16 \[2, C, 8\]"):
+        with pytest.raises(ValueError, match=r"codebook is .*: pass fp32 or bf16 \[2, any, 8\]"):
             book.encode(x, wrong)
     with pytest.raises(ValueError, match="C=0 codewords"):
         book.encode(x, words[:, :0])
@@ -205,9 +205,9 @@ def test_arguments_of_encode_that_do_not_fit_are_named() -> None:
     for norms in (torch.zeros(2, 5), torch.zeros(2, 6).double()):
         with pytest.raises(ValueError, match=r"norms is .* pass fp32 \[2, 6\]"):
             book.encode(x, words, norms=norms)
-    with pytest.raises(ValueError, match="codebook is on meta"):
+    with pytest.raises(ValueError, match=r"codebook is .* on meta"):
         book.encode(x, words.to("meta"))
-    with pytest.raises(ValueError, match="norms is on meta"):
+    with pytest.raises(ValueError, match=r"norms is .* on meta"):
         book.encode(x, words, norms=torch.zeros(2, 6, device="meta"))
     with pytest.raises(ValueError, match="x requires gradients"):
         book.encode(x.clone().requires_grad_(), words)

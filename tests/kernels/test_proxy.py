@@ -295,10 +295,10 @@ def test_arguments_of_relevance_that_do_not_fit_are_named() -> None:
         proxy.relevance(query, rows, 2, valid=torch.ones(1, 7, dtype=torch.bool))
     with pytest.raises(ValueError, match="rows is on meta"):
         proxy.relevance(query, rows.to("meta"), 2)
-    with pytest.raises(ValueError, match="valid is on meta"):
+    with pytest.raises(ValueError, match=r"valid is .* on meta"):
         proxy.relevance(query, rows, 2, valid=torch.ones(1, 6, dtype=torch.bool, device="meta"))
     for offset in (torch.zeros(1, 4), torch.zeros(1, 4, 1).double(), torch.zeros(1, 4, 2)[..., 1:]):
-        with pytest.raises(ValueError, match=r"offset is .* pass contiguous fp32 \(1, 4, 1\)"):
+        with pytest.raises(ValueError, match=r"offset (is .* pass fp32|has strides)"):
             proxy.relevance(query, rows, 2, offset=offset)
     with pytest.raises(ValueError, match="softcap=0"):
         proxy.relevance(query, rows, 2, softcap=0.0)

@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_named() -> None:
     grouped, ids = scores.view(1, 2, 1, 2, 9), torch.zeros(1, 2, 1, 9, dtype=torch.int32)
     with pytest.raises(ValueError, match="G above 0"):
         relevance.best_ids(grouped[:, :, :, :0], ids, 3)
-    with pytest.raises(ValueError, match=r"ids is torch\.int64 .* pass int32 \(1, 2, 1, 9\)"):
+    with pytest.raises(ValueError, match=r"ids is torch\.int64 .* pass int32 \[1, 2, 1, 9\]"):
         relevance.best_ids(grouped, ids.long(), 3)
     with pytest.raises(ValueError, match=r"ids is torch\.int32 \(1, 2, 1, 8\)"):
         relevance.best_ids(grouped, ids[..., :8], 3)

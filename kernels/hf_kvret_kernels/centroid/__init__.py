@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from hf_kvret_kernels._dispatch import (
+    FLOATS,
     check_no_grad,
     check_softcap,
+    check_tensor,
     choose_backend,
     launching_on,
 )
 from hf_kvret_kernels.centroid import naive
 from hf_kvret_kernels.centroid.naive import Pieces
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 __all__ = ["Pieces", "key_lists", "similarity", "take_lists", "top_keys", "unite"]
 
@@ -77,7 +77,9 @@ def key_lists(
         raise ValueError(f"count={count}: a list holds at least 1 key")
     _check_valid(valid, queries)
     if positions is not None:
-        _check_positions(positions, queries)
+        shape = queries.shape[0], queries.shape[2]
+        integers = (torch.int32, torch.int64)
+        check_tensor("positions", positions, shape, integers, queries.device)
     check_softcap(softcap)
     if most_scores is not None and most_scores < 1:
         raise ValueError(f"most_scores={most_scores}: pass at least 1, or None for the default")
@@ -135,13 +137,10 @@ def similarity(
             f"query has shape {tuple(query.shape)}, centroids {tuple(centroids.shape)}: only the "
             "third dimension may differ"
         )
-    if inverse_norms.shape != centroids.shape[:4] or inverse_norms.dtype != torch.float32:
-        raise ValueError(
-            f"inverse_norms is {inverse_norms.dtype} {tuple(inverse_norms.shape)}: pass fp32 "
-            f"{list(centroids.shape[:4])}"
-        )
-    for name, tensor in (("centroids", centroids), ("inverse_norms", inverse_norms)):
-        _check_device(name, tensor, query)
+    _check_device("centroids", centroids, query)
+    check_tensor(
+        "inverse_norms", inverse_norms, centroids.shape[:4], (torch.float32,), query.device
+    )
     if choose_backend(backend, query) == "naive":
         return naive.similarity(query, centroids, inverse_norms)
     from hf_kvret_kernels.centroid import triton
@@ -172,12 +171,7 @@ def take_lists(
         raise ValueError(
             f"high is {high.dtype} {tuple(high.shape)}: pass uint8 {list(low.shape)}, or None"
         )
-    if index.ndim != 4 or index.dtype != torch.int64 or index.shape[:2] != low.shape[:2]:
-        raise ValueError(
-            f"index is {index.dtype} {tuple(index.shape)}: pass int64 "
-            f"[{low.shape[0]}, {low.shape[1]}, Q, c]"
-        )
-    _check_device("index", index, low)
+    check_tensor("index", index, (*low.shape[:2], None, None), (torch.int64,), low.device)
     if high is not None:
         _check_device("high", high, low)
     if choose_backend(backend, low) == "naive":
@@ -220,26 +214,14 @@ def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> t
 
 
 def _check_bundles(name: str, x: torch.Tensor) -> None:
-    if x.ndim != 5 or x.dtype not in _FLOATS:
+    if x.ndim != 5 or x.dtype not in FLOATS:
         raise ValueError(
             f"{name} is {x.dtype} {tuple(x.shape)}: pass fp32, bf16 or fp16 [B, H, *, G, D]"
         )
 
 
 def _check_valid(valid: torch.Tensor, like: torch.Tensor) -> None:
-    if valid.dtype != torch.bool or valid.ndim != 2 or len(valid) != len(like):
-        raise ValueError(f"valid is {valid.dtype} {tuple(valid.shape)}: pass bool [{len(like)}, n]")
-    _check_device("valid", valid, like)
-
-
-def _check_positions(positions: torch.Tensor, queries: torch.Tensor) -> None:
-    form = [queries.shape[0], queries.shape[2]]
-    integers = positions.dtype in (torch.int32, torch.int64)
-    if list(positions.shape) != form or not integers:
-        raise ValueError(
-            f"positions is {positions.dtype} {tuple(positions.shape)}: pass int64 {form}"
-        )
-    _check_device("positions", positions, queries)
+    check_tensor("valid", valid, (len(like), None), (torch.bool,), like.device)
 
 
 def _check_piece(
@@ -247,7 +229,7 @@ def _check_piece(
 ) -> None:
     batch, heads, _, _, width = queries.shape
     form = (batch, heads, width)
-    if keys.ndim != 4 or (*keys.shape[:2], keys.shape[3]) != form or keys.dtype not in _FLOATS:
+    if keys.ndim != 4 or (*keys.shape[:2], keys.shape[3]) != form or keys.dtype not in FLOATS:
         raise ValueError(
             f"the piece of slot {start} is {keys.dtype} {tuple(keys.shape)}: give fp32, bf16 or "
             f"fp16 [{batch}, {heads}, P, {width}]"

@@ -61,11 +61,11 @@ def merge_partials(
         pieces = out.shape[3:4] if out.ndim == 5 else torch.Size()
         if pieces == (0,):
             raise ValueError(f"outs[{number}] has shape {tuple(out.shape)}: pass a piece or more")
-        check_tensor(f"outs[{number}]", out, queries + pieces + width, first.device, FLOATS)
-        check_tensor(f"lses[{number}]", lse, queries + pieces, first.device, (torch.float32,))
+        check_tensor(f"outs[{number}]", out, queries + pieces + width, FLOATS, first.device)
+        check_tensor(f"lses[{number}]", lse, queries + pieces, (torch.float32,), first.device)
     if sink_logits is not None:
         check_no_grad(sink_logits=sink_logits)
-        check_tensor("sink_logits", sink_logits, queries[1:2], first.device, FLOATS)
+        check_tensor("sink_logits", sink_logits, queries[1:2], FLOATS, first.device)
     if out_dtype not in FLOATS:
         raise ValueError(f"out_dtype={out_dtype}: choose one of {FLOATS}")
     if choose_backend(backend, first) == "naive":

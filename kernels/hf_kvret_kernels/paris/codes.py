@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from hf_kvret_kernels._dispatch import FLOATS, check_no_grad
+from hf_kvret_kernels._dispatch import FLOATS, check_no_grad, check_tensor
 
 SUBSPACE_DIMS = (4, 8)
 LEVELS = 8
@@ -138,26 +138,6 @@ class ParisCodes:
 def check_subspace_dim(m: int) -> None:
     if m not in SUBSPACE_DIMS:
         raise ValueError(f"m={m}: subspaces have {SUBSPACE_DIMS[0]} or {SUBSPACE_DIMS[1]} dims")
-
-
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: Sequence[int | None],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-) -> None:
-    """Raise ValueError naming what of ``tensor`` differs; None in ``shape`` allows any size."""
-    sizes = ["any" if size is None else size for size in shape]
-    fits = tensor.dim() == len(shape) and all(
-        size is None or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {sizes}")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is {tensor.dtype}, allowed: {list(dtypes)}; convert it first")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, expected {device}; move it there first")
 
 
 def check_rotated(name: str, dim: int) -> None:

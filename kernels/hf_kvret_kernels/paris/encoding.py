@@ -6,7 +6,13 @@ from functools import lru_cache
 
 import torch
 
-from hf_kvret_kernels._dispatch import FLOATS, check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    FLOATS,
+    check_no_grad,
+    check_tensor,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
     LEVELS,
@@ -16,7 +22,6 @@ from hf_kvret_kernels.paris.codes import (
     check_signs,
     check_signs_of,
     check_subspace_dim,
-    check_tensor,
 )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hf_kvret_kernels._dispatch import (
     check_no_grad,
     check_softcap,
+    check_tensor,
     choose_backend,
     launching_on,
 )
@@ -23,7 +25,6 @@ from hf_kvret_kernels.paris.codes import (
     check_rows,
     check_signs,
     check_subspace_dim,
-    check_tensor,
     check_valid,
     most_points,
 )
@@ -82,22 +83,10 @@ def search(
     sign = codes.sign
     if choose_backend(backend, query) == "naive":
         q_rot = query if signs is None else rotate(query, signs, backend=backend)
-        ids = candidates(
-            *(q_rot, counts, sign, survivors),
-            rho=rho,
-            tiers=tiers,
-            m=m,
-            valid=valid,
-            backend=backend,
-        )
-        scores = rerank(
-            *(q_rot, codes, ids, levels),
-            m=m,
-            scale=scale,
-            softcap=softcap,
-            offset=offset,
-            backend=backend,
-        )
+        first: dict[str, Any] = {"rho": rho, "tiers": tiers, "valid": valid}
+        ids = candidates(q_rot, counts, sign, survivors, m=m, backend=backend, **first)
+        second: dict[str, Any] = {"scale": scale, "softcap": softcap, "offset": offset}
+        scores = rerank(q_rot, codes, ids, levels, m=m, backend=backend, **second)
         return best_ids(scores, ids, count, backend=backend)
     from hf_kvret_kernels.paris import triton
 
@@ -398,14 +387,8 @@ def estimates(
     if choose_backend(backend, q_rot) != "naive":
         ids = torch.arange(length, dtype=torch.int32, device=q_rot.device)
         every = ids.expand(batch, heads, queries, -1).contiguous()
-        return rerank(
-            *(q_rot, codes, every, levels),
-            m=m,
-            scale=scale,
-            softcap=softcap,
-            offset=offset,
-            backend=backend,
-        )
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "offset": offset}
+        return rerank(q_rot, codes, every, levels, m=m, backend=backend, **options)
     rows = q_rot.reshape(batch, heads, queries * tables, dim)
     out = q_rot.new_empty(batch, heads, queries * tables, length)
     step = max(1, _PIECE_NUMBERS // max(1, batch * heads * dim))

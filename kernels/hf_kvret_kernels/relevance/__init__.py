@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_tensor,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.relevance import naive
 
 __all__ = ["best_ids", "count_ids", "group_relevance", "top_places"]
@@ -90,11 +95,7 @@ def best_ids(
             f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, H, Q, G, n], G above 0"
         )
     shape = (*scores.shape[:3], scores.shape[4])
-    if ids.dtype != torch.int32 or tuple(ids.shape) != shape or ids.device != scores.device:
-        raise ValueError(
-            f"ids is {ids.dtype} {tuple(ids.shape)} on {ids.device}: pass int32 {shape} on "
-            f"{scores.device}"
-        )
+    check_tensor("ids", ids, shape, (torch.int32,), scores.device)
     if not 1 <= count <= shape[-1]:
         raise ValueError(f"count={count}: 1 to {shape[-1]} of {shape[-1]} candidates")
     if choose_backend(backend, scores) == "naive":

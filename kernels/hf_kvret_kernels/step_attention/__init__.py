@@ -70,7 +70,7 @@ def step_attention(
     _check_others(others, query, value)
     if sink_logits is not None:
         check_no_grad(sink_logits=sink_logits)
-        check_tensor("sink_logits", sink_logits, query.shape[1:2], query.device, FLOATS)
+        check_tensor("sink_logits", sink_logits, query.shape[1:2], FLOATS, query.device)
     _check_counting(ids, selected, query.device)
     if rest is not None:
         _check_rest(rest, query, value)
@@ -93,10 +93,10 @@ def _check_others(others: Pieces, query: torch.Tensor, value: torch.Tensor) -> N
         raise ValueError(
             f"others.lses has shape {tuple(lses.shape)}: pass [B, Hq, Q, S], S 1 or more"
         )
-    check_tensor("others.lses", lses, queries + splits, device, (torch.float32,))
-    check_tensor("others.outs", outs, queries + splits + value.shape[3:], device, (torch.float32,))
+    check_tensor("others.lses", lses, queries + splits, (torch.float32,), device)
+    check_tensor("others.outs", outs, queries + splits + value.shape[3:], (torch.float32,), device)
     if tickets is not None:
-        check_tensor("others.tickets", tickets, queries, device, (torch.int32,))
+        check_tensor("others.tickets", tickets, queries, (torch.int32,), device)
         if not tickets.is_contiguous():
             raise ValueError(
                 f"others.tickets has strides {tickets.stride()}: pass contiguous zeros, or None"
@@ -109,8 +109,8 @@ def _check_counting(
     if (ids is None) != (selected is None):
         raise ValueError("ids without selected, or selected without ids: pass both, or none")
     if ids is not None and selected is not None:
-        check_tensor("ids", ids, ids.shape, device, (torch.int32, torch.int64))
-        check_tensor("selected", selected, selected.shape, device, (torch.int64,))
+        check_tensor("ids", ids, ids.shape, (torch.int32, torch.int64), device)
+        check_tensor("selected", selected, selected.shape, (torch.int64,), device)
         if selected.numel() != 1:
             raise ValueError(f"selected has shape {tuple(selected.shape)}: pass one number")
 
@@ -120,5 +120,5 @@ def _check_rest(rest: RestTokens, query: torch.Tensor, value: torch.Tensor) -> N
     check_no_grad(logits=logits, values=values)
     tokens = values.shape[2:3]
     of_heads = value.shape[:2] + tokens + value.shape[3:]
-    check_tensor("rest.values", values, of_heads, query.device, (torch.float32,))
-    check_tensor("rest.logits", logits, query.shape[:3] + tokens, query.device, (torch.float32,))
+    check_tensor("rest.values", values, of_heads, (torch.float32,), query.device)
+    check_tensor("rest.logits", logits, query.shape[:3] + tokens, (torch.float32,), query.device)
