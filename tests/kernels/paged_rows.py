@@ -1,4 +1,4 @@
-"""Paged rows of random numbers, ids of some of them, and queries."""
+"""Paged rows of random numbers, ids of some of them, queries, and attention in float64."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hf_kvret_kernels.paged import PagedRows
 
 # What stands in table entries that no id leads to; as a page number it would crash.
 NO_PAGE = 10**9
+NEVER = float("-inf")
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 TWO_ROWS = [[0, 1, 2, 3], [7, 5, 8, 4]]
 
 
@@ -57,3 +59,35 @@ def lookup(rows: PagedRows, b: int, kv_head: int, token: int) -> torch.Tensor:
             return chunk[page, kv_head, token % rows.page_len]
         page -= len(chunk)
     raise AssertionError("page beyond the chunks")
+
+
+def reference(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> Results:
+    """``(out, lse, scores)`` in float64, query by query."""
+    batch, heads, queries, _ = query.shape
+    lead = (batch, heads, queries)
+    out = torch.zeros(*lead, rows.value_dim, dtype=torch.float64)
+    lse = torch.full(lead, NEVER, dtype=torch.float64)
+    scores = torch.full((*lead, ids.shape[3]), NEVER, dtype=torch.float64)
+    for place in torch.cartesian_prod(*map(torch.arange, lead)).tolist():
+        b, h, i = place
+        chosen = ids[b, h * ids.shape[1] // heads, i].cpu()
+        held = (chosen >= 0).nonzero()[:, 0]
+        if not len(held):
+            continue
+        kv_head = h * rows.heads // heads
+        found = torch.stack([lookup(rows, b, kv_head, t) for t in chosen[held].tolist()])
+        found = found.cpu().double()
+        own = found[:, : rows.key_dim] @ query[b, h, i].cpu().double() * scale
+        if softcap is not None:
+            own = softcap * (own / softcap).tanh()
+        scores[tuple(place)][held] = own
+        lse[tuple(place)] = own.logsumexp(0)
+        weights = (own - own.logsumexp(0).nan_to_num(neginf=0.0)).exp()
+        out[tuple(place)] = weights @ found[:, rows.key_dim :]
+    return out, lse, scores

@@ -15,9 +15,18 @@ from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.paged import PagedRows
 
-from .paged_rows import NO_PAGE, TWO_ROWS, lookup, paged, random_ids, random_query
+from .paged_rows import (
+    NEVER,
+    NO_PAGE,
+    TWO_ROWS,
+    Results,
+    lookup,
+    paged,
+    random_ids,
+    random_query,
+    reference,
+)
 
-NEVER = float("-inf")
 # Sums of up to some thousand fp32 products of size 1: some hundred roundings of 6e-8 each.
 FP32_ERROR = 1e-5
 # Half a unit in the last place, to which Triton rounds the softmax weights of 16-bit rows.
@@ -25,7 +34,6 @@ HALF_ULP = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9
 DTYPES = list(HALF_ULP)
 
 Place = tuple[str, str]
-Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture
@@ -35,38 +43,6 @@ def where(request: pytest.FixtureRequest) -> Place:
         request.getfixturevalue("compiled")
     place: Place = request.param
     return place
-
-
-def reference(
-    query: torch.Tensor,
-    rows: PagedRows,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
-) -> Results:
-    """``(out, lse, scores)`` in float64, query by query."""
-    batch, heads, queries, _ = query.shape
-    lead = (batch, heads, queries)
-    out = torch.zeros(*lead, rows.value_dim, dtype=torch.float64)
-    lse = torch.full(lead, NEVER, dtype=torch.float64)
-    scores = torch.full((*lead, ids.shape[3]), NEVER, dtype=torch.float64)
-    for place in torch.cartesian_prod(*map(torch.arange, lead)).tolist():
-        b, h, i = place
-        chosen = ids[b, h * ids.shape[1] // heads, i].cpu()
-        held = (chosen >= 0).nonzero()[:, 0]
-        if not len(held):
-            continue
-        kv_head = h * rows.heads // heads
-        found = torch.stack([lookup(rows, b, kv_head, t) for t in chosen[held].tolist()])
-        found = found.cpu().double()
-        own = found[:, : rows.key_dim] @ query[b, h, i].cpu().double() * scale
-        if softcap is not None:
-            own = softcap * (own / softcap).tanh()
-        scores[tuple(place)][held] = own
-        lse[tuple(place)] = own.logsumexp(0)
-        weights = (own - own.logsumexp(0).nan_to_num(neginf=0.0)).exp()
-        out[tuple(place)] = weights @ found[:, rows.key_dim :]
-    return out, lse, scores
 
 
 def results(
