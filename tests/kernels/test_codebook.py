@@ -9,22 +9,12 @@ import torch
 
 from hf_kvret_kernels import codebook as book
 
+from .draws import draw, generator, on
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Of |x| |c| + |c|^2: sums of up to 290 products in fp32 miss by a tenth of it, a key that is cast
 # to bf16 by a hundred times as much.
 SHARE_OF_SIZE = 4e-6
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=generator(seed)).to(dtype)
-
-
-def on(place: tuple[str, str], x: torch.Tensor) -> torch.Tensor:
-    return x.to(place[1])
 
 
 def merits(x: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

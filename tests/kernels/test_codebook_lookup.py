@@ -10,19 +10,13 @@ import torch
 from hf_kvret_kernels import codebook as book
 from hf_kvret_kernels.top_k import top_k
 
+from .draws import draw, generator, on
+
 INF = float("inf")
 # Of the sum of a score's products, each taken as positive; see the tests of proxy scores.
 SHARE_OF_SIZE = 4e-6
 # fp32 rounding of scores up to 40, of their exponentials' sum and its logarithm.
 LSE_ERROR = 2e-5
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=generator(seed)).to(dtype)
 
 
 def draw_codes(*shape: int, words: int, seed: int = 0) -> torch.Tensor:
@@ -62,10 +56,6 @@ def relevance_by_hand(scores: torch.Tensor, heads: int) -> torch.Tensor:
                     part = row[held] - row[held].max()
                     shares[b, head, q, held] = part - part.exp().sum().log()
     return shares.view(batch, heads, query_heads // heads, queries, length).amax(2)
-
-
-def on(place: tuple[str, str], x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.to(place[1])
 
 
 @pytest.mark.factor("softcap", [None, 3.0])

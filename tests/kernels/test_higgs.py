@@ -11,6 +11,8 @@ import torch
 from hf_kvret_kernels.higgs import Codec, HiggsCodec, MinMaxCodec, naive
 from hf_kvret_kernels.higgs.naive import WORDS, grid_points, pack, random_signs, unpack
 
+from .draws import draw
+
 CODECS = [HiggsCodec(bits, 64) for bits in (2, 3, 4)]
 CODECS += [MinMaxCodec(bits, 64) for bits in (2, 3, 4, 8)]
 GROUPS = (8, 16, 32, 128, 256, 512, 1024)
@@ -23,10 +25,6 @@ Place = tuple[str, str]
 
 def name(codec: Codec) -> str:
     return f"{type(codec).__name__}-{codec.bits}-{codec.group}"
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def hadamard(group: int) -> torch.Tensor:

@@ -8,21 +8,11 @@ import torch
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.paris.codes import rotation_blocks, rotation_stride
 
-from .paris_draws import BACKENDS, BOTH, DEVICE, needs_triton
+from .paris_draws import BACKENDS, BOTH, DEVICE, needs_triton, randn, tools
 
 # Head dim and m: below 8, powers of two, padded ones, several blocks, with some padding too.
 SHAPES = ((5, 8), (8, 4), (40, 8), (64, 4), (96, 8), (128, 8), (256, 4), (133, 8), (160, 4))
 SHAPES += ((576, 8),)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def tools(head_dim: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Signs and levels."""
-    signs = paris.random_signs(paris.rotated_dim(head_dim), seed=7)
-    return signs.to(DEVICE), paris.magnitude_levels(m).to(DEVICE)
 
 
 def test_levels_are_the_converged_lloyd_max_ones() -> None:

@@ -8,19 +8,7 @@ import torch
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.paris import selection
 
-from .paris_draws import BACKENDS, BOTH, DEVICE, needs_triton
-
-TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def tools(head_dim: int, m: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Signs and levels."""
-    signs = paris.random_signs(paris.rotated_dim(head_dim), seed=7)
-    return signs.to(DEVICE), paris.magnitude_levels(m).to(DEVICE)
+from .paris_draws import BACKENDS, BOTH, DEVICE, TIERS, needs_triton, randn, tools
 
 
 def some_ids(*shape: int, length: int, seed: int = 0) -> torch.Tensor:

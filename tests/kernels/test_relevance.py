@@ -8,11 +8,9 @@ import torch
 from hf_kvret_kernels import relevance
 from hf_kvret_kernels._dispatch import interpreted
 
+from .draws import generator
+
 INF = float("inf")
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def some_scores(*shape: int, seed: int = 0, holes: float = 0.2) -> torch.Tensor:

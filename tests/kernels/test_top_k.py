@@ -7,19 +7,9 @@ import torch
 
 from hf_kvret_kernels.top_k import top_k
 
+from .draws import generator, moved_with_room
+
 INF = float("inf")
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def moved_with_room(rows: torch.Tensor, device: str) -> torch.Tensor:
-    """A view's whole buffer moves: moving the view alone would lose its spare room."""
-    room = torch.empty_strided(
-        (rows.untyped_storage().nbytes() // rows.element_size(),), (1,), dtype=rows.dtype
-    ).set_(rows.untyped_storage())
-    return room.to(device).as_strided(rows.shape, rows.stride(), rows.storage_offset())
 
 
 def check_top_k(place: tuple[str, str], scores: torch.Tensor, count: int) -> None:
