@@ -93,5 +93,5 @@ def test_a_step_on_a_cpu_runs_few_files_and_calls() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches of the interpreter")
 def test_a_step_of_kernels_runs_few_files() -> None:
     calls = calls_of_a_step("triton")
-    # Half of them launch one kernel each; the aim is 20.
-    assert len(calls.files) <= 46, "\n".join(sorted(calls.files))
+    # Half of them are of kernels: two or three an operation.
+    assert len(calls.files) <= 29, "\n".join(sorted(calls.files))

@@ -30,7 +30,7 @@ from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._dispatch import interpreted, launching_on
 from hf_kvret_kernels.merge import Pieces
-from hf_kvret_kernels.prompt_attention.choices import FEW_ROWS
+from hf_kvret_kernels.prompt_attention import FEW_ROWS
 from hf_kvret_kernels.tuning import Tunable
 
 MARGIN = 0.05
@@ -160,9 +160,9 @@ def _chosen(name: str, call: str, shape: KernelShape, rows: str, draw: Draw) -> 
 
     Pieces of attention are merged here: what more of them cost a step counts.
     """
-    choices, triton = _modules(name)
+    triton = _kernels(name)
     given = query, _, _ = draw.chosen_rows(shape, rows)
-    size = choices.size_of(*given)
+    size = triton.size_of(*given)
 
     def run(choice: Any) -> tuple[torch.Tensor, ...]:
         with launching_on(query):
@@ -170,15 +170,15 @@ def _chosen(name: str, call: str, shape: KernelShape, rows: str, draw: Draw) -> 
             return as_tuple(found("triton") if isinstance(found, Pieces) else found)
 
     tolerance = SCORE_ERROR if name == "gather_scores" else ATTENTION_ERRORS[shape.dtype]
-    return TuneCase(choices.CHOICES, size, choices.rule(size), run, tolerance)
+    return TuneCase(triton.CHOICES, size, triton.rule(size), run, tolerance)
 
 
 def _window(masked: bool, shape: KernelShape, rows: str, draw: Draw) -> TuneCase:
     """Attention over a window of ``top_k`` tokens, as a decode step asks: its query sees all."""
-    choices, triton = _modules("prompt_attention")
+    triton = _kernels("prompt_attention")
     window = replace(shape, length=shape.top_k)
     query, key, value = draw.query(window), draw.keys(window), draw.keys(window)
-    size, valid = choices.size_of(query, value, masked), draw.all_valid(window) if masked else None
+    size, valid = triton.size_of(query, value, masked), draw.all_valid(window) if masked else None
     # Scale, causal offset, mask, softcap and the dtype of the output.
     given = (query, key, value, shape.scale, None, valid, None, torch.float32)
 
@@ -187,13 +187,12 @@ def _window(masked: bool, shape: KernelShape, rows: str, draw: Draw) -> TuneCase
             return as_tuple(triton.prompt_attention(*given, choice=choice))
 
     rule = triton.rule_for(query, value)
-    return TuneCase(choices.CHOICES, size, rule, run, ATTENTION_ERRORS[shape.dtype])
+    return TuneCase(triton.CHOICES, size, rule, run, ATTENTION_ERRORS[shape.dtype])
 
 
-def _modules(name: str) -> tuple[Any, Any]:
-    """Choices and kernels of an operation; they need triton."""
-    folder = f"hf_kvret_kernels.{name}"
-    return import_module(f"{folder}.choices"), import_module(f"{folder}.triton")
+def _kernels(name: str) -> Any:
+    """The module of an operation's kernels and choices, which needs triton."""
+    return import_module(f"hf_kvret_kernels.{name}.triton")
 
 
 TUNE_OPS: dict[str, Callable[[KernelShape, str, Draw], TuneCase]] = {

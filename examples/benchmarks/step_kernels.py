@@ -104,7 +104,7 @@ class StepShape:
 
 
 def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
-    from hf_kvret_kernels.paris import triton_search
+    from hf_kvret_kernels.paris import triton
 
     grouped = shape.query().view(shape.batch, shape.heads, shape.group, 1, shape.head_dim)
     dim = paris.rotated_dim(shape.head_dim)
@@ -114,7 +114,7 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
         shape.tokens(dim // 8, dtype=_HALF),
     )
     counts = torch.empty(shape.batch, shape.heads, dim // 8, 256, dtype=torch.int32, device=_META)
-    triton_search.search(
+    triton.search(
         grouped.transpose(2, 3),
         torch.empty(dim, device=_META),
         codes,
@@ -133,7 +133,7 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
 
 def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None:
     """A search in such rows in place of the shape's own, and what a flush encodes."""
-    from hf_kvret_kernels.paris import triton_count, triton_encode
+    from hf_kvret_kernels.paris import triton_encode
 
     shape = replace(shape, heads=heads, group=group, head_dim=head_dim)
     _paris(shape, PARIS_LONG_ROW_SHARES)
@@ -143,7 +143,7 @@ def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None
     codes = paris.ParisCodes.empty(shape.batch, heads, 512, head_dim, device=_META)
     triton_encode.rotate(keys, signs)
     triton_encode.encode(keys, signs, levels, 8, None, codes)
-    triton_count.count_centroids(codes.sign, 8, None)
+    triton_encode.count_centroids(codes.sign, 8, None)
 
 
 def _lrqk(shape: StepShape) -> None:
@@ -155,51 +155,51 @@ def _lrqk(shape: StepShape) -> None:
 
 
 def _a2ats(shape: StepShape) -> None:
-    from hf_kvret_kernels.codebook import triton_lookup
+    from hf_kvret_kernels.codebook.triton import best_shares, code_counts, lookup
     from hf_kvret_kernels.proxy import triton_scores
-    from hf_kvret_kernels.top_k import triton
+    from hf_kvret_kernels.top_k.triton import top_k
 
     words = torch.empty(shape.heads, CODEWORDS, shape.head_dim, dtype=_HALF, device=_META)
     rows = words.expand(shape.batch, -1, -1, -1)
     query, hq = shape.query().float(), shape.query_heads
     table = triton_scores.relevance(query, rows, hq, None, None, None)
     codes, valid = shape.tokens(dtype=torch.int16), shape.valid()
-    counts = triton_lookup.code_counts(codes, CODEWORDS, valid)
-    shares = triton_lookup.best_shares(table, counts)
-    triton.top_k(triton_lookup.lookup(shares, codes, valid), shape.a2ats_k)
+    counts = code_counts(codes, CODEWORDS, valid)
+    shares = best_shares(table, counts)
+    top_k(lookup(shares, codes, valid), shape.a2ats_k)
 
 
 def _ctkvr(shape: StepShape) -> None:
-    from hf_kvret_kernels.centroid import triton_recall
-    from hf_kvret_kernels.gather_scores import triton
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.centroid import triton
+    from hf_kvret_kernels.gather_scores.triton import gather_scores
+    from hf_kvret_kernels.relevance.triton import best_ids
 
     lead = shape.batch, shape.heads
     queries = torch.empty(*lead, 1, shape.group, shape.head_dim, dtype=_HALF, device=_META)
     centroids = queries.new_empty(*lead, CENTROIDS, shape.group, shape.head_dim)
     norms = torch.empty(*lead, CENTROIDS, shape.group, device=_META)
-    triton_recall.similarity(queries, centroids, norms)
+    triton.similarity(queries, centroids, norms)
     low = torch.empty(*lead, CENTROIDS, LIST_LEN, dtype=torch.int16, device=_META)
     nearest = torch.empty(*lead, 1, NPROBE, dtype=torch.int64, device=_META)
-    triton_recall.take_lists(low, low.to(torch.uint8), nearest)
-    ids = triton_recall.unite(shape.ids(RECALLED), shape.valid())
+    triton.take_lists(low, low.to(torch.uint8), nearest)
+    ids = triton.unite(shape.ids(RECALLED), shape.valid())
     rows = shape.pages(2 * shape.head_dim, shape.head_dim, _HALF)
-    scores = triton.gather_scores(shape.query(), rows, ids, shape.scale, None)
+    scores = gather_scores(shape.query(), rows, ids, shape.scale, None)
     grouped = scores.unflatten(1, (shape.heads, -1)).transpose(2, 3)
-    triton_shares.best_ids(grouped, ids, CTKVR_K)
+    best_ids(grouped, ids, CTKVR_K)
 
 
 def _flat(shape: StepShape) -> None:
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     scores = torch.empty(shape.batch, shape.query_heads, 1, shape.cold_len, device=_META)
-    triton_shares.top_places(scores, shape.heads, FLAT_K)
+    triton.top_places(scores, shape.heads, FLAT_K)
 
 
 def _count(shape: StepShape) -> None:
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
-    triton_shares.count_ids(shape.ids(PARIS_K), torch.empty((), dtype=torch.int64, device=_META))
+    triton.count_ids(shape.ids(PARIS_K), torch.empty((), dtype=torch.int64, device=_META))
 
 
 def _attend(shape: StepShape, count: int) -> None:
@@ -245,7 +245,7 @@ def _pieces(shape: StepShape, count: int, tile_rows: int, waves: int) -> Pieces:
 
     programs = shape.batch * shape.heads
     splits, _ = split_plan(count, tile_rows, programs, _META, waves=waves, most=64)
-    return piece_buffers(shape.batch, shape.query_heads, 1, splits, shape.head_dim, _META)
+    return Pieces(*piece_buffers(shape.query(), splits, shape.head_dim))
 
 
 def _finish(shape: StepShape, count: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.regions import Regions
-from hf_kvret_kernels._ahead import Growth, Window, growing
+from hf_kvret_kernels._dispatch import Growth, Window, growing
 
 
 def warming_up(

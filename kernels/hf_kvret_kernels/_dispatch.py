@@ -1,18 +1,26 @@
-"""Which implementation of an operation runs, and checks that all wrappers share."""
+"""Which implementation of an operation runs, the checks that all wrappers share, and warm-up.
+
+A kernel is compiled anew where an argument that it is compiled for changes, which takes seconds.
+Some of these arguments follow the number of tokens. Within ``growing`` an operation that launches
+such a kernel also compiles what it would launch for more tokens: with the arguments at hand, so
+that these count as they will, but for those that change.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 Backend = Literal["naive", "triton"]
 BACKENDS = ("auto", "naive", "triton")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SHORT_NAMES = dict(zip(FLOATS, ("fp32", "fp16", "bf16"), strict=True))
 PREFERRED: ContextVar[Backend | None] = ContextVar("preferred", default=None)
 
 
@@ -106,6 +114,31 @@ def check_softcap(softcap: float | None) -> None:
         raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
 
 
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Refuse a tensor of another shape, dtype or device; None in ``shape`` allows any size.
+
+    Raises:
+        ValueError: what the tensor is, and what it should be.
+    """
+    fits = tensor.shape == shape or (
+        tensor.ndim == len(shape)
+        and all(size in (None, own) for size, own in zip(shape, tensor.shape, strict=True))
+    )
+    if not fits or tensor.dtype not in dtypes or tensor.device != device:
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        names = " or ".join(_SHORT_NAMES.get(each, str(each)[6:]) for each in dtypes)
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: pass {names} "
+            f"[{sizes}] on {device}"
+        )
+
+
 def check_attention_inputs(**tensors: torch.Tensor) -> None:
     """Check that query, key, value and the like agree and have a dtype that kernels know.
 
@@ -118,7 +151,7 @@ def check_attention_inputs(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: pass [B, H, T, D]")
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if tensor.dtype not in FLOATS:
             raise ValueError(f"{name} is {tensor.dtype}: cast it to float32, float16 or bfloat16")
         if tensor.dtype != first.dtype or tensor.device != first.device:
             raise ValueError(
@@ -130,3 +163,108 @@ def check_attention_inputs(**tensors: torch.Tensor) -> None:
                 f"{name} has strides {tensor.stride()}: its last dimension must be contiguous, "
                 f"pass {name}.contiguous()"
             )
+
+
+def check_dense_inputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+) -> None:
+    """Check the arguments of attention to dense keys, as of ``prompt_attention``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
+    """
+    check_attention_inputs(query=query, key=key, value=value)
+    batch, heads, _, width = query.shape
+    if (
+        key.shape[0] != batch
+        or key.shape[3] != width
+        or value.shape[:3] != key.shape[:3]
+        or not key.shape[1]
+        or heads % key.shape[1]
+    ):
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do "
+            "not fit: pass [B, Hq, Q, Dk], [B, Hkv, T, Dk] and [B, Hkv, T, Dv], "
+            "Hq a multiple of Hkv"
+        )
+    if valid is not None and (
+        valid.shape != (batch, key.shape[2])
+        or valid.dtype != torch.bool
+        or valid.device != query.device
+    ):
+        raise ValueError(
+            f"valid is {valid.dtype} {tuple(valid.shape)} on {valid.device}: pass bool "
+            f"[{batch}, {key.shape[2]}] on {query.device} (True = token, False = padding)"
+        )
+    check_softcap(softcap)
+
+
+class Window(NamedTuple):
+    """A window to attend to.
+
+    Attributes:
+        tokens: in it.
+        masked: whether there is a mask of valid ones, whose rows then begin at multiples of 16.
+    """
+
+    tokens: int
+    masked: bool
+
+
+class Growth(NamedTuple):
+    """What steps to come may have to do with.
+
+    Attributes:
+        more: candidates of a choice, at most, beside those that there are now.
+        counts: numbers of tokens to choose, the present one among them, ascending.
+        windows: in any order.
+    """
+
+    more: int
+    counts: tuple[int, ...]
+    windows: tuple[Window, ...]
+
+    def choices(self, length: int, count: int) -> list[tuple[int, int]]:
+        """``(length, count)`` of choices to come, which now are of ``count`` from ``length``.
+
+        Lengths go by doubles: what is launched depends on their size, not on their value.
+        """
+        lengths = [length]
+        while lengths[-1] < length + self.more:
+            lengths.append(min(2 * max(1, lengths[-1]), length + self.more))
+        counts = {count, *(each for each in self.counts if each > count)}
+        return [(one, each) for one in lengths for each in sorted(counts) if each <= one]
+
+
+_growth: ContextVar[Growth | None] = ContextVar("growth", default=None)
+
+
+@contextmanager
+def growing(growth: Growth) -> Iterator[None]:
+    """Context in which operations compile what ``growth`` will ask for; not within a capture."""
+    token = _growth.set(growth)
+    try:
+        yield
+    finally:
+        _growth.reset(token)
+
+
+def growth() -> Growth | None:
+    """What kernels are warmed up for; None: nothing."""
+    return _growth.get()
+
+
+def warm_up(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
+    """Compile what ``kernel[grid](*arguments, **constants)`` would launch, and load it.
+
+    Once a process: Triton keeps what it has compiled. A dtype among ``arguments`` is for a pointer
+    to numbers of it that begin at a multiple of 16 bytes. Raises what the launch would raise.
+    """
+    compiled = kernel.warmup(*arguments, grid=(1, 1, 1), **constants)
+    if compiled is not None:
+        # Asking for a launcher loads it, so that no later capture has to. The interpreter has none.
+        compiled[1, 1, 1]

@@ -1,5 +1,10 @@
-"""What the Triton attention kernels share: loads, online softmax, how a walk is split."""
+"""What Triton kernels of several operations share.
 
+Loads of masks and rows, online softmax, log-sum-exps, merges of pieces, and how a walk is split.
+Attention kernels take powers of 2 in their softmax, kernels that select natural exponents.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Self
@@ -9,8 +14,6 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._dispatch import interpreted
-from hf_kvret_kernels._triton_log_sums import finite_base
-from hf_kvret_kernels.merge import Pieces
 
 LOG2_E = 1.4426950408889634
 # Rows of more numbers are held in two parts, where that is less than padding them.
@@ -81,7 +84,7 @@ def score_factors(scale: float, softcap: float | None, unit: float = 1.0) -> tup
 
 
 @triton.jit
-def capped_scores(dots, inner, outer, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def capped_scores(dots, inner, outer, SOFTCAP: tl.constexpr):
     """Dot products to scores: scaled, and softly capped with SOFTCAP."""
     scores = dots * inner
     if SOFTCAP:
@@ -91,7 +94,7 @@ def capped_scores(dots, inner, outer, SOFTCAP: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def softmax_step(scores, peak, total):  # type: ignore[no-untyped-def]
+def softmax_step(scores, peak, total):
     """One block ``scores [M, N]`` (base 2, -inf for none) into the running softmax.
 
     Returns the weights ``[M, N]`` relative to the new peak, the factor ``[M]`` by which everything
@@ -106,21 +109,21 @@ def softmax_step(scores, peak, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def finish_softmax(acc, peak, total):  # type: ignore[no-untyped-def]
+def finish_softmax(acc, peak, total):
     """``(out, lse)`` from the running softmax; 0 and -inf where nothing was seen."""
     safe = tl.where(total > 0.0, total, 1.0)
     return acc * (1.0 / safe)[:, None], softmax_lse(peak, total)
 
 
 @triton.jit
-def softmax_lse(peak, total):  # type: ignore[no-untyped-def]
+def softmax_lse(peak, total):
     """The natural log-sum-exp from the running softmax; -inf where nothing was seen."""
     nonzero = total > 0.0
     return tl.where(nonzero, (peak + tl.log2(tl.where(nonzero, total, 1.0))) * LN_2, float("-inf"))
 
 
 @triton.jit
-def load_rows(  # type: ignore[no-untyped-def]
+def load_rows(
     pointers,
     row_mask,
     columns,
@@ -170,11 +173,11 @@ def tile_heads(group: int, value_dim: int) -> int:
 
 
 def piece_buffers(
-    batch: int, heads: int, queries: int, splits: int, value_dim: int, device: torch.device
-) -> Pieces:
-    """Where a kernel writes ``splits`` pieces, and zeros the tickets: uninitialised memory."""
-    shape = batch, heads, queries
-    return Pieces(
+    query: torch.Tensor, splits: int, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The uninitialised tensors of ``merge.Pieces``, whose tickets a kernel has to make zeros."""
+    shape, device = query.shape[:3], query.device
+    return (
         torch.empty(*shape, splits, value_dim, dtype=torch.float32, device=device),
         torch.empty(*shape, splits, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.int32, device=device),
@@ -182,9 +185,7 @@ def piece_buffers(
 
 
 @triton.jit
-def walsh_hadamard(  # type: ignore[no-untyped-def]
-    x, DIM: tl.constexpr, LOG_DIM: tl.constexpr, BLOCK: tl.constexpr
-):
+def walsh_hadamard(x, DIM: tl.constexpr, LOG_DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Unscaled transform of the rows of ``x [BLOCK, DIM]`` by ``LOG_DIM`` butterflies."""
     for i in tl.static_range(LOG_DIM):
         pairs = tl.reshape(x, (BLOCK, DIM // (2 << i), 2, 1 << i))
@@ -192,3 +193,309 @@ def walsh_hadamard(  # type: ignore[no-untyped-def]
         pairs = tl.join(first + second, first - second)
         x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (BLOCK, DIM))
     return x
+
+
+# Bytes that a load takes at once where rows begin at multiples of them.
+_UNIT = 16
+
+
+def mask_bytes(valid: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:
+    """The mask as bytes; where there is none ``unread``, since an argument must be some pointer."""
+    return unread if valid is None else valid.view(torch.uint8)
+
+
+def mask_strides(valid: torch.Tensor | None) -> tuple[int, int]:
+    """Strides of rows of the batch and of tokens; zeros where there is no mask."""
+    return (0, 0) if valid is None else (valid.stride(0), valid.stride(1))
+
+
+def mask_layout(valid: torch.Tensor | None) -> tuple[int, int, int]:
+    """Stride of the batch's rows in units, stride of tokens, and the bytes of a unit.
+
+    Rows begin at multiples of a unit and can be read to the end of their last one, though it may
+    lie behind the mask: told to the compiler, this makes wide loads.
+    """
+    if valid is None:
+        return 0, 0, 1
+    row = valid.stride(0) if len(valid) > 1 else 0
+    units = -(-valid.shape[1] // _UNIT)
+    end = valid.storage_offset() + row * (len(valid) - 1) + units * _UNIT
+    whole = valid.stride(1) == 1 and row % _UNIT == 0 and end <= valid.untyped_storage().nbytes()
+    unit = _UNIT if whole else 1
+    return row // unit, valid.stride(1), unit
+
+
+@triton.jit
+def load_mask(mask_ptr, b, tokens, length, stride_b, stride_n, UNIT: tl.constexpr):
+    """Which of ``tokens [N]`` of row ``b``, an int64, are valid; none from ``length`` on.
+
+    The strides and UNIT are those of ``mask_layout``.
+    """
+    mask_ptr += b * stride_b * UNIT + tokens.to(tl.int64) * stride_n
+    readable = tokens < tl.cdiv(length, UNIT) * UNIT
+    return (tl.load(mask_ptr, mask=readable, other=0) != 0) & (tokens < length)
+
+
+@triton.jit
+def finite_base(peak):
+    """What to take off scores before ``exp``: their ``peak``, 0 where it is -inf."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def log_total(base, total):
+    """The log-sum-exp from a sum of ``exp(score - base)``; -inf for a sum of none."""
+    some = total > 0.0
+    return tl.where(some, base + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def log_sum_exp(scores):
+    """The log-sum-exp of ``scores [N]``; -inf where all are."""
+    base = finite_base(tl.max(scores, axis=0))
+    return log_total(base, tl.sum(tl.exp(scores - base), axis=0))
+
+
+@triton.jit
+def log_sum_exps(scores):
+    """The log-sum-exps of the rows of ``scores [M, N]``; -inf where all of a row are."""
+    base = finite_base(tl.max(scores, axis=1))
+    return log_total(base, tl.sum(tl.exp(scores - base[:, None]), axis=1))
+
+
+@triton.jit
+def best_share(best, scores, lse):
+    """The larger of ``best`` and the log-shares that a head with log-sum-exp ``lse`` gives.
+
+    ``-inf`` stays so, also where a head's ``lse`` is.
+    """
+    return tl.maximum(best, scores - finite_base(lse))
+
+
+@triton.jit
+def sum_up(sums_ptr, pieces, PIECES: tl.constexpr):
+    """The log-sum-exp of ``pieces`` log-sum-exps, PIECES at a time."""
+    if PIECES == 1:
+        # There is but one.
+        return tl.load(sums_ptr)
+    peaks = tl.full((PIECES,), float("-inf"), tl.float32)
+    totals = tl.zeros((PIECES,), tl.float32)
+    for start in range(0, pieces, PIECES):
+        places = start + tl.arange(0, PIECES)
+        part = tl.load(sums_ptr + places, mask=places < pieces, other=float("-inf"))
+        peak = tl.maximum(peaks, part)
+        base = finite_base(peak)
+        totals = totals * tl.exp(peaks - base) + tl.exp(part - base)
+        peaks = peak
+    base = finite_base(tl.max(peaks, axis=0))
+    return log_total(base, tl.sum(totals * tl.exp(peaks - base), axis=0))
+
+
+# Arguments that follow the number of tokens held, or of ids: not to be specialized, since a compile
+# for each class of them would come at some later flush.
+CHANGING_STRIDES = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
+
+
+@triton.jit
+def selection_place(index, heads, queries):
+    """``(batch row, selecting head, query)`` of selection ``index`` of ``[B, H, Q]``."""
+    return index // (queries * heads), (index // queries) % heads, index % queries
+
+
+@triton.jit
+def head_tile(index, heads, queries, TILE: tl.constexpr, TILES: tl.constexpr):
+    """``(batch row, selecting head, query, places [TILE] in its group)`` of a program.
+
+    Programs are ``[B, H, TILES, Q]``; the last tile may reach beyond the group.
+    """
+    b, part, q = selection_place(index, heads * TILES, queries)
+    return b, part // TILES, q, (part % TILES).to(tl.int32) * TILE + tl.arange(0, TILE)
+
+
+@triton.jit
+def load_ids(ids_row, places, inside, stride, tokens):
+    """Ids ``[K]`` at ``places [K]`` int32 of a row whose ids are ``stride`` apart, and a mask.
+
+    The mask is False outside ``inside``, for -1, and for what is none of the ``tokens``: such ids
+    are never to be followed. They come as uint32: one comparison then finds both ends.
+    """
+    ids = tl.load(ids_row + places.to(tl.int64) * stride, mask=inside, other=-1)
+    ids = ids.to(tl.uint32, bitcast=True)
+    return ids, ids < tokens.to(tl.uint32)
+
+
+@triton.jit
+def row_pointers(
+    ids,
+    id_mask,
+    kv_head,
+    table_row,
+    page_address,
+    stride_table,
+    PAGE_LEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Pointers ``[K, 1]`` to the rows that ``ids [K]`` name; meaningless outside ``id_mask``.
+
+    Args:
+        ids, id_mask: of ``load_ids``.
+        kv_head: int64.
+        table_row: the page numbers of the batch row, ``stride_table`` apart.
+        page_address: byte addresses, int64, of all pages ``[Hkv, PAGE_LEN, WIDTH]`` of DTYPE.
+        ALIGN: see ``PagedRows.alignment_bytes``.
+    """
+    columns = (ids // PAGE_LEN).to(tl.int64)
+    page = tl.load(table_row + columns * stride_table, mask=id_mask, other=0)
+    address = tl.load(page_address + page, mask=id_mask, other=0)
+    slot = kv_head * PAGE_LEN + ids % PAGE_LEN
+    rows = address.to(tl.pointer_type(DTYPE)) + slot.to(tl.int64) * WIDTH
+    return tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+
+
+@triton.jit
+def side_pointers(
+    ids,
+    id_mask,
+    kv_head,
+    table_row,
+    page_address,
+    stride_table,
+    PAGE_LEN: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    KEY_ALIGN: tl.constexpr,
+    VALUE_ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """``row_pointers`` of rows whose sides lie apart: ``[K, 1]`` to keys, ``[K, 1]`` to values.
+
+    KEY_ALIGN and VALUE_ALIGN are ``PagedRows.side_alignments``.
+    """
+    columns = (ids // PAGE_LEN).to(tl.int64)
+    page = tl.load(table_row + columns * stride_table, mask=id_mask, other=0)
+    address = tl.load(page_address + page, mask=id_mask, other=0)
+    block = address.to(tl.pointer_type(DTYPE)) + kv_head * (PAGE_LEN * (DK + DV))
+    slot = ids % PAGE_LEN
+    keys, values = block + slot * DK, block + (PAGE_LEN * DK + slot * DV)
+    keys = tl.multiple_of(keys[:, None], (KEY_ALIGN, KEY_ALIGN))
+    return keys, tl.multiple_of(values[:, None], (VALUE_ALIGN, VALUE_ALIGN))
+
+
+@triton.jit
+def load_pieces(
+    outs,
+    lses,
+    rows,
+    row_mask,
+    splits,
+    first,
+    last,
+    DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """``(logs [S, R, 1], means [S, R, Dv])`` of pieces ``first .. last``, at most BLOCK_S of them.
+
+    Args:
+        outs, lses: pointers to ``[rows, splits, DV]`` and ``[rows, splits]``.
+        rows: ``[R]`` int64; where ``row_mask [R]`` is false, a query has no pieces.
+        CACHE: modifier of the loads, ``".cg"`` for what other programs of the launch wrote.
+    """
+    pieces = tl.arange(0, BLOCK_S)[:, None, None]
+    columns = tl.arange(0, BLOCK_DV)[None, None, :]
+    piece_mask = (pieces < last - first) & row_mask[None, :, None]
+    # What differs between the pieces of a query is known when this is compiled.
+    starts = (rows * splits + first)[None, :, None]
+    logs = tl.load(
+        lses + starts + pieces, mask=piece_mask, other=float("-inf"), cache_modifier=CACHE
+    )
+    means = tl.load(
+        outs + starts * DV + pieces * DV + columns,
+        mask=piece_mask & (columns < DV),
+        other=0.0,
+        cache_modifier=CACHE,
+    )
+    return logs, means
+
+
+@triton.jit
+def no_pieces(ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """A running merge at first: ``(peak [R, 1], mass [R, 1], total [R, Dv])``."""
+    peak = tl.full([ROWS, 1], float("-inf"), tl.float32)
+    return peak, tl.zeros([ROWS, 1], tl.float32), tl.zeros([ROWS, BLOCK_DV], tl.float32)
+
+
+@triton.jit
+def add_pieces(logs, means, peak, mass, total):
+    """Pieces ``logs [S, R, 1]`` and ``means [S, R, Dv]`` into a running merge.
+
+    ``total`` and ``mass`` are sums relative to ``peak``. Weights are relative to the largest: large
+    logits would lose digits in a difference to the sum.
+    """
+    new_peak = tl.maximum(peak, tl.max(logs, 0))
+    base = finite_base(new_peak)
+    weights = tl.exp(logs - base[None, :, :])
+    shrink = tl.exp(peak - base)
+    total = total * shrink + tl.sum(weights * means.to(tl.float32), 0)
+    return new_peak, mass * shrink + tl.sum(weights, 0), total
+
+
+@triton.jit
+def add_all_pieces(
+    outs,
+    lses,
+    rows,
+    row_mask,
+    splits,
+    peak,
+    mass,
+    total,
+    DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """All pieces of ``rows`` into a running merge; arguments as of ``load_pieces``."""
+    for first in range(0, splits, BLOCK_S):
+        logs, means = load_pieces(
+            outs, lses, rows, row_mask, splits, first, splits, DV, BLOCK_S, BLOCK_DV, CACHE
+        )
+        peak, mass, total = add_pieces(logs, means, peak, mass, total)
+    return peak, mass, total
+
+
+@triton.jit
+def add_sinks(sink, peak, mass, total):
+    """Tokens without values, whose logits are ``sink [R, 1]``, into a running merge."""
+    new_peak = tl.maximum(peak, sink)
+    base = finite_base(new_peak)
+    shrink = tl.exp(peak - base)
+    return new_peak, mass * shrink + tl.exp(sink - base), total * shrink
+
+
+@triton.jit
+def add_tokens(logits, values, peak, mass, total):
+    """A token a query, of ``logits [R, 1]`` and ``values [1, Dv]`` fp32, into a running merge."""
+    new_peak = tl.maximum(peak, logits)
+    base = finite_base(new_peak)
+    shrink, weights = tl.exp(peak - base), tl.exp(logits - base)
+    return new_peak, mass * shrink + weights, total * shrink + weights * values
+
+
+@triton.jit
+def finish_pieces(peak, mass, total):
+    """``(mean [R, Dv], lse [R, 1])`` of a running merge; 0 and -inf where there was no token."""
+    # At least 1 where there is a peak, and 0 without.
+    return total * (1.0 / tl.maximum(mass, 1.0)), log_total(finite_base(peak), mass)
+
+
+@triton.jit
+def fill_empty(ids_ptr, first_empty, count, block, blocks, BLOCK: tl.constexpr):
+    """Write -1 to places ``first_empty .. count`` of a row of int32; each block writes a part."""
+    nothing = tl.full((BLOCK,), -1, tl.int32)
+    for start in range(first_empty + block * BLOCK, count, blocks * BLOCK):
+        slots = start + tl.arange(0, BLOCK)
+        tl.store(ids_ptr + slots, nothing, mask=slots < count)

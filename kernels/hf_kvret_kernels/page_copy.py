@@ -63,7 +63,7 @@ def copy_pages(
     if choose_backend(backend, rows.table) == "naive":
         result = _copy_with_torch(rows, first, last, copied_len)
     else:
-        from hf_kvret_kernels.page_copy_triton import copy_pages as copy_with_triton
+        from hf_kvret_kernels.paged_triton import copy_pages as copy_with_triton
 
         with launching_on(rows.table):
             result = copy_with_triton(rows, first, last, programs)

@@ -1,28 +1,30 @@
 """Reading paged rows in Triton kernels, by address: in device or pinned host memory."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_rows import (
+from hf_kvret_kernels._triton_shared import (
     CHANGING_STRIDES,
+    TL_DTYPES,
     load_ids,
     row_pointers,
     selection_place,
     side_pointers,
 )
-from hf_kvret_kernels._triton_shared import TL_DTYPES
 
 # Coded rows are bytes.
 _ROW_DTYPES = {**TL_DTYPES, torch.uint8: tl.uint8}
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "count", "tokens", *CHANGING_STRIDES])
-def _gather_kernel(  # type: ignore[no-untyped-def]
+def _gather_kernel(
     ids_ptr,
     table,
     page_address,
@@ -122,3 +124,69 @@ def gather_rows(rows: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         enable_fp_fusion=True,
     )
     return keys, values
+
+
+# Bytes that a program has under way at once: a bus needs many, to hide how far the host is.
+_TILE_BYTES = 16_384
+_WORDS = {4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16), 1: (torch.int8, tl.int8)}
+
+
+@triton.jit(do_not_specialize=["stride_table_b", "first", "columns", "work"])
+def _copy_kernel(
+    table,
+    page_address,
+    out,
+    stride_table_b,
+    stride_table,
+    heads,
+    first,
+    columns,
+    work,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    tiles = tl.cdiv(WORDS, TILE)
+    offsets = tl.arange(0, TILE)
+    for index in range(tl.program_id(0), work, tl.num_programs(0)):
+        block = index // tiles
+        inside = (index % tiles) * TILE + offsets
+        row, head, column = selection_place(block, heads, columns)
+        table_row = table + row.to(tl.int64) * stride_table_b
+        page = tl.load(table_row + (first + column).to(tl.int64) * stride_table)
+        address = tl.load(page_address + page).to(tl.pointer_type(DTYPE))
+        source = address + head.to(tl.int64) * WORDS + inside
+        source = tl.max_contiguous(tl.multiple_of(source, ALIGN), TILE)
+        words = tl.load(source, mask=inside < WORDS, other=0)
+        tl.store(out + block.to(tl.int64) * WORDS + inside, words, mask=inside < WORDS)
+
+
+def copy_pages(rows: Any, first: int, last: int, programs: int | None) -> torch.Tensor:
+    """See ``hf_kvret_kernels.page_copy.copy_pages``, which checks the arguments."""
+    batch, columns = rows.table.shape[0], last - first
+    shape = (batch, rows.heads, columns * rows.page_len, rows.width)
+    out = torch.empty(shape, dtype=rows.dtype, device=rows.table.device)
+    block_bytes = rows.page_len * rows.width * out.element_size()
+    align = math.gcd(16, block_bytes, *(chunk.data_ptr() for chunk in rows.chunks))
+    word_bytes = min(4, align)
+    words = block_bytes // word_bytes
+    torch_dtype, dtype = _WORDS[word_bytes]
+    tile = min(_TILE_BYTES // word_bytes, triton.next_power_of_2(words))
+    work = batch * rows.heads * columns * triton.cdiv(words, tile)
+    _copy_kernel[(min(work, programs or work),)](
+        rows.table,
+        rows.addresses(),
+        out.view(-1).view(torch_dtype),
+        *rows.table.stride(),
+        rows.heads,
+        first,
+        columns,
+        work,
+        WORDS=words,
+        TILE=tile,
+        ALIGN=align,
+        DTYPE=dtype,
+        enable_fp_fusion=True,
+    )
+    return out

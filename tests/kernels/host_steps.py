@@ -14,6 +14,8 @@ from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostWindow, ParisSearch
 from hf_kvret_kernels.paged import PagedRows
 
+from .draws import generator
+
 FP32_ERROR = 2e-5
 """Of sums of up to some hundred fp32 products of size 1 in another order: some roundings of 6e-8
 each."""
@@ -67,11 +69,6 @@ class Shape:
     def mask(self, seed: int = 1) -> torch.Tensor:
         """``[B, n]`` bool: which cold tokens are valid."""
         return torch.rand(self.batch, self.n, generator=generator(seed)) < self.valid
-
-
-def generator(seed: int) -> torch.Generator:
-    """One on the CPU that begins at ``seed``."""
-    return torch.Generator().manual_seed(seed)
 
 
 def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:

@@ -24,7 +24,7 @@ def calls(operation: str) -> Iterator[functools.partial]:
             arguments = (query, rows, ids, 0.1, softcap, None, variant)
             yield functools.partial(gather.gather_pieces, *arguments)
         # With many stages the loads of rows are made a tile ahead, behind three others.
-        deep = gather.choices.GatherChoice("direct", 32, 32, 4, 6, 4, 64)
+        deep = gather.GatherChoice("direct", 32, 32, 4, 6, 4, 64)
         yield functools.partial(gather.gather_pieces, query, rows, ids, 0.1, None, choice=deep)
     elif operation == "gather_scores":
         for softcap in (None, 50.0):
@@ -37,8 +37,7 @@ def calls(operation: str) -> Iterator[functools.partial]:
     elif operation == "higgs":
         yield from _calls_of_higgs()
     elif operation == "paged":
-        from hf_kvret_kernels.page_copy_triton import copy_pages
-        from hf_kvret_kernels.paged_triton import gather_rows
+        from hf_kvret_kernels.paged_triton import copy_pages, gather_rows
 
         yield functools.partial(gather_rows, rows, ids)
         coded = torch.zeros(8, 2, 64, 132, dtype=torch.uint8)
@@ -76,7 +75,7 @@ def calls(operation: str) -> Iterator[functools.partial]:
             wanted = torch.zeros(1, 2, count, dtype=torch.int32)
             held = torch.zeros(1, 2, size, dtype=torch.int32)
             slots = SlotMap(torch.zeros(1, 2, 8192).int(), held, held.clone(), clock)
-            yield functools.partial(resident.assign, slots, wanted)
+            yield functools.partial(resident.assign, slots, wanted, 8192)
         odd = PagedRows([torch.zeros(8, 2, 64, 13)], torch.zeros(1, 8).int(), 5)
         for source in (rows, odd):
             buffer = torch.zeros(1, 2, 512, source.width, dtype=source.dtype)
@@ -99,7 +98,7 @@ def calls(operation: str) -> Iterator[functools.partial]:
 def _calls_of_paris() -> Iterator[functools.partial]:
     """Of whole codes and small groups, and of what is taken in pieces."""
     from hf_kvret_kernels import paris
-    from hf_kvret_kernels.paris import triton_count, triton_encode, triton_search
+    from hf_kvret_kernels.paris import triton, triton_encode
 
     valid, half = torch.ones(1, 512, dtype=torch.bool), torch.bfloat16
     for heads, group, dim, m in ((2, 4, 128, 8), (1, 20, 576, 8), (1, 3, 136, 4)):
@@ -109,7 +108,7 @@ def _calls_of_paris() -> Iterator[functools.partial]:
         counts = torch.zeros(1, heads, dim // m, 1 << m, dtype=torch.int32)
         yield functools.partial(triton_encode.rotate, keys, signs)
         yield functools.partial(triton_encode.encode, keys, signs, levels, m, None, codes)
-        yield functools.partial(triton_count.count_centroids, codes.sign, m, valid)
+        yield functools.partial(triton_encode.count_centroids, codes.sign, m, valid)
         shape = 1, heads, 1, group
         query, rotated = torch.zeros(*shape, dim, dtype=half), torch.zeros(*shape, dim)
         for q, turn, mask, softcap, offset in (
@@ -118,7 +117,7 @@ def _calls_of_paris() -> Iterator[functools.partial]:
         ):
             arguments = (q, turn, codes, counts, levels, 100, 200, (100_000, 200_000), m)
             more = (mask, 0.1, softcap, offset)
-            yield functools.partial(triton_search.search, *arguments, *more)
+            yield functools.partial(triton.search, *arguments, *more)
 
 
 def _calls_of_merging() -> Iterator[functools.partial]:
@@ -173,25 +172,23 @@ def _calls_of_rest_tokens() -> Iterator[functools.partial]:
 
 def _calls_of_relevance() -> Iterator[functools.partial]:
     """Of one head and of a group, in one launch and in several."""
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     for group in (1, 4):
         # Blocks of both sizes, and more than one launch takes.
         for length, count in ((501, 100), (5001, 1000), (5001, 5000)):
             scores, ids = torch.zeros(1, 2, 1, group, length), torch.zeros(1, 2, 1, length).int()
-            yield functools.partial(triton_shares.best_ids, scores, ids, count)
+            yield functools.partial(triton.best_ids, scores, ids, count)
     for group in (1, 4):
-        yield functools.partial(
-            triton_shares.group_relevance, torch.zeros(1, 8, 1, 501), 8 // group
-        )
+        yield functools.partial(triton.group_relevance, torch.zeros(1, 8, 1, 501), 8 // group)
     for dtype in (torch.int32, torch.int64):
         total, ids = torch.zeros((), dtype=torch.int64), torch.zeros(1, 2, 1, 100, dtype=dtype)
-        yield functools.partial(triton_shares.count_ids, ids, total)
+        yield functools.partial(triton.count_ids, ids, total)
 
 
 def _calls_of_centroids() -> Iterator[functools.partial]:
     """With one query for each head and with several, and the widest keys in fp32."""
-    from hf_kvret_kernels.centroid import triton_lists, triton_recall
+    from hf_kvret_kernels.centroid import triton
 
     valid = torch.ones(1, 501, dtype=torch.bool)
     for group, dim, dtype, softcap, positions in (
@@ -203,21 +200,21 @@ def _calls_of_centroids() -> Iterator[functools.partial]:
         keys = torch.zeros(1, 2, 501, 2 * dim, dtype=dtype)[..., :dim]
         pieces = functools.partial(iter, [(0, keys)])
         arguments = (queries, pieces, 100, valid, positions, 0.1, softcap, None)
-        yield functools.partial(triton_lists.top_keys, *arguments)
+        yield functools.partial(triton.top_keys, *arguments)
         for count in (1, 40):
             arguments = (queries[:, :, :count], queries, torch.ones(1, 2, 65, group))
-            yield functools.partial(triton_recall.similarity, *arguments)
+            yield functools.partial(triton.similarity, *arguments)
     low = torch.zeros(1, 2, 65, 2560, dtype=torch.int16)
     index = torch.zeros(1, 2, 1, 4, dtype=torch.int64)
     for high in (None, low.byte()):
-        yield functools.partial(triton_recall.take_lists, low, high, index)
+        yield functools.partial(triton.take_lists, low, high, index)
     for dtype in (torch.int32, torch.int64):
-        yield functools.partial(triton_recall.unite, index.to(dtype), valid)
+        yield functools.partial(triton.unite, index.to(dtype), valid)
 
 
 def _calls_of_codebooks() -> Iterator[functools.partial]:
     """Few tokens and many, short and long rows of every mixture of dtypes."""
-    from hf_kvret_kernels.codebook import triton_encode, triton_lookup, triton_table
+    from hf_kvret_kernels.codebook import triton
     from hf_kvret_kernels.proxy import triton_scores
 
     half, full = torch.bfloat16, torch.float32
@@ -226,11 +223,11 @@ def _calls_of_codebooks() -> Iterator[functools.partial]:
         words = torch.zeros(2, 4000, dim, dtype=dtype)
         for count, splits in ((1, 8), (501, 1)):
             x = torch.zeros(1, 2, count, dim, dtype=x_dtype)
-            yield functools.partial(triton_encode.encode, x, words, torch.zeros(2, 4000), splits)
+            yield functools.partial(triton.encode, x, words, torch.zeros(2, 4000), splits)
         if dim > 256:
             softcap = None if x_dtype == half else 30.0
             arguments = (torch.zeros(1, 256, 1, dim), words, softcap)
-            yield functools.partial(triton_table.score_table, *arguments)
+            yield functools.partial(triton.score_table, *arguments)
             continue
         arguments = (torch.zeros(1, 8, 1, dim), words[None], 8, None, None, None)
         yield functools.partial(triton_scores.relevance, *arguments)
@@ -239,11 +236,11 @@ def _calls_of_codebooks() -> Iterator[functools.partial]:
         for codewords in (100, 1 << 15):
             table = torch.zeros(1, 8, 1, codewords)
             counts = torch.zeros(1, 2, codewords, dtype=torch.int32)
-            yield functools.partial(triton_lookup.code_counts, codes, codewords, valid)
-            yield functools.partial(triton_lookup.best_shares, table, counts)
-            yield functools.partial(triton_lookup.lookup, table, codes, valid)
+            yield functools.partial(triton.code_counts, codes, codewords, valid)
+            yield functools.partial(triton.best_shares, table, counts)
+            yield functools.partial(triton.lookup, table, codes, valid)
     many = torch.zeros(1, 128, 1, 1 << 15)
-    yield functools.partial(triton_lookup.best_shares, many, counts[:, :1])
+    yield functools.partial(triton.best_shares, many, counts[:, :1])
 
 
 def _calls_of_latents() -> Iterator[functools.partial]:
@@ -252,9 +249,8 @@ def _calls_of_latents() -> Iterator[functools.partial]:
     from hf_kvret_kernels.gather_scores import triton as scores_of
     from hf_kvret_kernels.higgs import HiggsCodec, triton_attend
     from hf_kvret_kernels.merge import Pieces
-    from hf_kvret_kernels.page_copy_triton import copy_pages
     from hf_kvret_kernels.paged import PagedRows
-    from hf_kvret_kernels.paged_triton import gather_rows
+    from hf_kvret_kernels.paged_triton import copy_pages, gather_rows
     from hf_kvret_kernels.prompt_attention import triton as prompt
     from hf_kvret_kernels.resident import triton as resident
     from hf_kvret_kernels.rest_tokens import RestTokens

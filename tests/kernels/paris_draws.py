@@ -7,6 +7,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from hf_kvret_kernels import paris
+
+from .draws import generator
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = ("naive", "triton")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -14,8 +18,14 @@ BACKENDS = ("naive", pytest.param("triton", marks=needs_triton))
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed)).to(DEVICE)
+
+
+def tools(head_dim: int, m: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Signs and levels."""
+    signs = paris.random_signs(paris.rotated_dim(head_dim), seed=7)
+    return signs.to(DEVICE), paris.magnitude_levels(m).to(DEVICE)
 
 
 def random_sign(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -87,9 +87,9 @@ def _note_instead_of_compiling(noted: list[str]) -> None:
 
 def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     """Name, tokens more, windows, and calls with ever more tokens."""
-    from hf_kvret_kernels._ahead import Window
+    from hf_kvret_kernels._dispatch import Window
     from hf_kvret_kernels.merge import Pieces
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton as relevance
     from hf_kvret_kernels.step_attention import triton as step
     from hf_kvret_kernels.top_k import triton as top_k
 
@@ -106,7 +106,7 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
         39_000,
         (),
         [
-            functools.partial(triton_shares.best_ids, *pair, 1000)
+            functools.partial(relevance.best_ids, *pair, 1000)
             for pair in zip(scores, ids, strict=True)
         ],
     )
@@ -115,7 +115,7 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
         "places of groups",
         39_000,
         (),
-        [functools.partial(triton_shares.top_places, each, 2, 1000) for each in heads],
+        [functools.partial(relevance.top_places, each, 2, 1000) for each in heads],
     )
     half = torch.bfloat16
     query, buffer = torch.zeros(2, 8, 1, 128, dtype=half), torch.zeros(2, 2, 800, 128, dtype=half)
@@ -139,7 +139,7 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
 def _main() -> dict[str, Any]:
     from triton.runtime.jit import JITFunction
 
-    from hf_kvret_kernels import _ahead as ahead
+    from hf_kvret_kernels import _dispatch as dispatch
 
     noted: list[str] = []
     _note_instead_of_compiling(noted)
@@ -160,13 +160,13 @@ def _main() -> dict[str, Any]:
 
     for name, more, windows, calls in _operations():
         found[name] = []
-        for growth in (None, ahead.Growth(more, (), windows)):
+        for growth in (None, dispatch.Growth(more, (), windows)):
             for kernel in kernels:
                 kernel.device_caches.clear()
             if growth is None:
                 calls[0]()
             else:
-                with ahead.growing(growth):
+                with dispatch.growing(growth):
                     calls[0]()
             steps = [taken()]
             for call in calls[1:]:
@@ -175,7 +175,7 @@ def _main() -> dict[str, Any]:
             found[name].append(steps)
     _Compiled.refuses = True
     try:
-        with ahead.growing(growth):
+        with dispatch.growing(growth):
             calls[0]()
     except RuntimeError as error:
         found["refused"] = f"RuntimeError: {error}"

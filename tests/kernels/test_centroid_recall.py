@@ -149,9 +149,10 @@ def test_of_nothing_comes_nothing(place: Place) -> None:
 def _modules_with_tables(place: Place) -> list:
     if place[0] == "naive":
         return [naive]
-    from hf_kvret_kernels.centroid import triton_recall
 
-    return [triton_recall]
+    from hf_kvret_kernels.centroid import triton
+
+    return [triton]
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
@@ -174,14 +175,14 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"pass uint8 \[2, 2, 5, 3\]"):
             centroid.take_lists(low, high, index)
     for wrong in (index.int(), index[:, :1]):
-        with pytest.raises(ValueError, match=r"pass int64 \[2, 2, Q, c\]"):
+        with pytest.raises(ValueError, match=r"pass int64 \[2, 2, any, any\]"):
             centroid.take_lists(low, None, wrong)
-    with pytest.raises(ValueError, match="index is on meta"):
+    with pytest.raises(ValueError, match=r"index is .* on meta"):
         centroid.take_lists(low, None, index.to("meta"))
     valid = torch.ones(2, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match="ids"):
         centroid.unite(torch.zeros(2, 3), valid)
     with pytest.raises(ValueError, match="no token"):
         centroid.unite(torch.zeros(2, 1, 1, 3, dtype=torch.int32), valid[:, :0])
-    with pytest.raises(ValueError, match="valid is on meta"):
+    with pytest.raises(ValueError, match=r"valid is .* on meta"):
         centroid.unite(torch.zeros(2, 1, 1, 3, dtype=torch.int32), valid.to("meta"))

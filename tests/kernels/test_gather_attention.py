@@ -1,90 +1,78 @@
-"""gather_attention and PagedRows against float64, in every place they run."""
+"""Attention to chosen rows and their scores against float64, in every place they run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from hf_kvret_kernels import host_attention as host
+from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.paged import PagedRows
 
-# Sums of a few hundred fp32 products of size 1: some hundred roundings of 6e-8 each.
+from .paged_rows import (
+    NEVER,
+    NO_PAGE,
+    TWO_ROWS,
+    Results,
+    lookup,
+    paged,
+    random_ids,
+    random_query,
+    reference,
+)
+
+# Sums of up to some thousand fp32 products of size 1: some hundred roundings of 6e-8 each.
 FP32_ERROR = 1e-5
 # Half a unit in the last place, to which Triton rounds the softmax weights of 16-bit rows.
 HALF_ULP = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
-# What stands in table entries that no id leads to; as a page number it would crash.
-NO_PAGE = 10**9
+DTYPES = list(HALF_ULP)
 
 Place = tuple[str, str]
 
 
-def paged(
-    place: Place,
-    table: list[list[int]],
-    chunks: tuple[int, ...] = (9,),
-    *,
-    kv_heads: int = 2,
-    page_len: int = 8,
-    dims: tuple[int, int] = (16, 16),
-    dtype: torch.dtype = torch.float32,
-) -> PagedRows:
-    """Random rows in chunks of ``chunks`` pages, found through ``table``."""
-    torch.manual_seed(sum(chunks))
-    shape = (kv_heads, page_len, sum(dims))
-    pages = [torch.randn(count, *shape).to(place[1], dtype) for count in chunks]
-    return PagedRows(pages, torch.tensor(table, dtype=torch.int32, device=place[1]), dims[0])
+@pytest.fixture
+def where(request: pytest.FixtureRequest) -> Place:
+    """A place, or the compiled library that is built from these sources."""
+    if request.param[0] == "cpp":
+        request.getfixturevalue("compiled")
+    place: Place = request.param
+    return place
 
 
-def random_ids(
-    rows: PagedRows, heads: int, queries: int, count: int, holes: float = 0.2
-) -> torch.Tensor:
-    """Distinct tokens ``[B, heads, queries, count]`` in random order, some of them -1."""
-    batch, columns = rows.table.shape
-    tokens = columns * rows.page_len
-    order = torch.rand(batch, heads, queries, tokens).argsort(-1)[..., :count].int()
-    order[torch.rand(order.shape) < holes] = -1
-    return order.to(rows.table.device)
+def results(
+    where: Place, query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, **options: Any
+) -> Iterator[Results]:
+    """``(out, lse, scores)``: of all instruction sets of the library, of both variants of Triton.
 
-
-def lookup(rows: PagedRows, b: int, kv_head: int, token: int) -> torch.Tensor:
-    """One row, found the slow way: chunk by chunk."""
-    page = int(rows.table[b, token // rows.page_len])
-    for chunk in rows.chunks:
-        if page < len(chunk):
-            return chunk[page, kv_head, token % rows.page_len].double()
-        page -= len(chunk)
-    raise AssertionError("page beyond the chunks")
-
-
-def reference(
-    query: torch.Tensor,
-    rows: PagedRows,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` in float64, query by query."""
-    batch, heads, queries, _ = query.shape
-    out = torch.zeros(batch, heads, queries, rows.value_dim, dtype=torch.float64)
-    lse = torch.full((batch, heads, queries), float("-inf"), dtype=torch.float64)
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, (batch, heads, queries))).tolist():
-        chosen = [t for t in ids[b, h * ids.shape[1] // heads, i].tolist() if t >= 0]
-        if not chosen:
-            continue
-        kv_head = h * rows.heads // heads
-        found = torch.stack([lookup(rows, b, kv_head, token) for token in chosen])
-        scores = found[:, : rows.key_dim] @ query[b, h, i].double() * scale
-        if softcap is not None:
-            scores = softcap * (scores / softcap).tanh()
-        lse[b, h, i] = scores.logsumexp(0)
-        out[b, h, i] = scores.softmax(0) @ found[:, rows.key_dim :]
-    return out, lse
+    Scores are of rows whose values are NaN, since they read keys alone.
+    """
+    blind = PagedRows([chunk.clone() for chunk in rows.chunks], rows.table, rows.key_dim)
+    for chunk in blind.chunks:
+        chunk[..., rows.key_dim :] = float("nan")
+    if where[0] == "cpp":
+        for path in host.paths():
+            options |= {"backend": "cpp", "path": path, "threads": 2}
+            scores = host.host_scores(query, blind, ids, **options)
+            yield *host.host_attention(query, rows, ids, **options), scores
+        return
+    scores = gather_scores(query, blind, ids, backend=where[0], **options)
+    out, lse = gather_attention(query, rows, ids, backend=where[0], **options)
+    yield out, lse, scores
+    if where[0] == "triton":
+        # The same sums in the same order: bit for bit, but for what a compiler fuses on a GPU.
+        copied = gather_attention(query, rows, ids, backend="triton", variant="gather", **options)
+        error = 1e-6 if query.is_cuda else 0.0
+        torch.testing.assert_close(copied, (out, lse), rtol=0, atol=error, equal_nan=True)
 
 
 def check(
-    place: Place,
+    where: Place,
     query: torch.Tensor,
     rows: PagedRows,
     ids: torch.Tensor,
@@ -92,64 +80,73 @@ def check(
     softcap: float | None = None,
     scale: float = 0.3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run in ``place``, compare with the reference, return the result."""
-    out, lse = gather_attention(query, rows, ids, scale=scale, softcap=softcap, backend=place[0])
-    want_out, want_lse = reference(query, rows, ids, scale, softcap)
-    assert out.dtype == lse.dtype == torch.float32
-    assert out.shape == want_out.shape
-    assert lse.shape == want_lse.shape
-    assert not out.isnan().any()
-    empty = want_lse == float("-inf")
-    assert torch.equal((lse == float("-inf")).cpu(), empty)
-    assert (out[empty.to(out.device)] == 0).all()
+    """Run in ``where``, compare with the reference, return the last ``(out, lse)``."""
+    wanted = reference(query, rows, ids, scale, softcap)
     largest = max(chunk.abs().nan_to_num(0).max().item() for chunk in rows.chunks)
-    rounding = HALF_ULP[rows.dtype] * largest if place[0] == "triton" else 0.0
-    error = FP32_ERROR + rounding
-    torch.testing.assert_close(out.double().cpu(), want_out, rtol=0, atol=error)
-    torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=1e-6, atol=FP32_ERROR)
-    return out, lse
-
-
-def random_query(
-    place: Place, rows: PagedRows, heads: int, queries: int = 1, batch: int = 2
-) -> torch.Tensor:
-    return torch.randn(batch, heads, queries, rows.key_dim).to(place[1], rows.dtype)
-
-
-TWO_ROWS = [[0, 1, 2, 3], [7, 5, 8, 4]]
+    rounding = HALF_ULP[rows.dtype] * largest if where[0] == "triton" else 0.0
+    for found in results(where, query, rows, ids, scale=scale, softcap=softcap):
+        for one, want in zip(found, wanted, strict=True):
+            assert one.shape == want.shape and one.dtype == torch.float32
+            assert one.device == query.device and not one.isnan().any()
+            assert torch.equal((one == NEVER).cpu(), want == NEVER)
+        out, lse, scores = (one.cpu().double() for one in found)
+        assert (out[lse == NEVER] == 0).all()
+        torch.testing.assert_close(out, wanted[0], rtol=0, atol=FP32_ERROR + rounding)
+        torch.testing.assert_close(lse, wanted[1], rtol=1e-6, atol=FP32_ERROR)
+        torch.testing.assert_close(scores, wanted[2], rtol=1e-6, atol=FP32_ERROR)
+    return found[:2]
 
 
 @pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
-@pytest.mark.factor("heads", [2, 4, 6, 8])
-def test_groups_of_query_heads(place: Place, heads: int, own_selection: bool) -> None:
-    rows = paged(place, TWO_ROWS)
-    ids = random_ids(rows, heads if own_selection else 2, 1, 20)
-    check(place, random_query(place, rows, heads), rows, ids)
+@pytest.mark.factor("heads", [2, 4, 6, 8, 14, 16])
+def test_groups_of_query_heads(where: Place, heads: int, own_selection: bool) -> None:
+    rows = paged(where[1], TWO_ROWS, dims=(40, 24), dtype=torch.bfloat16)
+    ids = random_ids(rows, heads if own_selection else 2, 2, 21)
+    check(where, random_query(rows, heads, 2), rows, ids)
 
 
-@pytest.mark.factor(("queries", "count"), [(1, 1), (1, 63), (3, 33), (16, 7)])
-def test_queries_with_selections_of_their_own(place: Place, queries: int, count: int) -> None:
-    rows = paged(place, [[3, 1, 4, 0, 5, 2, 6, 8]], kv_heads=1)
+@pytest.mark.factor("distinct", [True, False])
+@pytest.mark.factor(("queries", "count"), [(1, 1), (1, 63), (1, 64), (3, 33), (7, 60), (16, 7)])
+def test_queries_with_selections_of_their_own(
+    where: Place, queries: int, count: int, distinct: bool
+) -> None:
+    rows = paged(where[1], [[3, 1, 4, 0, 5, 2, 6, 8]], kv_heads=1)
     ids = random_ids(rows, 1, queries, count, holes=0.3)
-    check(place, random_query(place, rows, 2, queries, batch=1), rows, ids)
+    if not distinct:
+        ids = torch.where(ids < 40, ids, ids % 11)
+    check(where, random_query(rows, 2, queries), rows, ids)
 
 
-@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.factor("dims", [(8, 8), (40, 24), (64, 64), (96, 128), (9, 5)], ids=str)
-def test_head_dims_and_dtypes(place: Place, dims: tuple[int, int], dtype: torch.dtype) -> None:
-    rows = paged(place, [[2, 0, 1]], (3,), kv_heads=1, dims=dims, dtype=dtype)
-    ids = random_ids(rows, 1, 1, 17)
-    check(place, random_query(place, rows, 3, batch=1), rows, ids, scale=dims[0] ** -0.5)
+@pytest.mark.factor("dtype", DTYPES)
+@pytest.mark.factor(
+    "dims",
+    [(8, 8), (16, 16), (40, 24), (64, 64), (96, 128), (128, 128), (256, 256), (9, 5), (33, 47)],
+    ids=str,
+)
+def test_head_dims_and_dtypes(where: Place, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    rows = paged(where[1], [[2, 0, 1], [1, 2, 0]], (3,), dims=dims, dtype=dtype)
+    ids = random_ids(rows, 2, 1, 17)
+    check(where, random_query(rows, 6), rows, ids, scale=dims[0] ** -0.5)
 
 
-def test_several_chunks_and_shared_pages(place: Place) -> None:
-    rows = paged(place, [[0, 4, 2, 6], [0, 4, 5, 1], [3, 4, 6, 6]], (3, 1, 3))
-    ids = random_ids(rows, 2, 2, 25)
-    check(place, random_query(place, rows, 4, 2, batch=3), rows, ids)
+@pytest.mark.factor("holes", [0.0, 0.5, 1.0])
+@pytest.mark.factor("count", [0, 1, 7, 33, 1000])
+def test_counts_of_ids(where: Place, count: int, holes: float) -> None:
+    rows = paged(where[1], chunks=(20,), page_len=64)
+    check(where, random_query(rows, 4, 2), rows, random_ids(rows, 2, 2, count, holes))
 
 
-def test_rows_that_no_id_names_may_hold_anything(place: Place) -> None:
-    rows = paged(place, [[0, 1, NO_PAGE], [2, 0, NO_PAGE], [NO_PAGE] * 3], (3,), page_len=4)
+@pytest.mark.factor("page_len", [1, 7, 8, 64])
+@pytest.mark.factor("chunks", [(7,), (3, 1, 3)], ids=str)
+def test_pages_that_batch_rows_share(where: Place, chunks: tuple[int, ...], page_len: int) -> None:
+    table = [[0, 4, 2, 6], [0, 4, 5, 1], [3, 4, 6, 6]]
+    rows = paged(where[1], table, chunks, page_len=page_len)
+    check(where, random_query(rows, 4, 2), rows, random_ids(rows, 2, 2, min(25, 4 * page_len)))
+
+
+def test_rows_that_no_id_names_may_hold_anything(where: Place) -> None:
+    table = [[0, 1, NO_PAGE], [2, 0, NO_PAGE], [NO_PAGE] * 3]
+    rows = paged(where[1], table, (3,), page_len=4)
     ids = random_ids(rows, 2, 1, 5)
     ids = torch.where(ids < 8, ids, -1)
     ids[2] = -1
@@ -159,68 +156,139 @@ def test_rows_that_no_id_names_may_hold_anything(place: Place) -> None:
             if token >= 0:
                 used[int(rows.table[b, token // 4]), h, token % 4] = True
     assert not used.all()
-    rows.chunks[0].masked_fill_(~used.to(place[1]), float("nan"))
-    check(place, random_query(place, rows, 4, batch=3), rows, ids)
-    keys, values = rows.gather(ids, backend=place[0])
+    rows.chunks[0].masked_fill_(~used.to(where[1]), float("nan"))
+    check(where, random_query(rows, 4), rows, ids)
+    keys, values = rows.gather(ids, backend="triton" if where[0] == "triton" else "naive")
     assert not keys.isnan().any()
     assert (values[ids < 0] == 0).all()
 
 
-def test_row_zero_may_hold_nan_where_ids_have_holes(place: Place) -> None:
-    rows = paged(place, TWO_ROWS)
+def test_row_zero_may_hold_nan_where_ids_have_holes(where: Place) -> None:
+    rows = paged(where[1], TWO_ROWS)
     rows.chunks[0][0] = float("nan")
     ids = random_ids(rows, 2, 1, 12, holes=0.5)
     ids[(ids >= 0) & (ids < 8)] = -1
-    check(place, random_query(place, rows, 4), rows, ids)
+    check(where, random_query(rows, 4), rows, ids)
 
 
-@pytest.mark.factor("count", [0, 1, 40])
-def test_no_rows_at_all(place: Place, count: int) -> None:
-    rows = paged(place, TWO_ROWS)
-    ids = torch.full((2, 2, 3, count), -1, dtype=torch.int32, device=place[1])
-    out, lse = check(place, random_query(place, rows, 4, 3), rows, ids)
-    assert (out == 0).all()
-    assert (lse == float("-inf")).all()
-
-
-def test_no_queries(place: Place) -> None:
-    rows = paged(place, TWO_ROWS)
-    ids = torch.empty(2, 2, 0, 5, dtype=torch.int32, device=place[1])
-    out, lse = gather_attention(
-        random_query(place, rows, 4, 0), rows, ids, scale=1.0, backend=place[0]
-    )
-    assert out.shape == (2, 4, 0, 16)
-    assert lse.shape == (2, 4, 0)
+def test_no_queries(where: Place) -> None:
+    rows = paged(where[1], TWO_ROWS)
+    ids = torch.empty(2, 2, 0, 5, dtype=torch.int32, device=where[1])
+    check(where, random_query(rows, 4, 0), rows, ids)
 
 
 # In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.factor("softcap", [0.5, 30.0])
-def test_softcap(place: Place, softcap: float) -> None:
-    rows = paged(place, TWO_ROWS)
-    query = 8.0 * random_query(place, rows, 4)
-    check(place, query, rows, random_ids(rows, 2, 1, 20), softcap=softcap)
+def test_softcap(where: Place, softcap: float) -> None:
+    rows = paged(where[1], chunks=(20,))
+    ids = random_ids(rows, 2, 1, 100)
+    check(where, 8.0 * random_query(rows, 4), rows, ids, softcap=softcap)
 
 
-def test_strided_queries_and_ids(place: Place) -> None:
-    rows = paged(place, TWO_ROWS)
-    query = random_query(place, rows, 4, 3).transpose(1, 2).contiguous().transpose(1, 2)
+def test_strided_queries_ids_and_tables(where: Place) -> None:
+    rows = paged(where[1], TWO_ROWS)
+    query = random_query(rows, 4, 3).transpose(1, 2).contiguous().transpose(1, 2)
     wide = random_ids(rows, 2, 3, 24)
-    check(place, query, rows, wide[..., ::2])
-    check(place, query, rows, wide.transpose(1, 2).contiguous().transpose(1, 2))
+    check(where, query, rows, wide[..., ::2])
+    check(where, query, rows, wide.transpose(1, 2).contiguous().transpose(1, 2))
     rows.table = rows.table.t().contiguous().t()
-    check(place, query, rows, wide)
+    check(where, query, rows, wide)
 
 
-def test_two_halves_merge_to_the_whole(place: Place) -> None:
-    rows = paged(place, TWO_ROWS)
-    query, ids = random_query(place, rows, 4), random_ids(rows, 2, 1, 30)
-    whole = check(place, query, rows, ids)
-    parts = [check(place, query, rows, part) for part in (ids[..., :11], ids[..., 11:])]
+def test_chunks_may_be_views_that_are_not_aligned(where: Place) -> None:
+    rows = paged(where[1], dims=(16, 15), dtype=torch.float16)
+    flat = torch.empty(rows.chunks[0].numel() + 1, dtype=torch.float16, device=where[1])
+    rows.chunks[0] = flat[1:].view(rows.chunks[0].shape).copy_(rows.chunks[0])
+    check(where, random_query(rows, 4), rows, random_ids(rows, 2, 1, 40))
+
+
+def test_large_scores_do_not_overflow(where: Place) -> None:
+    rows = paged(where[1])
+    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 60)
+    want_out, want_lse, _ = reference(query, rows, ids, 200.0)
+    for out, lse, _ in results(where, query, rows, ids, scale=200.0):
+        torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-6, atol=1e-3)
+        # Scores of some hundred have rounding errors of 1e-4, and so have their weights.
+        torch.testing.assert_close(out.cpu().double(), want_out, rtol=0, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.factor("bad", [float("nan"), float("inf"), NEVER])
+@pytest.mark.factor("half", ["key", "value"])
+def test_what_is_not_finite_stays_in_the_queries_that_read_it(
+    where: Place, half: str, bad: float, dtype: torch.dtype
+) -> None:
+    rows = paged(where[1], chunks=(20,), batch=1, dims=(32, 32), dtype=dtype)
+    ids = random_ids(rows, 2, 2, 100, holes=0.0)
+    ids[ids == 11] = -1
+    ids[0, 1, 0, 37] = 11
+    page = int(rows.table[0, 11 // 8])
+    columns = slice(0, 1) if half == "key" else slice(32, 33)
+    query = random_query(rows, 4, 2).abs()
+    before = [found[0] for found in results(where, query, rows, ids, scale=0.3)]
+    rows.chunks[0][page, 1, 11 % 8, columns] = bad
+    others = torch.ones(1, 4, 2, dtype=torch.bool)
+    others[0, 2:, 0] = False
+    without = ids.clone()
+    without[0, 1, 0, 37] = -1
+    want, _, _ = reference(query, rows, without, 0.3)
+    error = FP32_ERROR + (5 * HALF_ULP[dtype] if where[0] == "triton" else 0.0)
+    for (out, lse, _), old in zip(results(where, query, rows, ids, scale=0.3), before, strict=True):
+        assert torch.equal(out[others], old[others])
+        assert lse[others].isfinite().all()
+        # A key of -inf has weight 0: a query that reads it is as good as one without that row.
+        if (half, bad) == ("key", NEVER):
+            torch.testing.assert_close(out.cpu().double(), want, rtol=0, atol=error)
+        else:
+            assert not out[~others].isfinite().all(-1).any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_query_whose_scores_are_all_minus_infinity_is_empty(where: Place) -> None:
+    rows = paged(where[1], batch=1)
+    rows.chunks[0][..., 0] = NEVER
+    query, ids = random_query(rows, 2).abs(), random_ids(rows, 2, 1, 40)
+    for out, lse, _ in results(where, query, rows, ids, scale=1.0):
+        assert (out == 0).all()
+        assert (lse == NEVER).all()
+
+
+def test_two_halves_merge_to_the_whole(where: Place) -> None:
+    rows = paged(where[1])
+    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 60)
+    whole = check(where, query, rows, ids)
+    parts = [check(where, query, rows, part) for part in (ids[..., :23], ids[..., 23:])]
     total = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum((part[1] - total).exp().unsqueeze(-1) * part[0] for part in parts)
     torch.testing.assert_close(total, whole[1], rtol=0, atol=FP32_ERROR)
     torch.testing.assert_close(out, whole[0], rtol=0, atol=FP32_ERROR)
+
+
+def test_numbers_near_zero_and_near_the_largest(where: Place) -> None:
+    rows = paged(where[1], dims=(64, 64), dtype=torch.bfloat16)
+    rows.chunks[0][..., :64:2] *= 1e-39
+    rows.chunks[0][..., 1:64:2] *= 2.0**60
+    rows.chunks[0][..., 64::2] *= 1e-39
+    check(where, random_query(rows, 4) * 2.0**-60, rows, random_ids(rows, 2, 1, 40))
+
+
+def test_torch_defaults_do_not_matter(where: Place) -> None:
+    if where[0] == "triton":
+        pytest.skip("kernels are launched on the device of their tensors")
+    rows = paged(dtype=torch.bfloat16)
+    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 40)
+    want = list(results(where, query, rows, ids, scale=0.3))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            got = list(results(where, query, rows, ids, scale=0.3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(got, want, strict=True):
+        assert all(map(torch.equal, one, other))
+        assert one[2].dtype == torch.float32 and one[2].device.type == "cpu"
 
 
 def test_splitting_the_ids_changes_nothing(place: Place) -> None:
@@ -228,13 +296,43 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
         pytest.skip("only the Triton kernel splits ids")
     from hf_kvret_kernels.gather_attention import triton
 
-    rows = paged(place, [[0, 1, 2, 3, 4, 5, 6, 7]], (8,), page_len=16, kv_heads=1)
-    query, ids = random_query(place, rows, 2, batch=1), random_ids(rows, 1, 1, 128)
+    rows = paged(place[1], [[0, 1, 2, 3, 4, 5, 6, 7]], (8,), page_len=16, kv_heads=1)
+    query, ids = random_query(rows, 2), random_ids(rows, 1, 1, 128)
     ids[..., 32:64] = -1
     whole = triton.gather_pieces(query, rows, ids, 0.3, None, splits=1)("triton")
     for splits in (2, 3, 4, 64):
         parts = triton.gather_pieces(query, rows, ids, 0.3, None, splits=splits)("triton")
         torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
+
+
+@pytest.mark.factor("variant", ["direct", "gather"])
+@pytest.mark.factor("field", ["copy_rows", "block_k", "warps", "stages", "waves", "most_splits"])
+def test_no_choice_changes_the_result(place: Place, field: str, variant: str) -> None:
+    if place[0] != "triton":
+        pytest.skip("only launches of Triton are chosen")
+    from hf_kvret_kernels.gather_attention import triton
+
+    rows = paged(place[1], TWO_ROWS)
+    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 29)
+    want = gather_attention(query, rows, ids, scale=0.3, backend="naive")
+    first = replace(triton.rule(triton.size_of(query, rows, ids)), variant=variant)
+    for value in triton.CHOICES.space[field]:
+        choice = replace(first, **{field: value})
+        found = triton.gather_pieces(query, rows, ids, 0.3, None, choice=choice)("triton")
+        torch.testing.assert_close(found, want, rtol=0, atol=FP32_ERROR)
+
+
+def test_the_copy_has_every_row_in_its_place(place: Place) -> None:
+    if place[0] != "triton":
+        pytest.skip("only Triton copies rows")
+    from hf_kvret_kernels.gather_attention.triton import CHOICES, copy_rows
+
+    rows = paged(place[1], TWO_ROWS, (2, 3, 4), dims=(12, 20), dtype=torch.bfloat16)
+    ids = random_ids(rows, 4, 2, 19)
+    keys, values = rows.gather(ids, backend="naive")
+    for block in CHOICES.space["copy_rows"]:
+        copied = copy_rows(rows, ids, int(block), 4)
+        assert torch.equal(copied, torch.cat([keys, values], dim=-1))
 
 
 @pytest.mark.factor("heads", [2, 6])
@@ -243,7 +341,7 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
 def test_gather_returns_the_rows_in_order(
     place: Place, chunks: tuple[int, ...], heads: int, dtype: torch.dtype
 ) -> None:
-    rows = paged(place, TWO_ROWS, chunks, dims=(12, 20), dtype=torch.bfloat16)
+    rows = paged(place[1], TWO_ROWS, chunks, dims=(12, 20), dtype=torch.bfloat16)
     if dtype == torch.uint8:
         bytes_of = [(chunk.float().abs() * 50).to(dtype) for chunk in rows.chunks]
         rows = PagedRows(bytes_of, rows.table, rows.key_dim)
@@ -257,37 +355,103 @@ def test_gather_returns_the_rows_in_order(
         token = int(ids[b, h, i, j])
         expected = torch.zeros(32).double()
         if token >= 0:
-            expected = lookup(rows, b, h * 2 // heads, token).cpu()
+            expected = lookup(rows, b, h * 2 // heads, token).cpu().double()
         assert torch.equal(both[b, h, i, j].cpu(), expected)
-
-
-def test_gather_of_nothing(place: Place) -> None:
-    rows = paged(place, TWO_ROWS)
-    ids = torch.empty(2, 2, 1, 0, dtype=torch.int32, device=place[1])
-    keys, values = rows.gather(ids, backend=place[0])
-    assert keys.shape == (2, 2, 1, 0, 16)
-    assert values.shape == (2, 2, 1, 0, 16)
+    keys, values = rows.gather(ids[..., :0], backend=place[0])
+    assert keys.shape == (2, heads, 2, 0, 12) and values.shape == (2, heads, 2, 0, 20)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_pinned_host_rows_are_read_from_the_gpu() -> None:
-    place = ("triton", "cuda")
-    near = paged(place, TWO_ROWS, (4, 5), dtype=torch.float16)
+    from hf_kvret_kernels.gather_attention import triton
+
+    near = paged("cuda", TWO_ROWS, (4, 5), dtype=torch.float16)
     pinned = [chunk.cpu().pin_memory() for chunk in near.chunks]
     far = PagedRows(pinned, near.table, near.key_dim)
-    ids = random_ids(near, 2, 1, 20)
-    query = random_query(place, near, 4)
-    results = [gather_attention(query, rows, ids, scale=0.3) for rows in (near, far)]
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-    assert all(torch.equal(a, b) for a, b in zip(near.gather(ids), far.gather(ids), strict=True))
+    query, ids = random_query(near, 4), random_ids(near, 2, 1, 20)
+    found = []
+    for rows in (near, far):
+        [result] = results(("triton", "cuda"), query, rows, ids, scale=0.3)
+        found.append((*result, *rows.gather(ids)))
+    assert all(map(torch.equal, *found))
+    sizes = [triton.size_of(query, rows, ids).rows for rows in (near, far)]
+    assert sizes == ["device", "host"]
     with pytest.raises(ValueError, match="pin_memory"):
         PagedRows([chunk.cpu() for chunk in near.chunks], near.table, near.key_dim).addresses()
 
 
+@pytest.mark.skipif(bool(host.why_not()), reason="the CPU kernels are not compiled")
+def test_auto_takes_the_library_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    run = library.run
+
+    def spy(function: Any, *args: Any, **options: Any) -> None:
+        called.append(function)
+        run(function, *args, **options)
+
+    monkeypatch.setattr(library, "run", spy)
+    rows = paged("cpu", TWO_ROWS)
+    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 20)
+    for backend in ("auto", "naive", "cpp"):
+        gather_scores(query, rows, ids, scale=0.3, backend=backend)
+        gather_attention(query, rows, ids, scale=0.3, backend=backend)
+    assert called == ["hfk_scores", "hfk_attend"] * 2
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "naive",
+        pytest.param("cpp", marks=pytest.mark.skipif(bool(host.why_not()), reason="not compiled")),
+    ],
+)
+def test_arguments_are_checked_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are read so fast that a second look at the arguments would show."""
+    checked = []
+    check_ids = PagedRows.check_ids
+
+    def count(rows: PagedRows, ids: torch.Tensor) -> None:
+        checked.append(ids)
+        check_ids(rows, ids)
+
+    monkeypatch.setattr(PagedRows, "check_ids", count)
+    rows = paged("cpu", TWO_ROWS)
+    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 20)
+    operations = (gather_scores, gather_attention, host.host_scores, host.host_attention)
+    for number, operation in enumerate(operations, 1):
+        operation(query, rows, ids, scale=0.3, backend=backend)
+        assert len(checked) == number
+
+
+def test_without_the_library_auto_is_torch_and_cpp_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(library.PATH_VARIABLE, "/nowhere/lib.so")
+    rows = paged("cpu", TWO_ROWS)
+    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 20)
+    for operation in (gather_scores, gather_attention):
+        auto, naive = (operation(query, rows, ids, scale=0.3, backend=x) for x in ("auto", "naive"))
+        torch.testing.assert_close(auto, naive, rtol=0, atol=0)
+        with pytest.raises(ImportError, match="/nowhere"):
+            operation(query, rows, ids, scale=0.3, backend="cpp")
+
+
+def test_the_library_is_refused_for_tensors_elsewhere() -> None:
+    rows = PagedRows(
+        [torch.zeros(9, 2, 8, 32, device="meta")],
+        torch.zeros(2, 4, dtype=torch.int32, device="meta"),
+        16,
+    )
+    query = torch.zeros(2, 4, 1, 16, device="meta")
+    ids = torch.zeros(2, 2, 1, 3, dtype=torch.int32, device="meta")
+    for operation in (gather_scores, gather_attention):
+        with pytest.raises(ValueError, match=r"backend='cpp' with a query on meta.*triton"):
+            operation(query, rows, ids, scale=1.0, backend="cpp")
+
+
 def test_addresses_are_those_of_the_pages_and_are_kept() -> None:
-    rows = paged(("naive", "cpu"), TWO_ROWS, (4, 5))
+    rows = paged("cpu", TWO_ROWS, (4, 5))
     addresses = rows.addresses()
     pages = [page for chunk in rows.chunks for page in chunk]
     assert addresses.tolist() == [page.data_ptr() for page in pages]
@@ -304,7 +468,7 @@ def test_addresses_are_those_of_the_pages_and_are_kept() -> None:
 def test_alignment_is_what_every_key_and_value_has(
     dims: tuple[int, int], dtype: torch.dtype, expected: int
 ) -> None:
-    rows = paged(("naive", "cpu"), TWO_ROWS, dims=dims, dtype=dtype)
+    rows = paged("cpu", TWO_ROWS, dims=dims, dtype=dtype)
     flat = rows.chunks[0].view(-1, rows.width)
     alignment = rows.alignment_bytes()
     assert alignment == expected
@@ -336,6 +500,7 @@ def test_mistakes_in_paged_rows_are_refused(
         PagedRows(chunks, table, key_dim)
 
 
+@pytest.mark.parametrize("operation", [gather_attention, gather_scores])
 @pytest.mark.parametrize(
     ("query", "ids", "options", "message"),
     [
@@ -352,7 +517,16 @@ def test_mistakes_in_paged_rows_are_refused(
     ],
 )
 def test_mistakes_are_refused_with_the_remedy(
-    query: torch.Tensor, ids: torch.Tensor, options: dict[str, Any], message: str
+    operation: Any, query: torch.Tensor, ids: torch.Tensor, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        gather_attention(query, PagedRows([CHUNK], TABLE, 16), ids, **{"scale": 1.0, **options})
+        operation(query, PagedRows([CHUNK], TABLE, 16), ids, **{"scale": 1.0, **options})
+
+
+def test_unknown_variants_and_those_of_other_backends_are_refused() -> None:
+    rows = PagedRows([CHUNK], TABLE, 16)
+    query, ids = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 1, 3).int()
+    with pytest.raises(ValueError, match="variant='copy': choose one of auto, direct, gather"):
+        gather_attention(query, rows, ids, scale=1.0, variant="copy")
+    with pytest.raises(ValueError, match=r"variant='gather' with backend 'naive'.*'auto'"):
+        gather_attention(query, rows, ids, scale=1.0, backend="naive", variant="gather")

@@ -8,9 +8,10 @@ import pickle
 import pytest
 import torch
 
-from hf_kvret_kernels.higgs import Codec, HiggsCodec, MinMaxCodec, naive, tables
-from hf_kvret_kernels.higgs.packing import WORDS, pack, unpack
-from hf_kvret_kernels.higgs.tables import grid_points, random_signs
+from hf_kvret_kernels.higgs import Codec, HiggsCodec, MinMaxCodec, naive
+from hf_kvret_kernels.higgs.naive import WORDS, grid_points, pack, random_signs, unpack
+
+from .draws import draw
 
 CODECS = [HiggsCodec(bits, 64) for bits in (2, 3, 4)]
 CODECS += [MinMaxCodec(bits, 64) for bits in (2, 3, 4, 8)]
@@ -24,10 +25,6 @@ Place = tuple[str, str]
 
 def name(codec: Codec) -> str:
     return f"{type(codec).__name__}-{codec.bits}-{codec.group}"
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def hadamard(group: int) -> torch.Tensor:
@@ -191,9 +188,8 @@ def test_of_equally_near_points_the_first_is_taken(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With each of 16 points four times over, as one of 64."""
-    merits = tables.grid_merits(2, torch.device("cpu")).repeat_interleave(4, 0)
-    for module in (naive, tables):
-        monkeypatch.setattr(module, "grid_merits", lambda bits, device: merits.to(device))
+    merits = naive.grid_merits(2, torch.device("cpu")).repeat_interleave(4, 0)
+    monkeypatch.setattr(naive, "grid_merits", lambda bits, device: merits.to(device))
     codes, _ = parts(HiggsCodec(3, 64), draw(7, 64), place)
     assert (codes % 4 == 0).all() and len(codes.unique()) > 12
 

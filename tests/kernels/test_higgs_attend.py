@@ -10,14 +10,13 @@ import torch
 from hf_kvret_kernels.higgs import Codec, HiggsCodec, MinMaxCodec, attend
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 
+from .paged_rows import NO_PAGE, TWO_ROWS, random_ids, reference
+
 # Sums of a few hundred fp32 products of size 1, and butterflies before and after.
 FP32_ERROR = 2e-5
 # Units that Triton rounds queries, grid points and weights to where the query has 16 bits; the
 # interpreter cuts bf16 off instead of rounding it.
 ULP = {torch.float32: 0.0, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-# What stands in table entries that no id leads to; as a page number it would crash.
-NO_PAGE = 10**9
-TWO_ROWS = [[0, 1, 2, 3], [7, 5, 8, 4]]
 
 Place = tuple[str, str]
 
@@ -31,8 +30,8 @@ def coded_rows(
     kv_heads: int = 2,
     page_len: int = 8,
     dims: tuple[int, int] = (64, 64),
-) -> tuple[PagedRows, list[torch.Tensor]]:
-    """Rows coded in torch, and the fp64 keys and values of each page that they decode to."""
+) -> tuple[PagedRows, PagedRows]:
+    """Rows coded in torch, and the fp64 rows that they decode to."""
     generator = torch.Generator().manual_seed(sum(chunks))
     pages, plain = [], []
     key_bytes = sum(codec.code_bytes(dim) for dim in dims)
@@ -43,57 +42,16 @@ def coded_rows(
         pieces = [part.codes for part in coded] + [part.scales for part in coded]
         pages.append(lay_apart(torch.cat(pieces, -1), key_bytes).to(place[1]))
         back = [codec.decode(*part, backend="naive").double() for part in coded]
-        plain += list(torch.cat(back, -1))
+        plain.append(torch.cat(back, -1).to(place[1]))
     numbers = torch.tensor(table, dtype=torch.int32, device=place[1])
-    return PagedRows(pages, numbers, key_bytes, apart=True), plain
-
-
-def random_ids(
-    rows: PagedRows, heads: int, queries: int, count: int, holes: float = 0.2
-) -> torch.Tensor:
-    """Distinct tokens ``[B, heads, queries, count]`` in random order, some of them -1."""
-    batch, columns = rows.table.shape
-    tokens = columns * rows.page_len
-    generator = torch.Generator().manual_seed(count)
-    order = torch.rand(batch, heads, queries, tokens, generator=generator).argsort(-1).int()
-    order = order[..., :count].contiguous()
-    order[torch.rand(order.shape, generator=generator) < holes] = -1
-    return order.to(rows.table.device)
-
-
-def reference(
-    query: torch.Tensor,
-    rows: PagedRows,
-    plain: list[torch.Tensor],
-    ids: torch.Tensor,
-    dims: tuple[int, int],
-    scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` in float64, query by query."""
-    batch, heads, queries, _ = query.shape
-    out = torch.zeros(batch, heads, queries, dims[1], dtype=torch.float64)
-    lse = torch.full((batch, heads, queries), float("-inf"), dtype=torch.float64)
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, (batch, heads, queries))).tolist():
-        chosen = [t for t in ids[b, h * ids.shape[1] // heads, i].tolist() if t >= 0]
-        if not chosen:
-            continue
-        kv_head = h * rows.heads // heads
-        size = rows.page_len
-        found = [plain[int(rows.table[b, t // size])][kv_head, t % size] for t in chosen]
-        key, value = torch.stack(found).split(dims, -1)
-        scores = key @ query[b, h, i].cpu().double() * scale
-        if softcap is not None:
-            scores = softcap * (scores / softcap).tanh()
-        lse[b, h, i] = scores.logsumexp(0)
-        out[b, h, i] = scores.softmax(0) @ value
-    return out, lse
+    coded_pages = PagedRows(pages, numbers, key_bytes, apart=True)
+    return coded_pages, PagedRows(plain, numbers, dims[0])
 
 
 def check(
     place: Place,
     codec: Codec,
-    coded: tuple[PagedRows, list[torch.Tensor]],
+    coded: tuple[PagedRows, PagedRows],
     ids: torch.Tensor,
     *,
     heads: int = 4,
@@ -119,7 +77,7 @@ def check(
         softcap=softcap,
         backend=place[0],
     )
-    want_out, want_lse = reference(query, rows, plain, ids, dims, scale, softcap)
+    want_out, want_lse, _ = reference(query, plain, ids, scale, softcap)
     assert out.dtype == lse.dtype == torch.float32
     assert out.shape == want_out.shape and lse.shape == want_lse.shape
     assert not out.isnan().any()

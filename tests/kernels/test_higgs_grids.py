@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels.higgs import HiggsCodec
-from hf_kvret_kernels.higgs.tables import grid_points
+from hf_kvret_kernels.higgs.naive import grid_points
 
 CPU = torch.device("cpu")
 # Squared error of a number of a standard normal pair with the best 16, 64 and 256 points.

@@ -10,13 +10,13 @@ import torch
 
 from hf_kvret_kernels.host_attention import host_attention, host_scores
 
-from .host_rows import paged, random_ids, random_query
+from .paged_rows import paged, random_ids, random_query
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 5000), (2, 3, 40)], ids=str)
 def test_the_number_of_threads_changes_nothing(compiled: None, shape: tuple[int, int, int]) -> None:
     batch, queries, count = shape
-    rows = paged((80,), batch=batch, kv_heads=1, page_len=64)
+    rows = paged(chunks=(80,), batch=batch, kv_heads=1, page_len=64)
     query, ids = random_query(rows, 4, queries), random_ids(rows, 1, queries, count)
     ids[..., : count // 2] = -1
     want = host_attention(query, rows, ids, scale=0.3, threads=1)
@@ -29,7 +29,7 @@ def test_the_number_of_threads_changes_nothing(compiled: None, shape: tuple[int,
 
 
 def test_two_python_threads_at_once(compiled: None) -> None:
-    rows = paged((40,), page_len=64)
+    rows = paged(chunks=(40,), page_len=64)
     query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 1000)
     want = host_attention(query, rows, ids, scale=0.3, threads=1)
     wrong: list[int] = []
@@ -50,7 +50,7 @@ def test_two_python_threads_at_once(compiled: None) -> None:
 
 
 def test_a_child_after_fork_has_threads_of_its_own(compiled: None) -> None:
-    rows = paged((40,), page_len=64)
+    rows = paged(chunks=(40,), page_len=64)
     query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 1000)
     want, _ = host_attention(query, rows, ids, scale=0.3, threads=4)
     child = os.fork()

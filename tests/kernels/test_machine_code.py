@@ -36,7 +36,7 @@ OTHERS = {
     "paris.rerank_wide",
     "rest_tokens.logits",
     *("higgs.higgs", "higgs.minmax", "higgs.decode"),
-    *("paged_triton.gather", "page_copy_triton.copy", "gather_attention.copy"),
+    *("paged_triton.gather", "paged_triton.copy", "gather_attention.copy"),
 }
 
 

@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_named() -> None:
         merge_partials([out, out], [lse])
     with pytest.raises(ValueError, match=r"outs\[0\] has shape \(2, 3, 4\)"):
         merge_partials([out[0]], [lse])
-    with pytest.raises(ValueError, match=r"outs\[1\] is .* pass \(1, 2, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"outs\[1\] is .* \[1, 2, 3, 4\]"):
         merge_partials([out, out[..., :3]], [lse, lse])
     with pytest.raises(ValueError, match=r"lses\[0\] is torch\.float64"):
         merge_partials([out], [lse.double()])

@@ -63,9 +63,9 @@ def test_candidates_are_the_head_of_a_stable_sort(
 @needs_triton
 def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of more than 256 blocks do."""
-    from hf_kvret_kernels.paris import triton_collide
+    from hf_kvret_kernels.paris import triton
 
-    monkeypatch.setattr(triton_collide, "_BLOCKS", 2)
+    monkeypatch.setattr(triton, "_BLOCKS", 2)
     Drawn.of(7100, queries=1).run(900, "triton")
 
 
@@ -84,16 +84,16 @@ def test_a_program_may_take_any_number_of_subspaces(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's takes one; here one takes all of them, as the others can't be told apart."""
-    from hf_kvret_kernels.paris import triton_bonus
+    from hf_kvret_kernels.paris import triton
 
     whole = Drawn.of(50, queries=1)
     signs = paris.random_signs(8, seed=3).to(DEVICE)
     query = whole.q_rot[..., :5].contiguous()
     shares = (100_000, 400_000)
-    expected = triton_bonus.bonus(query, signs, whole.counts, shares, 4)
-    monkeypatch.setattr(triton_bonus, "subspaces_of_program", lambda count: part)
-    found = triton_bonus.bonus(query, signs, whole.counts, shares, 4)
+    expected = triton.bonus(query, signs, whole.counts, shares, 4)
+    monkeypatch.setattr(triton, "subspaces_of_program", lambda count: part)
+    found = triton.bonus(query, signs, whole.counts, shares, 4)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     rotated = paris.rotate(query, signs, backend="naive")
-    torch.testing.assert_close(found.queries, triton_bonus.by_planes(rotated))
+    torch.testing.assert_close(found.queries, triton.by_planes(rotated))
     assert found.histogram.eq(0).all() and found.tickets.eq(0).all()

@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_named() -> None:
         paris.collisions(q_rot, counts, sign, rho=0.5, tiers=())
     with pytest.raises(ValueError, match="at most 15 tiers"):
         paris.collisions(q_rot, counts, sign, rho=0.5, tiers=(0.5,) * 16)
-    with pytest.raises(ValueError, match="counts has shape"):
+    with pytest.raises(ValueError, match="counts is "):
         paris.collisions(q_rot, counts[:, :1], sign, **options)
     with pytest.raises(ValueError, match="no power of two"):
         paris.collisions(q_rot[..., :96], counts, sign, **options)
@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"valid is torch\.uint8"):
         wrong = torch.ones(1, 6, dtype=torch.uint8, device=DEVICE)
         paris.collisions(q_rot, counts, sign, valid=wrong, **options)
-    with pytest.raises(ValueError, match="valid has shape"):
+    with pytest.raises(ValueError, match=r"valid is torch\.bool"):
         short = torch.ones(1, 5, dtype=torch.bool, device=DEVICE)
         paris.collisions(q_rot, counts, sign, valid=short, **options)
     with pytest.raises(ValueError, match="tokens must be contiguous"):

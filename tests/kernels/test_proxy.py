@@ -9,14 +9,12 @@ import torch
 
 from hf_kvret_kernels import proxy
 
+from .draws import generator, moved_with_room
+
 INF = float("inf")
 # Of the sum of a score's products, each taken as positive. fp32 sums of 200 products, rounded or
 # cut off by tensor cores, come to a tenth of it; a query cast to 11 bits misses by more.
 SHARE_OF_SIZE = 4e-6
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def random_rows(*shape: int, dtype: torch.dtype, seed: int = 1, spare: int = 0) -> torch.Tensor:
@@ -84,7 +82,6 @@ def check_relevance(
     softcap: float | None = None,
 ) -> None:
     backend, device = place
-    # Moving a view would lose its spare room.
     moved = rows if device == "cpu" else moved_with_room(rows, device)
     got = proxy.relevance(
         query.to(device),
@@ -103,13 +100,6 @@ def check_relevance(
     error = (got - expected).masked_fill(expected == -INF, 0.0).abs()
     # The size of a score, and of the log of the sum that is taken off it.
     assert (error <= SHARE_OF_SIZE * (size + math.log(rows.shape[2] + 1))).all(), error.max()
-
-
-def moved_with_room(rows: torch.Tensor, device: str) -> torch.Tensor:
-    room = torch.empty_strided(
-        (rows.untyped_storage().nbytes() // rows.element_size(),), (1,), dtype=rows.dtype
-    ).set_(rows.untyped_storage())
-    return room.to(device).as_strided(rows.shape, rows.stride(), rows.storage_offset())
 
 
 @pytest.mark.factor("dtype", proxy.ROW_DTYPES, ids=str)
@@ -295,10 +285,10 @@ def test_arguments_of_relevance_that_do_not_fit_are_named() -> None:
         proxy.relevance(query, rows, 2, valid=torch.ones(1, 7, dtype=torch.bool))
     with pytest.raises(ValueError, match="rows is on meta"):
         proxy.relevance(query, rows.to("meta"), 2)
-    with pytest.raises(ValueError, match="valid is on meta"):
+    with pytest.raises(ValueError, match=r"valid is .* on meta"):
         proxy.relevance(query, rows, 2, valid=torch.ones(1, 6, dtype=torch.bool, device="meta"))
     for offset in (torch.zeros(1, 4), torch.zeros(1, 4, 1).double(), torch.zeros(1, 4, 2)[..., 1:]):
-        with pytest.raises(ValueError, match=r"offset is .* pass contiguous fp32 \(1, 4, 1\)"):
+        with pytest.raises(ValueError, match=r"offset (is .* pass fp32|has strides)"):
             proxy.relevance(query, rows, 2, offset=offset)
     with pytest.raises(ValueError, match="softcap=0"):
         proxy.relevance(query, rows, 2, softcap=0.0)

@@ -8,11 +8,9 @@ import torch
 from hf_kvret_kernels import relevance
 from hf_kvret_kernels._dispatch import interpreted
 
+from .draws import generator
+
 INF = float("inf")
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def some_scores(*shape: int, seed: int = 0, holes: float = 0.2) -> torch.Tensor:
@@ -54,9 +52,9 @@ def test_pieces_of_several_blocks_add_up(
     """As rows of more than 256 blocks are cut; the peak comes in the middle of a piece."""
     backend, device = place
     if backend == "triton":
-        from hf_kvret_kernels.relevance import triton_shares
+        from hf_kvret_kernels.relevance import triton
 
-        monkeypatch.setattr(triton_shares, "_PIECES", 2)
+        monkeypatch.setattr(triton, "_PIECES", 2)
     scores = some_scores(1, 2, 1, 4500)
     scores[..., 1500] = 90.0
     scores[:, 1, :, :3072] = -INF
@@ -147,9 +145,9 @@ def test_more_candidates_than_a_program_holds(
 ) -> None:
     backend, _ = place
     if backend == "triton":
-        from hf_kvret_kernels.top_k import triton_best
+        from hf_kvret_kernels.top_k import triton
 
-        monkeypatch.setattr(triton_best, "_SIZES", ())
+        monkeypatch.setattr(triton, "_SIZES", ())
     scores = some_scores(1, 2, 2, group, 1300)
     scores[0, 1, 1, :, 20:] = -INF
     check_best(place, scores, 150)
@@ -159,12 +157,12 @@ def test_tickets_are_zeros_again() -> None:
     pytest.importorskip("triton")
     if not interpreted():
         pytest.skip("Triton's interpreter is off")
-    from hf_kvret_kernels.top_k import triton_best
+    from hf_kvret_kernels.top_k.triton import best_ids
 
     scores = torch.randn(1, 2, 1, 1, 2500, generator=generator(5))
     ids = torch.arange(2500, dtype=torch.int32).expand(1, 2, 1, 2500)
     tickets = torch.zeros(1, 2, 1, dtype=torch.int32)
-    first, again = (triton_best.best_ids(scores, ids, 30, None, tickets) for _ in range(2))
+    first, again = (best_ids(scores, 30, ids, None, tickets) for _ in range(2))
     assert torch.equal(first, again) and first.ge(0).all()
     assert tickets.eq(0).all()
 
@@ -235,7 +233,7 @@ def test_what_does_not_fit_is_named() -> None:
     grouped, ids = scores.view(1, 2, 1, 2, 9), torch.zeros(1, 2, 1, 9, dtype=torch.int32)
     with pytest.raises(ValueError, match="G above 0"):
         relevance.best_ids(grouped[:, :, :, :0], ids, 3)
-    with pytest.raises(ValueError, match=r"ids is torch\.int64 .* pass int32 \(1, 2, 1, 9\)"):
+    with pytest.raises(ValueError, match=r"ids is torch\.int64 .* pass int32 \[1, 2, 1, 9\]"):
         relevance.best_ids(grouped, ids.long(), 3)
     with pytest.raises(ValueError, match=r"ids is torch\.int32 \(1, 2, 1, 8\)"):
         relevance.best_ids(grouped, ids[..., :8], 3)

@@ -10,34 +10,11 @@ import torch
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
+from .paged_rows import NO_PAGE, TWO_ROWS, lookup, paged
+
 Place = tuple[str, str]
-# What stands in page table entries that no token leads to; as a page it would crash.
-GARBAGE = 10**9
-
-
-def paged(
-    place: Place,
-    table: list[list[int]],
-    chunks: tuple[int, ...] = (9,),
-    *,
-    width: int = 24,
-    key_dim: int = 16,
-    dtype: torch.dtype = torch.float32,
-) -> PagedRows:
-    """Random rows of two heads, 8 to a page, in chunks of ``chunks`` pages."""
-    torch.manual_seed(sum(chunks))
-    pages = [torch.randn(count, 2, 8, width).to(place[1], dtype) for count in chunks]
-    return PagedRows(pages, torch.tensor(table, dtype=torch.int32, device=place[1]), key_dim)
-
-
-def lookup(rows: PagedRows, b: int, head: int, token: int) -> torch.Tensor:
-    """One row, found the slow way: chunk by chunk."""
-    page = int(rows.table[b, token // rows.page_len])
-    for chunk in rows.chunks:
-        if page < len(chunk):
-            return chunk[page, head, token % rows.page_len]
-        page -= len(chunk)
-    raise AssertionError("page beyond the chunks")
+# Of rows of 24 numbers.
+DIMS = (16, 8)
 
 
 def poisoned(rows: PagedRows, slots: int) -> torch.Tensor:
@@ -71,40 +48,37 @@ def random_fetches(
     return ids.to(rows.table.device), fetched.to(rows.table.device)
 
 
-TWO_ROWS = [[0, 1, 2, 3], [7, 5, 8, 4]]
-
-
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.factor(("width", "key_dim"), [(16, 8), (24, 16), (13, 5), (256, 128)])
 def test_rows_are_copied_whole(place: Place, width: int, key_dim: int, dtype: torch.dtype) -> None:
-    rows = paged(place, TWO_ROWS, width=width, key_dim=key_dim, dtype=dtype)
+    rows = paged(place[1], TWO_ROWS, dims=(key_dim, width - key_dim), dtype=dtype)
     check_fetch(place, rows, *random_fetches(rows, 19, 32))
 
 
 @pytest.mark.factor("count", [0, 1, 64, 65, 130])
 def test_any_number_of_requests(place: Place, count: int) -> None:
-    rows = paged(place, TWO_ROWS)
+    rows = paged(place[1], TWO_ROWS, dims=DIMS)
     check_fetch(place, rows, *random_fetches(rows, count, 32))
 
 
 def test_wide_rows(place: Place) -> None:
-    rows = paged(place, [[1, 0]], (2,), width=4100, key_dim=4000)
+    rows = paged(place[1], [[1, 0]], (2,), dims=(4000, 100))
     check_fetch(place, rows, *random_fetches(rows, 3, 16))
 
 
 def test_several_chunks_shared_pages_and_pages_of_no_one(place: Place) -> None:
-    rows = paged(place, [[0, 4, 2, GARBAGE], [6, 4, 5, GARBAGE]], (3, 1, 3))
+    rows = paged(place[1], [[0, 4, 2, NO_PAGE], [6, 4, 5, NO_PAGE]], (3, 1, 3), dims=DIMS)
     check_fetch(place, rows, *random_fetches(rows, 21, 24))
 
 
 def test_nothing_to_fetch_reads_nothing(place: Place) -> None:
-    rows = paged(place, [[GARBAGE] * 4] * 2)
+    rows = paged(place[1], [[NO_PAGE] * 4] * 2, dims=DIMS)
     ids, _ = random_fetches(rows, 21, 32)
     check_fetch(place, rows, ids, torch.full_like(ids, -1))
 
 
 def test_strided_fetches_and_page_tables(place: Place) -> None:
-    rows = paged(place, TWO_ROWS)
+    rows = paged(place[1], TWO_ROWS, dims=DIMS)
     rows.table = rows.table.t().contiguous().t()
     ids, fetched = random_fetches(rows, 22, 32)
     strided = ids.transpose(0, 1).contiguous().transpose(0, 1)[..., ::2]
@@ -113,7 +87,7 @@ def test_strided_fetches_and_page_tables(place: Place) -> None:
 
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
 def test_after_a_fetch_every_request_finds_its_row(place: Place, dtype: torch.dtype) -> None:
-    rows, device = paged(place, TWO_ROWS, (4, 5), dtype=dtype), place[1]
+    rows, device = paged(place[1], TWO_ROWS, (4, 5), dims=DIMS, dtype=dtype), place[1]
     table = torch.full((2, 2, 32), -1, dtype=torch.int32, device=device)
     token = table[..., :11].contiguous()
     clock = torch.zeros(1, dtype=torch.int32, device=device)
@@ -134,7 +108,7 @@ def test_after_a_fetch_every_request_finds_its_row(place: Place, dtype: torch.dt
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_pinned_host_rows_are_fetched_from_the_gpu() -> None:
     place = ("triton", "cuda")
-    near = paged(place, TWO_ROWS, (4, 5), dtype=torch.float16)
+    near = paged(place[1], TWO_ROWS, (4, 5), dtype=torch.float16, dims=DIMS)
     far = PagedRows([chunk.cpu().pin_memory() for chunk in near.chunks], near.table, near.key_dim)
     ids, fetched = random_fetches(near, 40, 32)
     buffers = [torch.zeros(2, 2, 40, 24, dtype=torch.float16, device="cuda") for _ in range(2)]
@@ -150,27 +124,27 @@ INTS = torch.full((1, 2, 6), -1, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ids": INTS.long()}, r"ids is torch.int64 .* pass int32 \[1, 2, R\]"),
-        ({"fetched": INTS[:, :1]}, r"fetched is .* pass int32 \[1, 2, R\]"),
-        ({"fetched": INTS[..., :5]}, "must agree"),
-        ({"fetched": INTS.to("meta")}, "fetched is on meta, the page table on cpu"),
-        ({"buffer": torch.zeros(1, 2, 6, 24, device="meta")}, "buffer is on meta"),
-        ({"buffer": torch.zeros(1, 2, 6, 24).half()}, "pass contiguous torch.float32"),
-        ({"buffer": torch.zeros(1, 2, 6, 23)}, r"\[1, 2, S, 24\]"),
-        ({"buffer": torch.zeros(1, 2, 24)}, r"\[1, 2, S, 24\]"),
-        ({"buffer": torch.zeros(1, 2, 12, 24)[:, :, ::2]}, "pass contiguous"),
+        ({"ids": INTS.long()}, r"ids is torch.int64 .* pass int32 \[1, 2, any\]"),
+        ({"fetched": INTS[:, :1]}, r"fetched is .* pass int32 \[1, 2, 6\]"),
+        ({"fetched": INTS[..., :5]}, r"pass int32 \[1, 2, 6\]"),
+        ({"fetched": INTS.to("meta")}, "fetched is .* on meta: .* on cpu"),
+        ({"buffer": torch.zeros(1, 2, 6, 24, device="meta")}, "buffer is .* on meta"),
+        ({"buffer": torch.zeros(1, 2, 6, 24).half()}, "pass fp32"),
+        ({"buffer": torch.zeros(1, 2, 6, 23)}, r"\[1, 2, any, 24\]"),
+        ({"buffer": torch.zeros(1, 2, 24)}, r"\[1, 2, any, 24\]"),
+        ({"buffer": torch.zeros(1, 2, 12, 24)[:, :, ::2]}, "pass a contiguous"),
         ({"backend": "x"}, "choose one"),
     ],
 )
 def test_mistakes_in_fetches_are_refused(change: dict[str, Any], message: str) -> None:
-    rows = paged(("naive", "cpu"), [[0, 1]], (2,))
+    rows = paged("cpu", [[0, 1]], (2,), dims=DIMS)
     given = {"ids": INTS, "fetched": INTS, "buffer": torch.zeros(1, 2, 6, 24), **change}
     with pytest.raises(ValueError, match=message):
         fetch(rows, **given)
 
 
 def test_naive_fetches_refuse_rows_of_another_device() -> None:
-    rows = paged(("naive", "cpu"), [[0, 1]], (2,))
+    rows = paged("cpu", [[0, 1]], (2,), dims=DIMS)
     far = PagedRows([rows.chunks[0].to("meta")], rows.table, rows.key_dim)
     with pytest.raises(ValueError, match="use backend='triton' with pinned rows"):
         fetch(far, INTS, INTS, torch.zeros(1, 2, 6, 24), backend="naive")

@@ -275,7 +275,11 @@ def test_what_does_not_fit_is_named() -> None:
         ("do not fit", good, {"key": key[:, :1]}),
         (r"others.lses has shape \(2, 4, 1\)", Pieces(good.outs, good.lses[..., 0]), {}),
         ("S 1 or more", none, {}),
-        (r"others.outs is .* pass \(2, 4, 1, 3, 16\)", Pieces(good.outs[..., :3], good.lses), {}),
+        (
+            r"others.outs is .* pass fp32 \[2, 4, 1, 3, 16\]",
+            Pieces(good.outs[..., :3], good.lses),
+            {},
+        ),
         ("others.outs is torch.float16", Pieces(good.outs.half(), good.lses), {}),
         ("others.tickets is torch.int64", Pieces(good.outs, good.lses, ids.long()), {}),
         ("pass contiguous zeros", Pieces(good.outs, good.lses, turned), {}),

@@ -7,19 +7,9 @@ import torch
 
 from hf_kvret_kernels.top_k import top_k
 
+from .draws import generator, moved_with_room
+
 INF = float("inf")
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def moved_with_room(rows: torch.Tensor, device: str) -> torch.Tensor:
-    """A view's whole buffer moves: moving the view alone would lose its spare room."""
-    room = torch.empty_strided(
-        (rows.untyped_storage().nbytes() // rows.element_size(),), (1,), dtype=rows.dtype
-    ).set_(rows.untyped_storage())
-    return room.to(device).as_strided(rows.shape, rows.stride(), rows.storage_offset())
 
 
 def check_top_k(place: tuple[str, str], scores: torch.Tensor, count: int) -> None:
@@ -29,7 +19,7 @@ def check_top_k(place: tuple[str, str], scores: torch.Tensor, count: int) -> Non
     ids = top_k(moved, count, backend=backend)
     if backend == "triton":
         # Where there are more scores than one program holds; the results are the same.
-        from hf_kvret_kernels.top_k.triton_split import split_top_k
+        from hf_kvret_kernels.top_k.triton import split_top_k
 
         assert torch.equal(ids, split_top_k(moved.unsqueeze(3), count))
     assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
@@ -115,10 +105,10 @@ def test_sums_of_many_blocks_add_up(
 ) -> None:
     """As those of more blocks, and of a fuller bin, than the last program takes at once."""
     if place[0] == "triton":
-        from hf_kvret_kernels.top_k import triton_split
+        from hf_kvret_kernels.top_k import triton
 
-        monkeypatch.setattr(triton_split, "_TOKENS", 32)
-        monkeypatch.setattr(triton_split, "_CHUNK", 16)
+        monkeypatch.setattr(triton, "_TOKENS", 32)
+        monkeypatch.setattr(triton, "_CHUNK", 16)
     check_top_k(place, torch.randn(1, 1, 1, 3500, generator=generator(12)), 900)
 
 

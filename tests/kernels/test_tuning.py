@@ -15,16 +15,20 @@ import torch
 
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._dispatch import interpreted
-from hf_kvret_kernels.gather_attention import choices as gather_choices
-from hf_kvret_kernels.gather_scores import choices as scores_choices
-from hf_kvret_kernels.gather_scores.choices import CHOICES, ScoresChoice, ScoresSize
-from hf_kvret_kernels.prompt_attention import choices as prompt_choices
-from hf_kvret_kernels.tuning import files, lookup
-from hf_kvret_kernels.tuning.family import family_of
+from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.prompt_attention import prompt_attention
+
+pytest.importorskip("triton", reason="the kernels need triton, which comes with torch on Linux")
+from hf_kvret_kernels.gather_attention import triton as gather
+from hf_kvret_kernels.gather_scores import triton as scoring
+from hf_kvret_kernels.gather_scores.triton import CHOICES, ScoresChoice, ScoresSize
+from hf_kvret_kernels.prompt_attention import triton as prompt
 
 CPU = torch.device("cpu")
 SIZE = ScoresSize("float16", 16, 2, 4, 32, "device")
-RULE = scores_choices.rule(SIZE)
+RULE = scoring.rule(SIZE)
 OTHER = ScoresChoice(block_k=128, warps=2)
 
 
@@ -32,7 +36,7 @@ OTHER = ScoresChoice(block_k=128, warps=2)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder of choices for this test alone, and none that are shipped."""
     monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "mine"))
-    monkeypatch.setattr(files, "_PACKAGE_FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr(tuning, "_PACKAGE_FOLDER", tmp_path / "shipped")
     tuning.reload()
     yield tmp_path
     tuning.reload()
@@ -71,7 +75,7 @@ def test_lengths_are_rounded_up_to_powers_of_two() -> None:
 def test_a_family_is_capability_and_name_without_memory(
     name: str, capability: tuple[int, int], family: str
 ) -> None:
-    assert family_of(name, *capability) == family
+    assert tuning.family_of(name, *capability) == family
 
 
 def test_without_files_the_rule_holds() -> None:
@@ -100,7 +104,8 @@ def test_writing_keeps_other_sizes_and_replaces_the_same() -> None:
 def test_the_users_file_stands_before_the_shipped_one() -> None:
     other = SIZE._replace(group=8)
     write(
-        files.shipped_file("interpreter"), *(tuning.Entry(CHOICES, s, OTHER) for s in (SIZE, other))
+        tuning.shipped_file("interpreter"),
+        *(tuning.Entry(CHOICES, s, OTHER) for s in (SIZE, other)),
     )
     assert (found(), found(other)) == (OTHER, OTHER)
     # The rule was the best here.
@@ -111,12 +116,13 @@ def test_the_users_file_stands_before_the_shipped_one() -> None:
 
 def test_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
+    read_entries = tuning.read_entries
 
     def counted(path: Path, *rest: Any) -> Any:
         read.append(path)
-        return files.read_entries(path, *rest)
+        return read_entries(path, *rest)
 
-    monkeypatch.setattr(lookup, "read_entries", counted)
+    monkeypatch.setattr(tuning, "read_entries", counted)
     for _ in range(3):
         found()
     assert read == [tuning.shipped_file("interpreter"), mine()]
@@ -270,20 +276,18 @@ def test_a_space_names_the_fields_of_its_choices() -> None:
 def test_every_rule_lies_in_the_space_of_its_operation() -> None:
     for dtype in ("float32", "float16", "bfloat16"):
         for dim in (5, 16, 64, 96, 128, 192, 256):
-            gather = gather_choices.rule(
-                gather_choices.GatherSize(dtype, dim, dim, 4, 8, 1024, "host")
-            )
-            gather_choices.CHOICES.check(gather)
-            scores = scores_choices.rule(ScoresSize(dtype, dim, 4, 8, 1024, "host"))
-            scores_choices.CHOICES.check(scores)
+            size = gather.GatherSize(dtype, dim, dim, 4, 8, 1024, "host")
+            gather.CHOICES.check(gather.rule(size))
+            scores = scoring.rule(ScoresSize(dtype, dim, 4, 8, 1024, "host"))
+            CHOICES.check(scores)
             columns, itemsize = (
                 2 * max(16, tuning.power_of_two(dim)),
                 4 if dtype == "float32" else 2,
             )
             for rows in (1, 8, 64):
                 for shared_bytes in (48 << 10, 99 << 10, 227 << 10):
-                    rule = prompt_choices.rule(rows, columns, itemsize, shared_bytes)
-                    prompt_choices.CHOICES.check(rule)
+                    rule = prompt.rule(rows, columns, itemsize, shared_bytes)
+                    prompt.CHOICES.check(rule)
 
 
 class Spy:
@@ -307,12 +311,8 @@ needs_interpreter = pytest.mark.skipif(
 
 @needs_interpreter
 def test_a_launch_of_gather_scores_takes_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from hf_kvret_kernels.gather_scores import gather_scores, triton
-    from hf_kvret_kernels.paged import PagedRows
-
-    spy = Spy(triton._gather_scores_kernel)
-    monkeypatch.setattr(triton, "_gather_scores_kernel", spy)
+    spy = Spy(scoring._gather_scores_kernel)
+    monkeypatch.setattr(scoring, "_gather_scores_kernel", spy)
     rows = PagedRows([torch.randn(4, 2, 8, 32).half()], torch.arange(4).int().view(1, 4), 16)
     query, ids = torch.randn(1, 4, 2, 16).half(), torch.arange(30).int().expand(1, 2, 2, 30)
     results = []
@@ -327,19 +327,15 @@ def test_a_launch_of_gather_scores_takes_its_choice(monkeypatch: pytest.MonkeyPa
 
 @needs_interpreter
 def test_launches_of_gather_attention_take_their_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from hf_kvret_kernels.gather_attention import gather_attention, triton, triton_copy
-    from hf_kvret_kernels.paged import PagedRows
-
-    attend, copy = Spy(triton._attend_kernel), Spy(triton_copy._copy_kernel)
-    monkeypatch.setattr(triton, "_attend_kernel", attend)
-    monkeypatch.setattr(triton_copy, "_copy_kernel", copy)
+    attend, copy = Spy(gather._attend_kernel), Spy(gather._copy_kernel)
+    monkeypatch.setattr(gather, "_attend_kernel", attend)
+    monkeypatch.setattr(gather, "_copy_kernel", copy)
     rows = PagedRows([torch.randn(4, 2, 8, 32)], torch.arange(4).int().view(1, 4), 16)
     query, ids = torch.randn(1, 4, 2, 16), torch.arange(30).int().expand(1, 2, 2, 30)
-    size = gather_choices.GatherSize("float32", 16, 16, 2, 4, 32, "device")
-    assert gather_choices.size_of(query, rows, ids) == size
-    choice = gather_choices.GatherChoice("gather", 8, 16, 8, 2, 1, 16)
-    write(mine(), tuning.Entry(gather_choices.CHOICES, size, choice))
+    size = gather.GatherSize("float32", 16, 16, 2, 4, 32, "device")
+    assert gather.size_of(query, rows, ids) == size
+    choice = gather.GatherChoice("gather", 8, 16, 8, 2, 1, 16)
+    write(mine(), tuning.Entry(gather.CHOICES, size, choice))
     options: dict[str, Any] = {"scale": 1.0, "backend": "triton"}
     tuned = gather_attention(query, rows, ids, **options)
     assert (copy.launches[0]["BLOCK_K"], copy.launches[0]["num_warps"]) == (8, 8)
@@ -358,17 +354,14 @@ def test_launches_of_gather_attention_take_their_choice(monkeypatch: pytest.Monk
 def test_prompt_attention_takes_its_choice_for_few_rows_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("triton")
-    from hf_kvret_kernels.prompt_attention import prompt_attention, triton
-
-    spy = Spy(triton._attend_kernel)
-    monkeypatch.setattr(triton, "_attend_kernel", spy)
+    spy = Spy(prompt._attend_kernel)
+    monkeypatch.setattr(prompt, "_attend_kernel", spy)
     key = torch.randn(1, 2, 40, 16)
-    choice = prompt_choices.PromptChoice(16, 2, 1, 4, 32, 32)
+    choice = prompt.PromptChoice(16, 2, 1, 4, 32, 32)
     entries = [
         tuning.Entry(
-            prompt_choices.CHOICES,
-            prompt_choices.DecodeSize("float32", 16, 16, rows, 2, 64, False),
+            prompt.CHOICES,
+            prompt.DecodeSize("float32", 16, 16, rows, 2, 64, False),
             choice,
         )
         for rows in (2, 128)

@@ -121,8 +121,7 @@ def test_slots_and_what_is_fetched_into_them(
 
 @pytest.mark.parametrize("most", ["best", "split"])
 def test_scores_of_the_heads_of_a_group(room: torch.Tensor, most: str) -> None:
-    from hf_kvret_kernels.top_k.triton_best import best_ids
-    from hf_kvret_kernels.top_k.triton_split import split_top_k
+    from hf_kvret_kernels.top_k.triton import best_ids, split_top_k
 
     scores = torch.randn(1, 1, 1, 3, 20, generator=torch.Generator().manual_seed(0))
     sums, ids = scores.logsumexp(-1, keepdim=True), torch.arange(20, dtype=torch.int32)
@@ -130,5 +129,6 @@ def test_scores_of_the_heads_of_a_group(room: torch.Tensor, most: str) -> None:
     strides, wide = (1, 1, 1, STEP, 1), room.view(torch.float32)
     apart = torch.as_strided(wide, scores.shape, strides, 1 << 31).copy_(scores)
     want = relevance.best_ids(scores, ids, 5, backend="naive")
-    found = best_ids(apart, ids, 5, sums) if most == "best" else split_top_k(apart, 5, ids, sums)
+    choose = best_ids if most == "best" else split_top_k
+    found = choose(apart, 5, ids, sums)
     assert torch.equal(found, want)

@@ -96,9 +96,9 @@ def test_a_selection_is_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_large_budget_takes_three_launches_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """As more than 4,096 of the best of all blocks do."""
-    from hf_kvret_kernels.top_k import triton_best
+    from hf_kvret_kernels.top_k import triton
 
-    monkeypatch.setattr(triton_best, "_SIZES", ())
+    monkeypatch.setattr(triton, "_SIZES", ())
     kernels, operations = selection_launches(monkeypatch, ParisConfig())
     assert kernels[4:] == ["_count_kernel", "_border_kernel", "_compact_kernel"]
     assert operations == ["aten::zeros"]

@@ -13,7 +13,7 @@ FAULTS = (
     ),
     Fault(
         "paris-last-piece-of-a-code-not-estimated",
-        "kernels/hf_kvret_kernels/paris/triton_rerank_wide.py",
+        "kernels/hf_kvret_kernels/paris/triton.py",
         "for start in range(0, BYTES, PIECE):",
         "for start in range(0, BYTES - PIECE, PIECE):",
     ),
@@ -55,7 +55,7 @@ FAULTS = (
     ),
     Fault(
         "codes-packed-the-other-way-round",
-        "kernels/hf_kvret_kernels/higgs/packing.py",
+        "kernels/hf_kvret_kernels/higgs/naive.py",
         "return ((words.unsqueeze(-1) >> shifts) & ((1 << code_bits) - 1)).flatten(-2)",
         "return ((words.unsqueeze(-1) >> shifts.flip(0)) & ((1 << code_bits) - 1)).flatten(-2)",
     ),
@@ -85,13 +85,13 @@ FAULTS = (
     ),
     Fault(
         "triton-follows-the-id-behind-the-last",
-        "kernels/hf_kvret_kernels/_triton_rows.py",
+        "kernels/hf_kvret_kernels/_triton_shared.py",
         "return ids, ids < tokens.to(tl.uint32)",
         "return ids, ids <= tokens.to(tl.uint32)",
     ),
     Fault(
         "triton-counts-any-code",
-        "kernels/hf_kvret_kernels/codebook/triton_lookup.py",
+        "kernels/hf_kvret_kernels/codebook/triton.py",
         "return codes, codes < codewords",
         "return codes, token_mask",
     ),

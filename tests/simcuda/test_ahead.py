@@ -32,17 +32,17 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch chooses 8 of up to 32 tokens, or of up to 64; windows have pieces of 4 tokens."""
-    from hf_kvret_kernels.prompt_attention import choices
-    from hf_kvret_kernels.top_k import triton_best
+    from hf_kvret_kernels.prompt_attention import triton as prompt
+    from hf_kvret_kernels.top_k import triton as top_k
 
-    sizes = (triton_best._Blocks(16, 16, 256, 4), triton_best._Blocks(32, 16, 256, 8))
-    monkeypatch.setattr(triton_best, "_SIZES", sizes)
-    rule = choices.rule
+    sizes = (top_k._Blocks(16, 16, 256, 4), top_k._Blocks(32, 16, 256, 8))
+    monkeypatch.setattr(top_k, "_SIZES", sizes)
+    rule = prompt.rule
 
-    def short(*sizes: int) -> choices.PromptChoice:
+    def short(*sizes: int) -> prompt.PromptChoice:
         return replace(rule(*sizes), block_n=4, least_split_len=4)
 
-    monkeypatch.setattr(choices, "rule", short)
+    monkeypatch.setattr(prompt, "rule", short)
 
 
 def new_model() -> PreTrainedModel:

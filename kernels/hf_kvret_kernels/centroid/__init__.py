@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from hf_kvret_kernels._dispatch import (
+    FLOATS,
     check_no_grad,
     check_softcap,
+    check_tensor,
     choose_backend,
     launching_on,
 )
 from hf_kvret_kernels.centroid import naive
 from hf_kvret_kernels.centroid.naive import Pieces
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 __all__ = ["Pieces", "key_lists", "similarity", "take_lists", "top_keys", "unite"]
 
@@ -77,7 +77,9 @@ def key_lists(
         raise ValueError(f"count={count}: a list holds at least 1 key")
     _check_valid(valid, queries)
     if positions is not None:
-        _check_positions(positions, queries)
+        shape = queries.shape[0], queries.shape[2]
+        integers = (torch.int32, torch.int64)
+        check_tensor("positions", positions, shape, integers, queries.device)
     check_softcap(softcap)
     if most_scores is not None and most_scores < 1:
         raise ValueError(f"most_scores={most_scores}: pass at least 1, or None for the default")
@@ -95,10 +97,10 @@ def key_lists(
     arguments = (queries, check_pieces, count, valid, positions, scale, softcap, most_scores)
     if choose_backend(backend, queries) == "naive":
         return naive.key_lists(*arguments)
-    from hf_kvret_kernels.centroid import triton_lists
+    from hf_kvret_kernels.centroid import triton
 
     with launching_on(queries):
-        return iter((triton_lists.top_keys(*arguments),))
+        return iter((triton.top_keys(*arguments),))
 
 
 def top_keys(queries: torch.Tensor, pieces: Pieces, count: int, **options: Any) -> torch.Tensor:
@@ -135,19 +137,16 @@ def similarity(
             f"query has shape {tuple(query.shape)}, centroids {tuple(centroids.shape)}: only the "
             "third dimension may differ"
         )
-    if inverse_norms.shape != centroids.shape[:4] or inverse_norms.dtype != torch.float32:
-        raise ValueError(
-            f"inverse_norms is {inverse_norms.dtype} {tuple(inverse_norms.shape)}: pass fp32 "
-            f"{list(centroids.shape[:4])}"
-        )
-    for name, tensor in (("centroids", centroids), ("inverse_norms", inverse_norms)):
-        _check_device(name, tensor, query)
+    _check_device("centroids", centroids, query)
+    check_tensor(
+        "inverse_norms", inverse_norms, centroids.shape[:4], (torch.float32,), query.device
+    )
     if choose_backend(backend, query) == "naive":
         return naive.similarity(query, centroids, inverse_norms)
-    from hf_kvret_kernels.centroid import triton_recall
+    from hf_kvret_kernels.centroid import triton
 
     with launching_on(query):
-        return triton_recall.similarity(query, centroids, inverse_norms)
+        return triton.similarity(query, centroids, inverse_norms)
 
 
 def take_lists(
@@ -172,20 +171,15 @@ def take_lists(
         raise ValueError(
             f"high is {high.dtype} {tuple(high.shape)}: pass uint8 {list(low.shape)}, or None"
         )
-    if index.ndim != 4 or index.dtype != torch.int64 or index.shape[:2] != low.shape[:2]:
-        raise ValueError(
-            f"index is {index.dtype} {tuple(index.shape)}: pass int64 "
-            f"[{low.shape[0]}, {low.shape[1]}, Q, c]"
-        )
-    _check_device("index", index, low)
+    check_tensor("index", index, (*low.shape[:2], None, None), (torch.int64,), low.device)
     if high is not None:
         _check_device("high", high, low)
     if choose_backend(backend, low) == "naive":
         return naive.take_lists(low, high, index)
-    from hf_kvret_kernels.centroid import triton_recall
+    from hf_kvret_kernels.centroid import triton
 
     with launching_on(low):
-        return triton_recall.take_lists(low, high, index)
+        return triton.take_lists(low, high, index)
 
 
 def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -213,33 +207,21 @@ def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> t
         raise ValueError("valid covers no token: there must be one at least")
     if choose_backend(backend, ids) == "naive":
         return naive.unite(ids, valid)
-    from hf_kvret_kernels.centroid import triton_recall
+    from hf_kvret_kernels.centroid import triton
 
     with launching_on(ids):
-        return triton_recall.unite(ids, valid)
+        return triton.unite(ids, valid)
 
 
 def _check_bundles(name: str, x: torch.Tensor) -> None:
-    if x.ndim != 5 or x.dtype not in _FLOATS:
+    if x.ndim != 5 or x.dtype not in FLOATS:
         raise ValueError(
             f"{name} is {x.dtype} {tuple(x.shape)}: pass fp32, bf16 or fp16 [B, H, *, G, D]"
         )
 
 
 def _check_valid(valid: torch.Tensor, like: torch.Tensor) -> None:
-    if valid.dtype != torch.bool or valid.ndim != 2 or len(valid) != len(like):
-        raise ValueError(f"valid is {valid.dtype} {tuple(valid.shape)}: pass bool [{len(like)}, n]")
-    _check_device("valid", valid, like)
-
-
-def _check_positions(positions: torch.Tensor, queries: torch.Tensor) -> None:
-    form = [queries.shape[0], queries.shape[2]]
-    integers = positions.dtype in (torch.int32, torch.int64)
-    if list(positions.shape) != form or not integers:
-        raise ValueError(
-            f"positions is {positions.dtype} {tuple(positions.shape)}: pass int64 {form}"
-        )
-    _check_device("positions", positions, queries)
+    check_tensor("valid", valid, (len(like), None), (torch.bool,), like.device)
 
 
 def _check_piece(
@@ -247,7 +229,7 @@ def _check_piece(
 ) -> None:
     batch, heads, _, _, width = queries.shape
     form = (batch, heads, width)
-    if keys.ndim != 4 or (*keys.shape[:2], keys.shape[3]) != form or keys.dtype not in _FLOATS:
+    if keys.ndim != 4 or (*keys.shape[:2], keys.shape[3]) != form or keys.dtype not in FLOATS:
         raise ValueError(
             f"the piece of slot {start} is {keys.dtype} {tuple(keys.shape)}: give fp32, bf16 or "
             f"fp16 [{batch}, {heads}, P, {width}]"

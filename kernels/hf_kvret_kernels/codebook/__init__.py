@@ -13,8 +13,10 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels._dispatch import (
+    FLOATS,
     check_no_grad,
     check_softcap,
+    check_tensor,
     choose_backend,
     launching_on,
 )
@@ -37,7 +39,6 @@ __all__ = [
 MOST_CODEWORDS = 1 << 15
 # Of a row of latent attention: 512 numbers and a rotated key fit.
 MOST_DIM = 1024
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BOOK_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -67,23 +68,18 @@ def encode(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     check_no_grad(x=x, codebook=codebook)
-    if x.ndim != 4 or x.dtype not in _FLOATS:
+    if x.ndim != 4 or x.dtype not in FLOATS:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: pass fp32, bf16 or fp16 [B, H, n, D]")
-    _check_codebook(codebook, x.shape[1], x.shape[3])
-    _check_device("codebook", codebook, x)
+    _check_codebook(codebook, x.shape[1], x.shape[3], x.device)
     if norms is None:
         norms = half_norms(codebook)
-    if norms.dtype != torch.float32 or norms.shape != codebook.shape[:2]:
-        raise ValueError(
-            f"norms is {norms.dtype} {tuple(norms.shape)}: pass fp32 {list(codebook.shape[:2])}"
-        )
-    _check_device("norms", norms, x)
+    check_tensor("norms", norms, codebook.shape[:2], (torch.float32,), x.device)
     if choose_backend(backend, x) == "naive":
         return naive.encode(x, codebook, norms)
-    from hf_kvret_kernels.codebook import triton_encode
+    from hf_kvret_kernels.codebook import triton
 
     with launching_on(x):
-        return triton_encode.encode(x, codebook, norms)
+        return triton.encode(x, codebook, norms)
 
 
 def score_table(
@@ -113,24 +109,23 @@ def score_table(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     check_no_grad(query=query, codebook=codebook)
-    if query.ndim != 4 or query.dtype not in _FLOATS:
+    if query.ndim != 4 or query.dtype not in FLOATS:
         raise ValueError(
             f"query is {query.dtype} {tuple(query.shape)}: pass fp32, bf16 or fp16 [B, Hq, Q, D]"
         )
     heads = codebook.shape[0] if codebook.ndim else 0
-    _check_codebook(codebook, heads, query.shape[3])
+    _check_codebook(codebook, heads, query.shape[3], query.device)
     if not heads or query.shape[1] % heads:
         raise ValueError(f"codebook has {heads} heads: must divide the {query.shape[1]} of query")
-    _check_device("codebook", codebook, query)
     check_softcap(softcap)
     scaled = query.float() * scale
     if choose_backend(backend, query) == "naive":
         return naive.score_table(scaled, codebook, softcap)
     if codebook.shape[2] > MOST_RANK:
-        from hf_kvret_kernels.codebook import triton_table
+        from hf_kvret_kernels.codebook import triton
 
         with launching_on(query):
-            return triton_table.score_table(scaled, codebook, softcap)
+            return triton.score_table(scaled, codebook, softcap)
     from hf_kvret_kernels.proxy import triton_scores
 
     rows = codebook.contiguous().expand(len(query), -1, -1, -1)
@@ -166,10 +161,10 @@ def lookup(
     _check_valid(valid, codes)
     if choose_backend(backend, table) == "naive":
         return naive.lookup(table, codes, valid)
-    from hf_kvret_kernels.codebook import triton_lookup
+    from hf_kvret_kernels.codebook import triton
 
     with launching_on(table):
-        return triton_lookup.lookup(table, codes, valid)
+        return triton.lookup(table, codes, valid)
 
 
 def lookup_scores(
@@ -203,23 +198,19 @@ def lookup_scores(
     _check_table(table)
     _check_codes(codes, table)
     _check_valid(valid, codes)
-    expected = (*codes.shape[:2], table.shape[3])
     if counts is not None:
-        if counts.dtype != torch.int32 or tuple(counts.shape) != expected:
-            raise ValueError(
-                f"counts is {counts.dtype} {tuple(counts.shape)}: pass int32 {list(expected)}"
-            )
-        _check_device("counts", counts, table)
+        shape = (*codes.shape[:2], table.shape[3])
+        check_tensor("counts", counts, shape, (torch.int32,), table.device)
     if choose_backend(backend, table) == "naive":
         if counts is None:
             counts = naive.code_counts(codes, table.shape[3], valid)
         return naive.lookup(naive.best_shares(table, counts), codes, valid)
-    from hf_kvret_kernels.codebook import triton_lookup
+    from hf_kvret_kernels.codebook import triton
 
     with launching_on(table):
         if counts is None:
-            counts = triton_lookup.code_counts(codes, table.shape[3], valid)
-        return triton_lookup.lookup(triton_lookup.best_shares(table, counts), codes, valid)
+            counts = triton.code_counts(codes, table.shape[3], valid)
+        return triton.lookup(triton.best_shares(table, counts), codes, valid)
 
 
 def code_counts(
@@ -248,20 +239,18 @@ def code_counts(
     _check_valid(valid, codes)
     if choose_backend(backend, codes) == "naive":
         return naive.code_counts(codes, codewords, valid)
-    from hf_kvret_kernels.codebook import triton_lookup
+    from hf_kvret_kernels.codebook import triton
 
     with launching_on(codes):
-        return triton_lookup.code_counts(codes, codewords, valid)
+        return triton.code_counts(codes, codewords, valid)
 
 
-def _check_codebook(codebook: torch.Tensor, heads: int, dim: int) -> None:
-    shape = tuple(codebook.shape)
-    if codebook.dtype not in _BOOK_DTYPES or len(shape) != 3 or shape != (heads, shape[1], dim):
+def _check_codebook(codebook: torch.Tensor, heads: int, dim: int, device: torch.device) -> None:
+    check_tensor("codebook", codebook, (heads, None, dim), _BOOK_DTYPES, device)
+    if not 1 <= codebook.shape[1] <= MOST_CODEWORDS:
         raise ValueError(
-            f"codebook is {codebook.dtype} {shape}: pass fp32 or bf16 [{heads}, C, {dim}]"
+            f"codebook has C={codebook.shape[1]} codewords: pass 1 to {MOST_CODEWORDS}"
         )
-    if not 1 <= shape[1] <= MOST_CODEWORDS:
-        raise ValueError(f"codebook has C={shape[1]} codewords: pass 1 to {MOST_CODEWORDS}")
     if not 1 <= dim <= MOST_DIM:
         raise ValueError(f"head dim D is {dim}: pass vectors of 1 to {MOST_DIM} numbers")
 
@@ -274,26 +263,14 @@ def _check_table(table: torch.Tensor) -> None:
 
 
 def _check_codes(codes: torch.Tensor, table: torch.Tensor) -> None:
-    if codes.ndim != 3 or codes.dtype != torch.int16 or len(codes) != len(table):
-        raise ValueError(
-            f"codes is {codes.dtype} {tuple(codes.shape)}: pass int16 [{len(table)}, H, n]"
-        )
+    check_tensor("codes", codes, (len(table), None, None), (torch.int16,), table.device)
     if not codes.shape[1] or table.shape[1] % codes.shape[1]:
         raise ValueError(
             f"codes have {codes.shape[1]} heads: must divide the {table.shape[1]} query heads"
         )
-    _check_device("codes", codes, table)
 
 
 def _check_valid(valid: torch.Tensor | None, codes: torch.Tensor) -> None:
-    if valid is None:
-        return
-    expected = [codes.shape[0], codes.shape[2]]
-    if valid.dtype != torch.bool or list(valid.shape) != expected:
-        raise ValueError(f"valid is {valid.dtype} {tuple(valid.shape)}: pass bool {expected}")
-    _check_device("valid", valid, codes)
-
-
-def _check_device(name: str, x: torch.Tensor, like: torch.Tensor) -> None:
-    if x.device != like.device:
-        raise ValueError(f"{name} is on {x.device}, the rest on {like.device}: move it there")
+    if valid is not None:
+        shape = (codes.shape[0], codes.shape[2])
+        check_tensor("valid", valid, shape, (torch.bool,), codes.device)

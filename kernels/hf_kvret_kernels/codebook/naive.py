@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._naive import log_shares
 from hf_kvret_kernels.ids import check_code_range
+from hf_kvret_kernels.relevance.naive import log_shares
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 # Scores that ``encode`` holds at once.

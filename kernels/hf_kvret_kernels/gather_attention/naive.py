@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._naive import log_shares
 from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.relevance.naive import log_shares
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 

@@ -9,45 +9,47 @@ loads of a program under way at once; attention then reads them one after the ot
 while it computes. Both variants do the same sums in the same order.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from hf_kvret_kernels import tuning
-from hf_kvret_kernels._triton_rows import (
-    CHANGING_STRIDES,
-    head_tile,
-    load_ids,
-    row_pointers,
-)
 from hf_kvret_kernels._triton_shared import (
+    CHANGING_STRIDES,
     LOG2_E,
     TL_DTYPES,
     Columns,
     capped_scores,
     dot_dtype,
     finish_softmax,
+    head_tile,
+    load_ids,
     load_rows,
     piece_buffers,
+    row_pointers,
     score_factors,
+    selection_place,
     softmax_step,
     split_plan,
     tile_heads,
 )
-from hf_kvret_kernels.gather_attention import choices
-from hf_kvret_kernels.gather_attention.triton_copy import copy_rows
+from hf_kvret_kernels.gather_attention import VARIANTS
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.tuning import Tunable, dtype_name, power_of_two
 
 
 @triton.jit(
     do_not_specialize=["heads", "queries", "count", "tokens", "split_len", *CHANGING_STRIDES]
 )
-def _attend_kernel(  # type: ignore[no-untyped-def]
+def _attend_kernel(
     query,
     ids_ptr,
     table,
@@ -179,7 +181,7 @@ def gather_pieces(
     softcap: float | None,
     splits: int | None = None,
     variant: str = "auto",
-    choice: choices.GatherChoice | None = None,
+    choice: GatherChoice | None = None,
 ) -> Pieces:
     """See ``hf_kvret_kernels.gather_attention.gather_pieces``.
 
@@ -189,8 +191,8 @@ def gather_pieces(
     batch, query_heads, queries, _ = query.shape
     heads, count = ids.shape[1], ids.shape[3]
     if choice is None:
-        size = choices.size_of(query, rows, ids)
-        choice = tuning.choice(choices.CHOICES, size, choices.rule(size), query.device)
+        size = size_of(query, rows, ids)
+        choice = tuning.choice(CHOICES, size, rule(size), query.device)
     if variant != "auto":
         choice = replace(choice, variant=variant)
     group = query_heads // heads
@@ -206,7 +208,7 @@ def gather_pieces(
         most=choice.most_splits,
         splits=splits,
     )
-    pieces = piece_buffers(batch, query_heads, queries, splits, rows.value_dim, query.device)
+    pieces = Pieces(*piece_buffers(query, splits, rows.value_dim))
     if not programs:
         return pieces
     gather = choice.variant == "gather"
@@ -257,3 +259,177 @@ def gather_pieces(
         enable_fp_fusion=True,
     )
     return pieces
+
+
+class GatherSize(NamedTuple):
+    """Calls that share a choice.
+
+    Attributes:
+        dtype: of rows and query, as ``"bfloat16"``.
+        key_dim, value_dim: Dk and Dv.
+        group: query heads that share a selection.
+        selections: B * H * Q, rounded up to a power of two.
+        chosen: K, rounded up to a power of two.
+        rows: ``"device"``, or ``"host"`` where some lie there.
+    """
+
+    dtype: str
+    key_dim: int
+    value_dim: int
+    group: int
+    selections: int
+    chosen: int
+    rows: str
+
+
+@dataclass(frozen=True)
+class GatherChoice:
+    """How ``gather_attention`` is launched.
+
+    Attributes:
+        variant: ``"direct"``, the attention kernel follows ids to the rows where they lie;
+            ``"gather"``, one kernel copies the rows to the device, another attends to the copy.
+        copy_rows: rows that a program of the copying kernel asks for at once.
+        block_k: rows of a tile.
+        warps, stages: of a program, and of its pipeline.
+        waves: programs per multiprocessor to aim at, by cutting selections into pieces.
+        most_splits: pieces of a selection, at most.
+    """
+
+    variant: str
+    copy_rows: int
+    block_k: int
+    warps: int
+    stages: int
+    waves: int
+    most_splits: int
+
+
+CHOICES = Tunable(
+    name="gather_attention",
+    version=1,
+    size=GatherSize,
+    kind=GatherChoice,
+    space={
+        "variant": VARIANTS,
+        "copy_rows": (8, 16, 32, 64),
+        "block_k": (16, 32, 64, 128),
+        "warps": (2, 4, 8),
+        # From 5 on, loads of rows are made a tile ahead: ids, table and addresses come before them.
+        "stages": (1, 2, 3, 4, 5, 6),
+        "waves": (1, 2, 4, 8, 16),
+        "most_splits": (16, 32, 64, 128),
+    },
+    only={"copy_rows": ("variant", "gather")},
+)
+
+
+def size_of(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor) -> GatherSize:
+    """The size class of a call."""
+    batch, heads, queries, count = ids.shape
+    return GatherSize(
+        dtype_name(query.dtype),
+        rows.key_dim,
+        rows.value_dim,
+        query.shape[1] // heads,
+        power_of_two(batch * heads * queries),
+        power_of_two(count),
+        "device" if all(chunk.device == query.device for chunk in rows.chunks) else "host",
+    )
+
+
+@cache
+def rule(size: GatherSize) -> GatherChoice:
+    """What is taken where nothing was measured; not measured itself.
+
+    Programs are many, because loads have a long way: several must be under way. In fp32, which has
+    no tensor cores, larger tiles spill registers. Rows are read where they lie, also over the bus:
+    a copy reads the same bytes there, and then writes and reads them once more.
+    """
+    columns = sum(max(16, power_of_two(dim)) for dim in (size.key_dim, size.value_dim))
+    block_k = 16 if size.dtype == "float32" and columns > 128 else 32
+    return GatherChoice("direct", 32, block_k, warps=4, stages=3, waves=4, most_splits=64)
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "count", "tokens", *CHANGING_STRIDES])
+def _copy_kernel(
+    ids_ptr,
+    table,
+    page_address,
+    row_copy,
+    stride_ids_b,
+    stride_ids_h,
+    stride_ids_q,
+    stride_ids_k,
+    stride_table_b,
+    stride_table,
+    heads,
+    queries,
+    count,
+    tokens,
+    SHARE: tl.constexpr,
+    PAGE_LEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    positions = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    b, h, q_index = selection_place(index, heads, queries)
+    ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
+    inside = positions < count
+    ids, id_mask = load_ids(ids_row, positions, inside, stride_ids_k, tokens)
+    table_row = table + b * stride_table_b
+    rows = row_pointers(
+        ids,
+        id_mask,
+        h // SHARE,
+        table_row,
+        page_address,
+        stride_table,
+        PAGE_LEN,
+        WIDTH,
+        ALIGN,
+        DTYPE,
+    )
+    targets = row_copy + (index * count + positions) * WIDTH
+    targets = tl.multiple_of(targets[:, None], (ALIGN, ALIGN))
+    columns = tl.arange(0, BLOCK_WIDTH)
+    real = (columns < WIDTH)[None, :]
+    tile = tl.load(rows + columns[None, :], mask=id_mask[:, None] & real, other=0.0)
+    tl.store(targets + columns[None, :], tile, mask=inside[:, None] & real)
+
+
+def copy_rows(rows: PagedRows, ids: torch.Tensor, block: int, warps: int) -> torch.Tensor:
+    """``[B, H, Q, K, Dk + Dv]`` of the rows' dtype, on the device of ``ids [B, H, Q, K]``.
+
+    Rows of holes are zero. ``block`` rows are a program's, of ``warps`` warps.
+    """
+    batch, heads, queries, count = ids.shape
+    row_copy = torch.empty(*ids.shape, rows.width, dtype=rows.dtype, device=ids.device)
+    if row_copy.numel() == 0:
+        return row_copy
+    _copy_kernel[(batch * heads * queries, triton.cdiv(count, block))](
+        ids,
+        rows.table,
+        rows.addresses(),
+        row_copy,
+        *ids.stride(),
+        *rows.table.stride(),
+        heads,
+        queries,
+        count,
+        rows.token_count,
+        SHARE=heads // rows.heads,
+        PAGE_LEN=rows.page_len,
+        WIDTH=rows.width,
+        BLOCK_K=block,
+        BLOCK_WIDTH=triton.next_power_of_2(rows.width),
+        ALIGN=rows.alignment_bytes(),
+        DTYPE=TL_DTYPES[rows.dtype],
+        num_warps=warps,
+        enable_fp_fusion=True,
+    )
+    return row_copy

@@ -6,8 +6,7 @@ import torch
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import launching_on
-from hf_kvret_kernels.gather_attention import choose_row_backend
-from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
+from hf_kvret_kernels.gather_attention import check_chosen_rows, choose_row_backend
 from hf_kvret_kernels.gather_scores import naive
 from hf_kvret_kernels.paged import PagedRows
 

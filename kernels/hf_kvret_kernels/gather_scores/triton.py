@@ -4,34 +4,37 @@ It follows them through the page table to rows in device or pinned host memory, 
 key with all query heads that share the selection. The values of the rows are not read.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from hf_kvret_kernels import tuning
-from hf_kvret_kernels._triton_rows import (
-    CHANGING_STRIDES,
-    head_tile,
-    load_ids,
-    row_pointers,
-)
 from hf_kvret_kernels._triton_shared import (
+    CHANGING_STRIDES,
     TL_DTYPES,
     Columns,
     capped_scores,
     dot_dtype,
+    head_tile,
+    load_ids,
     load_rows,
+    row_pointers,
     score_factors,
     tile_heads,
 )
-from hf_kvret_kernels.gather_scores import choices
 from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.tuning import Tunable, dtype_name, power_of_two
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "count", "tokens", "blocks", *CHANGING_STRIDES])
-def _gather_scores_kernel(  # type: ignore[no-untyped-def]
+def _gather_scores_kernel(
     query,
     ids_ptr,
     table,
@@ -118,7 +121,7 @@ def gather_scores(
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
-    choice: choices.ScoresChoice | None = None,
+    choice: ScoresChoice | None = None,
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.gather_scores.gather_scores``.
 
@@ -136,8 +139,8 @@ def gather_scores(
     tiles = triton.cdiv(group, tile)
     keys = Columns.of(rows.key_dim)
     if choice is None:
-        size = choices.size_of(query, rows, ids)
-        choice = tuning.choice(choices.CHOICES, size, choices.rule(size), query.device)
+        size = size_of(query, rows, ids)
+        choice = tuning.choice(CHOICES, size, rule(size), query.device)
     blocks = triton.cdiv(count, choice.block_k)
     _gather_scores_kernel[(batch * heads * tiles * queries * blocks,)](
         query,
@@ -173,3 +176,71 @@ def gather_scores(
         enable_fp_fusion=True,
     )
     return scores
+
+
+# Bytes of keys that a program asks for at once, and the most keys: several 16-byte loads a thread.
+_TILE_BYTES = 16 << 10
+_MOST_KEYS = 64
+
+
+class ScoresSize(NamedTuple):
+    """Calls that share a choice.
+
+    Attributes:
+        dtype: of rows and query, as ``"bfloat16"``.
+        key_dim: Dk.
+        group: query heads that share a selection.
+        selections: B * H * Q, rounded up to a power of two.
+        chosen: K, rounded up to a power of two.
+        rows: ``"device"``, or ``"host"`` where some lie there.
+    """
+
+    dtype: str
+    key_dim: int
+    group: int
+    selections: int
+    chosen: int
+    rows: str
+
+
+@dataclass(frozen=True)
+class ScoresChoice:
+    """How ``gather_scores`` is launched.
+
+    Attributes:
+        block_k: keys of a program.
+        warps: of a program.
+    """
+
+    block_k: int
+    warps: int
+
+
+CHOICES = Tunable(
+    name="gather_scores",
+    version=1,
+    size=ScoresSize,
+    kind=ScoresChoice,
+    space={"block_k": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8)},
+)
+
+
+def size_of(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor) -> ScoresSize:
+    """The size class of a call."""
+    batch, heads, queries, count = ids.shape
+    return ScoresSize(
+        dtype_name(query.dtype),
+        rows.key_dim,
+        query.shape[1] // heads,
+        power_of_two(batch * heads * queries),
+        power_of_two(count),
+        "device" if all(chunk.device == query.device for chunk in rows.chunks) else "host",
+    )
+
+
+@cache
+def rule(size: ScoresSize) -> ScoresChoice:
+    """What is taken where nothing was measured; not measured itself."""
+    itemsize = 4 if size.dtype == "float32" else 2
+    columns = max(16, power_of_two(size.key_dim))
+    return ScoresChoice(max(16, min(_MOST_KEYS, _TILE_BYTES // (columns * itemsize))), warps=4)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels._dispatch import choose_backend, launching_on
-from hf_kvret_kernels.gather_attention import naive
-from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
+from hf_kvret_kernels.gather_attention import check_chosen_rows, naive
 from hf_kvret_kernels.higgs.codec import Codec
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
@@ -112,15 +111,14 @@ def attend_pieces(
     if value_in_key:
         keys = codec.decode(codes, scales, backend="naive")
         values = keys[..., :value_dim]
-        return Pieces.whole(*naive.attention(query, keys, values, ids, scale, softcap))
-    keys, values = (
-        codec.decode(
-            codes.split([codec.code_bytes(key_dim), codec.code_bytes(value_dim)], -1)[half],
-            scales.split([codec.scale_bytes(key_dim), codec.scale_bytes(value_dim)], -1)[half],
-            backend="naive",
+    else:
+        dims = key_dim, value_dim
+        code_parts = codes.split([codec.code_bytes(dim) for dim in dims], -1)
+        scale_parts = scales.split([codec.scale_bytes(dim) for dim in dims], -1)
+        keys, values = (
+            codec.decode(*parts, backend="naive")
+            for parts in zip(code_parts, scale_parts, strict=True)
         )
-        for half in (0, 1)
-    )
     return Pieces.whole(*naive.attention(query, keys, values, ids, scale, softcap))
 
 

@@ -9,8 +9,8 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 
 from hf_kvret_kernels._dispatch import Backend, check_no_grad, choose_backend, launching_on
-from hf_kvret_kernels.higgs import naive, tables
-from hf_kvret_kernels.higgs.packing import pack, unpack
+from hf_kvret_kernels.higgs import naive
+from hf_kvret_kernels.higgs.naive import pack, unpack
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SMALLEST_GROUP, LARGEST_GROUP = 8, 1024
@@ -20,7 +20,7 @@ class Coded(NamedTuple):
     """Rows of numbers, coded; both are bytes, and contiguous when they come from ``encode``.
 
     Attributes:
-        codes: ``[..., code_bytes(W)]`` uint8, laid out as ``packing`` says.
+        codes: ``[..., code_bytes(W)]`` uint8, laid out as ``naive`` says.
         scales: ``[..., scale_bytes(W)]`` uint8: the bytes of fp16 numbers, low byte first, those
             of each group together, groups in order.
     """
@@ -238,23 +238,23 @@ class HiggsCodec(Codec):
 
     def sign_tensor(self, device: torch.device) -> torch.Tensor:
         """``[group]`` fp32 of +1 and -1 on ``device``; shared, not to be written to."""
-        return tables.random_signs(self.group, self.seed if self.signs else None, device)
+        return naive.random_signs(self.group, self.seed if self.signs else None, device)
 
     def make_tables(self, device: torch.device) -> None:
         self.sign_tensor(device)
-        tables.grid_merits(self.bits, device)
+        naive.grid_merits(self.bits, device)
         for dtype in (torch.float16, torch.bfloat16):
-            tables.grid_words(self.bits, device, dtype)
+            naive.grid_words(self.bits, device, dtype)
 
     def encode_rows(
         self, rows: torch.Tensor, backend: Backend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         signs = self.sign_tensor(rows.device)
         if backend == "triton":
-            from hf_kvret_kernels.higgs import triton_encode
+            from hf_kvret_kernels.higgs import triton_codes
 
-            merits = tables.grid_merits(self.bits, rows.device)
-            return triton_encode.higgs_encode(rows, signs, merits, self.group, self.code_bits)
+            merits = naive.grid_merits(self.bits, rows.device)
+            return triton_codes.higgs_encode(rows, signs, merits, self.group, self.code_bits)
         codes, scales = naive.higgs_encode(rows.view(-1, self.group), signs, self.bits)
         return pack(codes.view(len(rows), rows.shape[1] // 2), self.code_bits), scales
 
@@ -263,10 +263,10 @@ class HiggsCodec(Codec):
     ) -> torch.Tensor:
         signs = self.sign_tensor(codes.device)
         if backend == "triton":
-            from hf_kvret_kernels.higgs import triton_decode
+            from hf_kvret_kernels.higgs import triton_codes
 
-            words = tables.grid_words(self.bits, codes.device, torch.float16)
-            return triton_decode.decode(
+            words = naive.grid_words(self.bits, codes.device, torch.float16)
+            return triton_codes.decode(
                 codes, scales, dtype, self.group, self.code_bits, signs, words
             )
         groups = naive.higgs_decode(*self._by_group(codes, scales), signs, self.bits)
@@ -300,9 +300,9 @@ class MinMaxCodec(Codec):
         self, rows: torch.Tensor, backend: Backend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if backend == "triton":
-            from hf_kvret_kernels.higgs import triton_encode
+            from hf_kvret_kernels.higgs import triton_codes
 
-            return triton_encode.minmax_encode(rows, self.group, self.bits)
+            return triton_codes.minmax_encode(rows, self.group, self.bits)
         codes, scales = naive.minmax_encode(rows.view(-1, self.group), self.bits)
         return pack(codes.view(rows.shape), self.bits), scales
 
@@ -310,8 +310,8 @@ class MinMaxCodec(Codec):
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, backend: Backend
     ) -> torch.Tensor:
         if backend == "triton":
-            from hf_kvret_kernels.higgs import triton_decode
+            from hf_kvret_kernels.higgs import triton_codes
 
-            return triton_decode.decode(codes, scales, dtype, self.group, self.bits)
+            return triton_codes.decode(codes, scales, dtype, self.group, self.bits)
         groups = naive.minmax_decode(*self._by_group(codes, scales))
         return groups.to(dtype)

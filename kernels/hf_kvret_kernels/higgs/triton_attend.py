@@ -13,30 +13,27 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_rows import (
-    CHANGING_STRIDES,
-    head_tile,
-    load_ids,
-    side_pointers,
-)
 from hf_kvret_kernels._triton_shared import (
+    CHANGING_STRIDES,
     LOG2_E,
     TL_DTYPES,
     Columns,
     capped_scores,
     dot_dtype,
     finish_softmax,
+    head_tile,
+    load_ids,
     load_rows,
     piece_buffers,
     score_factors,
+    side_pointers,
     softmax_step,
     split_plan,
     tile_heads,
 )
 from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
-from hf_kvret_kernels.higgs.packing import WORDS
-from hf_kvret_kernels.higgs.tables import grid_words
-from hf_kvret_kernels.higgs.triton_tiles import load_numbers, load_side, transform_groups
+from hf_kvret_kernels.higgs.naive import WORDS, grid_words
+from hf_kvret_kernels.higgs.triton_codes import load_numbers, load_side, transform_groups
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
@@ -294,7 +291,7 @@ def attend_pieces(
     splits, split_len = split_plan(
         count, block_k, programs, query.device, waves=_WAVES, most=_MOST_SPLITS, splits=splits
     )
-    pieces = piece_buffers(batch, query_heads, queries, splits, value_dim, query.device)
+    pieces = Pieces(*piece_buffers(query, splits, value_dim))
     if not programs:
         return pieces
     inner, outer = score_factors(scale, softcap, LOG2_E)

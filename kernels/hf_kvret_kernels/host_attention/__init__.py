@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
+from hf_kvret_kernels.gather_attention import check_chosen_rows
 from hf_kvret_kernels.gather_attention.naive import gather_attention
 from hf_kvret_kernels.gather_scores.naive import gather_scores
 from hf_kvret_kernels.host_attention import naive

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    FLOATS,
+    check_no_grad,
+    check_tensor,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.merge import naive
 
 __all__ = ["Pieces", "merge_partials"]
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def merge_partials(
@@ -57,13 +61,13 @@ def merge_partials(
         pieces = out.shape[3:4] if out.ndim == 5 else torch.Size()
         if pieces == (0,):
             raise ValueError(f"outs[{number}] has shape {tuple(out.shape)}: pass a piece or more")
-        _check(f"outs[{number}]", out, queries + pieces + width, first.device, _FLOATS)
-        _check(f"lses[{number}]", lse, queries + pieces, first.device, (torch.float32,))
+        check_tensor(f"outs[{number}]", out, queries + pieces + width, FLOATS, first.device)
+        check_tensor(f"lses[{number}]", lse, queries + pieces, (torch.float32,), first.device)
     if sink_logits is not None:
         check_no_grad(sink_logits=sink_logits)
-        _check("sink_logits", sink_logits, queries[1:2], first.device, _FLOATS)
-    if out_dtype not in _FLOATS:
-        raise ValueError(f"out_dtype={out_dtype}: choose one of {_FLOATS}")
+        check_tensor("sink_logits", sink_logits, queries[1:2], FLOATS, first.device)
+    if out_dtype not in FLOATS:
+        raise ValueError(f"out_dtype={out_dtype}: choose one of {FLOATS}")
     if choose_backend(backend, first) == "naive":
         return naive.merge_partials(outs, lses, sink_logits, out_dtype)
     from hf_kvret_kernels.merge import triton
@@ -97,17 +101,3 @@ class Pieces:
         if self.lses.shape[3] == 1:
             return self.outs.squeeze(3), self.lses.squeeze(3)
         return merge_partials([self.outs], [self.lses], backend=backend)
-
-
-def _check(
-    name: str,
-    tensor: torch.Tensor,
-    shape: torch.Size,
-    device: torch.device,
-    dtypes: Sequence[torch.dtype],
-) -> None:
-    if tensor.shape != shape or tensor.device != device or tensor.dtype not in dtypes:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: pass "
-            f"{tuple(shape)} on {device}, of {', '.join(map(str, dtypes))}"
-        )

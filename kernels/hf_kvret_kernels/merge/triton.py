@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_pieces import add_all_pieces, add_sinks, finish_pieces, no_pieces
+from hf_kvret_kernels._triton_shared import add_all_pieces, add_sinks, finish_pieces, no_pieces
 
 # Pieces of a set that a program loads at once, and numbers of them that a warp holds.
 _MOST_AT_ONCE = 64

@@ -12,17 +12,16 @@ S = P / m subspaces, C candidates.
 """
 
 from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, rotated_dim
-from hf_kvret_kernels.paris.encoding import decode, encode, random_signs, rotate
-from hf_kvret_kernels.paris.estimating import estimates
-from hf_kvret_kernels.paris.levels import magnitude_levels
+from hf_kvret_kernels.paris.encoding import decode, encode, magnitude_levels, random_signs, rotate
 from hf_kvret_kernels.paris.selection import (
     candidates,
     collisions,
     count_centroids,
+    estimates,
     rerank,
+    search,
     tier_shares,
 )
-from hf_kvret_kernels.paris.stages import search
 
 __all__ = [
     "MAX_HEAD_DIM",

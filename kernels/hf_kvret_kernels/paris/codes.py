@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from hf_kvret_kernels._dispatch import FLOATS, check_no_grad, check_tensor
+
 SUBSPACE_DIMS = (4, 8)
 LEVELS = 8
 MAX_HEAD_DIM = 1024
@@ -138,26 +140,6 @@ def check_subspace_dim(m: int) -> None:
         raise ValueError(f"m={m}: subspaces have {SUBSPACE_DIMS[0]} or {SUBSPACE_DIMS[1]} dims")
 
 
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: Sequence[int | None],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-) -> None:
-    """Raise ValueError naming what of ``tensor`` differs; None in ``shape`` allows any size."""
-    sizes = ["any" if size is None else size for size in shape]
-    fits = tensor.dim() == len(shape) and all(
-        size is None or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {sizes}")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is {tensor.dtype}, allowed: {list(dtypes)}; convert it first")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, expected {device}; move it there first")
-
-
 def check_rotated(name: str, dim: int) -> None:
     if not 8 <= dim <= MAX_HEAD_DIM or rotated_dim(dim) != dim:
         raise ValueError(
@@ -165,6 +147,15 @@ def check_rotated(name: str, dim: int) -> None:
             f"multiple of 8 in {_LARGEST_PADDED}..{MAX_HEAD_DIM}; rotate(x, signs) makes such "
             "vectors of any head dim"
         )
+
+
+def check_signs(x: torch.Tensor, signs: torch.Tensor) -> None:
+    """ValueError for vectors that can't be rotated, or not with these signs."""
+    if x.dim() < 1:
+        raise ValueError("x is a scalar, expected [..., D]")
+    check_no_grad(x=x)
+    check_tensor("x", x, x.shape, FLOATS, x.device)
+    check_signs_of(signs, x.shape[-1], x.device)
 
 
 def check_signs_of(signs: torch.Tensor, head_dim: int, device: torch.device) -> int:
@@ -198,3 +189,8 @@ def check_codes(codes: ParisCodes, dim: int, m: int, device: torch.device) -> No
 def check_valid(valid: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
     if valid is not None:
         check_tensor("valid", valid, shape, [torch.bool], device)
+
+
+def most_points(shares: Sequence[int], counts: torch.Tensor) -> int:
+    """The highest score there can be: a point a tier in each subspace."""
+    return len(shares) * counts.shape[2]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hf_kvret_kernels._dispatch import (
     check_no_grad,
     check_softcap,
+    check_tensor,
     choose_backend,
     launching_on,
 )
@@ -21,10 +23,87 @@ from hf_kvret_kernels.paris.codes import (
     check_codes,
     check_rotated,
     check_rows,
+    check_signs,
     check_subspace_dim,
-    check_tensor,
     check_valid,
+    most_points,
 )
+from hf_kvret_kernels.paris.encoding import rotate
+from hf_kvret_kernels.relevance import best_ids
+from hf_kvret_kernels.soft_cap import soft_cap_
+
+
+def search(
+    query: torch.Tensor,
+    signs: torch.Tensor | None,
+    codes: ParisCodes,
+    counts: torch.Tensor,
+    levels: torch.Tensor,
+    count: int,
+    *,
+    survivors: int,
+    rho: float,
+    tiers: Sequence[float],
+    m: int = 8,
+    valid: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    offset: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, Q, count]`` int32: the tokens that matter most by their codes, -1 for missing ones.
+
+    ``rotate``, ``candidates``, ``rerank`` and ``relevance.best_ids`` one after the other, which say
+    what is computed; Triton shares work between them.
+
+    Args:
+        query: ``[B, H, Q, G, D]`` of any float dtype, contiguous or not.
+        signs: ``[P]`` fp32 of the rotation; None for queries that are ``[B, H, Q, G, P]`` fp32 in
+            the coordinates of the codes already.
+        codes: of n tokens.
+        counts: ``[B, H, S, 2**m]`` int32 of ``count_centroids``.
+        levels: ``[8]`` fp32, the levels that ``encode`` was given.
+        count: tokens to find, 1 to ``survivors``.
+        survivors: candidates that stage 1 leaves, up to n.
+        rho, tiers, m, valid: as of ``collisions``.
+        scale, softcap, offset: as of ``rerank``.
+        backend: "auto", "naive" or "triton".
+
+    Raises:
+        ValueError: a number out of range, tensors that do not fit, gradients.
+    """
+    length = codes.sign.shape[2]
+    if not 1 <= count <= survivors <= length:
+        raise ValueError(
+            f"count={count}, survivors={survivors}: 1 <= count <= survivors <= {length}, the "
+            "number of tokens"
+        )
+    if query.dim() != 5:
+        raise ValueError(f"query has shape {tuple(query.shape)}, expected [B, H, Q, G, D]")
+    sign = codes.sign
+    if choose_backend(backend, query) == "naive":
+        q_rot = query if signs is None else rotate(query, signs, backend=backend)
+        first: dict[str, Any] = {"rho": rho, "tiers": tiers, "valid": valid}
+        ids = candidates(q_rot, counts, sign, survivors, m=m, backend=backend, **first)
+        second: dict[str, Any] = {"scale": scale, "softcap": softcap, "offset": offset}
+        scores = rerank(q_rot, codes, ids, levels, m=m, backend=backend, **second)
+        return best_ids(scores, ids, count, backend=backend)
+    from hf_kvret_kernels.paris import triton
+
+    if signs is None:
+        check_queries(query, sign.device)
+    else:
+        check_signs(query, signs)
+    dim = query.shape[-1] if signs is None else len(signs)
+    shape = torch.Size((*query.shape[:-1], dim))
+    shares = check_stage_one(shape, counts, sign, rho, tiers, m, valid)
+    check_stage_two(shape, codes, levels, m, softcap, offset)
+    with launching_on(query):
+        return triton.search(
+            *(query, signs, codes, counts, levels, count, survivors, shares, m, valid),
+            *(scale, softcap, offset),
+        )
+
 
 _INT32 = [torch.int32]
 _UINT8 = [torch.uint8]
@@ -47,10 +126,10 @@ def count_centroids(
     check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
     if choose_backend(backend, sign) == "naive":
         return naive.count_centroids(sign, m, valid)
-    from hf_kvret_kernels.paris import triton_count
+    from hf_kvret_kernels.paris import triton_encode
 
     with launching_on(sign):
-        return triton_count.count_centroids(sign, m, valid)
+        return triton_encode.count_centroids(sign, m, valid)
 
 
 @functools.cache
@@ -103,11 +182,11 @@ def collisions(
     shares = check_stage_one(q_rot.shape, counts, sign, rho, tiers, m, valid)
     if choose_backend(backend, sign) == "naive":
         return naive.collide(sign, naive.bonus_table(q_rot, counts, shares, m), m, valid)
-    from hf_kvret_kernels.paris import triton_bonus, triton_collide
+    from hf_kvret_kernels.paris import triton
 
     with launching_on(sign):
-        bonus = triton_bonus.bonus(q_rot, None, counts, shares, m)
-        return triton_collide.collide(bonus, sign, m, valid, most_points(shares, counts), 0).scores
+        bonus = triton.bonus(q_rot, None, counts, shares, m)
+        return triton.collide(bonus, sign, m, valid, most_points(shares, counts), 0).scores
 
 
 def candidates(
@@ -142,13 +221,12 @@ def candidates(
     if choose_backend(backend, sign) == "naive":
         scores = naive.collide(sign, naive.bonus_table(q_rot, counts, shares, m), m, valid)
         return naive.candidates(scores, count)
-    from hf_kvret_kernels.paris import triton_bonus, triton_candidates, triton_collide
+    from hf_kvret_kernels.paris import triton
 
     with launching_on(sign):
-        bonus = triton_bonus.bonus(q_rot, None, counts, shares, m)
+        bonus = triton.bonus(q_rot, None, counts, shares, m)
         points = most_points(shares, counts)
-        found = triton_collide.collide(bonus, sign, m, valid, points, count)
-        return triton_candidates.compact(found, count)
+        return triton.compact(triton.collide(bonus, sign, m, valid, points, count), count)
 
 
 def rerank(
@@ -189,10 +267,10 @@ def rerank(
     arguments = (q_rot, codes, ids, levels, m, scale, softcap, offset)
     if choose_backend(backend, q_rot) == "naive":
         return naive.rerank(*arguments)
-    from hf_kvret_kernels.paris import triton_bonus, triton_rerank
+    from hf_kvret_kernels.paris import triton
 
     with launching_on(q_rot):
-        return triton_rerank.rerank(triton_bonus.by_planes(q_rot), *arguments[1:]).scores
+        return triton.rerank(triton.by_planes(q_rot), *arguments[1:]).scores
 
 
 def check_stage_one(
@@ -261,11 +339,6 @@ def check_stage_two(
     check_softcap(softcap)
 
 
-def most_points(shares: Sequence[int], counts: torch.Tensor) -> int:
-    """The highest score there can be: a point a tier in each subspace."""
-    return len(shares) * counts.shape[2]
-
-
 def _check_sign(sign: torch.Tensor, m: int) -> int:
     """P of a sign plane that fits."""
     check_subspace_dim(m)
@@ -285,3 +358,45 @@ def check_queries(q_rot: torch.Tensor, device: torch.device) -> None:
 
 def _tiers(count: int) -> str:
     return f"{count} tier" if count == 1 else f"{count} tiers"
+
+
+# Numbers of keys that are decoded at once.
+_PIECE_NUMBERS = 1 << 21
+
+
+def estimates(
+    q_rot: torch.Tensor,
+    codes: ParisCodes,
+    levels: torch.Tensor,
+    *,
+    m: int = 8,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    offset: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, Q, G, n]`` fp32: what ``rerank`` estimates, of all tokens in order.
+
+    Arguments and errors are its. In torch, keys are decoded a piece at a time, once for all
+    queries.
+    """
+    check_queries(q_rot, codes.sign.device)
+    check_stage_two(q_rot.shape, codes, levels, m, softcap, offset)
+    batch, heads, queries, tables, dim = q_rot.shape
+    length = codes.sign.shape[2]
+    if choose_backend(backend, q_rot) != "naive":
+        ids = torch.arange(length, dtype=torch.int32, device=q_rot.device)
+        every = ids.expand(batch, heads, queries, -1).contiguous()
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "offset": offset}
+        return rerank(q_rot, codes, every, levels, m=m, backend=backend, **options)
+    rows = q_rot.reshape(batch, heads, queries * tables, dim)
+    out = q_rot.new_empty(batch, heads, queries * tables, length)
+    step = max(1, _PIECE_NUMBERS // max(1, batch * heads * dim))
+    for start in range(0, length, step):
+        piece = codes.tokens(start, start + step)
+        keys = naive.decode(piece.sign, piece.magnitude, piece.weight, levels, m)
+        torch.matmul(rows, keys.transpose(-1, -2), out=out[..., start : start + step])
+    scores = out.view(batch, heads, queries, tables, length)
+    if offset is not None:
+        scores += offset.unsqueeze(-1)
+    return soft_cap_(scores.mul_(scale), softcap)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels._dispatch import (
-    check_attention_inputs,
-    check_softcap,
+    check_dense_inputs,
     choose_backend,
     launching_on,
 )
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention import naive
 
-__all__ = ["check_dense_inputs", "prompt_attention", "prompt_pieces"]
+__all__ = ["FEW_ROWS", "prompt_attention", "prompt_pieces"]
+
+FEW_ROWS = 64
+"""Query rows ``Q * G`` of a KV head up to which a call looks up what was measured."""
 
 
 def prompt_attention(
@@ -85,41 +87,3 @@ def prompt_pieces(
 
     with launching_on(query):
         return triton.prompt_pieces(*arguments)
-
-
-def check_dense_inputs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor | None,
-    softcap: float | None,
-) -> None:
-    """Check the arguments of attention to dense keys, as of ``prompt_attention``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
-    """
-    check_attention_inputs(query=query, key=key, value=value)
-    batch, heads, _, width = query.shape
-    if (
-        key.shape[0] != batch
-        or key.shape[3] != width
-        or value.shape[:3] != key.shape[:3]
-        or not key.shape[1]
-        or heads % key.shape[1]
-    ):
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do "
-            "not fit: pass [B, Hq, Q, Dk], [B, Hkv, T, Dk] and [B, Hkv, T, Dv], "
-            "Hq a multiple of Hkv"
-        )
-    if valid is not None and (
-        valid.shape != (batch, key.shape[2])
-        or valid.dtype != torch.bool
-        or valid.device != query.device
-    ):
-        raise ValueError(
-            f"valid is {valid.dtype} {tuple(valid.shape)} on {valid.device}: pass bool "
-            f"[{batch}, {key.shape[2]}] on {query.device} (True = token, False = padding)"
-        )
-    check_softcap(softcap)

@@ -12,6 +12,7 @@ import torch
 from hf_kvret_kernels._dispatch import (
     check_no_grad,
     check_softcap,
+    check_tensor,
     choose_backend,
     launching_on,
 )
@@ -129,20 +130,9 @@ def _check(
     if rows.device != query.device:
         raise ValueError(f"rows is on {rows.device}, query on {query.device}: move one of them")
     if valid is not None:
-        if valid.dtype != torch.bool or tuple(valid.shape) != (batch, rows.shape[2]):
-            raise ValueError(
-                f"valid is {valid.dtype} {tuple(valid.shape)}: pass bool [{batch}, {rows.shape[2]}]"
-            )
-        if valid.device != query.device:
-            raise ValueError(f"valid is on {valid.device}, query on {query.device}: move it there")
-    if offset is not None and (
-        offset.dtype != torch.float32
-        or offset.shape != query.shape[:3]
-        or offset.device != query.device
-        or not offset.is_contiguous()
-    ):
-        raise ValueError(
-            f"offset is {offset.dtype} {tuple(offset.shape)} on {offset.device}: pass contiguous "
-            f"fp32 {tuple(query.shape[:3])} on {query.device}"
-        )
+        check_tensor("valid", valid, (batch, rows.shape[2]), (torch.bool,), query.device)
+    if offset is not None:
+        check_tensor("offset", offset, query.shape[:3], (torch.float32,), query.device)
+        if not offset.is_contiguous():
+            raise ValueError(f"offset has strides {offset.stride()}: pass offset.contiguous()")
     check_softcap(softcap)

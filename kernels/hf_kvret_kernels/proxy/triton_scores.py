@@ -14,12 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_log_sums import finite_base, log_total
-from hf_kvret_kernels._triton_masks import mask_bytes, mask_layout
-from hf_kvret_kernels._triton_shared import capped_scores, dot_dtype, score_factors
-from hf_kvret_kernels.relevance.triton_shares import write_best_shares
-from hf_kvret_kernels.top_k.triton import compile_ahead, top_k
-from hf_kvret_kernels.top_k.triton_split import split_top_k
+from hf_kvret_kernels._triton_shared import (
+    capped_scores,
+    dot_dtype,
+    finite_base,
+    log_total,
+    mask_bytes,
+    mask_layout,
+    score_factors,
+)
+from hf_kvret_kernels.relevance.triton import write_best_shares
+from hf_kvret_kernels.top_k.triton import split_top_k, top_k, warm_up
 
 # Numbers of a tile of proxies of four bytes and of fewer, within a fewest and a most of tokens
 # (fewer than 32 leave warps without a product of their own), and the most readers that meet it at a
@@ -78,7 +83,7 @@ def top_places(
     if lse is None:
         return top_k(scores, count)
     scores, sums = (one.unflatten(1, (heads, -1)).transpose(2, 3) for one in (scores, lse))
-    compile_ahead(scores, count, sums=sums, most_pieces=1, in_one=False)
+    warm_up(scores, count, sums=sums, most_pieces=1, at_once=False)
     return split_top_k(scores, count, sums=sums)
 
 

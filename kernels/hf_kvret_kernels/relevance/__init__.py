@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_tensor,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.relevance import naive
 
 __all__ = ["best_ids", "count_ids", "group_relevance", "top_places"]
@@ -32,10 +37,10 @@ def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") 
     _check_scores(scores, heads)
     if choose_backend(backend, scores) == "naive":
         return naive.group_relevance(scores, heads)
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     with launching_on(scores):
-        return triton_shares.group_relevance(scores, heads)
+        return triton.group_relevance(scores, heads)
 
 
 def top_places(
@@ -59,10 +64,10 @@ def top_places(
         raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
     if choose_backend(backend, scores) == "naive":
         return naive.top_places(scores, heads, count)
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     with launching_on(scores):
-        return triton_shares.top_places(scores, heads, count)
+        return triton.top_places(scores, heads, count)
 
 
 def best_ids(
@@ -90,19 +95,15 @@ def best_ids(
             f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, H, Q, G, n], G above 0"
         )
     shape = (*scores.shape[:3], scores.shape[4])
-    if ids.dtype != torch.int32 or tuple(ids.shape) != shape or ids.device != scores.device:
-        raise ValueError(
-            f"ids is {ids.dtype} {tuple(ids.shape)} on {ids.device}: pass int32 {shape} on "
-            f"{scores.device}"
-        )
+    check_tensor("ids", ids, shape, (torch.int32,), scores.device)
     if not 1 <= count <= shape[-1]:
         raise ValueError(f"count={count}: 1 to {shape[-1]} of {shape[-1]} candidates")
     if choose_backend(backend, scores) == "naive":
         return naive.best_ids(scores, ids, count)
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     with launching_on(scores):
-        return triton_shares.best_ids(scores, ids, count)
+        return triton.best_ids(scores, ids, count)
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor, *, backend: str = "auto") -> None:
@@ -126,10 +127,10 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor, *, backend: str = "auto") 
     if choose_backend(backend, ids) == "naive":
         naive.count_ids(ids, total)
         return
-    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.relevance import triton
 
     with launching_on(ids):
-        triton_shares.count_ids(ids, total)
+        triton.count_ids(ids, total)
 
 
 def _check_scores(scores: torch.Tensor, heads: int) -> None:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._naive import log_shares
 from hf_kvret_kernels.top_k.naive import top_k
+
+
+def log_shares(scores: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
+    """Log-softmax over the last dimension; -inf stays -inf, also where all are.
+
+    ``lse [..., 1]`` is the log-sum-exp to take off, where it is not that of ``scores`` themselves.
+    """
+    lse = scores.logsumexp(-1, keepdim=True) if lse is None else lse
+    return scores - lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:

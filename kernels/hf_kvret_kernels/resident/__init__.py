@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvret_kernels._dispatch import choose_backend, launching_on
+from hf_kvret_kernels._dispatch import check_tensor, choose_backend, launching_on
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import naive
 
@@ -48,15 +48,7 @@ class SlotMap:
         slots = (*lead, self.token.shape[-1])
         shapes = {"table": (*lead, self.table.shape[-1]), "token": slots, "stamp": slots}
         for name, shape in {**shapes, "clock": (1,)}.items():
-            tensor: torch.Tensor = getattr(self, name)
-            if tuple(tensor.shape) != shape or tensor.dtype != torch.int32:
-                raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}: pass int32 {shape}"
-                )
-            if tensor.device != self.table.device:
-                raise ValueError(
-                    f"{name} is on {tensor.device}, table on {self.table.device}: keep all on one"
-                )
+            check_tensor(name, getattr(self, name), shape, (torch.int32,), self.table.device)
         if self.table.stride(-1) != 1 and self.table.shape[-1] > 1:
             raise ValueError(
                 f"table has strides {self.table.stride()}: its last dimension must be contiguous, "
@@ -100,13 +92,8 @@ def assign(
         ValueError: ids of another form, more requests than slots, or more tokens than n.
         WrongIdError: a ValueError, with ``"naive"``: an id of no token. Triton takes it for -1.
     """
-    lead = tuple(slots.table.shape[:2])
-    if ids.ndim != 3 or tuple(ids.shape[:2]) != lead or ids.dtype != torch.int32:
-        raise ValueError(
-            f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [{lead[0]}, {lead[1]}, R]"
-        )
-    if ids.device != slots.table.device:
-        raise ValueError(f"ids is on {ids.device}, the slots on {slots.table.device}")
+    lead, device = slots.table.shape[:2], slots.table.device
+    check_tensor("ids", ids, (*lead, None), (torch.int32,), device)
     if ids.shape[2] > slots.slots:
         raise ValueError(
             f"{ids.shape[2]} requests for {slots.slots} slots: ask for fewer at a time, or make "
@@ -154,25 +141,13 @@ def fetch(
     if rows.apart:
         raise ValueError("rows have apart=True: a slot has a key and its value side by side")
     lead = (rows.table.shape[0], rows.heads)
-    for name, tensor in (("ids", ids), ("fetched", fetched)):
-        if tuple(tensor.shape[:2]) != lead or tensor.ndim != 3 or tensor.dtype != torch.int32:
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: pass int32 [{lead[0]}, "
-                f"{lead[1]}, R]"
-            )
-    for name, tensor in (("ids", ids), ("fetched", fetched), ("buffer", buffer)):
-        if tensor.device != rows.table.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, the page table on {rows.table.device}: move one of "
-                "them"
-            )
-    if ids.shape != fetched.shape:
-        raise ValueError(f"ids is {tuple(ids.shape)}, fetched {tuple(fetched.shape)}: must agree")
-    shape = (*lead, buffer.shape[2] if buffer.ndim == 4 else 0, rows.width)
-    if tuple(buffer.shape) != shape or buffer.dtype != rows.dtype or not buffer.is_contiguous():
+    device = rows.table.device
+    check_tensor("ids", ids, (*lead, None), (torch.int32,), device)
+    check_tensor("fetched", fetched, ids.shape, (torch.int32,), device)
+    check_tensor("buffer", buffer, (*lead, None, rows.width), (rows.dtype,), device)
+    if not buffer.is_contiguous():
         raise ValueError(
-            f"buffer is {buffer.dtype} {tuple(buffer.shape)}: pass contiguous {rows.dtype} "
-            f"[{lead[0]}, {lead[1]}, S, {rows.width}]"
+            f"buffer has strides {buffer.stride()}: pass a contiguous one, .contiguous() of it"
         )
     if ids.is_meta:
         return

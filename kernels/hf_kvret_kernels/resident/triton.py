@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_rows import load_ids, row_pointers
-from hf_kvret_kernels._triton_shared import TL_DTYPES
+from hf_kvret_kernels._triton_shared import TL_DTYPES, load_ids, row_pointers
 from hf_kvret_kernels.paged import PagedRows
 
 if TYPE_CHECKING:

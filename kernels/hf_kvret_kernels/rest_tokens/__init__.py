@@ -16,6 +16,7 @@ import torch
 from hf_kvret_kernels._dispatch import (
     check_no_grad,
     check_softcap,
+    check_tensor,
     choose_backend,
     launching_on,
 )
@@ -53,12 +54,9 @@ class RestMeans:
             "counts": (self.counts, torch.int32, (batch, tokens)),
         }
         for name, (tensor, dtype, shape) in wanted.items():
-            fits = tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
-            if not fits or tensor.device != query.device:
-                raise ValueError(
-                    f"the rest tokens' {name} are {tensor.dtype} {tuple(tensor.shape)} on "
-                    f"{tensor.device}: pass contiguous {dtype} {shape} on {query.device}"
-                )
+            check_tensor(f"rest tokens' {name}", tensor, shape, (dtype,), query.device)
+            if not tensor.is_contiguous():
+                raise ValueError(f"rest tokens' {name} are strided: pass contiguous ones")
         if self.block_len < 0 or (self.block_len == 0 and tokens != 1):
             raise ValueError(
                 f"block_len={self.block_len} with {tokens} rest tokens of a head: say how many "
@@ -126,13 +124,8 @@ def rest_logits(
 
 def _check_ids(ids: torch.Tensor, query: torch.Tensor, heads: int) -> None:
     batch, query_heads, queries, _ = query.shape
-    if ids.dtype != torch.int32 or ids.device != query.device or ids.ndim != 4:
-        raise ValueError(
-            f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}: pass int32 [B, H, Q, K] on "
-            f"{query.device}"
-        )
-    fits = ids.shape[0] == batch and ids.shape[2] == queries
-    if not fits or ids.shape[1] % heads or query_heads % ids.shape[1]:
+    check_tensor("ids", ids, (batch, None, queries, None), (torch.int32,), query.device)
+    if not ids.shape[1] or ids.shape[1] % heads or query_heads % ids.shape[1]:
         raise ValueError(
             f"ids {tuple(ids.shape)} for queries {tuple(query.shape)} and {heads} KV heads: pass "
             f"[{batch}, H, {queries}, K], H {heads} or a multiple that divides {query_heads}"

@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_rows import head_tile
-from hf_kvret_kernels._triton_shared import capped_scores, load_rows, score_factors
+from hf_kvret_kernels._triton_shared import capped_scores, head_tile, load_rows, score_factors
 
 if TYPE_CHECKING:
     from hf_kvret_kernels.rest_tokens import RestMeans

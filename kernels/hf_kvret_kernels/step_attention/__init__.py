@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    FLOATS,
+    check_dense_inputs,
+    check_no_grad,
+    check_tensor,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.merge import Pieces
-from hf_kvret_kernels.prompt_attention import check_dense_inputs
 from hf_kvret_kernels.rest_tokens import RestTokens
 from hf_kvret_kernels.step_attention import naive
 
 __all__ = ["step_attention"]
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def step_attention(
@@ -61,12 +65,12 @@ def step_attention(
     """
     check_dense_inputs(query, key, value, valid, softcap)
     out_dtype = query.dtype if out_dtype is None else out_dtype
-    if out_dtype not in _FLOATS:
-        raise ValueError(f"out_dtype={out_dtype}: choose one of {_FLOATS}")
+    if out_dtype not in FLOATS:
+        raise ValueError(f"out_dtype={out_dtype}: choose one of {FLOATS}")
     _check_others(others, query, value)
     if sink_logits is not None:
         check_no_grad(sink_logits=sink_logits)
-        _check("sink_logits", sink_logits, query.shape[1:2], query.device, *_FLOATS)
+        check_tensor("sink_logits", sink_logits, query.shape[1:2], FLOATS, query.device)
     _check_counting(ids, selected, query.device)
     if rest is not None:
         _check_rest(rest, query, value)
@@ -89,10 +93,10 @@ def _check_others(others: Pieces, query: torch.Tensor, value: torch.Tensor) -> N
         raise ValueError(
             f"others.lses has shape {tuple(lses.shape)}: pass [B, Hq, Q, S], S 1 or more"
         )
-    _check("others.lses", lses, queries + splits, device, torch.float32)
-    _check("others.outs", outs, queries + splits + value.shape[3:], device, torch.float32)
+    check_tensor("others.lses", lses, queries + splits, (torch.float32,), device)
+    check_tensor("others.outs", outs, queries + splits + value.shape[3:], (torch.float32,), device)
     if tickets is not None:
-        _check("others.tickets", tickets, queries, device, torch.int32)
+        check_tensor("others.tickets", tickets, queries, (torch.int32,), device)
         if not tickets.is_contiguous():
             raise ValueError(
                 f"others.tickets has strides {tickets.stride()}: pass contiguous zeros, or None"
@@ -105,8 +109,8 @@ def _check_counting(
     if (ids is None) != (selected is None):
         raise ValueError("ids without selected, or selected without ids: pass both, or none")
     if ids is not None and selected is not None:
-        _check("ids", ids, ids.shape, device, torch.int32, torch.int64)
-        _check("selected", selected, selected.shape, device, torch.int64)
+        check_tensor("ids", ids, ids.shape, (torch.int32, torch.int64), device)
+        check_tensor("selected", selected, selected.shape, (torch.int64,), device)
         if selected.numel() != 1:
             raise ValueError(f"selected has shape {tuple(selected.shape)}: pass one number")
 
@@ -116,19 +120,5 @@ def _check_rest(rest: RestTokens, query: torch.Tensor, value: torch.Tensor) -> N
     check_no_grad(logits=logits, values=values)
     tokens = values.shape[2:3]
     of_heads = value.shape[:2] + tokens + value.shape[3:]
-    _check("rest.values", values, of_heads, query.device, torch.float32)
-    _check("rest.logits", logits, query.shape[:3] + tokens, query.device, torch.float32)
-
-
-def _check(
-    name: str,
-    tensor: torch.Tensor,
-    shape: torch.Size,
-    device: torch.device,
-    *dtypes: torch.dtype,
-) -> None:
-    if tensor.shape != shape or tensor.device != device or tensor.dtype not in dtypes:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: pass "
-            f"{tuple(shape)} on {device}, of {', '.join(map(str, dtypes))}"
-        )
+    check_tensor("rest.values", values, of_heads, (torch.float32,), query.device)
+    check_tensor("rest.logits", logits, query.shape[:3] + tokens, (torch.float32,), query.device)

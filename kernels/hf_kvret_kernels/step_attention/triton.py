@@ -16,27 +16,29 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels import _ahead as ahead
-from hf_kvret_kernels._triton_log_sums import finite_base, log_total
-from hf_kvret_kernels._triton_masks import mask_bytes
-from hf_kvret_kernels._triton_pieces import (
+from hf_kvret_kernels import _dispatch as dispatch
+from hf_kvret_kernels._triton_shared import (
+    LN_2,
     add_all_pieces,
     add_pieces,
     add_sinks,
     add_tokens,
     finish_pieces,
+    finite_base,
     load_pieces,
+    log_total,
+    mask_bytes,
     no_pieces,
 )
-from hf_kvret_kernels._triton_shared import LN_2
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention.triton import (
     TilePlan,
+    attend_tile,
+    query_places,
     tile_constants,
     tile_numbers,
     tile_plan,
 )
-from hf_kvret_kernels.prompt_attention.triton_tile import attend_tile, query_places
 from hf_kvret_kernels.rest_tokens import RestTokens
 
 # Numbers of other pieces that a thread holds while it attends, and of its own at the end.
@@ -314,7 +316,7 @@ def step_attention(
     for later, masked in _layouts_to_come(query, value, layout, ids, valid is not None):
         # Without a mask some memory stands for one, whose rows begin at multiples of 16, too.
         mask = query.new_empty(len(query), 16, dtype=torch.bool) if valid is None else valid
-        ahead.compile_ahead(_finish_kernel, *launch_of(later, mask if masked else None))
+        dispatch.warm_up(_finish_kernel, *launch_of(later, mask if masked else None))
     arguments, constants = launch_of(layout, valid)
     grid = layout.plan.row_blocks, value.shape[0] * value.shape[1], layout.splits
     _finish_kernel[grid](*arguments, **constants)
@@ -376,15 +378,15 @@ def _layouts_to_come(
 ) -> Iterator[tuple[_Layout, bool]]:
     """Layouts that are compiled each for itself, and whether they have a mask.
 
-    Only those that somebody asked for, see ``_ahead``; ``now`` and ``masked`` are the present ones.
+    Only those that somebody asked for; ``now`` and ``masked`` are the present ones.
     """
-    growth = ahead.growth()
+    growth = dispatch.growth()
     if growth is None:
         return
     grows = ids is not None and max(growth.counts, default=0) > ids.shape[-1]
     most = max(now.other_splits, _MOST_PIECES) if grows else now.other_splits
     known = set()
-    windows = {*growth.windows, ahead.Window(value.shape[2], masked)}
+    windows = {*growth.windows, dispatch.Window(value.shape[2], masked)}
     for tokens, is_masked in sorted(windows):
         plan = tile_plan(query, value, is_masked, tokens=tokens)
         for other_splits in range(now.other_splits, most + 1):

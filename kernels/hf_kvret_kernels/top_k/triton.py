@@ -1,12 +1,82 @@
-"""The highest scores in Triton, in a single launch where these are few."""
+"""The highest scores in Triton: in a single launch where these are few, else in three.
 
+In one launch each program chooses the best of a block of candidates, and the last program of a row
+to arrive chooses among those. In three launches, for any number of scores:
+
+1. the scores of a row are counted in 2,048 bins;
+2. programs write down what lies in the threshold's bin, and the last one of a row to arrive settles
+   the threshold, eight bits after the other;
+3. every block writes what is above it behind what the blocks before it have taken.
+
+Nothing is sorted, and nothing waits for the host.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from hf_kvret_kernels import _ahead as ahead
-from hf_kvret_kernels.top_k import triton_best, triton_split
-from hf_kvret_kernels.top_k.triton_split import split_top_k
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels import _dispatch as dispatch
+from hf_kvret_kernels._triton_shared import best_share, fill_empty, sum_up
+
+NOTHING = tl.constexpr(-2147483648)
+"""The order of scores of -inf, which are never taken: below all others."""
+_GREATEST = tl.constexpr(2147483647)
+# Bits of -inf and of -0.0 as signed integers.
+_MINUS_INF = tl.constexpr(-8388608)
+_MINUS_ZERO = tl.constexpr(-2147483648)
+# Arguments that change with the number of tokens held.
+_CHANGING = (
+    *("stride_b", "stride_h", "stride_q", "stride_g"),
+    *("sum_stride_b", "sum_stride_h", "sum_stride_q", "sum_stride_g"),
+    *("length", "units", "pieces", "count"),
+)
+# Tokens of a program of the three launches, and what the last one takes at once: of blocks or of
+# the threshold's bin.
+_TOKENS = 1024
+_CHUNK = 1024
+# Orders of a row begin at multiples of so many.
+_UNIT = 4
+_BINS = tl.constexpr(2048)
+_HALF = tl.constexpr(1024)
+# What programs count in: bins, a ticket of the first launch and one of the second, and how many
+# scores lie in the threshold's bin. Rows of a multiple of 16 bytes.
+_COUNTERS = tl.constexpr(2052)
+# Numbers of a row's plan: the threshold's bin, how many of it are taken, how many in all, the
+# threshold, and the last place that is taken on it.
+_PLAN = tl.constexpr(5)
+# The first 16 bits of 1/4.
+_LEAST_BITS = tl.constexpr(0x3E80)
+
+
+class _Blocks(NamedTuple):
+    """Sizes of a program of the single launch.
+
+    Attributes:
+        block: candidates.
+        last: the most that the last one chooses from.
+        pieces: log-sum-exps that are added up at a time.
+    """
+
+    block: int
+    last: int
+    pieces: int
+    warps: int
+
+
+# Few sizes, since each of them is compiled. Small blocks fill a GPU, large ones leave few rivals.
+_SIZES = (_Blocks(1024, 2048, 256, 4), _Blocks(4096, 4096, 1024, 8))
+
+
+class _Launch(NamedTuple):
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
 
 
 def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -14,39 +84,591 @@ def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
 
     Positions ascend, the missing ones are last; of equal scores the first are taken.
     """
-    rows = scores.unsqueeze(3)
-    compile_ahead(rows, count)
-    if triton_best.fits(scores.shape[-1], count):
-        return triton_best.top_places(scores, count)
-    return split_top_k(rows, count)
+    return best_ids(scores.unsqueeze(3), count)
 
 
-def compile_ahead(
+def best_ids(
+    scores: torch.Tensor,
+    count: int,
+    ids: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``[B, H, Q, count]`` int32 places of the highest, ascending, -1 behind; the first of equals.
+
+    Args:
+        scores: ``[B, H, Q, G, n]`` fp32; G heads select together, by the largest of their shares.
+        ids: ``[B, H, Q, n]`` int32, to give instead of the places.
+        sums: ``[B, H, Q, G, pieces]`` fp32, contiguous: log-sum-exps of pieces of the scores. Not
+            used where G is 1, and the order is that of the scores.
+        tickets: ``[B, H, Q]`` int32 of zeros, contiguous, and zeros again afterwards; None for new
+            ones.
+    """
+    sums = None if scores.shape[3] == 1 else sums
+    ids = None if ids is None else ids.contiguous()
+    warm_up(scores, count, ids, sums)
+    if _blocks(scores.shape[4], count) is None:
+        return split_top_k(scores, count, ids, sums)
+    return _top_k_at_once(scores, count, ids, sums, tickets)
+
+
+def split_top_k(
+    scores: torch.Tensor,
+    count: int,
+    ids: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``best_ids`` in three launches, for any numbers of scores; ``sums`` of any strides."""
+    batch, heads, queries, group, length = scores.shape
+    assert group == 1 or sums is not None
+    lead, device = (batch, heads, queries), scores.device
+    out = torch.empty(*lead, count, dtype=torch.int32, device=device)
+    if out.numel() == 0:
+        return out
+    rows, blocks, units = out.numel() // count, triton.cdiv(length, _TOKENS), -(-length // _UNIT)
+    counters = torch.zeros(rows, _COUNTERS.value, dtype=torch.int32, device=device)
+    orders = torch.empty(rows, units * _UNIT, dtype=torch.int32, device=device)
+    border_places = torch.empty(rows, length, dtype=torch.int32, device=device)
+    plan = torch.empty(rows, _PLAN.value, dtype=torch.int32, device=device)
+    before = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+    # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
+    grid = (rows, blocks)
+    written = out, counters, orders, border_places, plan, before
+    pieces = 0 if sums is None else sums.shape[-1]
+    for launch in _launches(scores, ids, sums, written, (length, units, pieces, count)):
+        launch.kernel[grid](*launch.arguments, **launch.constants)
+    return out
+
+
+def warm_up(
     scores: torch.Tensor,
     count: int,
     ids: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
     most_pieces: int | None = None,
-    in_one: bool = True,
+    at_once: bool = True,
 ) -> None:
     """Compile what choosing among more scores will launch, where somebody asked for it.
 
     Args:
-        scores, count, ids, sums: as of ``split_top_k``.
+        scores, count, ids, sums: as of ``best_ids``.
         most_pieces: of ``sums``, if it is known.
-        in_one: whether a single launch chooses among few scores.
+        at_once: whether a single launch chooses among few scores.
     """
-    growth = ahead.growth()
+    growth = dispatch.growth()
     if growth is None:
         return
     choices = growth.choices(scores.shape[4], count)
-    if in_one:
-        triton_best.compile_ahead(scores, ids, sums, choices)
-        choices = [choice for choice in choices if not triton_best.fits(*choice)]
-    pieces = {triton_split.pieces_of(length) for length, _ in choices}
+    launches = []
+    if at_once:
+        written = (torch.int32,) * 4
+        launches = [
+            _single_launch(scores, ids, sums, written, scores.shape[4], 1, size)
+            for size in {_blocks(*choice) for choice in choices}
+            if size is not None
+        ]
+        choices = [choice for choice in choices if _blocks(*choice) is None]
+    # Beyond 2 pieces all numbers count alike.
+    pieces = {1 if length <= _TOKENS else 2 for length, _ in choices}
     if sums is None:
         pieces = {0} if pieces else set()
     elif most_pieces is not None:
         pieces = {min(most_pieces, each) for each in pieces}
+    length = scores.shape[4]
     for each in pieces:
-        triton_split.compile_ahead(scores, ids, sums, each)
+        numbers = length, -(-length // _UNIT), each, 1
+        launches += _launches(scores, ids, sums, (torch.int32,) * 6, numbers)
+    for launch in launches:
+        dispatch.warm_up(*launch)
+
+
+def _blocks(length: int, count: int) -> _Blocks | None:
+    """The sizes with which one launch chooses ``count`` of ``length``; None where none does."""
+    for size in _SIZES:
+        if count <= size.block and triton.cdiv(length, size.block) * count <= size.last:
+            return size
+    return None
+
+
+def _top_k_at_once(
+    scores: torch.Tensor,
+    count: int,
+    ids: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    tickets: torch.Tensor | None,
+) -> torch.Tensor:
+    """``best_ids`` in a single launch."""
+    batch, heads, queries, group, length = scores.shape
+    size = _blocks(length, count)
+    assert size is not None and (group == 1 or sums is not None)
+    lead, device = (batch, heads, queries), scores.device
+    out = torch.empty(*lead, count, dtype=torch.int32, device=device)
+    if out.numel() == 0:
+        return out
+    blocks = triton.cdiv(length, size.block)
+    # Of each block's best.
+    orders = torch.empty(*lead, blocks, count, dtype=torch.int32, device=device)
+    places = torch.empty_like(orders)
+    if tickets is None:
+        tickets = torch.zeros(lead, dtype=torch.int32, device=device)
+    written = out, orders, places, tickets
+    launch = _single_launch(scores, ids, sums, written, length, count, size)
+    # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
+    launch.kernel[(batch * heads * queries, blocks)](*launch.arguments, **launch.constants)
+    return out
+
+
+def _single_launch(
+    scores: torch.Tensor,
+    ids: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    written: Sequence[Any],
+    length: int,
+    count: int,
+    size: _Blocks,
+) -> _Launch:
+    """For few scores; ``written`` are out, orders, places and tickets, or their dtypes."""
+    return _Launch(
+        _best_kernel,
+        (
+            *(scores, scores if sums is None else sums, scores if ids is None else ids, *written),
+            *scores.stride(),
+            *(*scores.shape[1:3], length, 0 if sums is None else sums.shape[-1], count),
+        ),
+        {
+            "HAS_IDS": ids is not None,
+            "G": scores.shape[3],
+            "BLOCK": size.block,
+            "LAST": size.last,
+            "PIECES": size.pieces,
+            "num_warps": size.warps,
+            "enable_fp_fusion": True,
+        },
+    )
+
+
+def _launches(
+    scores: torch.Tensor,
+    ids: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    written: Sequence[Any],
+    numbers: tuple[int, int, int, int],
+) -> list[_Launch]:
+    """The three of them.
+
+    Args:
+        written: what is written, from ``out`` to ``before``, or their dtypes.
+        numbers: length, units, pieces and count.
+    """
+    out, counters, orders, border_places, plan, before = written
+    length, units, pieces, count = numbers
+    sum_strides = (0, 0, 0, 0) if sums is None else sums.stride()[:4]
+    always = {"BLOCK": _TOKENS, "UNIT": _UNIT, "enable_fp_fusion": True}
+    return [
+        _Launch(
+            _count_kernel,
+            (
+                *(scores, scores if sums is None else sums, orders, counters, plan),
+                *scores.stride(),
+                *sum_strides,
+                *(*scores.shape[1:3], length, units, pieces, count),
+            ),
+            always | {"G": scores.shape[3], "PIECES": 1 if pieces <= 1 else 256},
+        ),
+        _Launch(
+            _border_kernel,
+            (orders, border_places, counters, plan, before, length, units, count),
+            always | {"CHUNK": _CHUNK},
+        ),
+        _Launch(
+            _compact_kernel,
+            (orders, plan, before, out if ids is None else ids, out, length, units, count),
+            always | {"HAS_IDS": ids is not None},
+        ),
+    ]
+
+
+@triton.jit
+def order_of(scores):
+    """int32 that compare as fp32 ``scores`` without NaN do; ``NOTHING`` for -inf."""
+    # Integers from here on, so that no unit of the GPU takes a denormal for 0.
+    bits = scores.to(tl.int32, bitcast=True)
+    order = tl.where(bits == _MINUS_ZERO, 0, bits ^ ((bits >> 31) & _GREATEST))
+    return tl.where(bits == _MINUS_INF, NOTHING, order)
+
+
+@triton.jit
+def choose(order, count):
+    """``(selection, slots, taken)``: the ``count`` highest of ``order [N]``, the first of equals.
+
+    ``selection [N]`` says which, ``slots [N]`` int32 which place each has among them; ``taken`` is
+    their number, below ``count`` where there are fewer than that beside ``NOTHING``.
+    """
+    some = order != NOTHING
+    taken = tl.minimum(count, tl.sum(some.to(tl.int32), axis=0))
+    threshold = _threshold(order, taken)
+    # Counts above the threshold in the upper half and on it in the lower: one prefix sum for both,
+    # and neither reaches 2**15.
+    pair = tl.where(order > threshold, 65536, (some & (order == threshold)).to(tl.int32))
+    of_equal = taken - (tl.sum(pair, axis=0) >> 16)
+    ahead = tl.cumsum(pair, axis=0) - pair
+    equal_ahead = ahead & 65535
+    selection = (pair > 1) | ((pair == 1) & (equal_ahead < of_equal))
+    return selection, (ahead >> 16) + tl.minimum(equal_ahead, of_equal), taken
+
+
+@triton.jit
+def _threshold(order, target):
+    """The highest integer that ``target`` of ``order [N]`` reach, ``NOTHING`` left out.
+
+    More may reach it where several are equal to it, never fewer. It is found by bisection, which
+    ends as soon as the count is right.
+    """
+    some = order != NOTHING
+    low = tl.min(tl.where(some, order, _GREATEST), axis=0)
+    high = tl.max(order, axis=0)
+    while low < high:
+        # The middle, rounded up, of numbers whose sum might overflow.
+        middle = (low | high) - ((low ^ high) >> 1)
+        at_least = tl.sum((order >= middle).to(tl.int32), axis=0)
+        low = tl.where(at_least >= target, middle, low)
+        high = tl.where(at_least > target, high, tl.where(at_least == target, middle, middle - 1))
+    return low
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _best_kernel(
+    scores_ptr,
+    sums_ptr,
+    ids_ptr,
+    out_ptr,
+    orders_ptr,
+    places_ptr,
+    tickets_ptr,
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_g,
+    stride_n,
+    heads,
+    queries,
+    length,
+    pieces,
+    count,
+    HAS_IDS: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAST: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """A block of the candidates of one selection, scored by G query heads."""
+    row = tl.program_id(0).to(tl.int64)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    inside = places < length
+    scores_ptr += (row // queries // heads) * stride_b + (row // queries % heads) * stride_h
+    scores_ptr += (row % queries) * stride_q + places.to(tl.int64) * stride_n
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for g in range(G):
+        score = tl.load(scores_ptr, mask=inside, other=float("-inf"))
+        scores_ptr += stride_g
+        if G == 1:
+            best = score
+        else:
+            lse = sum_up(sums_ptr + (row * G + g) * pieces, pieces, PIECES)
+            best = best_share(best, score, lse)
+    order = order_of(best)
+    selection, slots, taken = choose(order, count)
+    start = (row * blocks + block) * count
+    tl.store(orders_ptr + start + slots, order, mask=selection)
+    tl.store(places_ptr + start + slots, places, mask=selection)
+    own = tl.arange(0, BLOCK)
+    nothing = tl.full((BLOCK,), NOTHING, tl.int32)
+    tl.store(orders_ptr + start + own, nothing, mask=(own >= taken) & (own < count))
+    # All that the program has written is there for whoever takes a later ticket.
+    tl.debug_barrier()
+    if tl.atomic_add(tickets_ptr + row, 1, sem="acq_rel") == blocks - 1:
+        tl.store(tickets_ptr + row, 0)
+        start = row * blocks * count
+        _choose_among(
+            *(orders_ptr + start, places_ptr + start, ids_ptr + row * length),
+            *(out_ptr + row * count, blocks * count, count, HAS_IDS, LAST),
+        )
+
+
+@triton.jit
+def _choose_among(
+    orders_ptr,
+    places_ptr,
+    ids_ptr,
+    out_ptr,
+    number,
+    count,
+    HAS_IDS: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """The best of a row among the ``number`` that its blocks have chosen, LAST at most."""
+    rivals = tl.arange(0, LAST)
+    inside = rivals < number
+    order = tl.load(orders_ptr + rivals, mask=inside, other=NOTHING, cache_modifier=".cg")
+    selection, slots, taken = choose(order, count)
+    result = tl.load(places_ptr + rivals, mask=selection, other=0, cache_modifier=".cg")
+    if HAS_IDS:
+        result = tl.load(ids_ptr + result, mask=selection, other=-1)
+    tl.store(out_ptr + slots, result, mask=selection)
+    empty = tl.full((LAST,), -1, tl.int32)
+    tl.store(out_ptr + rivals, empty, mask=(rivals >= taken) & (rivals < count))
+
+
+@triton.jit
+def _bins_of(order):
+    """The bin of each of ``order``, an integer of ``order_of``; bins ascend with them."""
+    first = order >> 16
+    size = first ^ (first >> 31)
+    step = tl.minimum(tl.maximum(size - _LEAST_BITS, 0), _HALF - 1)
+    return tl.where(first < 0, _HALF - 1 - step, _HALF + step)
+
+
+@triton.jit
+def _load_orders(orders_ptr, row, places, length, units, UNIT: tl.constexpr):
+    """Of these places of a row; ``NOTHING`` behind its end."""
+    orders_ptr += row * units * UNIT + places
+    return tl.load(orders_ptr, mask=places < units * UNIT, other=NOTHING)
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _count_kernel(
+    scores_ptr,
+    sums_ptr,
+    orders_ptr,
+    counters_ptr,
+    plan_ptr,
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_g,
+    stride_n,
+    sum_stride_b,
+    sum_stride_h,
+    sum_stride_q,
+    sum_stride_g,
+    heads,
+    queries,
+    length,
+    units,
+    pieces,
+    count,
+    G: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Orders of a block of a row, and how many lie in each bin."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h, q = row // queries // heads, row // queries % heads, row % queries
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < length
+    scores_ptr += b * stride_b + h * stride_h + q * stride_q + places.to(tl.int64) * stride_n
+    sums_ptr += b * sum_stride_b + h * sum_stride_h + q * sum_stride_q
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for _ in range(G):
+        score = tl.load(scores_ptr, mask=inside, other=float("-inf"))
+        scores_ptr += stride_g
+        if G == 1:
+            best = score
+        else:
+            best = best_share(best, score, sum_up(sums_ptr, pieces, PIECES))
+            sums_ptr += sum_stride_g
+    order = order_of(best)
+    tl.store(orders_ptr + row * units * UNIT + places, order, mask=places < units * UNIT)
+
+    bins = tl.arange(0, _BINS)
+    bin_counts = tl.histogram(_bins_of(order), _BINS)
+    # What is never taken went to the first bin.
+    nothing = tl.sum((order == NOTHING).to(tl.int32), axis=0)
+    bin_counts = tl.where(bins == 0, bin_counts - nothing, bin_counts)
+    counters_ptr += row * _COUNTERS
+    tl.atomic_add(counters_ptr + bins, bin_counts, mask=bin_counts > 0, sem="relaxed")
+    # All that the program has counted is there for whoever takes a later ticket.
+    tl.debug_barrier()
+    if tl.atomic_add(counters_ptr + _BINS, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        bin_counts = tl.load(counters_ptr + bins, cache_modifier=".cg")
+        total = tl.sum(bin_counts, axis=0)
+        at_least = total - tl.cumsum(bin_counts, axis=0) + bin_counts
+        # Below all bins where everything is taken.
+        border = tl.max(tl.where(at_least >= count, bins, -1), axis=0)
+        border = tl.where(total > count, border, -1)
+        above = tl.sum(tl.where(bins > border, bin_counts, 0), axis=0)
+        plan_ptr += row * _PLAN
+        tl.store(plan_ptr, border)
+        tl.store(plan_ptr + 1, tl.minimum(count, total) - above)
+        tl.store(plan_ptr + 2, tl.minimum(count, total))
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _border_kernel(
+    orders_ptr,
+    border_ptr,
+    counters_ptr,
+    plan_ptr,
+    before_ptr,
+    length,
+    units,
+    count,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Places of a block in the threshold's bin, and how many of it lie above."""
+    row = tl.program_id(0).to(tl.int64)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    order = _load_orders(orders_ptr, row, places, length, units, UNIT)
+    border = tl.load(plan_ptr + row * _PLAN)
+    bins = tl.where(order == NOTHING, -2, _bins_of(order))
+    before_ptr += row * blocks
+    tl.store(before_ptr + block, tl.sum((bins > border).to(tl.int32), axis=0))
+    on_border = (bins == border).to(tl.int32)
+    number = tl.sum(on_border, axis=0)
+    border_ptr += row * length
+    counters_ptr += row * _COUNTERS + _BINS
+    if number > 0:
+        # In the order of arrival, on which nothing depends.
+        ahead = tl.atomic_add(counters_ptr + 2, number, sem="relaxed")
+        slots = ahead + tl.cumsum(on_border, axis=0) - on_border
+        tl.store(border_ptr + slots, places, mask=on_border > 0)
+    # All that the program has written is there for whoever takes a later ticket.
+    tl.debug_barrier()
+    if tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == blocks - 1:
+        number = tl.load(counters_ptr + 2, cache_modifier=".cg")
+        _settle(
+            orders_ptr + row * units * UNIT,
+            *(border_ptr, number, plan_ptr + row * _PLAN, before_ptr, blocks, length),
+            *(BLOCK, CHUNK),
+        )
+
+
+@triton.jit
+def _settle(
+    orders_ptr,
+    border_ptr,
+    number,
+    plan_ptr,
+    before_ptr,
+    blocks,
+    length,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The threshold of a row, the last place that is taken on it, and what each block is behind.
+
+    ``number`` places lie in the threshold's bin; the plan has how many of them are taken.
+    """
+    threshold = tl.full((), NOTHING, tl.int32)
+    last = length
+    if number > 0:
+        wanted = tl.load(plan_ptr + 1)
+        threshold, wanted, equal = _highest(
+            orders_ptr, border_ptr, number, wanted, threshold, False, CHUNK
+        )
+        if equal > wanted:
+            last, wanted, equal = _highest(
+                orders_ptr, border_ptr, number, wanted, threshold, True, CHUNK
+            )
+            last = -1 - last
+        for start in range(0, number, CHUNK):
+            here = start + tl.arange(0, CHUNK)
+            inside = here < number
+            places = tl.load(border_ptr + here, mask=inside, other=0, cache_modifier=".cg")
+            order = tl.load(orders_ptr + places, mask=inside, other=NOTHING)
+            taken = inside & ((order > threshold) | ((order == threshold) & (places <= last)))
+            tl.atomic_add(before_ptr + places // BLOCK, 1, mask=taken, sem="relaxed")
+        tl.debug_barrier()
+    tl.store(plan_ptr + 3, threshold)
+    tl.store(plan_ptr + 4, last)
+    behind = tl.zeros((), tl.int32)
+    for start in range(0, blocks, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        mask = others < blocks
+        taken = tl.load(before_ptr + others, mask=mask, other=0, cache_modifier=".cg")
+        tl.store(before_ptr + others, behind + tl.cumsum(taken, axis=0) - taken, mask=mask)
+        behind += tl.sum(taken, axis=0)
+
+
+@triton.jit
+def _highest(
+    orders_ptr,
+    border_ptr,
+    number,
+    wanted,
+    threshold,
+    BY_PLACE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """``(limit, wanted, equal)``: what ``wanted`` of ``number`` integers reach, by eight bits.
+
+    The integers are orders; or, BY_PLACE, ``-1 - place`` of those whose order is ``threshold``.
+    ``wanted`` of the ``equal`` ones at the limit itself are still to be taken.
+    """
+    digits = tl.arange(0, 256)
+    prefix = tl.zeros((), tl.uint32)
+    equal = number
+    for level in tl.static_range(4):
+        digit_counts = tl.zeros((256,), tl.int32)
+        for start in range(0, number, CHUNK):
+            here = start + tl.arange(0, CHUNK)
+            inside = here < number
+            places = tl.load(border_ptr + here, mask=inside, other=0, cache_modifier=".cg")
+            order = tl.load(orders_ptr + places, mask=inside, other=NOTHING)
+            key = order
+            if BY_PLACE:
+                inside = inside & (order == threshold)
+                key = -1 - places
+            key = key.to(tl.uint32, bitcast=True) ^ 0x80000000
+            if level > 0:
+                inside = inside & ((key >> (32 - 8 * level)) == prefix)
+            own = ((key >> (24 - 8 * level)) & 255).to(tl.int32)
+            # As many again: what is not counted goes to the first of those.
+            found = tl.histogram(tl.where(inside, own, 256), 512)
+            digit_counts += tl.sum(
+                tl.where(tl.arange(0, 2)[:, None] == 0, tl.reshape(found, (2, 256)), 0), axis=0
+            )
+        at_least = tl.sum(digit_counts, axis=0) - tl.cumsum(digit_counts, axis=0) + digit_counts
+        digit = tl.max(tl.where(at_least >= wanted, digits, 0), axis=0)
+        wanted -= tl.sum(tl.where(digits > digit, digit_counts, 0), axis=0)
+        equal = tl.sum(tl.where(digits == digit, digit_counts, 0), axis=0)
+        prefix = (prefix << 8) | digit.to(tl.uint32)
+    return (prefix ^ 0x80000000).to(tl.int32, bitcast=True), wanted, equal
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _compact_kernel(
+    orders_ptr,
+    plan_ptr,
+    before_ptr,
+    ids_ptr,
+    out_ptr,
+    length,
+    units,
+    count,
+    HAS_IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Places of a block that are taken, behind those of the blocks before it."""
+    row = tl.program_id(0).to(tl.int64)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    order = _load_orders(orders_ptr, row, places, length, units, UNIT)
+    plan_ptr += row * _PLAN
+    threshold, last = tl.load(plan_ptr + 3), tl.load(plan_ptr + 4)
+    selection = (order > threshold) | ((order == threshold) & (places <= last))
+    selection = selection & (order != NOTHING)
+    taken = selection.to(tl.int32)
+    slots = tl.load(before_ptr + row * blocks + block) + tl.cumsum(taken, axis=0) - taken
+    result = places
+    if HAS_IDS:
+        result = tl.load(ids_ptr + row * length + places, mask=selection, other=-1)
+    out_ptr += row * count
+    tl.store(out_ptr + slots, result, mask=selection)
+    fill_empty(out_ptr, tl.load(plan_ptr + 2), count, block, blocks, BLOCK)

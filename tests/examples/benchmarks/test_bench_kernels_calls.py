@@ -42,13 +42,17 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         f"paris.{name}": ("paris", {}, (f"{KERNELS}paris.{name}",)) for name in ("encode", "search")
     },
     **{
-        f"paris.{name}": ("paris", {}, (f"{KERNELS}paris.stages.{name}", f"{KERNELS}paris.{name}"))
+        f"paris.{name}": (
+            "paris",
+            {},
+            (f"{KERNELS}paris.selection.{name}", f"{KERNELS}paris.{name}"),
+        )
         for name in ("candidates", "rerank")
     },
     "relevance.best_ids": (
         "paris",
         {},
-        (f"{KERNELS}paris.stages.best_ids", f"{KERNELS}relevance.best_ids"),
+        (f"{KERNELS}paris.selection.best_ids", f"{KERNELS}relevance.best_ids"),
     ),
     "higgs.encode": ("flat", {"store": "higgs"}, (f"{CODEC}encode",)),
     "higgs.decode": ("flat", {"store": "higgs"}, (f"{CODEC}decode",)),

@@ -59,15 +59,15 @@ def test_choices_are_written_read_back_and_used(
     capsys: pytest.CaptureFixture[str],
     measure: Run,
 ) -> None:
-    from hf_kvret_kernels.gather_scores import choices
+    from hf_kvret_kernels.gather_scores import triton as scoring
 
-    size = choices.ScoresSize("bfloat16", 16, 2, 1, 32, "device")
-    rule = choices.rule(size)
+    size = scoring.ScoresSize("bfloat16", 16, 2, 1, 32, "device")
+    rule = scoring.rule(size)
     # Looked up before, so that the run has to make the process read again.
-    assert tuning.choice(choices.CHOICES, size, rule, torch.device("cpu")) is rule
+    assert tuning.choice(scoring.CHOICES, size, rule, torch.device("cpu")) is rule
     files = ["--json", str(tmp_path / "t.json"), "--table", str(tmp_path / "t.md")]
     assert measure("--context", "32", *files) == 0
-    taken = tuning.choice(choices.CHOICES, size, rule, torch.device("cpu"))
+    taken = tuning.choice(scoring.CHOICES, size, rule, torch.device("cpu"))
     assert taken == replace(rule, block_k=16) != rule
     entries = {
         (entry["op"], entry["size"].get("masked")): entry

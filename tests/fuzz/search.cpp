@@ -1,5 +1,5 @@
 // Exact scores and proxies: all tokens are scored, the best of them chosen.
-#include "fuzz_search.h"
+#include "search_case.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // Lists of past queries: those of the nearest are recalled, and the best of their tokens chosen.
-#include "fuzz_search.h"
+#include "search_case.h"
 
 namespace {
 

@@ -7,10 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_sum_exp
-from hf_kvret_kernels.top_k import triton_best
-from hf_kvret_kernels.top_k.triton import compile_ahead, top_k
-from hf_kvret_kernels.top_k.triton_split import split_top_k
+from hf_kvret_kernels._triton_shared import best_share, finite_base, log_sum_exp
+from hf_kvret_kernels.top_k import triton as top_k
 
 # Tokens of a program, and the most pieces that a row is cut into.
 _TOKENS = 1024
@@ -30,41 +28,23 @@ def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
     return best
 
 
-def best_ids(
-    scores: torch.Tensor,
-    ids: torch.Tensor,
-    count: int,
-    sums: torch.Tensor | None = None,
-    tickets: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See ``hf_kvret_kernels.relevance.best_ids``; of equal candidates the first are taken.
-
-    Args:
-        sums: ``[B, H, Q, G, pieces]`` fp32, contiguous: log-sum-exps of pieces of ``scores``, where
-            somebody has them.
-        tickets: as of ``triton_best.best_ids``.
-    """
+def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """See ``hf_kvret_kernels.relevance.best_ids``; of equal candidates the first are taken."""
     if scores.shape[3] == 1:
-        sums = None
-    elif sums is None:
-        scores = scores.contiguous()
-        sums = _piece_sums(scores)
-    ids = ids.contiguous()
-    compile_ahead(scores, count, ids, sums)
-    if triton_best.fits(scores.shape[4], count):
-        return triton_best.best_ids(scores, ids, count, sums, tickets)
-    return split_top_k(scores, count, ids, sums)
+        return top_k.best_ids(scores, count, ids)
+    scores = scores.contiguous()
+    return top_k.best_ids(scores, count, ids, _piece_sums(scores))
 
 
 def top_places(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
     """See ``hf_kvret_kernels.relevance.top_places``."""
     if scores.shape[1] == heads:
-        return top_k(scores, count)
+        return top_k.top_k(scores, count)
     scores = scores.contiguous()
     sums = _piece_sums(scores)
     groups = [rows.unflatten(1, (heads, -1)).transpose(2, 3) for rows in (scores, sums)]
-    compile_ahead(groups[0], count, sums=groups[1], in_one=False)
-    return split_top_k(groups[0], count, sums=groups[1])
+    top_k.warm_up(groups[0], count, sums=groups[1], at_once=False)
+    return top_k.split_top_k(groups[0], count, sums=groups[1])
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
 // Whole decode steps: a search, and attention to what it finds and to the window.
-#include "fuzz_search.h"
+#include "search_case.h"
 #include "numbers.h"
 
 namespace {

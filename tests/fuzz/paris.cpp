@@ -1,7 +1,7 @@
 // ParisKV's search: each stage is held against plain arithmetic on what the one before it left.
 #include <numeric>
 
-#include "fuzz_search.h"
+#include "search_case.h"
 
 namespace {
 

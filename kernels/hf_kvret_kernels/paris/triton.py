@@ -1,0 +1,917 @@
+"""Both stages of a search in Triton kernels, which leave to one another what they have in hand.
+
+1. ``bonus`` makes tables of what a key earns by its centroid, four tables in a word. It also turns
+   queries into the coordinates of the codes, and zeroes the numbers that later kernels count up.
+2. ``collide`` looks the points of all tokens up. Each program takes a block of tokens, holds the
+   tables in shared memory, and counts how many tokens reach each sum. The last program of a row to
+   arrive adds these counts up: it finds the lowest sum that is taken, and how many tokens the
+   blocks before each block contribute.
+3. ``compact`` writes down the tokens of the highest scores, each block behind the others.
+4. ``rerank`` gathers their codes and takes inner products with all G queries. Long codes and large
+   groups are taken in pieces; else threads hold whole codes and the loop over queries is unrolled.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels._dispatch import interpreted
+from hf_kvret_kernels._triton_shared import (
+    capped_scores,
+    fill_empty,
+    load_ids,
+    load_mask,
+    log_sum_exps,
+    mask_bytes,
+    mask_layout,
+    score_factors,
+    walsh_hadamard,
+)
+from hf_kvret_kernels.paris.codes import (
+    EXCLUDED,
+    LEVELS,
+    ParisCodes,
+    most_points,
+    rotation_blocks,
+    rotation_stride,
+)
+from hf_kvret_kernels.paris.naive import SHARE_UNIT
+from hf_kvret_kernels.paris.triton_encode import source_columns
+from hf_kvret_kernels.top_k.triton import best_ids
+
+_SHARE_UNIT = tl.constexpr(SHARE_UNIT)
+_EXCLUDED = tl.constexpr(EXCLUDED)
+# Tables whose points one load brings. Sums of points stay below 255: none reaches into the next.
+PER_WORD = 4
+# Bytes of a token's signs that are taken at once, if their number is a power of two.
+_WHOLE = 32
+# Sign bytes that a program of eight warps looks up at a time, and tokens of a program at most.
+# Bytes of a token, where they are not taken at once.
+_LOOKUPS = 1 << 14
+_TOKENS = 1024
+_PIECES = (16, 8)
+# Blocks whose counts the last program adds up at a time.
+_BLOCKS = 256
+# Bytes that rows of scores start at multiples of.
+ALIGN = 16
+# Query tables that a program estimates with at once. Coordinates that its four warps hold in
+# registers, also where long codes and large groups are taken in pieces. Bytes of signs of a piece,
+# at most, and of a thread.
+_TABLES = 16
+_TILE, _WIDE_TILE = 1 << 14, 1 << 13
+_PIECE = 16
+_INNER = 4
+
+
+def search(
+    query: torch.Tensor,
+    signs: torch.Tensor | None,
+    codes: ParisCodes,
+    counts: torch.Tensor,
+    levels: torch.Tensor,
+    count: int,
+    survivors: int,
+    shares: tuple[int, ...],
+    m: int,
+    valid: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    offset: torch.Tensor | None,
+) -> torch.Tensor:
+    """See ``hf_kvret_kernels.paris.search``; ``shares`` as of ``selection.check_stage_one``."""
+    points = most_points(shares, counts)
+    tables = bonus(query, signs, counts, shares, m)
+    collisions = collide(tables, codes.sign, m, valid, points, survivors)
+    ids = compact(collisions, survivors)
+    estimates = rerank(tables.queries, codes, ids, levels, m, scale, softcap, offset)
+    return best_ids(estimates.scores, count, ids, estimates.log_sums, tables.tickets)
+
+
+class Bonus(NamedTuple):
+    """What the kernels of a search read, and what they count in.
+
+    Attributes:
+        words: ``[B, H, Q, W, S, 2**m, 4]`` uint8: four tables side by side, those beyond G of
+            zeros.
+        queries: ``[B, H, Q, G, 8, P // 8]`` fp32, the rotated queries: coordinate ``8 b + j`` is at
+            ``[j, b]``, so that kernels that take bytes of signs read their coordinates in a row.
+        histogram: ``[B, H, Q, 256]`` int32 of zeros.
+        tickets: ``[B, H, Q]`` int32 of zeros.
+    """
+
+    words: torch.Tensor
+    queries: torch.Tensor
+    histogram: torch.Tensor
+    tickets: torch.Tensor
+
+
+def by_planes(q_rot: torch.Tensor) -> torch.Tensor:
+    """``Bonus.queries`` of ``[..., P]``."""
+    return q_rot.unflatten(-1, (-1, 8)).mT.contiguous()
+
+
+def subspaces_of_program(count: int) -> int:
+    """How many of a table's ``count`` subspaces one program takes.
+
+    One, by a warp, on a GPU: many are in flight, and nothing crosses warps. The interpreter's time
+    goes with the number of operations, not of numbers, so it takes all.
+    """
+    return count if interpreted() else 1
+
+
+def bonus(
+    query: torch.Tensor,
+    signs: torch.Tensor | None,
+    counts: torch.Tensor,
+    shares: tuple[int, ...],
+    m: int,
+) -> Bonus:
+    """Tables of ``query [B, H, Q, G, D]``, which is in the codes' coordinates without ``signs``."""
+    batch, heads, queries, tables, head_dim = query.shape
+    device, rows = query.device, batch * heads * queries
+    subspaces = counts.shape[2]
+    dim, words = subspaces * m, triton.cdiv(tables, PER_WORD)
+    lead = batch, heads, queries
+    points = torch.empty(
+        *lead, words, subspaces, 1 << m, PER_WORD, dtype=torch.uint8, device=device
+    )
+    histogram = torch.empty(*lead, 256, dtype=torch.int32, device=device)
+    tickets = torch.empty(lead, dtype=torch.int32, device=device)
+    if signs is None:
+        planes = by_planes(query)
+        source = planes
+    else:
+        planes = torch.empty(*lead, tables, 8, dim // 8, dtype=torch.float32, device=device)
+        source = query.contiguous()
+    if not rows:
+        return Bonus(points, planes, histogram, tickets)
+    for first, end in rotation_blocks(dim):
+        own = (end - first) // m
+        part = subspaces_of_program(own)
+        # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
+        _bonus_kernel[(rows * words * PER_WORD, own // part)](
+            source,
+            source if signs is None else signs.contiguous(),
+            counts.contiguous(),
+            planes,
+            points,
+            histogram,
+            tickets,
+            queries,
+            head_dim,
+            (end - first) ** -0.5,
+            ROTATE=signs is not None,
+            TABLES=tables,
+            WORDS=words,
+            PER_WORD=PER_WORD,
+            SHARES=shares,
+            M=m,
+            SUBSPACES=subspaces,
+            FIRST=first,
+            DIM=end - first,
+            STRIDE=rotation_stride(dim),
+            PART=part,
+            LOG_DIM=(end - first).bit_length() - 1,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
+    return Bonus(points, planes, histogram, tickets)
+
+
+@triton.jit
+def _bonus_kernel(
+    query_ptr,
+    signs_ptr,
+    counts_ptr,
+    planes_ptr,
+    points_ptr,
+    histogram_ptr,
+    tickets_ptr,
+    queries,
+    head_dim,
+    scale,
+    ROTATE: tl.constexpr,
+    TABLES: tl.constexpr,
+    WORDS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    SHARES: tl.constexpr,
+    M: tl.constexpr,
+    SUBSPACES: tl.constexpr,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PART: tl.constexpr,
+    LOG_DIM: tl.constexpr,
+):
+    """PART subspaces of one table: their centroids are sorted by similarity.
+
+    They are of the block of DIM places from FIRST on, which is rotated by itself.
+    """
+    CENTROIDS: tl.constexpr = 1 << M
+    WHOLE: tl.constexpr = SUBSPACES * M
+    table = tl.program_id(0) % (WORDS * PER_WORD)
+    row = (tl.program_id(0) // (WORDS * PER_WORD)).to(tl.int64)
+    part = tl.program_id(1)
+    subspaces = FIRST // M + part * PART + tl.arange(0, PART)[:, None]
+    if (table == 0) & (part == 0) & (FIRST == 0):
+        tl.store(histogram_ptr + row * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
+        tl.store(tickets_ptr + row, 0)
+    ids = tl.arange(0, CENTROIDS)[None, :]
+    place = ((row * WORDS + table // PER_WORD) * SUBSPACES + subspaces) * CENTROIDS
+    points_ptr += place * PER_WORD + table % PER_WORD
+    if table < TABLES:
+        source = row * TABLES + table
+        if ROTATE:
+            places = tl.arange(0, DIM)[None, :]
+            columns = source_columns(FIRST + places, WHOLE, STRIDE)
+            inside = columns < head_dim
+            x = tl.load(query_ptr + source * head_dim + columns, mask=inside, other=0.0)
+            x = x.to(tl.float32) * tl.load(signs_ptr + FIRST + places)
+            x = walsh_hadamard(x, DIM, LOG_DIM, 1) * scale
+            own = places // (M * PART) == part
+            tl.store(planes_ptr + source * WHOLE + _plane(FIRST + places, WHOLE), x, mask=own)
+            # The program reads what all its threads have written.
+            tl.debug_barrier()
+        sims = tl.zeros((PART, CENTROIDS), dtype=tl.float32)
+        # Added in the order of the coordinates, as the reference does.
+        for j in tl.static_range(M):
+            value = tl.load(planes_ptr + source * WHOLE + _plane(subspaces * M + j, WHOLE))
+            sims += tl.where(((ids >> j) & 1) == 1, value, -value)
+        # Integers that compare as the floats do; descending, equal ones by their number.
+        bits = sims.to(tl.int32, bitcast=True)
+        bits = tl.where(bits == -2147483648, 0, bits)
+        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+        ranked = (_sort((-order << M) | ids, PART, M) & (CENTROIDS - 1)).to(tl.int32)
+        of_head = ((row // queries) * SUBSPACES + subspaces) * CENTROIDS
+        key_counts = tl.load(counts_ptr + of_head + ranked)
+        before = tl.cumsum(key_counts, axis=1) - key_counts
+        total = tl.sum(key_counts, axis=1).to(tl.int64)[:, None]
+        points = tl.zeros((PART, CENTROIDS), dtype=tl.int32)
+        for t in tl.static_range(len(SHARES)):
+            reach = (total * SHARES[t] + _SHARE_UNIT - 1) // _SHARE_UNIT
+            points += (before < reach).to(tl.int32)
+        tl.store(points_ptr + ranked * PER_WORD, points.to(tl.uint8))
+    else:
+        tl.store(points_ptr + ids * PER_WORD, tl.zeros((PART, CENTROIDS), tl.uint8))
+
+
+@triton.jit
+def _sort(x, ROWS: tl.constexpr, LOG: tl.constexpr):
+    """The rows of ``x [ROWS, 2**LOG]`` int64 in ascending order, by a bitonic network.
+
+    As ``tl.sort``, whose exclusive or of two numbers takes the interpreter a hundred times as long
+    as their sum, which serves as well.
+    """
+    x = tl.reshape(x, [ROWS] + [2] * LOG)
+    for stage in tl.static_range(1, LOG + 1):
+        for bit in tl.static_range(stage - 1, -1, -1):
+            x = _exchange(x, bit, stage, LOG)
+    return tl.reshape(x, [ROWS, 1 << LOG])
+
+
+@triton.jit
+def _exchange(x, BIT: tl.constexpr, STAGE: tl.constexpr, LOG: tl.constexpr):
+    """Numbers whose places differ in BIT put in order, which bit STAGE of the places turns."""
+    partner = tl.sum(x, axis=LOG - BIT, keep_dims=True) - x
+    last = _bit(BIT, LOG) == 1
+    if STAGE < LOG:
+        last = last != (_bit(STAGE, LOG) == 1)
+    return tl.where((x > partner) != last, partner, x)
+
+
+@triton.jit
+def _bit(BIT: tl.constexpr, LOG: tl.constexpr):
+    """That bit of the places of a row."""
+    return tl.reshape(tl.arange(0, 2), [1] * (LOG - BIT) + [2] + [1] * BIT)
+
+
+@triton.jit
+def _plane(coordinate, DIM: tl.constexpr):
+    """Where a coordinate stands in ``Bonus.queries``."""
+    return coordinate % 8 * (DIM // 8) + coordinate // 8
+
+
+class Collisions(NamedTuple):
+    """Of all tokens, for each query.
+
+    Attributes:
+        scores: ``[B, H, Q, n]`` uint8. Rows begin at multiples of ``ALIGN`` bytes, and score 255
+            behind their end.
+        plan: ``[B, H, Q, 4]`` int32: the lowest score that is taken, how many tokens of that score
+            are taken, how many in all; the fourth is not used.
+        before: ``[B, H, Q, blocks, 2]`` int32: of the blocks before each block, the tokens above
+            the lowest score, and on it.
+        block: tokens of a block.
+    """
+
+    scores: torch.Tensor
+    plan: torch.Tensor
+    before: torch.Tensor
+    block: int
+
+
+def piece_of(width: int) -> int:
+    """How many of a token's ``width`` sign bytes a program takes at a time, a power of two."""
+    if _is_whole(width):
+        return width
+    return next((piece for piece in _PIECES if width % piece == 0), _PIECES[-1])
+
+
+def _is_whole(width: int) -> bool:
+    """Whether a program takes a token's ``width`` sign bytes at once."""
+    return width <= _WHOLE and width & (width - 1) == 0
+
+
+def collide(
+    bonus: Bonus, sign: torch.Tensor, m: int, valid: torch.Tensor | None, points: int, count: int
+) -> Collisions:
+    """See ``hf_kvret_kernels.paris.collisions``; ``points`` is the highest score there can be.
+
+    ``count`` of the highest scores are to be taken.
+    """
+    batch, heads, queries, words = bonus.words.shape[:4]
+    length, width = sign.shape[2:]
+    device, lead = sign.device, (batch, heads, queries)
+    piece = piece_of(width)
+    block = min(_TOKENS, _LOOKUPS // piece)
+    # An empty row has a block too, which plans that nothing is taken.
+    blocks = max(1, triton.cdiv(length, block))
+    # A bin for each sum there can be, and one for what is not counted: fewer bins, less work.
+    bins = max(64, triton.next_power_of_2(points + 2))
+    # Rows start at multiples of 16 bytes, for loads and stores of so many.
+    stride = triton.cdiv(length, ALIGN) * ALIGN
+    scores = torch.empty(*lead, stride, dtype=torch.uint8, device=device)
+    reaching = torch.empty(*lead, blocks, bins, dtype=torch.int16, device=device)
+    plan = torch.empty(*lead, 4, dtype=torch.int32, device=device)
+    before = torch.empty(*lead, blocks, 2, dtype=torch.int32, device=device)
+    if plan.numel():
+        _collide_kernel[(blocks, batch * heads * queries)](
+            sign,
+            bonus.words.view(torch.int32),
+            mask_bytes(valid, sign),
+            scores,
+            bonus.histogram,
+            bonus.tickets,
+            reaching,
+            plan,
+            before,
+            length,
+            stride // ALIGN,
+            heads,
+            queries,
+            count,
+            *sign.stride()[:2],
+            *mask_layout(valid),
+            HAS_VALID=valid is not None,
+            WORDS=words,
+            PER_WORD=PER_WORD,
+            BINS=bins,
+            M=m,
+            BYTES=width,
+            PIECE=piece,
+            BLOCK=block,
+            BLOCKS=_BLOCKS,
+            ALIGN=ALIGN,
+            num_warps=8,
+            enable_fp_fusion=True,
+        )
+    return Collisions(scores[..., :length], plan, before, block)
+
+
+@triton.jit(do_not_specialize=["length", "stride", "count", "valid_stride_b"])
+def _collide_kernel(
+    sign_ptr,
+    words_ptr,
+    valid_ptr,
+    scores_ptr,
+    histogram_ptr,
+    tickets_ptr,
+    reaching_ptr,
+    plan_ptr,
+    before_ptr,
+    length,
+    stride,
+    heads,
+    queries,
+    count,
+    sign_stride_b,
+    sign_stride_h,
+    valid_stride_b,
+    valid_stride_n,
+    VALID_UNIT: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    WORDS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    BINS: tl.constexpr,
+    M: tl.constexpr,
+    BYTES: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """A block of tokens for one query; a word of four bytes holds the points of four tables."""
+    OF_BYTE: tl.constexpr = 8 // M << M
+    ENTRIES: tl.constexpr = BYTES * OF_BYTE
+    OF_PIECE: tl.constexpr = PIECE * OF_BYTE
+    row = tl.program_id(1).to(tl.int64)
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    b = row // queries // heads
+    h = row // queries % heads
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < length
+    counted = inside
+    if HAS_VALID:
+        counted = load_mask(
+            valid_ptr, b, tokens, length, valid_stride_b, valid_stride_n, VALID_UNIT
+        )
+    column = tl.arange(0, PIECE)[None, :]
+    places = b * sign_stride_b + h * sign_stride_h + tokens.to(tl.int64)[:, None] * BYTES + column
+    if PIECE == BYTES:
+        byte = tl.load(sign_ptr + places, mask=inside[:, None], other=0).to(tl.int32)
+
+    best = tl.zeros((BLOCK,), dtype=tl.int32)
+    words_ptr += row * WORDS * ENTRIES
+    for w in range(WORDS):
+        total = tl.zeros((BLOCK,), dtype=tl.uint32)
+        if PIECE == BYTES:
+            table = tl.load(words_ptr + w * ENTRIES + tl.arange(0, ENTRIES))
+            total = _add_points(total, table, byte, column, M, BLOCK, PIECE)
+        else:
+            # The tables of a whole token don't fit into registers on their way to shared memory.
+            for first in range(0, BYTES, PIECE):
+                here = inside[:, None] & (first + column < BYTES)
+                byte = tl.load(sign_ptr + places + first, mask=here, other=0).to(tl.int32)
+                entry = first * OF_BYTE + tl.arange(0, OF_PIECE)
+                table = tl.load(words_ptr + w * ENTRIES + entry, mask=entry < ENTRIES, other=0)
+                total = _add_points(total, table, byte, column, M, BLOCK, PIECE)
+        for t in tl.static_range(PER_WORD):
+            best = tl.maximum(best, ((total >> (8 * t)) & 255).to(tl.int32))
+    score = tl.where(counted, best, _EXCLUDED).to(tl.uint8)
+    # To the end of the row, in whole words.
+    tl.store(scores_ptr + row * stride * ALIGN + tokens, score, mask=tokens < stride * ALIGN)
+
+    # What is not counted goes to the last bin, which no sum reaches.
+    bins = tl.arange(0, BINS)
+    bin_counts = tl.histogram(tl.where(counted, best, BINS - 1), BINS)
+    bin_counts = tl.where(bins < BINS - 1, bin_counts, 0)
+    histogram_ptr += row * 256
+    tl.atomic_add(histogram_ptr + bins, bin_counts, mask=bin_counts > 0, sem="relaxed")
+    at_least = tl.sum(bin_counts, axis=0) - tl.cumsum(bin_counts, axis=0) + bin_counts
+    reaching_ptr += row * blocks * BINS
+    tl.store(reaching_ptr + block * BINS + bins, at_least.to(tl.int16))
+    # All that the program has written is there for whoever takes a later ticket.
+    tl.debug_barrier()
+    if tl.atomic_add(tickets_ptr + row, 1, sem="acq_rel") == blocks - 1:
+        tl.store(tickets_ptr + row, 0)
+        before_ptr += row * blocks * 2
+        _plan(
+            histogram_ptr, reaching_ptr, plan_ptr + row * 4, before_ptr, blocks, count, BINS, BLOCKS
+        )
+
+
+@triton.jit
+def _add_points(
+    total, table, byte, column, M: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr
+):
+    """``total [BLOCK]`` and the words of ``table`` that ``byte [BLOCK, BYTES]`` stand for."""
+    CENTROIDS: tl.constexpr = 1 << M
+    PER_BYTE: tl.constexpr = 8 // M
+    for part in tl.static_range(PER_BYTE):
+        ids = (byte >> (part * M)) & (CENTROIDS - 1)
+        entries = (column * PER_BYTE + part) * CENTROIDS + ids
+        found = tl.gather(table, tl.reshape(entries, (BLOCK * BYTES,)), 0)
+        found = tl.reshape(found.to(tl.uint32, bitcast=True), (BLOCK, BYTES))
+        total += tl.sum(found, axis=1)
+    return total
+
+
+@triton.jit
+def _plan(
+    histogram_ptr,
+    reaching_ptr,
+    plan_ptr,
+    before_ptr,
+    blocks,
+    count,
+    BINS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """What is taken of a row, from what all its blocks have counted: ``plan`` and ``before``."""
+    bins = tl.arange(0, BINS)
+    bin_counts = tl.load(histogram_ptr + bins, cache_modifier=".cg")
+    total = tl.sum(bin_counts, axis=0)
+    at_least = total - tl.cumsum(bin_counts, axis=0) + bin_counts
+    threshold = tl.max(tl.where((at_least >= count) & (bins < BINS - 1), bins, 0), axis=0)
+    tl.store(plan_ptr, threshold)
+    tl.store(plan_ptr + 1, count - tl.sum(tl.where(bins > threshold, bin_counts, 0), axis=0))
+    tl.store(plan_ptr + 2, tl.minimum(total, count))
+    above_before = tl.zeros((), tl.int32)
+    equal_before = tl.zeros((), tl.int32)
+    for start in range(0, blocks, BLOCKS):
+        others = start + tl.arange(0, BLOCKS)
+        mask = others < blocks
+        place = reaching_ptr + others * BINS + threshold
+        above = tl.load(place + 1, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
+        equal = tl.load(place, mask=mask, other=0, cache_modifier=".cg").to(tl.int32) - above
+        above_place = before_ptr + 2 * others
+        tl.store(above_place, above_before + tl.cumsum(above, axis=0) - above, mask=mask)
+        tl.store(above_place + 1, equal_before + tl.cumsum(equal, axis=0) - equal, mask=mask)
+        above_before += tl.sum(above, axis=0)
+        equal_before += tl.sum(equal, axis=0)
+
+
+def compact(collisions: Collisions, count: int) -> torch.Tensor:
+    """``[B, H, Q, count]`` int32 positions, ascending, -1 behind; ``count`` as for ``collide``."""
+    lead = collisions.scores.shape[:3]
+    ids = torch.empty(*lead, count, dtype=torch.int32, device=collisions.scores.device)
+    if ids.numel():
+        _compact_kernel[(collisions.before.shape[3], lead.numel())](
+            collisions.scores,
+            collisions.plan,
+            collisions.before,
+            ids,
+            collisions.scores.stride(2) // ALIGN,
+            count,
+            BLOCK=collisions.block,
+            ALIGN=ALIGN,
+            enable_fp_fusion=True,
+        )
+    return ids
+
+
+@triton.jit(do_not_specialize=["stride", "count"])
+def _compact_kernel(
+    scores_ptr,
+    plan_ptr,
+    before_ptr,
+    ids_ptr,
+    stride,
+    count,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Positions of the taken tokens of a block, behind those of the blocks before it."""
+    row = tl.program_id(1).to(tl.int64)
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    threshold = tl.load(plan_ptr + row * 4)
+    of_equal = tl.load(plan_ptr + row * 4 + 1)
+    before_ptr += (row * blocks + block) * 2
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    fill = tl.full((BLOCK,), _EXCLUDED, tl.uint8)
+    row_end = stride * ALIGN
+    score = tl.load(scores_ptr + row * row_end + tokens, mask=tokens < row_end, other=fill)
+    score = score.to(tl.int32)
+    above = (score > threshold) & (score < _EXCLUDED)
+    # Counts above the threshold in the upper half and on it in the lower: one prefix sum for both,
+    # and neither reaches 2**15.
+    pair = tl.where(above, 65536, (score == threshold).to(tl.int32))
+    ahead = tl.cumsum(pair, axis=0) - pair
+    equal_ahead = tl.load(before_ptr + 1) + (ahead & 65535)
+    selection = above | ((pair == 1) & (equal_ahead < of_equal))
+    slot = tl.load(before_ptr) + (ahead >> 16) + tl.minimum(equal_ahead, of_equal)
+    ids_ptr += row * count
+    tl.store(ids_ptr + slot, tokens, mask=selection)
+    fill_empty(ids_ptr, tl.load(plan_ptr + row * 4 + 2), count, block, blocks, BLOCK)
+
+
+class Estimates(NamedTuple):
+    """Of the candidates.
+
+    Attributes:
+        scores: ``[B, H, Q, G, C]`` fp32, -inf for ids of -1.
+        log_sums: ``[B, H, Q, G, blocks]`` fp32, log-sum-exps of blocks of scores.
+    """
+
+    scores: torch.Tensor
+    log_sums: torch.Tensor
+
+
+def rerank(
+    queries: torch.Tensor,
+    codes: ParisCodes,
+    ids: torch.Tensor,
+    levels: torch.Tensor,
+    m: int,
+    scale: float,
+    softcap: float | None,
+    offset: torch.Tensor | None,
+) -> Estimates:
+    """See ``hf_kvret_kernels.paris.rerank``; ``queries`` as of ``Bonus``."""
+    batch, heads, count, tables, _, width = queries.shape
+    candidates = ids.shape[-1]
+    lead = batch, heads, count, tables
+    if not codes.sign.shape[2]:
+        nothing = torch.full((*lead, candidates), -math.inf, device=queries.device)
+        return Estimates(nothing, nothing[..., :1])
+    magnitude = codes.magnitude
+    # Their words are those of four bytes of signs.
+    places = (*magnitude.stride()[:2], magnitude.storage_offset(), magnitude.data_ptr())
+    in_words = width % 4 == 0 and all(place % 4 == 0 for place in places)
+    if in_words:
+        magnitude = magnitude.view(torch.int32)
+    in_pieces = not _is_whole(width) or tables > _TABLES
+    # The largest power of two that divides the width: pieces of a row are all alike.
+    piece = min(_PIECE, width & -width) if in_pieces else width
+    block = (_WIDE_TILE if in_pieces else _TILE) // (8 * piece)
+    blocks = triton.cdiv(candidates, block)
+    scores = torch.empty(*lead, candidates, dtype=torch.float32, device=queries.device)
+    log_sums = torch.empty(*lead, blocks, dtype=torch.float32, device=queries.device)
+    if scores.numel():
+        kernel = _rerank_wide_kernel if in_pieces else _rerank_kernel
+        kernel[(blocks, batch * heads * count)](
+            queries,
+            codes.sign,
+            magnitude,
+            codes.weight,
+            ids.contiguous(),
+            levels.contiguous(),
+            levels if offset is None else offset.contiguous(),
+            scores,
+            log_sums,
+            *score_factors(scale, softcap),
+            candidates,
+            codes.sign.shape[2],
+            heads,
+            count,
+            *codes.sign.stride()[:2],
+            *magnitude.stride()[:2],
+            *codes.weight.stride()[:2],
+            IN_WORDS=in_words and piece % 4 == 0,
+            HAS_OFFSET=offset is not None,
+            SOFTCAP=softcap is not None,
+            TABLES=tables,
+            M=m,
+            LEVELS=LEVELS,
+            ROWS=min(_TABLES, triton.next_power_of_2(tables)),
+            BYTES=width,
+            INNER=min(_INNER, piece),
+            BLOCK=block,
+            **({"PIECE": piece} if in_pieces else {}),
+            enable_fp_fusion=True,
+        )
+    return Estimates(scores, log_sums)
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def _rerank_kernel(
+    q_ptr,
+    sign_ptr,
+    magnitude_ptr,
+    weight_ptr,
+    ids_ptr,
+    levels_ptr,
+    offset_ptr,
+    scores_ptr,
+    sums_ptr,
+    inner,
+    outer,
+    count,
+    tokens,
+    heads,
+    queries,
+    sign_stride_b,
+    sign_stride_h,
+    magnitude_stride_b,
+    magnitude_stride_h,
+    weight_stride_b,
+    weight_stride_h,
+    IN_WORDS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TABLES: tl.constexpr,
+    M: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    DIM: tl.constexpr = 8 * BYTES
+    PER_BYTE: tl.constexpr = 8 // M
+    SHAPE: tl.constexpr = (BLOCK, BYTES // INNER, INNER)
+    row = tl.program_id(1).to(tl.int64)
+    b = row // queries // heads
+    h = row // queries % heads
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
+
+    # A thread holds whole bytes of signs. Their eight coordinates are taken one after the other, so
+    # that nothing crosses threads before the sums over a key; and as many bytes in a row as make
+    # loads of the queries 16 bytes wide, for several keys at once.
+    byte_ids = tl.arange(0, BYTES // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
+    byte_ids = byte_ids[None, :, :]
+    # Of the first token where there is none: what comes of it is dropped.
+    rows = tl.where(id_mask, ids, 0).to(tl.int64)
+    places = rows[:, None, None] * BYTES + byte_ids
+    sign_ptr += b * sign_stride_b + h * sign_stride_h
+    magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
+    weight_ptr += b * weight_stride_b + h * weight_stride_h
+    byte = tl.load(sign_ptr + places).to(tl.int32)
+    if IN_WORDS:
+        word = split_words(magnitude_ptr, rows, BYTES, BYTES)
+    else:
+        word = tl.zeros(SHAPE, dtype=tl.int32)
+        for i in tl.static_range(3):
+            part = tl.load(magnitude_ptr + 3 * places + i).to(tl.int32)
+            word += part << (8 * i)
+    # Of the byte's subspace, or of its two.
+    low = tl.load(weight_ptr + places * PER_BYTE).to(tl.float32)
+    high = low
+    if PER_BYTE == 2:
+        high = tl.load(weight_ptr + places * 2 + 1).to(tl.float32)
+
+    pairs = pairs_of_levels(levels_ptr, LEVELS)
+    for first in tl.static_range(0, TABLES, 4):
+        sum0 = tl.zeros(SHAPE, dtype=tl.float32)
+        sum1 = sum0
+        sum2 = sum0
+        sum3 = sum0
+        q = q_ptr + (row * TABLES + first) * DIM + byte_ids
+        for half in tl.static_range(4):
+            numbers = tl.reshape((word >> (6 * half)) & (LEVELS * LEVELS - 1), (BLOCK * BYTES,))
+            pair = tl.reshape(tl.gather(pairs, numbers, 0), SHAPE)
+            for odd in tl.static_range(2):
+                level = (pair >> (32 * odd)).to(tl.uint32)
+                # A sign bit of 0 in the code makes the level negative.
+                turn = (~byte << (31 - 2 * half - odd)).to(tl.uint32, bitcast=True) & 0x80000000
+                v = (level ^ turn).to(tl.float32, bitcast=True)
+                if PER_BYTE == 2:
+                    v *= low if half < 2 else high
+                place = q + (2 * half + odd) * BYTES
+                sum0 += v * tl.load(place)
+                if first + 1 < TABLES:
+                    sum1 += v * tl.load(place + DIM)
+                if first + 2 < TABLES:
+                    sum2 += v * tl.load(place + 2 * DIM)
+                if first + 3 < TABLES:
+                    sum3 += v * tl.load(place + 3 * DIM)
+        for g in tl.static_range(4):
+            if first + g < TABLES:
+                total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
+                if PER_BYTE == 1:
+                    total *= low
+                estimate = tl.sum(tl.sum(total, axis=2), axis=1)
+                table = row * TABLES + first + g
+                if HAS_OFFSET:
+                    estimate += tl.load(offset_ptr + table)
+                estimate = capped_scores(estimate, inner, outer, SOFTCAP)
+                estimate = tl.where(id_mask, estimate, float("-inf"))
+                tl.store(scores_ptr + table * count + slots, estimate, mask=slots < count)
+
+    # Read back by all threads: above, several hold the same key.
+    tl.debug_barrier()
+    tables = tl.arange(0, ROWS)
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    score_mask = (tables < TABLES)[:, None] & (slots < count)[None, :]
+    place = scores_ptr + (row * TABLES + tables)[:, None] * count + slots[None, :]
+    scores = tl.load(place, mask=score_mask, other=float("-inf"))
+    place = sums_ptr + (row * TABLES + tables) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(place, log_sum_exps(scores), mask=tables < TABLES)
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def _rerank_wide_kernel(
+    q_ptr,
+    sign_ptr,
+    magnitude_ptr,
+    weight_ptr,
+    ids_ptr,
+    levels_ptr,
+    offset_ptr,
+    scores_ptr,
+    sums_ptr,
+    inner,
+    outer,
+    count,
+    tokens,
+    heads,
+    queries,
+    sign_stride_b,
+    sign_stride_h,
+    magnitude_stride_b,
+    magnitude_stride_h,
+    weight_stride_b,
+    weight_stride_h,
+    IN_WORDS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TABLES: tl.constexpr,
+    M: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    PIECE: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of candidates: four queries after each other, and for these piece after piece."""
+    DIM: tl.constexpr = 8 * BYTES
+    PER_BYTE: tl.constexpr = 8 // M
+    SHAPE: tl.constexpr = (BLOCK, PIECE // INNER, INNER)
+    row = tl.program_id(1).to(tl.int64)
+    b = row // queries // heads
+    h = row // queries % heads
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
+    byte_ids = tl.arange(0, PIECE // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
+    byte_ids = byte_ids[None, :, :]
+    # Of the first token where there is none: what comes of it is dropped.
+    rows = tl.where(id_mask, ids, 0).to(tl.int64)
+    places = rows[:, None, None] * BYTES + byte_ids
+    sign_ptr += b * sign_stride_b + h * sign_stride_h
+    magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
+    weight_ptr += b * weight_stride_b + h * weight_stride_h
+    pairs = pairs_of_levels(levels_ptr, LEVELS)
+    last = row * TABLES + TABLES - 1
+    for first in range(0, TABLES, 4):
+        sum0 = tl.zeros(SHAPE, dtype=tl.float32)
+        sum1 = sum0
+        sum2 = sum0
+        sum3 = sum0
+        # Of the last query where there are no more.
+        q0 = q_ptr + (row * TABLES + first) * DIM
+        q1 = q_ptr + tl.minimum(row * TABLES + first + 1, last) * DIM
+        q2 = q_ptr + tl.minimum(row * TABLES + first + 2, last) * DIM
+        q3 = q_ptr + tl.minimum(row * TABLES + first + 3, last) * DIM
+        for start in range(0, BYTES, PIECE):
+            byte = tl.load(sign_ptr + places + start).to(tl.int32)
+            if IN_WORDS:
+                word = split_words(magnitude_ptr + 3 * (start // 4), rows, BYTES, PIECE)
+            else:
+                word = tl.zeros(SHAPE, dtype=tl.int32)
+                for i in tl.static_range(3):
+                    part = tl.load(magnitude_ptr + 3 * (places + start) + i).to(tl.int32)
+                    word += part << (8 * i)
+            # Of the byte's subspace, or of its two.
+            low = tl.load(weight_ptr + (places + start) * PER_BYTE).to(tl.float32)
+            high = low
+            if PER_BYTE == 2:
+                high = tl.load(weight_ptr + (places + start) * 2 + 1).to(tl.float32)
+            for half in tl.static_range(4):
+                numbers = tl.reshape((word >> (6 * half)) & (LEVELS * LEVELS - 1), (BLOCK * PIECE,))
+                pair = tl.reshape(tl.gather(pairs, numbers, 0), SHAPE)
+                for odd in tl.static_range(2):
+                    level = (pair >> (32 * odd)).to(tl.uint32)
+                    # A sign bit of 0 in the code makes the level negative.
+                    turn = (~byte << (31 - 2 * half - odd)).to(tl.uint32, bitcast=True) & 0x80000000
+                    v = (level ^ turn).to(tl.float32, bitcast=True)
+                    v *= low if half < 2 else high
+                    plane = (2 * half + odd) * BYTES + start + byte_ids
+                    sum0 += v * tl.load(q0 + plane)
+                    sum1 += v * tl.load(q1 + plane)
+                    sum2 += v * tl.load(q2 + plane)
+                    sum3 += v * tl.load(q3 + plane)
+        for g in tl.static_range(4):
+            total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
+            estimate = tl.sum(tl.sum(total, axis=2), axis=1)
+            table = row * TABLES + first + g
+            if HAS_OFFSET:
+                estimate += tl.load(offset_ptr + tl.minimum(table, last))
+            estimate = capped_scores(estimate, inner, outer, SOFTCAP)
+            estimate = tl.where(id_mask, estimate, float("-inf"))
+            # None where there is no such query.
+            inside = slots < tl.where(table <= last, count, 0)
+            tl.store(scores_ptr + table * count + slots, estimate, mask=inside)
+
+    # Read back by all threads: above, several hold the same key.
+    tl.debug_barrier()
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for start in range(0, TABLES, ROWS):
+        tables = start + tl.arange(0, ROWS)
+        score_mask = (tables < TABLES)[:, None] & (slots < count)[None, :]
+        place = scores_ptr + (row * TABLES + tables)[:, None] * count + slots[None, :]
+        scores = tl.load(place, mask=score_mask, other=float("-inf"))
+        place = sums_ptr + (row * TABLES + tables) * tl.num_programs(0) + tl.program_id(0)
+        tl.store(place, log_sum_exps(scores), mask=tables < TABLES)
+
+
+@triton.jit
+def pairs_of_levels(levels_ptr, LEVELS: tl.constexpr):
+    """Two levels in 64 bits, for each number that codes two: one lookup for two coordinates."""
+    numbers = tl.arange(0, LEVELS * LEVELS)
+    first = tl.load(levels_ptr + numbers % LEVELS).to(tl.uint32, bitcast=True)
+    second = tl.load(levels_ptr + numbers // LEVELS).to(tl.uint32, bitcast=True)
+    return (second.to(tl.uint64) << 32) | first.to(tl.uint64)
+
+
+@triton.jit
+def split_words(words_ptr, rows, BYTES: tl.constexpr, PIECE: tl.constexpr):
+    """``[rows, PIECE // 4, 4]`` int32, in whose lowest 24 bits are eight codes of three bits.
+
+    Of PIECE bytes of signs among the BYTES of a row. There are three words to each four of them.
+    """
+    QUARTER: tl.constexpr = PIECE // 4
+    words_ptr += rows[:, None] * (3 * (BYTES // 4)) + 3 * tl.arange(0, QUARTER)[None, :]
+    first = tl.load(words_ptr).to(tl.uint32, bitcast=True)
+    second = tl.load(words_ptr + 1).to(tl.uint32, bitcast=True)
+    third = tl.load(words_ptr + 2).to(tl.uint32, bitcast=True)
+    even = tl.join(first, (second >> 16) | (third << 16))
+    odd = tl.join((first >> 24) | (second << 8), third >> 8)
+    return tl.reshape(tl.join(even, odd), (rows.shape[0], QUARTER, 4)).to(tl.int32)
