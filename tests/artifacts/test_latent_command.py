@@ -14,7 +14,7 @@ from hf_kvret import A2ATSCache, AquaKVCache
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
-from hf_kvret.saved.model_facts import model_facts
+from hf_kvret.saved.identity import model_facts
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret.testing.tiny import spread_weights
