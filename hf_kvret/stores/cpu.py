@@ -10,8 +10,7 @@ import torch
 
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
-from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.wrapped import WrappedStore
+from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
 from hf_kvret_kernels.paged import PagedRows
 

@@ -12,8 +12,7 @@ from hf_kvret.contracts.schema import Form, damaged
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult, check_in_key, check_rows
 from hf_kvret.stores.memory import PageMemory
-from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.wrapped import WrappedStore
+from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels import higgs
 from hf_kvret_kernels.higgs.codec import LARGEST_GROUP, SMALLEST_GROUP
 
