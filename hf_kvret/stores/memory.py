@@ -22,6 +22,9 @@ _copies: dict[torch.device, PendingCopies] = {}
 class PageMemory(ABC):
     """Allocates chunks of pages and writes rows into them, for a compute device."""
 
+    over_bus = False
+    """Whether the device may have to read rows in host memory."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -36,11 +39,6 @@ class PageMemory(ABC):
     @abstractmethod
     def on_host(self, chunk: torch.Tensor) -> bool:
         """Whether ``chunk``, allocated here and still alive, counts as host memory."""
-
-    @property
-    def over_bus(self) -> bool:
-        """Whether the device may have to read rows in host memory."""
-        return False
 
     @abstractmethod
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
@@ -91,6 +89,8 @@ class HostMemory(PageMemory):
         RuntimeError: the reader is a GPU that can't read pinned memory at the host's addresses.
     """
 
+    over_bus = True
+
     def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
         if self.device.type == "cuda" and not reads_host_addresses(_index_of(self.device)):
@@ -101,10 +101,6 @@ class HostMemory(PageMemory):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._place = device if device.type == "meta" else CPU
         self._last_write: torch.cuda.Event | None = None
-
-    @property
-    def over_bus(self) -> bool:
-        return True
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         if self._stream is None:
@@ -153,16 +149,14 @@ class SplitMemory(PageMemory):
         budget: bytes of device memory, spare capacity included.
     """
 
+    over_bus = True
+
     def __init__(self, device: torch.device, budget: int) -> None:
         super().__init__(device)
         self.budget = budget
         self._near, self._far = DeviceMemory(device), HostMemory(device)
         # Bytes of live chunks on the device, by ``id``: chunks of the meta device have no address.
         self._chunk_bytes: dict[int, int] = {}
-
-    @property
-    def over_bus(self) -> bool:
-        return True
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         page_bytes = math.prod(shape[1:]) * dtype.itemsize

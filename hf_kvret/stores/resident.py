@@ -111,8 +111,9 @@ class SlotBuffer(State):
         places = self._table.gather(2, tokens.masked_fill(outside, 0).long())
         return places.masked_fill(outside, _EMPTY).view(ids.shape)
 
+    @torch.inference_mode(False)
     def cover(self, tokens: int) -> None:
-        """Grow the table to at least ``tokens``."""
+        """Grow the table to at least ``tokens``; it can be written to in and out of inference."""
         table = self._table
         shortfall = tokens - table.shape[2]
         if shortfall > 0:
@@ -216,7 +217,7 @@ class ResidentStore(WrappedStore):
         """As for every store; rows that are in slots are read there."""
         if self._buffer is None:
             return self.rows.gather(ids)
-        self._cover(self._buffer)
+        self._buffer.cover(len(self))
         places = self._buffer.find(ids)
         near = self._buffer.rows.gather(places)
         far = self.rows.gather(ids.masked_fill(places >= 0, -1))
@@ -273,9 +274,5 @@ class ResidentStore(WrappedStore):
             self._buffer = SlotBuffer.empty(rows, slots * share)
         elif self._buffer.slots < slots * share:
             self._buffer.widen(slots * share)
-        self._cover(self._buffer)
+        self._buffer.cover(len(self))
         return self._buffer
-
-    @torch.inference_mode(False)
-    def _cover(self, buffer: SlotBuffer) -> None:
-        buffer.cover(len(self))
