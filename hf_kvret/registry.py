@@ -10,31 +10,33 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_kvret.attention.attention import retrieval_attention
 from hf_kvret.attention.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
-from hf_kvret.attention.cache_use import check_end, check_foreign, check_pass, keep_cache
+from hf_kvret.attention.cache_use import (
+    check_end,
+    check_foreign,
+    check_pass,
+    keep_cache,
+    log_dense,
+)
+from hf_kvret.attention.call_checks import (
+    check_call,
+    check_one_cache,
+    check_options_are_read,
+    check_shapes,
+)
 from hf_kvret.attention.masks import retrieval_mask
 from hf_kvret.attention.model_state import (
     keep_state,
     note_prepared,
-    release_state,
+    remove_hooks,
     state_of_call,
 )
-from hf_kvret.attention.prompt_check import check_origin, unwatch, watch
-from hf_kvret.attention.prompt_chunks import chunk_prompt, drafts, forget_chunk
-from hf_kvret.attention.requests import (
-    Request,
-    check_length,
-    check_prompt_form,
-    check_prompt_rows,
-    current_request,
-    is_served,
-    request,
-    tell_dense,
-    warn_of_top_k,
-)
+from hf_kvret.attention.prompt_check import watch
+from hf_kvret.attention.prompt_chunks import chunk_prompt, forget_chunk
+from hf_kvret.attention.requests import Request, current_request, is_served, request
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.layer import HANDLE
 from hf_kvret.methods.a2ats import A2ATSCache
@@ -45,7 +47,7 @@ from hf_kvret.methods.h2o import H2OCache
 from hf_kvret.methods.latent import LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
-from hf_kvret.models.compatibility import check_model, model_layers, text_key
+from hf_kvret.models.compatibility import check_model, text_key
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
 from hf_kvret.replay import DecodeGraph
 from hf_kvret_model_patches import decode_graph, generation, latent, mappings, passes
@@ -162,8 +164,7 @@ def restore(model: PreTrainedModel) -> None:
             base = recorded_base(config) or ("sdpa" if supports else "eager")
             config._attn_implementation = {"": base}
         forget_base(config)
-    unwatch(model)
-    release_state(model)
+    remove_hooks(model)
     _attached.discard(model)
 
 
@@ -181,7 +182,7 @@ def _around_generate(
         retrieves, held = _retrieves(call), 0
         if retrieves:
             held = 0 if cache is None else cache.get_seq_length()
-            check_prompt_form(call, held)
+            check_shapes(call, held)
         try:
             yield partial(check_end, call)
             if retrieves and isinstance(arguments.get("custom_generate"), str):
@@ -194,7 +195,7 @@ def _around_generate(
                 if failed and call.switched and not is_served(model):
                     restore(model)
     if cache is not None:
-        tell_dense(cache)
+        log_dense(cache)
 
 
 def _retrieves(call: Request) -> bool:
@@ -218,106 +219,41 @@ def _prepare_cache(
     call = current_request(model)
     note_prepared(call)
     name = generation_config.cache_implementation
-    caller_cache = model_kwargs.get(CACHE_NAME)
+    cache: Any = model_kwargs.get(CACHE_NAME)
     if generation_config.is_assistant:
         # `generate` passes the main model's options on to a draft model, which has its own cache.
         if name in _methods:
             generation_config.cache_implementation = generation_config.cache_config = None
         forget_chunk(generation_config)
         return False
-    if isinstance(caller_cache, RetrievalCache):
-        _check_layers(model, caller_cache)
-        if name is not None and name != caller_cache.name:
-            raise ValueError(
-                f"the cache is a {type(caller_cache).__name__}, "
-                f"cache_implementation={name!r} asks for another cache: pass one of the two"
-            )
-        _check_options(caller_cache, generation_config.cache_config or {}, model.config)
-        generation_config.cache_implementation = None
-        check_length(call, caller_cache)
-        _serve(call, caller_cache, generation_config, model_kwargs)
-        return False
-    if caller_cache is not None and name in _methods:
-        raise ValueError(
-            f"the cache is a {type(caller_cache).__name__}, cache_implementation={name!r} "
-            f"asks for a {_methods[name].__name__}: pass one of the two"
-        )
-    if caller_cache is None and name is None and generation_config.use_cache is not False:
+    check_one_cache(cache, name, _methods)
+    if cache is None and name is None and generation_config.use_cache is not False:
         name = model.config.get_text_config(decoder=True)._attn_implementation
-    if caller_cache is not None or name not in _methods:
-        _refuse_unread(call, generation_config, caller_cache)
+    is_callers = isinstance(cache, RetrievalCache)
+    if is_callers:
+        generation_config.cache_implementation = None
+    elif cache is None and name in _methods:
+        cache = _new_cache(model, name, generation_config.cache_config or {})
+    else:
+        check_options_are_read(call, generation_config, cache, _methods)
         return False
-    check_model(model)
-    options = generation_config.cache_config or {}
-    if not isinstance(options, dict):
-        raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
-    cache = _methods[name](model.config, **options)
-    _serve(call, cache, generation_config, model_kwargs)
-    model_kwargs[CACHE_NAME] = cache
-    return True
-
-
-def _serve(
-    call: Request,
-    cache: RetrievalCache,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-) -> None:
-    """Prepare ``call`` to use ``cache``: checks, attention, and chunks of the prompt."""
-    model = call.model
-    caller_cache = cache_argument(call.arguments) is cache
-    given = "the cache" if caller_cache else f"cache_implementation={cache.name!r}"
-    _check_use_cache(call, generation_config, given)
-    _check_request(generation_config)
-    check_prompt_rows(call, cache.get_seq_length(), model_kwargs.get("attention_mask"))
-    cache.check_model(model)
-    outlives = caller_cache or generation_config.return_dict_in_generate
-    drafting = drafts(generation_config) or call.arguments.get("assistant_model") is not None
-    if cache.get_seq_length() and drafting:
-        raise ValueError(
-            "assisted decoding of transformers reads the whole prompt again, also the "
-            f"{cache.get_seq_length()} tokens that past_key_values holds: leave out "
-            "assistant_model and prompt_lookup_num_tokens for this call, or begin anew with "
-            "cache.reset()"
-        )
-    check_origin(call, cache, outlives, model_kwargs.get("attention_mask"))
-    warn_of_top_k(call, cache.name, generation_config.do_sample is True)
+    check_call(call, cache, generation_config, model_kwargs.get("attention_mask"))
     text = model.config.get_text_config(decoder=True)
     with _attention_lock:
         call.switched = text._attn_implementation not in OUR_NAMES
         call.cache, call.start_len = cache, cache.get_seq_length()
         attach(model)
     chunk_prompt(model, cache, generation_config, model_kwargs)
+    model_kwargs[CACHE_NAME] = cache
+    return not is_callers
 
 
-def _check_use_cache(call: Request, generation_config: Any, given: str) -> None:
-    """ValueError for ``use_cache=False``, with which each pass would append the whole text."""
-    if generation_config.use_cache is False:
-        remedy = (
-            "drop one"
-            if call.gives("use_cache")
-            else "the model's generation_config says it, so pass use_cache=True"
-        )
-        raise ValueError(f"use_cache=False contradicts {given}: {remedy}")
-
-
-def _refuse_unread(call: Request, generation_config: Any, caller_cache: Any) -> None:
-    """ValueError for a ``cache_config`` of this call that no cache would read."""
-    options = generation_config.cache_config
-    if not options or generation_config.cache_implementation is not None:
-        return
-    if not call.gives("cache_config"):
-        # The model's default, for calls that name a cache_implementation.
-        return
-    reason = (
-        "no cache was asked for"
-        if caller_cache is None
-        else f"the cache is a {type(caller_cache).__name__}"
-    )
-    raise ValueError(
-        f"cache_config={options!r}, but {reason}, so nothing would read it: name the cache that it "
-        f"is for with cache_implementation, one of {', '.join(_methods)}"
-    )
+def _new_cache(model: PreTrainedModel, name: str, options: Any) -> RetrievalCache:
+    """A cache of a registered method for ``model``, with the options of ``cache_config``."""
+    check_model(model)
+    if not isinstance(options, dict):
+        raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
+    return _methods[name](model.config, **options)
 
 
 def _decode_call(
@@ -334,30 +270,6 @@ def _decode_call(
     return None if step.reason else step
 
 
-def _check_layers(model: PreTrainedModel, cache: RetrievalCache) -> None:
-    """ValueError for a cache made for a model with another number of layers."""
-    count, model_count = len(cache.layers), len(model_layers(model.config))
-    if count != model_count:
-        raise ValueError(
-            f"past_key_values was made for a model of {count} layers, {type(model).__name__} has "
-            f"{model_count}: make it with config=model.config"
-        )
-
-
-def _check_options(
-    cache: RetrievalCache, options: dict[str, Any], config: PreTrainedConfig
-) -> None:
-    """ValueError if ``cache_config`` contradicts the options of the cache passed with it."""
-    target = cache.options_for(cache.options.replace(**options), config) if options else None
-    for name in options:
-        current = getattr(cache.options, name)
-        if current != getattr(target, name):
-            raise ValueError(
-                f"cache_config asks for {name}={options[name]!r}, past_key_values has {current!r}: "
-                f"pass {name} to the cache, or drop it from cache_config"
-            )
-
-
 def _refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
     """ValueError for continuous batching, which has a paged cache of its own and can't use ours."""
     # As in `generate`, what the caller's config leaves open is the model's.
@@ -370,13 +282,4 @@ def _refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
             "of its own, which retrieval does not serve: call hf_kvret.restore(model) first and "
             "leave cache_implementation out, or use generate (of transformers serve: leave out "
             "--continuous-batching)"
-        )
-
-
-def _check_request(generation_config: Any) -> None:
-    """Refuse what a retrieval cache cannot do, before the first token."""
-    if generation_config.output_attentions:
-        raise ValueError(
-            "output_attentions=True: a retrieval cache never forms the attention matrix; drop the "
-            "argument or use cache_implementation='dynamic'"
         )

@@ -7,12 +7,25 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_kvret import registered_methods
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import attach
 
 PROMPT = 14
 """Tokens of the prompt of a ``DecodeLoop``."""
+
+OPTIONS: dict[str, Any] = {
+    "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
+}  # fmt: skip
+# Four coordinates have 16 sign patterns, which the interpreter goes through in bearable time.
+EXTRA: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
+
+
+def small_cache(model: Any, method: str = "flat", **options: Any) -> RetrievalCache:
+    """An empty cache that soon has cold tokens."""
+    made = {**OPTIONS, **EXTRA.get(method, {}), **options}
+    return registered_methods()[method](model.config, **made)
 
 
 def small_llama(layers: int = 2) -> Any:

@@ -272,7 +272,7 @@ def test_the_manager_of_a_restored_model_serves() -> None:
 
 
 def test_another_cache_beside_our_name_is_refused(llama: PreTrainedModel) -> None:
-    words = "the cache is a DynamicCache, cache_implementation='paris' asks for a Paris"
+    words = "the cache is a DynamicCache, cache_implementation='paris' asks for another"
     cache = DynamicCache(config=llama.config)
     with pytest.raises(ValueError, match=words):
         llama.generate(_ids(), **RUN, cache_implementation="paris", past_key_values=cache)

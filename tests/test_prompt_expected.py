@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_kvret import FlatKVCache, attach, stores
-from hf_kvret.attention import allowance, prompt_chunks
+from hf_kvret.attention import prompt_chunks
 from hf_kvret.stores import paged
 from hf_kvret.stores.places import Choice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -267,14 +267,16 @@ def test_a_mere_limit_of_new_tokens_decides_nothing(
     given = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop_at(483)}
     out = llama.generate(prompt(1, 480), **given, **HUGE_LIMITS[limit])
     assert out.shape[1] == 483
-    assert sizes == [(480 + allowance.LEAST - 8) * 2 * 2 * 2 * 16 * 4]
-    assert {layer.final_len for layer in cache.retrieval_layers} == {480 + allowance.LEAST}
+    assert sizes == [(480 + prompt_chunks.LEAST_NEW_TOKENS - 8) * 2 * 2 * 2 * 16 * 4]
+    assert {layer.final_len for layer in cache.retrieval_layers} == {
+        480 + prompt_chunks.LEAST_NEW_TOKENS
+    }
 
 
 def test_a_second_turn_counts_the_tokens_that_are_held(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allowance, "LEAST", 64)
+    monkeypatch.setattr(prompt_chunks, "LEAST_NEW_TOKENS", 64)
     sizes = sizes_chosen_for(monkeypatch)
     cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "dense_below": 300})
     given = {"past_key_values": cache, "do_sample": False, "max_new_tokens": 10**6}
@@ -290,7 +292,7 @@ def test_a_second_turn_counts_the_tokens_that_are_held(
 def test_a_text_that_outgrows_what_was_expected_goes_on(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
-    monkeypatch.setattr(allowance, "LEAST", 4)
+    monkeypatch.setattr(prompt_chunks, "LEAST_NEW_TOKENS", 4)
     options = {**COVERING_OPTIONS, "store": store, **({"bits": 4} if store == "higgs" else {})}
     cache = FlatKVCache(llama.config, **options)
     ids, settings = prompt(1, 40), {"max_new_tokens": 200, "do_sample": False}

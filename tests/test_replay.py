@@ -8,21 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_kvret import DecodeGraph, RetrievalCache, registered_methods, registry
+from hf_kvret import DecodeGraph, registry
+from hf_kvret.lab.coverage.conversation import Conversation, ask, assert_same, next_turn
+from hf_kvret.lab.coverage.pictures import picture_model
 from hf_kvret.replay import why_not
+from hf_kvret.replay.replayable import untested
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import TapeRecorder, taped
 
-from .steps import PROMPT, DecodeLoop, small_llama
+from .steps import OPTIONS, PROMPT, DecodeLoop, small_cache, small_llama
 
-OPTIONS: dict[str, Any] = {
-    "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
-}  # fmt: skip
 COVERING = {**OPTIONS, "top_k": 10**6}
-# Four coordinates have 16 sign patterns, which the interpreter goes through in bearable time.
-EXTRA: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +36,18 @@ def shallow() -> PreTrainedModel:
     return model
 
 
-def _cache(model: PreTrainedModel, method: str = "flat", **options: Any) -> RetrievalCache:
-    made = {**OPTIONS, **EXTRA.get(method, {}), **options}
-    return registered_methods()[method](model.config, **made)
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
+    """The objects that ``generate`` makes, in order."""
+    made: list[DecodeGraph] = []
+
+    class Noted(DecodeGraph):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(registry, "DecodeGraph", Noted)
+    return made
 
 
 CASES = [
@@ -67,8 +74,8 @@ def test_replayed_steps_are_usual_ones_bit_for_bit(
         # One page.
         options["device_budget"] = 64 * 32 * 4
     with taped():
-        usual = DecodeLoop(shallow, _cache(shallow, method, **options), padded)
-        cache = _cache(shallow, method, **options)
+        usual = DecodeLoop(shallow, small_cache(shallow, method, **options), padded)
+        cache = small_cache(shallow, method, **options)
         step = DecodeGraph(shallow, cache)
         replayed = DecodeLoop(step, cache, padded)
         for number in range(11):
@@ -83,8 +90,8 @@ def test_replayed_steps_are_usual_ones_bit_for_bit(
 def test_the_tokens_of_replayed_steps_are_noted_once(shallow: PreTrainedModel) -> None:
     """Neither the capture, which runs the model, nor a replay, which does not, notes them."""
     with taped():
-        usual = DecodeLoop(shallow, _cache(shallow), padded=True)
-        cache = _cache(shallow)
+        usual = DecodeLoop(shallow, small_cache(shallow), padded=True)
+        cache = small_cache(shallow)
         step = DecodeGraph(shallow, cache)
         replayed = DecodeLoop(step, cache, padded=True)
         for _ in range(7):
@@ -102,7 +109,7 @@ def test_a_step_of_paris_is_replayed(shallow: PreTrainedModel) -> None:
     with taped():
         outs = []
         for graphed in (False, True):
-            cache = _cache(shallow, "paris", top_k=2, flush=7)
+            cache = small_cache(shallow, "paris", top_k=2, flush=7)
             step = DecodeGraph(shallow, cache) if graphed else shallow
             outs.append(DecodeLoop(step, cache).run(3))
     assert torch.equal(*outs)
@@ -113,8 +120,8 @@ def test_a_step_of_paris_is_replayed(shallow: PreTrainedModel) -> None:
 def test_steps_of_a_cache_that_is_still_dense_are_replayed_too(shallow: PreTrainedModel) -> None:
     """The window grows in big steps, and after each a step is captured anew."""
     with taped():
-        usual = DecodeLoop(shallow, _cache(shallow, dense_below=10**6))
-        cache = _cache(shallow, dense_below=10**6)
+        usual = DecodeLoop(shallow, small_cache(shallow, dense_below=10**6))
+        cache = small_cache(shallow, dense_below=10**6)
         step = DecodeGraph(shallow, cache)
         assert torch.equal(DecodeLoop(step, cache).run(6), usual.run(6))
     assert step.replays == 5
@@ -124,16 +131,8 @@ def test_steps_of_a_cache_that_is_still_dense_are_replayed_too(shallow: PreTrain
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_generate_replays_by_itself_and_gives_the_same_tokens(
-    llama: PreTrainedModel, padded: bool, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, padded: bool, made: list[DecodeGraph]
 ) -> None:
-    made: list[DecodeGraph] = []
-
-    class Noted(DecodeGraph):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr(registry, "DecodeGraph", Noted)
     tokens = torch.arange(2 * PROMPT).view(2, PROMPT) % 40 + 10
     mask = torch.ones_like(tokens)
     mask[1, : 5 * padded] = 0
@@ -189,16 +188,8 @@ def test_beams_and_drafts_go_the_usual_way(shallow: PreTrainedModel, mode: dict[
 
 
 def test_nothing_is_left_of_it_after_generate(
-    shallow: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    shallow: PreTrainedModel, made: list[DecodeGraph]
 ) -> None:
-    made: list[weakref.ref[DecodeGraph]] = []
-
-    class Noted(DecodeGraph):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(weakref.ref(self))
-
-    monkeypatch.setattr(registry, "DecodeGraph", Noted)
     with taped():
         output = shallow.generate(  # type: ignore[operator]
             torch.arange(PROMPT)[None] + 10,
@@ -208,9 +199,10 @@ def test_nothing_is_left_of_it_after_generate(
             cache_implementation="flat",
             cache_config=OPTIONS,
         )
+    (step,) = map(weakref.ref, made)
+    made.clear()
     gc.collect()
-    assert len(made) == 1
-    assert made[0]() is None
+    assert step() is None
     layer = output.past_key_values.retrieval_layers[0]
     assert layer.regions is not None
     assert layer.regions.window.place is None
@@ -220,7 +212,7 @@ def test_a_crop_a_reorder_and_a_fork_in_between_are_noticed(shallow: PreTrainedM
     with taped():
         loops = []
         for graphed in (False, True):
-            cache = _cache(shallow, flush=7)
+            cache = small_cache(shallow, flush=7)
             step = DecodeGraph(shallow, cache) if graphed else shallow
             loop = DecodeLoop(step, cache)
             loop.run(4)
@@ -251,7 +243,7 @@ def test_a_cache_of_another_kind_is_refused(llama: PreTrainedModel) -> None:
 
 def test_what_a_step_returned_is_the_callers(shallow: PreTrainedModel) -> None:
     with taped():
-        cache = _cache(shallow, flush=7)
+        cache = small_cache(shallow, flush=7)
         step = DecodeGraph(shallow, cache)
         loop = DecodeLoop(step, cache)
         loop.run(3)
@@ -266,7 +258,7 @@ def test_a_mask_that_changes_between_steps_is_read_each_time(shallow: PreTrained
     outs = []
     with taped():
         for graphed in (False, True):
-            cache = _cache(shallow, flush=7)
+            cache = small_cache(shallow, flush=7)
             step = DecodeGraph(shallow, cache) if graphed else shallow
             loop = DecodeLoop(step, cache, padded=True)
             loop.run(3)
@@ -276,20 +268,20 @@ def test_a_mask_that_changes_between_steps_is_read_each_time(shallow: PreTrained
 
 
 def test_reasons_are_told_before_anything_is_captured(llama: PreTrainedModel) -> None:
-    assert "only cuda devices have graphs" in str(why_not(llama, _cache(llama)))
+    assert "only cuda devices have graphs" in str(why_not(llama, small_cache(llama)))
     with taped():
-        assert why_not(llama, _cache(llama)) is None
-        assert why_not(llama, _cache(llama, graph=False)) == "graph=False"
+        assert why_not(llama, small_cache(llama)) is None
+        assert why_not(llama, small_cache(llama, graph=False)) == "graph=False"
         hook = llama.lm_head.register_forward_hook(lambda *args: None)  # type: ignore[union-attr]
-        assert "hooks" in str(why_not(llama, _cache(llama)))
+        assert "hooks" in str(why_not(llama, small_cache(llama)))
         hook.remove()
         llama.train()
-        assert "training" in str(why_not(llama, _cache(llama)))
+        assert "training" in str(why_not(llama, small_cache(llama)))
         llama.eval()
         with torch.autocast("cpu"):
-            assert "autocast" in str(why_not(llama, _cache(llama)))
+            assert "autocast" in str(why_not(llama, small_cache(llama)))
         mixed = MODELS["lfm2"].build().eval()
-        assert "LinearAttention" in str(why_not(mixed, _cache(mixed)))
+        assert "LinearAttention" in str(why_not(mixed, small_cache(mixed)))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +297,7 @@ def test_methods_and_stores_that_need_the_host_say_so(
     shallow: PreTrainedModel, method: str, options: dict[str, Any], told: str
 ) -> None:
     with taped():
-        cache = _cache(shallow, method, **options)
+        cache = small_cache(shallow, method, **options)
         step = DecodeGraph(shallow, cache)
         DecodeLoop(step, cache).run(3)
     assert told in str(step.reason)
@@ -314,7 +306,7 @@ def test_methods_and_stores_that_need_the_host_say_so(
 
 def test_inputs_that_a_replay_would_not_see_are_not_replayed(shallow: PreTrainedModel) -> None:
     def reason(**more: Any) -> str | None:
-        cache = _cache(shallow)
+        cache = small_cache(shallow)
         step = DecodeGraph(shallow, cache)
         loop = DecodeLoop(lambda **inputs: step(**{**inputs, **more}), cache)
         loop.run(3)
@@ -322,7 +314,7 @@ def test_inputs_that_a_replay_would_not_see_are_not_replayed(shallow: PreTrained
 
     with taped():
         assert reason() == "replayed 1"
-        cache = _cache(shallow, flush=7)
+        cache = small_cache(shallow, flush=7)
         step = DecodeGraph(shallow, cache)
         loop = DecodeLoop(step, cache)
         loop.run(3)
@@ -360,13 +352,43 @@ def test_a_gpu_replays_what_it_would_compute(method: str, store: str) -> None:
         for graph in ("auto", False)
     ]
     assert torch.equal(*given)
-    cache = _cache(model, method, store=store)
+    cache = small_cache(model, method, store=store)
     step = DecodeGraph(model, cache)
     assert step.reason is None
 
 
 def test_the_recorder_of_the_tape_is_one(llama: PreTrainedModel) -> None:
     with taped():
-        cache = _cache(llama)
+        cache = small_cache(llama)
         step = DecodeGraph(llama, cache)
         assert isinstance(step._recorder, TapeRecorder)
+
+
+def test_a_second_turn_after_replayed_steps_has_its_own_positions(
+    made: list[DecodeGraph],
+) -> None:
+    """Replays read positions and call no hook, so another request may come between."""
+    talk = Conversation(picture_model("qwen2_5_vl"))
+    model, cache = talk.model, talk.filled()
+    second = next_turn(model, talk.first, talk.answer)
+    # Steps that are told types of tokens are not replayed; a question has none.
+    second.pop("mm_token_type_ids")
+    whole = next_turn(model, talk.first, talk.answer, pictures=True)
+    reference = ask(model, whole, max_new_tokens=16)
+    ask(model, talk.others[1])
+    with taped():
+        answer = ask(model, second, cache, max_new_tokens=16)
+    assert made[-1].reason is None and made[-1].replays > 4
+    assert_same(answer, reference)
+    ask(model, talk.others[0])
+    third = ask(model, next_turn(model, second, answer), cache)
+    assert_same(third, ask(model, next_turn(model, whole, reference, pictures=True)))
+
+
+def test_steps_whose_frequencies_grow_with_the_text_are_not_replayed() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=64, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    )  # fmt: skip
+    reason = untested(LlamaForCausalLM(config))
+    assert reason is not None and "grow with the text" in reason and "graph=False" in reason

@@ -13,9 +13,8 @@ from hf_kvret import DecodeGraph, FlatKVCache
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 
-OPTIONS: dict[str, Any] = {
-    "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
-}  # fmt: skip
+from .steps import OPTIONS
+
 PROMPT = 26
 NAMES = ["gemma3", *[pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "gpt_oss")]]
 

@@ -8,23 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from hf_kvret import DecodeGraph, RetrievalCache, registered_methods
+from hf_kvret import DecodeGraph, FlatKVCache, RetrievalCache, registered_methods
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.lrqk import grams
-from hf_kvret.replay import graph
+from hf_kvret.replay import graph, why_not
 from hf_kvret.testing.tape import TapeRecorder, taped
 
-from .steps import PROMPT, DecodeLoop, small_llama
-
-OPTIONS: dict[str, Any] = {
-    "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
-}  # fmt: skip
+from .steps import OPTIONS, PROMPT, DecodeLoop, small_cache, small_llama
 
 
-def _cache(model: PreTrainedModel, method: str = "flat", **options: Any) -> RetrievalCache:
-    return registered_methods()[method](model.config, **{**OPTIONS, **options})
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was told in this process yet, and all that is told is seen."""
+    monkeypatch.setattr(graph, "_logged_reasons", set())
+    caplog.set_level(logging.DEBUG, logger="hf_kvret.replay")
 
 
 class Waiting(torch.nn.Module):
@@ -47,15 +45,14 @@ class Waiting(torch.nn.Module):
 
 
 def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    untold: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(graph, "_logged_reasons", set())
     model = small_llama(layers=1)
-    usual = DecodeLoop(model, _cache(model)).run(6)
+    usual = DecodeLoop(model, small_cache(model)).run(6)
     model.model.norm = Waiting(model.model.norm)
     with taped(), caplog.at_level(logging.WARNING):
         for _ in range(2):
-            cache = _cache(model)
+            cache = small_cache(model)
             step = DecodeGraph(model, cache)
             given = DecodeLoop(step, cache).run(6)
             assert torch.allclose(given, usual, atol=1e-4)
@@ -73,7 +70,7 @@ def test_an_error_of_another_kind_passes_and_leaves_the_cache_as_it_was() -> Non
     waiting.error = KeyboardInterrupt()
     model.model.norm = waiting
     with taped():
-        cache = _cache(model)
+        cache = small_cache(model)
         step = DecodeGraph(model, cache)
         loop = DecodeLoop(step, cache)
         waiting.calls = 2
@@ -95,7 +92,7 @@ def _both(
     model, given = small_llama(layers=1), []
     with taped():
         for graphed in (False, True):
-            cache = _cache(model, method, **options)
+            cache = small_cache(model, method, **options)
             step = DecodeGraph(model, cache) if graphed else model
             given.append(act(DecodeLoop(step, cache, padded)))
     return given[0], given[1], step
@@ -200,7 +197,7 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
     with taped():
         for graphed in (False, True):
             model = small_llama(layers=1)
-            cache = _cache(model, "lrqk", flush=7)
+            cache = small_cache(model, "lrqk", flush=7)
             step = DecodeGraph(model, cache) if graphed else model
             loop = DecodeLoop(step, cache)
             loop.run(2)
@@ -213,7 +210,7 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
     assert "_local_scalar_dense" in str(step.reason)
     # The next one for this model does not try again.
     with taped():
-        assert DecodeGraph(model, _cache(model, "lrqk", flush=7)).reason == step.reason
+        assert DecodeGraph(model, small_cache(model, "lrqk", flush=7)).reason == step.reason
 
 
 @pytest.mark.slow
@@ -235,7 +232,7 @@ def test_rows_that_come_and_go_in_between() -> None:
 def test_with_gradients_on_a_step_runs_as_usual() -> None:
     model = small_llama(layers=1).requires_grad_(False)
     with taped():
-        cache = _cache(model, flush=7)
+        cache = small_cache(model, flush=7)
         step = DecodeGraph(model, cache)
         loop = DecodeLoop(step, cache)
         loop.run(4)
@@ -263,10 +260,10 @@ def test_memory_that_ran_out_is_tried_again_and_not_remembered(
     monkeypatch.setattr(TapeRecorder, "record", full)
     model = small_llama(layers=1)
     with taped():
-        usual = DecodeLoop(model, _cache(model, "lrqk", flush=7)).run(6)
+        usual = DecodeLoop(model, small_cache(model, "lrqk", flush=7)).run(6)
         for left, told in ((2, True), (1, False)):
             failures[:] = [1] * left
-            cache = _cache(model, "lrqk", flush=7)
+            cache = small_cache(model, "lrqk", flush=7)
             step = DecodeGraph(model, cache)
             assert step.reason is None
             assert torch.equal(DecodeLoop(step, cache).run(6), usual)
@@ -293,3 +290,40 @@ def test_what_sees_each_pass_is_not_replayed_before_anything_is_cold(
         assert torch.equal(DecodeLoop(step, mine).run(14), usual)
     assert step.replays == 0 and step.reason is not None
     assert mine.retrieval_layers[0].cold_len > 0
+
+
+@pytest.mark.parametrize(("cuda", "level"), [(False, logging.DEBUG), (True, logging.WARNING)])
+def test_an_offloaded_model_is_a_warning_only_where_there_is_a_gpu(
+    cuda: bool,
+    level: int,
+    untold: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    # As accelerate's `cpu_offload` leaves a model: hooks bring weights when they are needed.
+    model = small_llama().to("meta")
+    step = DecodeGraph(model, FlatKVCache(model.config))
+    assert step.reason == "the model's weights are offloaded"
+    assert [record.levelno for record in caplog.records] == [level]
+
+
+def test_a_model_on_the_cpu_of_a_machine_with_a_gpu_is_no_warning(
+    untold: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = small_llama()
+    DecodeGraph(model, FlatKVCache(model.config))
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["compile", "forward"])
+def test_a_compiled_model_is_not_captured(whole: bool) -> None:
+    model: Any = small_llama()
+    with taped():
+        assert why_not(model, FlatKVCache(model.config)) is None
+        if whole:
+            model.compile(backend="eager")
+        else:
+            model.forward = torch.compile(model.forward, backend="eager")
+        assert why_not(model, FlatKVCache(model.config)) == "the model is compiled"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_kvret.replay import recorders
-from hf_kvret.replay.waits import waits
+from hf_kvret.replay.recorders import waits
 
 MESSAGE = "called a synchronizing CUDA operation (Triggered internally at somewhere)"
 

@@ -36,7 +36,7 @@ from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.models.compatibility import latent_rank, layer_shape
-from hf_kvret.saved import origin, shards
+from hf_kvret.saved import persistence, shards
 
 _WORKS = ("save", "load")
 _WAYS = ("checked", "unchecked", "safetensors")
@@ -110,7 +110,7 @@ class Save(Measurement):
         """The times of one cache."""
         cache = self._filled(group[0]["cache"], group[0]["context"])
         # It says at each load what no model and no prompt is compared with.
-        silent = mock.patch.object(logging.getLogger(origin.__name__), "disabled", True)
+        silent = mock.patch.object(logging.getLogger(persistence.__name__), "disabled", True)
         with silent, tempfile.TemporaryDirectory(dir=self.folder) as place:
             turn = _Turn(cache, self._shape.config, Path(place))
             rounds = tqdm(range(self.repeats), desc=group[0]["cache"], unit="round", leave=False)

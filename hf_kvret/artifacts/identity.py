@@ -16,9 +16,11 @@ from hf_kvret.saved.identity import (
     SAMPLED_PARAMETERS,
     base_parameters,
     chosen,
+    facts_difference,
+    model_facts,
+    model_name,
     sampled,
 )
-from hf_kvret.saved.model_facts import facts_difference, model_facts, model_name
 from hf_kvret_model_patches.decoders import decoder_of
 
 if TYPE_CHECKING:

@@ -71,32 +71,22 @@ def attend_with_base(
             )
     else:
         function = ALL_ATTENTION_FUNCTIONS[name]
-    by_name = name.startswith("flash") or "/" in name
-    caller = _NamedProxy(module, name) if by_name else module
+    caller: Any = module
+    if name.startswith("flash") or "/" in name:
+        # Flash attention looks up its kernel by the name in the module's config, which is ours.
+        caller = _Overlay(module, config=_Overlay(module.config, _attn_implementation=name))
     return function(caller, query, key, value, mask, **kwargs)
 
 
-class _NamedProxy:
-    """``module``, but with a config that names ``name`` as its attention implementation.
+class _Overlay:
+    """``target`` with other values of some attributes."""
 
-    Flash attention looks up its kernel by the name in ``module.config``, which is ours.
-    """
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = module
-        self.config = _NamedConfig(module.config, name)
+    def __init__(self, target: Any, **attributes: Any) -> None:
+        self._target = target
+        vars(self).update(attributes)
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(self._module, attribute)
-
-
-class _NamedConfig:
-    def __init__(self, config: PreTrainedConfig, name: str) -> None:
-        self._config = config
-        self._attn_implementation = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self._config, attribute)
+        return getattr(self._target, attribute)
 
 
 def _modeling(module: nn.Module) -> list[ModuleType]:

@@ -8,12 +8,20 @@ with the call, and at its end the number of tokens in the cache.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from typing import Any
 
 import torch
 
 from hf_kvret.attention.requests import Request, current_request
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, cache_of
+
+_log = logging.getLogger(__name__)
+
+# Caches whose reason for retrieving nothing was logged.
+_logged: weakref.WeakSet[RetrievalCache] = weakref.WeakSet()
 
 _REMEDY = (
     "use cache_implementation='dynamic' for this model, and report it; the retrieval cache of this "
@@ -26,12 +34,8 @@ def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -
 
     Phi-3 does so where the text outgrows the short factors of its RoPE. transformers' own cache
     would be a new one there. Nothing happens where the text is not at hand, as after a prompt of
-    embeddings: then ``check_pass`` raises.
-
-    Args:
-        model: that prepares a pass of ``generate``.
-        input_ids: ``[B, T]``, the text so far.
-        arguments: keywords of ``GenerationMixin.prepare_inputs_for_generation``; changed in place.
+    embeddings: then ``check_pass`` raises. ``arguments``, the keywords of
+    ``prepare_inputs_for_generation``, are changed in place; ``input_ids`` are the text so far.
     """
     call = current_request(model)
     cache = call.cache
@@ -48,11 +52,7 @@ def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -
 
 
 def check_pass(model: Any, output: Any) -> None:
-    """Called after each pass of ``generate``: its output must hold the cache of the call.
-
-    Raises:
-        ValueError: another cache, or nothing was added to it.
-    """
+    """ValueError where a pass of ``generate`` used another cache than that of the call, or none."""
     call = current_request(model)
     if call.cache is None:
         return
@@ -71,11 +71,7 @@ def check_pass(model: Any, output: Any) -> None:
 
 
 def check_end(call: Request, result: Any) -> None:
-    """Called when ``generate`` is done: the cache must hold all tokens but the newest.
-
-    Raises:
-        ValueError: it holds fewer.
-    """
+    """ValueError where at the end of ``generate`` the cache lacks more than the newest token."""
     tokens = getattr(result, "sequences", result)
     if call.cache is None or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
         return
@@ -105,16 +101,10 @@ def _least_added(call: Request, tokens: torch.Tensor) -> int:
 
 
 def check_foreign(call: Request, held: int) -> None:
-    """Called at the end of a call that ran a ``generate`` from a folder or from the hub.
+    """ValueError where a ``generate`` from a folder or from the hub never used the cache.
 
-    That runs in place of transformers' own, before any cache is made.
-
-    Args:
-        call: asks for a retrieval cache.
-        held: tokens that the cache, if one was given, held before.
-
-    Raises:
-        ValueError: it never used the cache.
+    That runs in place of transformers' own, before any cache is made. ``held``: tokens that the
+    cache, if one was given, held before.
     """
     cache = cache_argument(call.arguments)
     grew = cache is not None and cache.get_seq_length() > held
@@ -133,3 +123,11 @@ def _place(call: Request) -> str:
         if call.arguments.get("custom_generate") is not None
         else "It drops the cache in prepare_inputs_for_generation or in its forward: "
     )
+
+
+def log_dense(cache: RetrievalCache) -> None:
+    """Log, once for a ``cache``, that it was too short to retrieve anything."""
+    reason = cache.why_dense()
+    if reason is not None and cache not in _logged:
+        _logged.add(cache)
+        _log.info("%s", reason)

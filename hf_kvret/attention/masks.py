@@ -5,8 +5,10 @@ layer gets. So it returns padding as ``[B, T]`` bool (all True where there is no
 ``MaskInfo`` attached, and the attention function takes what it needs: padding for a retrieval
 layer, the base implementation's own mask for everything else.
 
-Where a model hands its mask to a text model that makes its mask again, that call has the effect
-that it has on the base's mask, see ``mask_form``.
+Some models make their mask twice: an outer model hands its mask to a text model, which calls the
+mask function again. transformers then keeps a finished mask, of four dims, as it is. It makes a new
+one from padding, and from no mask, which sdpa has where its own causal attention is enough. The
+second call has the effect here that it has on the base's mask.
 """
 
 from __future__ import annotations
@@ -14,16 +16,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch._guards import TracingContext
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
-from hf_kvret.attention.mask_form import MaskForm, base_form, is_traced
+from hf_kvret.attention.base_attention import recorded_base
 from hf_kvret.models.compiled import not_compiled
 
 _INFO = "hf_kvret_mask"
+# The attention of a model without a record: most models have it.
+_USUAL = "sdpa"
+# Building a block mask calls a compiler, so it can't be stopped on the way.
+_ALWAYS_FINISHED = ("flex_attention",)
 _trues: dict[torch.device, torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """The form of a mask.
+
+    Attributes:
+        shape: ``(B, 1, Q, T)`` of a finished mask; None where there is padding or no mask.
+        padding: ``[B, T]``, of masks that are not finished; None where there is no mask.
+    """
+
+    shape: tuple[int, int, int, int] | None = None
+    padding: torch.Tensor | None = None
 
 
 @dataclass
@@ -71,54 +91,75 @@ class MaskInfo:
         return mask[:, 0, -1]
 
 
-def retrieval_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> torch.Tensor:
+class _FinishedError(Exception):
+    """A mask function begins to build a mask of four dims."""
+
+
+def base_form(arguments: dict[str, Any]) -> MaskForm:
+    """The form of the mask that the model's own attention would make; no mask is built.
+
+    As transformers itself, it looks at the values of padding, where these decide.
+
+    Args:
+        arguments: what transformers passes to a mask function.
+    """
+    config = arguments.get("config")
+    base = (None if config is None else recorded_base(config)) or _USUAL
+    batch, new, total = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
+    finished = MaskForm((batch, 1, new, total))
+    if base in _ALWAYS_FINISHED:
+        return finished
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
+    if make is None:
+        return MaskForm()
+    try:
+        # A mask of four dims is made of what the function says of each query and key.
+        padding = make(**{**arguments, "mask_function": _stop})
+    except _FinishedError:
+        return finished
+    return MaskForm(padding=padding)
+
+
+def _stop(*indices: Any) -> NoReturn:
+    raise _FinishedError
+
+
+def retrieval_mask(**arguments: Any) -> torch.Tensor:
     """The mask function registered beside our attention function.
 
-    Arguments are those of transformers' own mask functions; ``attention_mask`` is ``[B, T]`` bool,
-    None, or what an earlier call returned. Returns ``[B, kv_length]`` bool, a view, with its
-    ``MaskInfo`` attached; asked for its shape it gives that of the base's mask. It is contiguous,
-    because for a static cache ``generate`` calls ``contiguous()`` on it, which would otherwise
-    copy it.
+    Args:
+        arguments: those of transformers' own mask functions, which it passes by name;
+            ``attention_mask`` is ``[B, T]`` bool, None, or what an earlier call returned.
+
+    Returns:
+        ``[B, kv_length]`` bool, a view, with its ``MaskInfo`` attached; asked for its shape it
+        gives that of the base's mask. It is contiguous, because for a static cache ``generate``
+        calls ``contiguous()`` on it, which would otherwise copy it.
     """
+    attention_mask = arguments.get("attention_mask")
     earlier = mask_info(attention_mask)
     if earlier is not None:
         if earlier.form.shape is not None:
             return attention_mask  # type: ignore[return-value]
         attention_mask = earlier.form.padding
-    arguments = dict(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
+    arguments = {"mask_function": causal_mask_function, **arguments}
+    arguments["attention_mask"] = attention_mask
+    if isinstance(arguments.get("q_offset"), torch.Tensor):
         # A static cache passes its own counter, and advances it before the base's mask is made.
-        q_offset=q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        device=device,
-        **kwargs,
-    )
+        arguments["q_offset"] = arguments["q_offset"].clone()
+    kv_length, kv_offset = arguments["kv_length"], arguments.get("kv_offset", 0)
     padding = None if attention_mask is None else attention_mask.to(torch.bool)
     if padding is None:
-        carrier = _all_true(batch_size, kv_length, torch.device(device))
+        device = torch.device(arguments.get("device", "cpu"))
+        carrier = _all_true(arguments["batch_size"], kv_length, device)
     else:
         pad_len = kv_offset + kv_length - padding.shape[1]
         slots = torch.nn.functional.pad(padding, (0, pad_len)) if pad_len > 0 else padding
         carrier = slots[:, kv_offset : kv_offset + kv_length].contiguous()
         # A new view: several kinds of layer may share the padding tensor, each with its own info.
         carrier = carrier.view(carrier.shape)
-    causal = mask_function is causal_mask_function and local_size is None
+    is_plain = arguments["mask_function"] is causal_mask_function
+    causal = is_plain and arguments.get("local_size") is None
     carrier = carrier.as_subclass(MaskCarrier)
     setattr(carrier, _INFO, MaskInfo(padding, causal, arguments))
     return carrier
@@ -146,8 +187,12 @@ class MaskCarrier(torch.Tensor):
                 "hf_kvret.restore(model) where the model was attached, and report the model"
             )
         source = args[0] if args else None
-        if name in _DIMS and not is_traced() and (shape := _finished_shape(source)) is not None:
-            return func(torch.empty((), device="meta").expand(shape), *args[1:], **(kwargs or {}))
+        # torch.compile needs the dims that the memory of a tensor has.
+        is_traced = torch.compiler.is_compiling() or TracingContext.try_get() is not None
+        info = mask_info(source) if name in _DIMS and not is_traced else None
+        if info is not None and info.form.shape is not None:
+            whole = torch.empty((), device="meta").expand(info.form.shape)
+            return func(whole, *args[1:], **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(result, cls) and isinstance(source, cls):
             result.__dict__.setdefault(_INFO, source.__dict__.get(_INFO))
@@ -177,12 +222,6 @@ def _operation(func: Callable) -> str:
     """Name of a tensor operation; of an attribute access, the attribute's name."""
     name = getattr(func, "__name__", repr(func))
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
-
-
-def _finished_shape(carrier: torch.Tensor | None) -> tuple[int, ...] | None:
-    """Shape of the base's mask, if that has four dims."""
-    info = mask_info(carrier)
-    return None if info is None else info.form.shape
 
 
 def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -240,7 +279,7 @@ def slot_validity(
     """
     if mask is None:
         return None
-    info = getattr(mask, _INFO, None)
+    info = mask_info(mask)
     if info is None:
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} and dtype {mask.dtype} reached a "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvret.attention.requests import Request, current_request, is_using, prompt_of
+from hf_kvret.attention.requests import Request, current_request, is_using
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.kept_state import is_shift, kept, put, take
@@ -110,12 +110,6 @@ def keep_state(model: PreTrainedModel) -> None:
         add_hooks(module, _before_pass, _after_pass)
 
 
-def release_state(model: PreTrainedModel) -> None:
-    """Undo ``keep_state``. Harmless on a model without its hooks."""
-    for module in _hooked(without_wrapper(model)):
-        remove_hooks(module, _before_pass, _after_pass)
-
-
 def add_hooks(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
     """Have ``before`` and ``after`` called around passes, also failed ones; once if done twice."""
     if before not in module._forward_pre_hooks.values():
@@ -123,21 +117,25 @@ def add_hooks(module: nn.Module, before: Callable[..., Any], after: Callable[...
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
-def remove_hooks(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Undo ``add_hooks``. Harmless on a module without these hooks."""
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is before]:
-        del module._forward_pre_hooks[key]
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
-    for key in [key for key, hook in module._forward_hooks.items() if hook is after]:
-        del module._forward_hooks[key]
-        module._forward_hooks_with_kwargs.pop(key, None)
-        module._forward_hooks_always_called.pop(key, None)
+def remove_hooks(model: PreTrainedModel) -> None:
+    """Take away all that ``add_hooks`` put on ``model`` and its parts. Twice is harmless."""
+    for module in {model, *_hooked(without_wrapper(model))}:
+        for key in [key for key, hook in module._forward_pre_hooks.items() if _is_ours(hook)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key in [key for key, hook in module._forward_hooks.items() if _is_ours(hook)]:
+            del module._forward_hooks[key]
+            module._forward_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
 
 
-def _hooked(model: PreTrainedModel) -> Iterable[nn.Module]:
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", "").startswith(f"{__package__}.")
+
+
+def _hooked(model: PreTrainedModel) -> set[nn.Module]:
     """The model, its base model, which adapters of PEFT call, and its text model."""
-    modules = (model, model.base_model, decoder_of(model))
-    return {id(module): module for module in modules}.values()
+    return {model, model.base_model, decoder_of(model)}
 
 
 def _whole(module: Any) -> nn.Module:
@@ -174,7 +172,7 @@ def state_of_call(call: Request) -> Iterator[None]:
 
 def _for_prompt(state: dict[str, Any], call: Request) -> dict[str, Any]:
     """``state`` with one row for each of the prompt's, which ``generate`` repeats for beams."""
-    prompt = prompt_of(call)[1]
+    prompt = call.prompt()[1]
     rows = len(prompt) if prompt is not None and prompt.ndim > 1 else 1
     return {
         name: value[:: max(1, len(value) // rows)]
@@ -263,25 +261,13 @@ def _note(model: nn.Module, cache: RetrievalCache, turn: _Turn, mask: Any) -> No
     shift = next((name for name in now if is_shift(name)), None)
     # Positions of a caller's own loop may have passed the model by.
     is_own = turn.is_told and end - start > 1 and not is_using(cache)
-    cuts = None
-    if shift is not None and (is_own or state.changed(now)):
-        cuts = _cuts(turn.positions, mask, start, end, state.shift, rows)
-        if cuts is not None and not state.changed(now):
+    positions, cuts = turn.positions, None
+    if positions is not None and positions.shape[-1] != end - start:
+        positions = None
+    has_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (rows, end))
+    is_new = is_own or state.changed(now)
+    if shift is not None and is_new and has_mask and positions is not None:
+        cuts = shifts(positions, mask, start, state.shift, rows)
+        if not state.changed(now):
             now[shift] = cuts[:, -1:].long()
     state.note(now, start, end, rows, cuts)
-
-
-def _cuts(
-    positions: torch.Tensor | None,
-    mask: Any,
-    start: int,
-    end: int,
-    before: torch.Tensor | None,
-    rows: int,
-) -> torch.Tensor | None:
-    """``shifts`` of a pass; None where positions or mask do not tell them."""
-    if positions is None or positions.shape[-1] != end - start:
-        return None
-    if mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (rows, end)):
-        return shifts(positions, mask, start, before, rows)
-    return None

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvret.attention.model_state import add_hooks, remove_hooks
-from hf_kvret.attention.requests import Request, is_using, prompt_mask
+from hf_kvret.attention.model_state import add_hooks
+from hf_kvret.attention.requests import Request, is_using
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.versions import (
@@ -55,7 +55,7 @@ def check_origin(
     prompt = ids if embeddings is None else embeddings
     if prompt is None:
         return
-    mask = prompt_mask(call, prepared)
+    mask = call.mask(prepared)
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         mask = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
     # As `generate` itself finds that only the new tokens were given.
@@ -77,10 +77,9 @@ def watch(model: PreTrainedModel) -> None:
         add_hooks(module, _before_pass, _after_pass)
 
 
-def unwatch(model: PreTrainedModel) -> None:
-    """Undo ``watch``. Harmless on a model that is not watched."""
-    for module in (model, decoder_of(model)):
-        remove_hooks(module, _before_pass, _after_pass)
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    cache = kwargs.get(CACHE_NAME)
+    return cache_argument(kwargs) if cache is None else cache
 
 
 # The hooks themselves may stand in a graph, with other caches; what is noted is no part of it.
@@ -88,9 +87,7 @@ def _before_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Begin a pass, and compare the model where the cache does not know it."""
-    cache = kwargs.get(CACHE_NAME)
-    if cache is None:
-        cache = cache_argument(kwargs)
+    cache = _cache_of(kwargs)
     if not isinstance(cache, RetrievalCache):
         return None
     _begin(module, cache, args, kwargs)
@@ -123,9 +120,7 @@ def _begin(
 def _after_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    cache = kwargs.get(CACHE_NAME)
-    if cache is None:
-        cache = cache_argument(kwargs)
+    cache = _cache_of(kwargs)
     if isinstance(cache, RetrievalCache):
         _end(module, cache, args, kwargs, output)
 

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from hf_kvret.attention.allowance import expected_new_tokens
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
@@ -23,6 +22,9 @@ from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST
 from hf_kvret.options.config import RetrievalConfig, free_bytes
 
 _log = logging.getLogger(__name__)
+
+LEAST_NEW_TOKENS = 4096
+"""New tokens that are expected of any text, where its limit allows them."""
 
 # Peak memory of a chunk beside its rows, and of a whole prompt where free memory is unknown.
 CHUNK_BYTES = 2 << 30
@@ -133,24 +135,33 @@ def chunk_prompt(
     Raises:
         ValueError: the caller's ``prefill_chunk_size`` cuts a prompt that has to go in one pass.
     """
-    size, caller_chunk = None, generation_config.prefill_chunk_size
+    size, reason, caller_chunk = None, None, generation_config.prefill_chunk_size
     length, batch = _new_tokens(cache, generation_config, model_kwargs)
     if drafts(generation_config):
         caller_chunk = None
     elif caller_chunk is not None:
         _check_chunk(caller_chunk, length, cache.options.max_draft)
-        _check_exact(
-            caller_chunk, length, _why_whole(model, cache, model_kwargs, length, caller_chunk)
-        )
+        reason = _why_whole(model, cache, model_kwargs, length, caller_chunk)
+        if reason is not None and length > caller_chunk:
+            raise ValueError(
+                f"prefill_chunk_size={caller_chunk} cuts a prompt of {length} tokens, and this "
+                f"model has to read it in one pass: {reason}. Pass prefill_chunk_size=None, or "
+                "leave it out of the call and of the model's generation_config"
+            )
     elif length:
         size = prompt_chunk(cache.options, model, batch, length)
-        reason = size and (
-            _obstacle(cache, generation_config, model_kwargs, length)
-            or _why_whole(model, cache, model_kwargs, length, size)
-        )
-        if reason:
-            _log_whole(cache.options.prefill_chunk, reason)
-            size = None
+        if size is not None:
+            reason = _obstacle(cache, generation_config, model_kwargs, length) or _why_whole(
+                model, cache, model_kwargs, length, size
+            )
+        if reason is not None:
+            size, option = None, cache.options.prefill_chunk
+            level = logging.INFO if option == "auto" else logging.WARNING
+            if (option, reason) not in _logged:
+                _logged.add((option, reason))
+                _log.log(
+                    level, "prefill_chunk=%r: the prompt goes in one pass, as %s", option, reason
+                )
         generation_config.prefill_chunk_size = size
         setattr(generation_config, _MARK, size)
     new_tokens = expected_new_tokens(generation_config, cache.get_seq_length() + length)
@@ -164,41 +175,20 @@ def _why_whole(
     length: int,
     chunk: int,
 ) -> str | None:
-    """Why chunks of this prompt would not give what one pass gives; None if they would."""
-    span = None
-    if depends_on_length(model.config):
-        span = _span(model_kwargs.get("position_ids"), cache.get_seq_length(), length, chunk)
-    return why_whole(model.config, span)
+    """Why chunks of this prompt would not give what one pass gives; None if they would.
 
-
-def _span(positions: torch.Tensor | None, held: int, length: int, chunk: int) -> Span:
-    """Positions of ``length`` new tokens behind ``held`` ones, cut by ``chunk``; waits for a GPU.
-
-    Without positions a model may count them by its mask: in padded rows they are smaller then, so
-    nothing is known of the first chunk's.
+    Waits for a GPU where that depends on positions.
     """
-    if positions is None:
-        return Span(held, 0, held + length)
-    new = positions[..., -length:]
-    return Span(held, int(new[..., :chunk].max()) + 1, int(new.max()) + 1)
-
-
-def _check_exact(chunk: int, length: int, reason: str | None) -> None:
-    """Refuse a caller's size that cuts a prompt of ``length`` tokens with a reason against it."""
-    if reason is not None and length > chunk:
-        raise ValueError(
-            f"prefill_chunk_size={chunk} cuts a prompt of {length} tokens, and this model has to "
-            f"read it in one pass: {reason}. Pass prefill_chunk_size=None, or leave it out of the "
-            "call and of the model's generation_config"
-        )
-
-
-def _log_whole(chunk: int | str | None, reason: str) -> None:
-    """Say once why a prompt goes in one pass that ``prefill_chunk`` would have cut."""
-    if (chunk, reason) not in _logged:
-        _logged.add((chunk, reason))
-        level = logging.INFO if chunk == "auto" else logging.WARNING
-        _log.log(level, "prefill_chunk=%r: the prompt goes in one pass, as %s", chunk, reason)
+    if not depends_on_length(model.config):
+        return why_whole(model.config, None)
+    past_len, positions = cache.get_seq_length(), model_kwargs.get("position_ids")
+    # A model without positions may count them by its mask: in padded rows they are smaller then, so
+    # nothing is known of the first chunk's.
+    span = Span(past_len, 0, past_len + length)
+    if positions is not None:
+        new = positions[..., -length:]
+        span = Span(past_len, int(new[..., :chunk].max()) + 1, int(new.max()) + 1)
+    return why_whole(model.config, span)
 
 
 def drafts(generation_config: Any) -> bool:
@@ -246,9 +236,9 @@ def _obstacle(
         return "'auto' leaves models with recurrent layers whole"
     if generation_config.output_hidden_states:
         return "output_hidden_states asks for those of the whole prompt"
-    name = _uncuttable(model_kwargs)
-    if name is not None:
-        return f"{name} can't be cut"
+    for name, value in model_kwargs.items():
+        if name not in _PLAIN and (isinstance(value, torch.Tensor) or value):
+            return f"{name} can't be cut"
     past, positions = cache.get_seq_length(), model_kwargs.get("position_ids")
     if positions is not None and positions.shape[-1] != past + length:
         # transformers cuts positions that count from the first cached token.
@@ -272,9 +262,17 @@ def recurs(cache: RetrievalCache) -> bool:
     )
 
 
-def _uncuttable(model_kwargs: dict[str, Any]) -> str | None:
-    """Name of an argument of the call that can't be cut into chunks, if there is one."""
-    for name, value in model_kwargs.items():
-        if name not in _PLAIN and (isinstance(value, torch.Tensor) or value):
-            return name
-    return None
+def expected_new_tokens(generation_config: Any, context_len: int) -> int:
+    """New tokens after ``context_len`` tokens, those held and those of the prompt.
+
+    ``max_new_tokens`` is often a limit that is never reached, and memory that is kept free for it
+    would take away from what is sure. So as many as there are then, but ``LEAST_NEW_TOKENS`` at
+    least; never more than the limit of ``generation_config``, and never fewer than it asks for.
+    """
+    limit = generation_config.max_new_tokens
+    if limit is None:
+        limit = (generation_config.max_length or 0) - context_len
+    sure = generation_config.min_new_tokens
+    if sure is None:
+        sure = (generation_config.min_length or 0) - context_len
+    return max(0, min(limit, max(sure, context_len, LEAST_NEW_TOKENS)))

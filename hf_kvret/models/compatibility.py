@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from hf_kvret.models import switching
 from hf_kvret_model_patches.decoders import decoder_of
 
 # By model type, why a retrieval cache can't serve it where configuration and classes do not tell.
@@ -133,9 +134,9 @@ def check_class(model_class: type, decoder_class: type | None = None) -> None:
     if supports_cache is not None and not supports_cache():
         raise ValueError(f"{name} keeps its own kind of cache: use it without cache_implementation")
     for part in {model_class, decoder_class or model_class}:
-        if not issubclass(part, PreTrainedModel) or switching.switches(part):
+        if not issubclass(part, PreTrainedModel) or switches(part):
             continue
-        if not switching.knows(part):
+        if not knows(part):
             raise ValueError(
                 f"{part.__name__} was made where there is no source file (a notebook, exec), and "
                 "transformers reads that to see whether attention can be switched: put the class "
@@ -277,3 +278,34 @@ def one_or_all(values: list) -> Any:
 
 def _layers_differ(text: PreTrainedConfig) -> bool:
     return getattr(text, "is_heterogeneous", False)
+
+
+def switches(model_class: type[PreTrainedModel]) -> bool:
+    """Whether models of this class ask transformers for their attention function.
+
+    transformers reads the source of the class' module to find out. A class of a notebook, of
+    ``python -`` or of ``exec`` has none; its nearest ancestor with a source tells then, and False
+    stands where there is none.
+    """
+    home = next((kind for kind in _models(model_class) if has_source(kind)), None)
+    # transformers keeps the answer on the class that was asked, and classes inherit it.
+    return home is not None and bool(home._can_set_attn_implementation())
+
+
+def knows(model_class: type[PreTrainedModel]) -> bool:
+    """Whether transformers can read the source of this class or of an ancestor of it."""
+    return any(map(has_source, _models(model_class)))
+
+
+def has_source(kind: type) -> bool:
+    """Whether the module of a class has a source file."""
+    try:
+        return bool(inspect.getsource(sys.modules[kind.__module__]))
+    except (KeyError, OSError, TypeError):
+        return False
+
+
+def _models(model_class: type[PreTrainedModel]) -> list[Any]:
+    """The class and its ancestors that are of some type of model."""
+    kinds = [kind for kind in model_class.__mro__ if issubclass(kind, PreTrainedModel)]
+    return [kind for kind in kinds if kind is not PreTrainedModel]

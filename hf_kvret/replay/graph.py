@@ -18,10 +18,9 @@ from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.window import Window
 from hf_kvret.models.versions import cache_argument
 from hf_kvret.replay.frame import Frame
-from hf_kvret.replay.layer_step import LayerStep
+from hf_kvret.replay.layer_step import LayerStep, SlidingStep
 from hf_kvret.replay.recorders import RECORDERS, Recorder
 from hf_kvret.replay.replayable import untested
-from hf_kvret.replay.sliding_step import SlidingStep
 
 _log = logging.getLogger("hf_kvret.replay")
 _logged_reasons: set[str] = set()

@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -44,12 +44,14 @@ class Replacement:
     """New files of a folder, not in place before ``commit``. Made by ``replacing``.
 
     Attributes:
+        directory: the folder.
+        naming: name of the naming file.
         in_place: whether the naming file was replaced, so that the new files count.
     """
 
     def __init__(self, directory: Path, naming: str, stem: str) -> None:
         self.in_place = False
-        self._directory, self._naming, self._stem = directory, naming, stem
+        self.directory, self.naming, self._stem = directory, naming, stem
         # Files to remove where the save fails: not named by anything yet.
         self._loose: set[Path] = set()
         self._named: set[str] = set()
@@ -58,13 +60,13 @@ class Replacement:
 
     def new_file(self) -> IO[bytes]:
         """A new, empty file to write to, whose name says that it is unfinished."""
-        file = _new_file(self._directory, self._stem)
+        file = _new_file(self.directory, self._stem)
         self._loose.add(Path(file.name))
         return file
 
     def new_folder(self) -> Path:
         """A new, empty folder for files that other libraries write; gone after the save."""
-        path = _unfinished_path(self._directory, self._stem)
+        path = _unfinished_path(self.directory, self._stem)
         path.mkdir()
         self._loose.add(path)
         return path
@@ -81,7 +83,7 @@ class Replacement:
             raise ValueError(f"version={version!r}: give {VERSION_LEN} hexadecimal digits")
         _finish(file)
         path, name = Path(file.name), f"{self._stem}-{version}{suffix}"
-        target = self._directory / name
+        target = self.directory / name
         is_new = not target.exists()
         check_replaceable(target)
         os.replace(path, target)
@@ -94,7 +96,7 @@ class Replacement:
 
     def put_beside(self, name: str, content: bytes) -> None:
         """Have ``commit`` replace a file of a fixed name that nothing depends on, as a card."""
-        check_replaceable(self._directory / name)
+        check_replaceable(self.directory / name)
         with self.new_file() as file:
             file.write(content)
             _finish(file)
@@ -114,13 +116,14 @@ class Replacement:
         with self.new_file() as file:
             file.write(content)
             _finish(file)
-        # The data files are there before the file that names them, also after a power cut.
-        _sync_folder(self._directory)
+        if self._named:
+            # They are there before the file that names them, also after a power cut.
+            _sync_folder(self.directory)
         unnamed = self._loose
         try:
             # A Ctrl-C may come when it has happened: what is named then must stay.
             self._loose = {Path(file.name), *self._beside.values()}
-            os.replace(file.name, self._directory / self._naming)
+            os.replace(file.name, self.directory / self.naming)
         except BaseException:
             if os.path.lexists(file.name):
                 self._loose = unnamed
@@ -128,9 +131,9 @@ class Replacement:
         self.in_place = True
         self._loose = set(self._beside.values())
         for name, path in self._beside.items():
-            os.replace(path, self._directory / name)
+            os.replace(path, self.directory / name)
             self._loose.discard(path)
-        _sync_folder(self._directory)
+        _sync_folder(self.directory)
         self._remove_older(obsolete)
 
     def abandon(self) -> None:
@@ -141,7 +144,7 @@ class Replacement:
     def _remove_older(self, obsolete: Iterable[str]) -> None:
         versioned = re.compile(rf"{re.escape(self._stem)}-[0-9a-f]{{{VERSION_LEN}}}(\..+)")
         unfinished = _unfinished_names(self._stem)
-        for path in list(self._directory.iterdir()):
+        for path in list(self.directory.iterdir()):
             name = path.name
             match = versioned.fullmatch(name)
             # One with another suffix is not ours: cache-202411250228.zip, of a date.
@@ -167,16 +170,8 @@ def replacing(directory: Path, naming: str, stem: str) -> Iterator[Replacement]:
         OSError: as the system says, a full disk for instance, with what to do about it.
         ValueError: what would be replaced is a symbolic link, or no file.
     """
-    replacement = Replacement(directory, naming, stem)
-    with _with_remedy(directory, lambda: replacement.in_place):
-        make_folder(directory)
-        with _locked(directory):
-            check_replaceable(directory / naming)
-            try:
-                yield replacement
-            except BaseException:
-                replacement.abandon()
-                raise
+    with _with_remedy(directory, new := Replacement(directory, naming, stem)), _begun(new):
+        yield new
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -185,25 +180,21 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError, ValueError: as ``replacing``.
     """
-    in_place = False
-    with _with_remedy(path, lambda: in_place):
-        make_folder(path.parent)
-        with _locked(path.parent):
-            check_replaceable(path)
-            for leftover in list(path.parent.iterdir()):
-                if _unfinished_names(path.name).fullmatch(leftover.name):
-                    _remove(leftover)
-            file = _new_file(path.parent, path.name)
-            try:
-                with file:
-                    file.write(content)
-                    _finish(file)
-                os.replace(file.name, path)
-                in_place = True
-            except BaseException:
-                _remove(Path(file.name))
-                raise
-            _sync_folder(path.parent)
+    with _with_remedy(path, new := Replacement(path.parent, path.name, path.name)), _begun(new):
+        new.commit(content)
+
+
+@contextmanager
+def _begun(new: Replacement) -> Iterator[None]:
+    """Context of a replacement, alone in its folder; what it wrote is gone if it fails."""
+    make_folder(new.directory)
+    with _locked(new.directory):
+        check_replaceable(new.directory / new.naming)
+        try:
+            yield
+        except BaseException:
+            new.abandon()
+            raise
 
 
 def check_replaceable(path: Path) -> None:
@@ -300,8 +291,8 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _with_remedy(place: Path, in_place: Callable[[], bool]) -> Iterator[None]:
-    """OSErrors say what is left and what to do; ``in_place``: whether what is new is there."""
+def _with_remedy(place: Path, new: Replacement) -> Iterator[None]:
+    """OSErrors of ``new``, which replaces ``place``, say what is left and what to do."""
     try:
         yield
     except OSError as error:
@@ -320,7 +311,7 @@ def _with_remedy(place: Path, in_place: Callable[[], bool]) -> Iterator[None]:
             f"{place} could not be written ({why}), what was there before is as it was: {remedy}, "
             "or give another place"
         )
-        if in_place():
+        if new.in_place:
             message = (
                 f"{place} was written, and the new content is in place, but may not survive a "
                 f"power cut ({why}): {remedy}, and save again"

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
 
+from hf_kvret.contracts.schema import check_finite
 from hf_kvret.contracts.state import Tensors
-from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.layer import LayerStack, RetrievalLayer
+from hf_kvret.layer.model_state import ModelState
 from hf_kvret.models.ranks import check_save
+from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
 from hf_kvret.saved import foreign_layers
-from hf_kvret.saved.agreement import check_agreement
 from hf_kvret.saved.description import (
     DESCRIPTION,
     STEM,
@@ -31,14 +34,42 @@ from hf_kvret.saved.description import (
     is_of_cache,
 )
 from hf_kvret.saved.folder import Replacement, replacing
-from hf_kvret.saved.origin import FilledCache, restore_origin, saved_origin
-from hf_kvret.saved.saved_options import options_to_load
+from hf_kvret.saved.identity import CacheIdentity
 from hf_kvret.saved.shards import ShardWriter
+from hf_kvret.saved.token_record import UNKNOWN, InputDigest, TokenRecord
 
-CacheType = TypeVar("CacheType", bound=FilledCache)
+_log = logging.getLogger(__name__)
 
+_MOST_NUMBER = 2**63 - 1
 # Begins the names of what the model keeps of the conversation, where it keeps any.
 _MODEL_STATE = "model_state."
+
+
+class FilledCache(Protocol):
+    """What saving and loading know of a ``RetrievalCache``; see there."""
+
+    name: ClassVar[str]
+    Config: ClassVar[type[RetrievalConfig]]
+    needs_artifact: ClassVar[bool]
+    layers: list[Any]
+    stack: LayerStack
+    identity: CacheIdentity | None
+    tokens: TokenRecord
+    model_state: ModelState
+    model_shape: dict[str, Any]
+    saved_digests: dict[str, str]
+
+    def __init__(self, config: PreTrainedConfig, options: RetrievalConfig) -> None: ...
+
+    @property
+    def retrieval_layers(self) -> list[RetrievalLayer]: ...
+
+    def get_seq_length(self) -> int: ...
+
+    def options_to_load(self) -> RetrievalConfig: ...
+
+
+CacheType = TypeVar("CacheType", bound=FilledCache)
 
 
 def save(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
@@ -79,7 +110,7 @@ def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
             tensors, values = foreign_layers.parts_of(layer)
         writer.add(f"layers.{number}.", tensors)
         layers.append({"type": type(layer).__name__, "values": values})
-    origin, tensors = saved_origin(cache)
+    origin, tensors = _saved_origin(cache)
     writer.add("", tensors)
     writer.add(_MODEL_STATE, cache.model_state.state_dict(cache.get_seq_length()))
     writer.finish()
@@ -143,9 +174,8 @@ def _fill(
         except ValueError as error:
             more = f"; {hint}" if hint else ""
             raise ValueError(f"{directory}: layer {number}: {error}{more}") from error
-    text = config.get_text_config(decoder=True)
-    check_agreement(directory, cache, getattr(text, "v_head_dim", None))
-    restore_origin(cache, content, tensors.others("layers."), device)
+    _check_consistency(directory, cache, config)
+    _restore_origin(cache, content, tensors.others("layers."), device)
     _restore_model_state(directory, cache, tensors.part(_MODEL_STATE), device)
 
 
@@ -171,14 +201,13 @@ def _empty_cache(
     config: PreTrainedConfig,
     changes: dict[str, Any],
 ) -> tuple[CacheType, str]:
-    """A new cache with the saved options and ``changes``, and the hint of ``options_to_load``."""
+    """A new cache with the saved options and ``changes``, and the hint of ``_options_to_load``."""
     if content["method"] != cls.name:
         raise ValueError(
             f"{directory} holds a {content['method'][:80]!r} cache, not {cls.name!r}: load it "
             "with the class of that method"
         )
-    given = cls.Config, cls.needs_artifact, content["options"], changes
-    options, hint = options_to_load(directory, *given)
+    options, hint = _options_to_load(cls, directory, content["options"], changes)
     try:
         cache = cls(config, options)
     except (OSError, ValueError) as error:
@@ -255,3 +284,138 @@ def _first_difference(name: str, theirs: Any, ours: Any) -> tuple[str, Any, Any]
 
 def _summary(types: list[str]) -> str:
     return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types))
+
+
+def _options_to_load(
+    cls: type[FilledCache], directory: Path, saved: Mapping[str, Any], changes: Mapping[str, Any]
+) -> tuple[RetrievalConfig, str]:
+    """The saved options with ``changes``; and what to tell where the model's artifact won't do.
+
+    That is empty where the caller names the artifact, or none was saved. The artifacts that a file
+    names are not followed: whoever writes a file could otherwise have any folder read, or any
+    repository of the hub downloaded. The caller names one, or it lies beside the model, where a new
+    cache looks too.
+
+    Raises:
+        ValueError: options that no save writes, or a change that a filled cache can't take.
+    """
+    changes = dict(changes)
+    check_load(changes, cls.needs_artifact)
+    changes = with_companions(changes)
+    if changes.get("store", "split") not in ("auto", "split"):
+        # The saved budget belongs to the saved store.
+        changes = {"device_budget": None, **changes}
+    try:
+        options = cls.Config.from_options(**saved)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{directory} has options that no save writes: {error}") from error
+    most = max((x for x in saved.values() if type(x) is int), key=abs, default=0)
+    if abs(most) > _MOST_NUMBER:
+        raise ValueError(f"{directory} has options that no save writes: {most:.0e} is too large")
+    hint = ""
+    name = getattr(options, "artifact", None) if cls.needs_artifact else None
+    if name is not None and "artifact" not in changes:
+        hint = (
+            f"{directory} was saved with artifact={name[:200]!r}, and what a file names is not "
+            "followed: pass artifact= to from_pretrained, with this name if you trust it"
+        )
+        changes = with_companions({"artifact": None, **changes})
+    return options.replace(**changes), hint
+
+
+def _check_consistency(directory: Path, cache: FilledCache, config: PreTrainedConfig) -> None:
+    """ValueError where the layers of a loaded ``cache`` do not hold the same rows and tokens."""
+    fault = cache.stack.fault() or _shape_fault(cache) or _value_fault(cache, config)
+    if fault is not None:
+        raise ValueError(f"{directory} is damaged or crafted: {fault}; save the cache again")
+    regions = [layer.regions for layer in cache.retrieval_layers]
+    indexes = [each.index for each in regions if each is not None]
+    if any(index is not None and index.needs_finite for index in indexes):
+        # What one layer makes of them reaches the next one.
+        for number, layer in enumerate(cache.layers):
+            if isinstance(layer, RetrievalLayer):
+                continue
+            for name, tensor in foreign_layers.parts_of(layer)[0].items():
+                if tensor.is_floating_point():
+                    check_finite(f"{directory}: layer {number}: {name}", tensor)
+
+
+def _value_fault(cache: FilledCache, config: PreTrainedConfig) -> str | None:
+    value_dim = getattr(config.get_text_config(decoder=True), "v_head_dim", None)
+    for layer in cache.retrieval_layers:
+        regions, shape = layer.regions, layer.of_model.shape
+        if regions is None or shape is None or regions.window.value_in_key:
+            continue
+        dim = regions.window.values.shape[3]
+        if dim not in (shape.head_dim, value_dim):
+            return f"there are values of {dim} numbers, and this model's have {shape.head_dim}"
+    return None
+
+
+def _shape_fault(cache: FilledCache) -> str | None:
+    """What tells that layers are not of one model; None where nothing does."""
+    regions = [layer.regions for layer in cache.retrieval_layers]
+    foreign = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
+    batches = {each.batch_size for each in regions if each is not None}
+    batches |= {batch for layer in foreign if (batch := foreign_layers.batch_of(layer))}
+    if len(batches) > 1:
+        return f"the layers hold batches of {', '.join(map(str, sorted(batches)))}"
+    dtypes = {each.window.keys.dtype for each in regions if each is not None}
+    if len(dtypes) > 1:
+        return f"the layers hold tokens in {', '.join(sorted(map(str, dtypes)))}"
+    forms: dict[Any, Any] = {}
+    for layer, each in zip(cache.retrieval_layers, regions, strict=True):
+        if each is not None:
+            form = each.window.keys.shape[1::2], each.window.values.shape[3]
+            if forms.setdefault(layer.of_model.shape, form) != form:
+                return "layers that the model has alike hold tokens of different forms"
+    for layer in foreign:
+        for name, form in foreign_layers.forms_of(layer).items():
+            if forms.setdefault((type(layer), name), form) != form:
+                return f"{name} of layers of one kind have different forms"
+    return None
+
+
+def _saved_origin(cache: FilledCache) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """``identity`` (of the model) and ``tokens``, each plain JSON or None; their CPU tensors."""
+    length = cache.get_seq_length()
+    ids = cache.tokens.ids(length) if length else None
+    plain = {
+        "identity": None if cache.identity is None else dataclasses.asdict(cache.identity),
+        "tokens": None if ids is None else {"passes": cache.tokens.passes},
+    }
+    return plain, {} if ids is None else {"tokens.ids": ids.cpu().contiguous()}
+
+
+def _restore_origin(
+    cache: FilledCache,
+    origin: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Give ``cache``, restored but for these, what ``_saved_origin`` gave; ids on ``device``.
+
+    A warning tells of a model that is not known; ValueError for what no save writes.
+    """
+    identity, tokens = origin["identity"], origin["tokens"]
+    length = cache.get_seq_length()
+    try:
+        cache.identity = None if identity is None else CacheIdentity.from_json(identity)
+        if tokens is not None and length:
+            ids, shape = tensors["tokens.ids"], [cache.retrieval_layers[0].batch_size, length]
+            if ids.dtype != torch.int32 or list(ids.shape) != shape or int(ids.min()) < UNKNOWN:
+                raise ValueError(f"ids of {ids.dtype} {list(ids.shape)} for tokens of {shape}")
+            cache.tokens.note(ids.to(device), 0)
+            cache.tokens.passes = tuple(
+                InputDigest(int(start), int(end), str(sha256))
+                for start, end, sha256 in tokens["passes"]
+            )
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"what the saved cache was filled by and with is damaged ({error}): save it again"
+        ) from error
+    if length and identity is None:
+        _log.warning(
+            "the saved cache does not say which model filled it, so no model is compared with it: "
+            "a wrong one gives wrong tokens. Save it with save_pretrained(..., model=model)"
+        )

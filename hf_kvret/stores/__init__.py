@@ -12,7 +12,7 @@ from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.offsets import OffsetWarning, why_in_full
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.places import CODED, PLAIN, choose, coded_store
+from hf_kvret.stores.places import CODED, PLAIN, UNCODED, choose, coded_store
 from hf_kvret.stores.quantized import QuantizedStore
 from hf_kvret.stores.resident import ResidentStore
 
@@ -48,9 +48,6 @@ def _coded(memory: PageMemory, options: RetrievalConfig) -> Store:
     """A store of rows coded in ``options.bits`` bits; uncoded for 16."""
     return PagedStore(memory) if options.bits == UNCODED else QuantizedStore(memory, options.bits)
 
-
-UNCODED = 16
-"""Bits of a number that is not coded."""
 
 SPLIT = "split"
 """Name of the store on device and host; each layer gets an equal share of the device budget."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import torch
 
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
-from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.wrapped import WrappedStore
+from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
 from hf_kvret_kernels.paged import PagedRows
 
 CPU = torch.device("cpu")
-# (queries, ids) on the CPU -> results there.
-Work = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+# What a function of (queries, ids) on the CPU gives there.
+Result = TypeVar("Result", bound=tuple[torch.Tensor, ...])
 
 # One worker for all stores: layers run one after the other, and the kernel is multi-threaded.
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_kvret-host-attention")
@@ -53,13 +52,7 @@ class CpuStore(WrappedStore):
         def work(query: torch.Tensor, ids: torch.Tensor) -> AttentionResult:
             return host_attention(query, rows, ids, scale=scale, softcap=softcap)
 
-        finish = self._start("attend", work, query, ids)
-
-        def result() -> AttentionResult:
-            out, lse = finish()
-            return out, lse
-
-        return result
+        return self._start("attend", work, query, ids)
 
     def host_rows(self) -> PagedRows | None:
         return self.rows.host_rows()
@@ -96,8 +89,8 @@ class CpuStore(WrappedStore):
         return self._start("best", work, query, ids)()[0]
 
     def _start(
-        self, purpose: str, work: Work, query: torch.Tensor, ids: torch.Tensor
-    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        self, purpose: str, work: Callable[..., Result], query: torch.Tensor, ids: torch.Tensor
+    ) -> Callable[[], Result]:
         """Start ``work`` on the CPU; returns a function that waits for its results on the device.
 
         ``purpose`` names the staging memory, which keeps the shapes of its last use.
@@ -115,7 +108,7 @@ class CpuStore(WrappedStore):
 
         future = _worker.submit(turn)
 
-        def finish() -> tuple[torch.Tensor, ...]:
+        def finish() -> Result:
             future.result()
             return staging.receive()
 
@@ -192,7 +185,7 @@ class _Staging:
             self._result = tuple(x.to(self._device, non_blocking=True) for x in self._host_results)
             self._back = self._stream.record_event()
 
-    def receive(self) -> tuple[torch.Tensor, ...]:
+    def receive(self) -> Any:
         """The results on the device, whose current stream waits for them."""
         assert self._back is not None
         current = torch.cuda.current_stream(self._device)

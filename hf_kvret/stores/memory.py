@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 
 import torch
 
-from hf_kvret.stores.driver import reads_host_addresses
 from hf_kvret.stores.host_memory import empty
-from hf_kvret.stores.pinning import pinned
-from hf_kvret.stores.under_way import copies_from
+from hf_kvret.stores.pinning import pinned, reads_host_addresses
 
 CPU = torch.device("cpu")
+# Two layers of a prompt of 128K tokens, at 8 KV heads of 128 in 16 bits.
+_MOST_BYTES = 1 << 30
+_copies: dict[torch.device, PendingCopies] = {}
 
 
 class PageMemory(ABC):
     """Allocates chunks of pages and writes rows into them, for a compute device."""
+
+    over_bus = False
+    """Whether the device may have to read rows in host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,11 +39,6 @@ class PageMemory(ABC):
     @abstractmethod
     def on_host(self, chunk: torch.Tensor) -> bool:
         """Whether ``chunk``, allocated here and still alive, counts as host memory."""
-
-    @property
-    def over_bus(self) -> bool:
-        """Whether the device may have to read rows in host memory."""
-        return False
 
     @abstractmethod
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
@@ -88,6 +89,8 @@ class HostMemory(PageMemory):
         RuntimeError: the reader is a GPU that can't read pinned memory at the host's addresses.
     """
 
+    over_bus = True
+
     def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
         if self.device.type == "cuda" and not reads_host_addresses(_index_of(self.device)):
@@ -98,10 +101,6 @@ class HostMemory(PageMemory):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._place = device if device.type == "meta" else CPU
         self._last_write: torch.cuda.Event | None = None
-
-    @property
-    def over_bus(self) -> bool:
-        return True
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         if self._stream is None:
@@ -121,7 +120,7 @@ class HostMemory(PageMemory):
             _copy_runs(target, source)
         source.record_stream(self._stream)
         self._last_write = self._stream.record_event()
-        copies_from(rows.device).add(self._last_write, source.nbytes)
+        pending_copies(rows.device).add(self._last_write, source.nbytes)
 
     def wait(self) -> None:
         if self._last_write is None:
@@ -150,16 +149,14 @@ class SplitMemory(PageMemory):
         budget: bytes of device memory, spare capacity included.
     """
 
+    over_bus = True
+
     def __init__(self, device: torch.device, budget: int) -> None:
         super().__init__(device)
         self.budget = budget
         self._near, self._far = DeviceMemory(device), HostMemory(device)
         # Bytes of live chunks on the device, by ``id``: chunks of the meta device have no address.
         self._chunk_bytes: dict[int, int] = {}
-
-    @property
-    def over_bus(self) -> bool:
-        return True
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         page_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -202,3 +199,55 @@ def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
         return
     for part, source in zip(target, rows, strict=True):
         _copy_runs(part, source)
+
+
+class PendingCopies:
+    """Pending copies from one device, oldest first.
+
+    The rows of a copy stay in device memory until it ends. The host launches layers far ahead of
+    the device, so the rows of all launched layers would be in memory at once. Therefore the host
+    waits for the oldest copies when more than ``most_bytes`` are pending. The device does not idle:
+    it has the work of the layers in between. Threads share it; a waiting one does not block others.
+    """
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self._queue: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies that are not known to have ended."""
+        return self._nbytes
+
+    def add(self, event: torch.cuda.Event, size: int) -> None:
+        """Note a copy of ``size`` bytes; waits until all but ``most_bytes`` have been copied.
+
+        The newest copy is never waited for, however large it is.
+        """
+        with self._lock:
+            self._queue.append((event, size))
+            self._nbytes += size
+            while len(self._queue) > 1 and self._queue[0][0].query():
+                self._forget_oldest()
+        while (oldest := self._too_much()) is not None:
+            oldest.synchronize()
+            with self._lock:
+                # Another thread may have waited for the same copy.
+                if self._queue[0][0] is oldest:
+                    self._forget_oldest()
+
+    def _too_much(self) -> torch.cuda.Event | None:
+        """The copy to wait for; None where no more than the bound is pending."""
+        with self._lock:
+            over = self._nbytes > self.most_bytes and len(self._queue) > 1
+            return self._queue[0][0] if over else None
+
+    def _forget_oldest(self) -> None:
+        self._nbytes -= self._queue.popleft()[1]
+
+
+def pending_copies(device: torch.device) -> PendingCopies:
+    """The pending copies from ``device``, of all stores and caches of the process."""
+    return _copies.setdefault(device, PendingCopies())

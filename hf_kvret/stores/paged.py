@@ -15,6 +15,7 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.pieces import BUS_PROGRAMS, read_ahead, reading_stream
+from hf_kvret.contracts.state import part
 from hf_kvret.contracts.store import AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.chunks import select
@@ -293,8 +294,8 @@ class PagedStore(Store):
             return
         first = self.page_len * self._key_dim
         sides = page.flatten(2).tensor_split([first], dim=2)
-        for side, part in zip(sides, rows.tensor_split([self._key_dim], dim=-1), strict=True):
-            self.memory.write(side.unflatten(2, (self.page_len, -1))[:, :, slots], part)
+        for side, source in zip(sides, rows.tensor_split([self._key_dim], dim=-1), strict=True):
+            self.memory.write(side.unflatten(2, (self.page_len, -1))[:, :, slots], source)
 
     def _add_pages(self, rows: torch.Tensor, column: int) -> None:
         """Write ``rows [B, Hkv, n, W]`` to new pages, from table column ``column`` on."""
@@ -360,3 +361,40 @@ class PagedStore(Store):
         self._free_pages = len(chunk)
         if self._own_pages >= expected:
             self._expected_len = 0
+
+
+class WrappedStore(Store):
+    """Delegates to the paged store inside it; subclasses override parts."""
+
+    rows: PagedStore = part(key="")
+
+    def __init__(self, rows: PagedStore) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def bus_share(self) -> float:
+        return self.rows.bus_share
+
+    def expect(self, tokens: int) -> None:
+        self.rows.expect(tokens)
+
+    def append(self, block: TokenBlock) -> None:
+        self.rows.append(block)
+
+    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rows.gather(ids)
+
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        return self.rows.chunks(piece_len, stop)
+
+    def before_capture(self) -> None:
+        self.rows.before_capture()
+
+    @property
+    def capture_obstacle(self) -> str | None:
+        return self.rows.capture_obstacle

@@ -1,4 +1,4 @@
-"""Pinned host memory of an exact size, unpinned when it is freed."""
+"""Pinned host memory of an exact size, unpinned when it is freed; what CUDA's driver says of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from hf_kvret.contracts.pieces import finish_reading
 from hf_kvret.stores.host_memory import mapped
 
 _MEMORY_PAGE = 4096
+# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_USES_HOST_POINTERS = 91
 # CU_STREAM_CAPTURE_MODE_RELAXED
 _RELAXED = 2
 
@@ -102,3 +104,20 @@ def _driver() -> Any:
     except OSError:
         return None
     return driver if hasattr(driver, "cuThreadExchangeStreamCaptureMode") else None
+
+
+@cache
+def reads_host_addresses(index: int) -> bool:
+    """Whether memory that is registered has one address for the host and GPU ``index``.
+
+    True where the driver can't be asked: nearly all GPUs on Linux do.
+    """
+    device, answer = ctypes.c_int(), ctypes.c_int(1)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), index) != 0:
+        return True
+    status = driver.cuDeviceGetAttribute(ctypes.byref(answer), _USES_HOST_POINTERS, device)
+    return status != 0 or bool(answer.value)

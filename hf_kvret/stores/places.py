@@ -22,11 +22,8 @@ CODED = ("higgs", "higgs-host")
 PLAIN = MappingProxyType({"higgs": "device", "higgs-host": "host"})
 """By coded store, the one that keeps rows in full in the same memory."""
 
-_PLAIN_BITS = 16
-
-
-def _free_on_host(device: torch.device) -> int | None:
-    return free_host_bytes()
+UNCODED = 16
+"""Bits of a number that is not coded."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,12 @@ PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType(
     {
         "cuda": (
             Place("device", "GPU memory", free_bytes, 0.25),
-            Place("host", "host memory", _free_on_host, 0.8),
-            Place("higgs-host", "host memory", _free_on_host, 0.8),
+            Place("host", "host memory", lambda device: free_host_bytes(), 0.8),
+            Place("higgs-host", "host memory", lambda device: free_host_bytes(), 0.8),
         ),
         "cpu": (
-            Place("device", "memory", _free_on_host, 0.5),
-            Place("higgs", "memory", _free_on_host, 0.5),
+            Place("device", "memory", lambda device: free_host_bytes(), 0.5),
+            Place("higgs", "memory", lambda device: free_host_bytes(), 0.5),
         ),
     }
 )
@@ -140,13 +137,13 @@ def coded_store(device: torch.device) -> str | None:
 
 def _codes(options: RetrievalConfig, head_dim: int) -> bool:
     """Whether rows of these heads can be, and may be, coded."""
-    return options.bits != _PLAIN_BITS and head_dim % 8 == 0
+    return options.bits != UNCODED and head_dim % 8 == 0
 
 
 def _coded_share(bits: int, head_dim: int) -> float:
     """Bytes of codes and scales for one byte of rows of 16 bits a number; wider ones need less."""
     group = min(LARGEST_GROUP, head_dim & -head_dim)
-    return bits / _PLAIN_BITS + 1 / group
+    return bits / UNCODED + 1 / group
 
 
 def _reason(place: Place, size: int, free: int | None, fits: bool) -> str:

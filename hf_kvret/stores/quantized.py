@@ -12,8 +12,7 @@ from hf_kvret.contracts.schema import Form, damaged
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult, check_in_key, check_rows
 from hf_kvret.stores.memory import PageMemory
-from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.wrapped import WrappedStore
+from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels import higgs
 from hf_kvret_kernels.higgs.codec import LARGEST_GROUP, SMALLEST_GROUP
 
@@ -50,7 +49,8 @@ class QuantizedStore(WrappedStore):
         sides = [block.keys] if block.value_in_key else [block.keys, block.values]
         coded = [codec.encode(side) for side in sides]
         codes, scales = (torch.cat(parts, dim=-1) for parts in zip(*coded, strict=True))
-        self._append(codes, scales, block.start)
+        # Codes are the keys of the store below, scales their values.
+        self.rows.append(TokenBlock(codes, scales, block.start))
 
     def begin(
         self,
@@ -149,11 +149,7 @@ class QuantizedStore(WrappedStore):
         key_like, value_like = state["key_like"].to(device), state["value_like"].to(device)
         in_key = int(state.get("value_in_key", 0))
         self._made_for(key_like, key_like[..., :in_key] if in_key else value_like, in_key)
-        self._append(state["codes"].to(device), state["scales"].to(device), 0)
-
-    def _append(self, codes: torch.Tensor, scales: torch.Tensor, start: int) -> None:
-        """Append rows with codes as their keys and scales as their values."""
-        self.rows.append(TokenBlock(codes, scales, start))
+        self.rows.append(TokenBlock(state["codes"].to(device), state["scales"].to(device), 0))
 
     def _made_for(
         self, keys: torch.Tensor, values: torch.Tensor, value_in_key: int

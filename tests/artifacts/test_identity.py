@@ -12,7 +12,7 @@ import torch
 from transformers import Gemma3Config, Gemma3TextConfig, PreTrainedModel
 
 from hf_kvret.artifacts import ModelIdentity
-from hf_kvret.saved.model_facts import model_facts
+from hf_kvret.saved.identity import model_facts
 from hf_kvret.testing import MODELS
 
 # An old name of the same thing, and what decides nothing about keys and queries.

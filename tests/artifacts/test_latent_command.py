@@ -13,7 +13,7 @@ import hf_kvret
 from hf_kvret import A2ATSCache, AquaKVCache
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
-from hf_kvret.saved.model_facts import model_facts
+from hf_kvret.saved.identity import model_facts
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 

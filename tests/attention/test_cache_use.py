@@ -24,6 +24,8 @@ from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret.testing.tiny import TinyModel
 
+from ..filled_caches import new_cache
+
 GREEDY: dict[str, Any] = {"do_sample": False}
 # Every pass reads the whole text, with the frequencies of its length: before 5.20 transformers
 # itself loses the text where it crosses the limit with a cache.
@@ -68,10 +70,6 @@ def _phi_config(kind: str) -> PreTrainedConfig:
         eos_token_id=None,
         pad_token_id=0,
     )
-
-
-def new_cache(model: PreTrainedModel) -> hf_kvret.FlatKVCache:
-    return hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
 
 
 @pytest.mark.parametrize("kind", ["phi3", "phimoe"])

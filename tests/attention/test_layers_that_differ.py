@@ -33,7 +33,7 @@ from hf_kvret.models.compatibility import (
     model_shape,
     retrieval_shapes,
 )
-from hf_kvret.saved.model_facts import model_facts
+from hf_kvret.saved.identity import model_facts
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.models import GEMMA4
 from hf_kvret.testing.scenario import prompt, ragged

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import RetrievalCache
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
-RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+from ..filled_caches import RUN, forked, held_ids, new_cache, saved
 
 
 @pytest.fixture(scope="module")
 def qwen2_vl() -> Any:
     return MODELS["qwen2_vl"].build()
-
-
-def new_cache(model: PreTrainedModel) -> RetrievalCache:
-    return hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
-
-
-def held_ids(cache: RetrievalCache) -> list[list[int]]:
-    ids = cache.tokens.ids(cache.get_seq_length())
-    assert ids is not None
-    return ids.tolist()
-
-
-def saved(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
-    cache.save_pretrained(directory)
-    return type(cache).from_pretrained(directory, model.config)
-
-
-def forked(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
-    return copy.deepcopy(cache)
 
 
 def picture(model: Any, seed: int) -> dict[str, torch.Tensor]:

@@ -17,7 +17,8 @@ from hf_kvret.saved.identity import plain_tensor
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+from ..filled_caches import RUN, as_it_is, filled, forked, saved
+
 OTHER = "filled by other weights"
 
 
@@ -26,32 +27,12 @@ def llama() -> Any:
     return MODELS["llama"].build()
 
 
-def filled(model: Any) -> tuple[RetrievalCache, torch.Tensor]:
-    """A cache that ``generate`` filled, and a prompt that goes on with it."""
-    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
-    answer = model.generate(prompt(1, 50), past_key_values=cache, **RUN)
-    return cache, torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
-
-
 def changed(model: Any) -> Any:
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
     return other
-
-
-def as_it_is(cache: RetrievalCache, directory: Path, model: Any) -> RetrievalCache:
-    return cache
-
-
-def forked(cache: RetrievalCache, directory: Path, model: Any) -> RetrievalCache:
-    return cache.fork()
-
-
-def saved(cache: RetrievalCache, directory: Path, model: Any) -> RetrievalCache:
-    cache.save_pretrained(directory)
-    return type(cache).from_pretrained(directory, model.config)
 
 
 def one_token(model: Any) -> dict[str, Any]:

@@ -1,12 +1,18 @@
-"""The rule for chunks: what a token takes, when a pass is affordable, which size fits a length."""
+"""The size of chunks, and the new tokens that a call of ``generate`` is expected to make."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import GenerationConfig, GPT2Config, LlamaConfig, PreTrainedConfig
 
-from hf_kvret.attention.prompt_chunks import auto_chunk, fit_chunk, token_bytes
+from hf_kvret.attention.prompt_chunks import (
+    LEAST_NEW_TOKENS,
+    auto_chunk,
+    expected_new_tokens,
+    fit_chunk,
+    token_bytes,
+)
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.options.config import free_bytes
 
@@ -119,3 +125,28 @@ def test_what_torch_holds_in_reserve_is_free() -> None:
     del held
     after = free_bytes(device)
     assert before is not None and after is not None and after - before >= GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "context_len", "expected"),
+    [
+        ({"max_new_tokens": 100}, 30, 100),
+        ({"max_new_tokens": 100}, 30_000, 100),
+        ({"max_new_tokens": LEAST_NEW_TOKENS}, 30, LEAST_NEW_TOKENS),
+        ({"max_new_tokens": LEAST_NEW_TOKENS + 1}, 30, LEAST_NEW_TOKENS),
+        ({"max_new_tokens": 10**6}, 0, LEAST_NEW_TOKENS),
+        ({"max_new_tokens": 10**6}, 30_000, 30_000),
+        ({"max_length": 500}, 480, 20),
+        ({"max_length": 480}, 480, 0),
+        ({"max_length": 10**6}, 480, LEAST_NEW_TOKENS),
+        ({"max_length": 10**6}, 30_000, 30_000),
+        ({"max_new_tokens": 10**6, "min_new_tokens": 50_000}, 480, 50_000),
+        ({"max_new_tokens": 10**6, "min_length": 50_000}, 480, 50_000 - 480),
+        ({"max_new_tokens": 100, "min_new_tokens": 5}, 480, 100),
+        ({}, 480, 0),
+    ],
+)
+def test_new_tokens_are_those_that_are_sure_or_as_many_as_the_context(
+    limits: dict[str, int], context_len: int, expected: int
+) -> None:
+    assert expected_new_tokens(GenerationConfig(**limits), context_len) == expected

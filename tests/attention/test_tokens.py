@@ -9,45 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import RetrievalCache
 from hf_kvret.saved.token_record import UNKNOWN
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import MODELS
 from hf_kvret.testing.modes import MODES
 from hf_kvret.testing.scenario import prompt, ragged
 
-RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+from ..filled_caches import RUN, as_it_is, forked, held_ids, new_cache, saved
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return MODELS["llama"].build()
-
-
-def new_cache(model: PreTrainedModel) -> RetrievalCache:
-    return hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
-
-
-def held_ids(cache: RetrievalCache) -> list[list[int]]:
-    ids = cache.tokens.ids(cache.get_seq_length())
-    assert ids is not None
-    assert ids.dtype == torch.int32
-    return ids.tolist()
-
-
-def saved(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
-    cache.save_pretrained(directory)
-    return type(cache).from_pretrained(directory, model.config)
-
-
-def as_it_is(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
-    return cache
-
-
-def forked(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
-    return copy.deepcopy(cache)
 
 
 @pytest.mark.parametrize("go_on", [as_it_is, forked, saved])

@@ -13,7 +13,7 @@ from transformers import FalconForCausalLM, LlamaForCausalLM, LlamaModel, PreTra
 
 import hf_kvret
 from hf_kvret import FlatKVCache
-from hf_kvret.models.switching import has_source, switches
+from hf_kvret.models.compatibility import has_source, switches
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 

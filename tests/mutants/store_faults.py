@@ -25,7 +25,7 @@ FAULTS = (
     ),
     Fault(
         "slot-of-a-dropped-token-kept",
-        "hf_kvret/stores/slots.py",
+        "hf_kvret/stores/resident.py",
         "mask = self._token >= length",
         "mask = self._token > length",
     ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ def llama() -> PreTrainedModel:
 def saved(llama: PreTrainedModel, tmp_path: Path) -> Path:
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
     llama.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=1, do_sample=False)
-    cache.save_pretrained(tmp_path)
+    cache.save_pretrained(tmp_path, model=llama)
     return tmp_path
 
 
@@ -108,4 +110,36 @@ def test_no_file_is_read_but_one_of_a_caches_names(
     content, _ = read_saved(saved)
     write_saved(saved, {**content, "files": [name]})
     with pytest.raises(ValueError, match="files has a name that is not of tensors"):
+        FlatKVCache.from_pretrained(saved, llama.config)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda x: x["tokens"].update(passes=[[float("inf"), 1, "x"]]),
+        lambda x: x["tokens"].update(passes=[[0, 1]]),
+        lambda x: x["tokens"].update(passes=5),
+        lambda x: x["tokens"].update(passes=None),
+        lambda x: x["tokens"].pop("passes"),
+        lambda x: x["identity"].update(facts=1),
+        lambda x: x["identity"].update(weights=[3]),
+        lambda x: x["identity"].update(weights={}, name=None, facts=[["a"]]),
+    ],
+)
+def test_an_origin_that_no_save_writes_is_refused(
+    edit: Callable[[dict[str, Any]], None], saved: Path, llama: PreTrainedModel
+) -> None:
+    content, _ = read_saved(saved)
+    edit(content)
+    write_saved(saved, content)
+    with pytest.raises(ValueError, match=r"is (damaged|corrupt) \(.*save (it|the cache) again"):
+        FlatKVCache.from_pretrained(saved, llama.config)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_ids_of_no_token_are_refused(rows: int, saved: Path, llama: PreTrainedModel) -> None:
+    content, tensors = read_saved(saved)
+    tensors["tokens.ids"] = torch.zeros(rows, 0, dtype=torch.int32)
+    write_saved(saved, content, tensors)
+    with pytest.raises(ValueError, match=r"ids of torch.int32 \[., 0\] for tokens of \[1, 40\]"):
         FlatKVCache.from_pretrained(saved, llama.config)

@@ -18,24 +18,16 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, Qwen2VLForConditionalGeneration
 
 import hf_kvret
-from hf_kvret import RetrievalCache
 from hf_kvret.saved.identity import CacheIdentity, identity_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+from ..filled_caches import RUN, filled
 
 
 @pytest.fixture
 def llama() -> Any:
     return MODELS["llama"].build()
-
-
-def filled(model: Any) -> tuple[RetrievalCache, torch.Tensor]:
-    """A cache that ``generate`` filled, and a prompt that goes on with it."""
-    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
-    answer = model.generate(prompt(1, 50), past_key_values=cache, **RUN)
-    return cache, torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
 
 
 def other_weights(model: Any) -> str:

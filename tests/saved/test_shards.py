@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from hf_kvret import FlatKVCache, attach
 from hf_kvret.saved import shards
+from hf_kvret.saved.description import verify_cache
 from hf_kvret.saved.folder import replacing
 from hf_kvret.saved.shards import DTYPES, SavedTensors, ShardWriter, checksum
-from hf_kvret.saved.verification import verify_cache
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 

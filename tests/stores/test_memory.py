@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from hf_kvret.stores import memory, pinning
-from hf_kvret.stores.driver import reads_host_addresses
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
+from hf_kvret.stores.pinning import reads_host_addresses
 
 CPU = torch.device("cpu")
 HUGE_PAGE = 2 << 20

@@ -16,7 +16,7 @@ from hf_kvret import AquaKVCache, FlatKVCache, ParisKVCache
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.aqua.config import AquaConfig
 from hf_kvret.methods.aqua.plan import LayerPlan
-from hf_kvret.stores import PagedStore, QuantizedStore, free_memory
+from hf_kvret.stores import PagedStore, QuantizedStore
 from hf_kvret.stores.offsets import MOST_RATIO, offset_ratio
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
@@ -133,16 +133,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     found = [each for each in caplog.records if each.name == "hf_kvret.stores.offsets"]
     assert all(each.levelno == logging.WARNING for each in found)
     return [each.getMessage() for each in found]
-
-
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Sets how many KiB of host memory are free."""
-    folder = tmp_path / "proc"
-    folder.mkdir()
-    monkeypatch.setattr(free_memory, "PROC", folder)
-    monkeypatch.setattr(free_memory, "CGROUPS", folder / "none")
-    return lambda kib: (folder / "meminfo").write_text(f"MemAvailable: {kib} kB\n")
 
 
 def in_full(cache: Any) -> list[bool]:

@@ -28,19 +28,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 
 
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Sets how many KiB of host memory are free, and how many bytes of the GPU's."""
-    monkeypatch.setattr(free_memory, "PROC", tmp_path)
-    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path / "none")
-
-    def set_free(host_kib: int, gpu: int = 0) -> None:
-        (tmp_path / "meminfo").write_text(f"MemAvailable: {host_kib} kB\n")
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu, 10**12))
-
-    return set_free
-
-
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
     return MODELS["llama"].build()

@@ -41,6 +41,22 @@ def _append(stores: list[PagedStore], count: int, batch: int = 2, seed: int = 0)
         store.append(TokenBlock(keys, values, len(store)))
 
 
+def _check_alike(stores: list[PagedStore], query: torch.Tensor, ids: torch.Tensor) -> None:
+    """Whatever is asked of the two stores has the same answer, to the bit."""
+    answers = (
+        [
+            *store.attend(query, ids, 0.5, 3.0),
+            store.scores(query, ids, 0.5),
+            store.best(query, ids, 7, 0.5),
+            *store.gather(ids),
+            *store.state_dict().values(),
+            *(part for _, *parts in store.chunks(5) for part in parts),
+        ]
+        for store in stores
+    )
+    assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
+
+
 def _rows(store: PagedStore) -> tuple[int, int]:
     """Bytes of rows on the device and on the host, without the page table."""
     host, table = store.host_nbytes(), store.paged_rows().table.nbytes
@@ -75,18 +91,7 @@ def test_answers_are_those_of_the_device_to_the_bit(pages: float) -> None:
     query = torch.randn(2, 2 * HEADS, 3, KEY_DIM)
     ids = torch.rand(2, HEADS, 3, held).argsort(-1)[..., :40].int()
     ids[torch.rand(ids.shape) < 0.2] = -1
-    split, plain = (
-        [
-            *store.attend(query, ids, 0.5, 3.0),
-            store.scores(query, ids, 0.5),
-            store.best(query, ids, 7, 0.5),
-            *store.gather(ids),
-            *store.state_dict().values(),
-            *(part for _, *parts in store.chunks(5) for part in parts),
-        ]
-        for store in stores
-    )
-    assert all(torch.equal(one, other) for one, other in zip(split, plain, strict=True))
+    _check_alike(stores, query, ids)
 
 
 def test_growing_uses_the_budget_up_and_then_the_host() -> None:
@@ -283,14 +288,4 @@ def test_a_gpu_reads_both_parts(pages: float) -> None:
     stores[0].before_capture()
     query = torch.randn(2, 2 * HEADS, 1, KEY_DIM, device=device)
     ids = torch.rand(2, HEADS, 1, 32, device=device).argsort(-1)[..., :20].int()
-    split, plain = (
-        [
-            *store.attend(query, ids, 0.5),
-            store.scores(query, ids, 0.5),
-            *store.gather(ids),
-            *store.state_dict().values(),
-            *(part for _, *parts in store.chunks(5) for part in parts),
-        ]
-        for store in stores
-    )
-    assert all(torch.equal(one, other) for one, other in zip(split, plain, strict=True))
+    _check_alike(stores, query, ids)

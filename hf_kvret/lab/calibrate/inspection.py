@@ -10,7 +10,7 @@ from typing import Any
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.tables import markdown_table
-from hf_kvret.saved.model_facts import printable
+from hf_kvret.saved.identity import printable
 
 
 def describe(artifact: CalibrationArtifact, *, as_json: bool = False) -> str:

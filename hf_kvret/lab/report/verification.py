@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from hf_kvret.lab.calibrate import verification as artifacts
 from hf_kvret.lab.report.results import read_results, why_no_results
-from hf_kvret.saved import verification as caches
-from hf_kvret.saved.model_facts import printable
+from hf_kvret.saved import description as caches
+from hf_kvret.saved.identity import printable
 
 KINDS = ("saved caches", "artifacts", "result files")
 

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from hf_kvret.stores.under_way import CopiesUnderWay, copies_from
+from hf_kvret.stores.memory import PendingCopies, pending_copies
 
 
 class _Copy:
@@ -25,7 +25,7 @@ class _Copy:
 
 def test_the_oldest_copies_are_waited_for_when_too_much_is_under_way() -> None:
     log: list[str] = []
-    copies = CopiesUnderWay(100)
+    copies = PendingCopies(100)
     for name, size, waited in (
         ("a", 40, []),
         ("b", 60, []),
@@ -39,7 +39,7 @@ def test_the_oldest_copies_are_waited_for_when_too_much_is_under_way() -> None:
 
 def test_copies_that_ended_are_forgotten_without_waiting() -> None:
     log: list[str] = []
-    copies = CopiesUnderWay(100)
+    copies = PendingCopies(100)
     first, second = _Copy("first", log), _Copy("second", log)
     copies.add(first, 60)
     copies.add(second, 30)
@@ -50,7 +50,7 @@ def test_copies_that_ended_are_forgotten_without_waiting() -> None:
 
 def test_one_copy_that_is_larger_than_all_is_not_waited_for() -> None:
     log: list[str] = []
-    copies = CopiesUnderWay(100)
+    copies = PendingCopies(100)
     copies.add(_Copy("small", log), 10)
     copies.add(_Copy("large", log), 1000)
     assert log == ["small"] and copies.nbytes == 1000
@@ -58,12 +58,12 @@ def test_one_copy_that_is_larger_than_all_is_not_waited_for() -> None:
 
 def test_all_stores_of_a_device_share_the_bound() -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert copies_from(first) is copies_from(torch.device("cuda", 0))
-    assert copies_from(first) is not copies_from(second)
+    assert pending_copies(first) is pending_copies(torch.device("cuda", 0))
+    assert pending_copies(first) is not pending_copies(second)
 
 
 def test_a_thread_that_waits_holds_up_no_other_and_every_byte_is_counted_once() -> None:
-    copies, log = CopiesUnderWay(100), []
+    copies, log = PendingCopies(100), []
     waiting, go_on = threading.Event(), threading.Event()
 
     class Slow(_Copy):
@@ -89,7 +89,7 @@ def test_a_thread_that_waits_holds_up_no_other_and_every_byte_is_counted_once() 
 
 
 def test_many_threads_leave_no_byte_behind() -> None:
-    copies, log = CopiesUnderWay(50), []
+    copies, log = PendingCopies(50), []
 
     def work() -> None:
         for _ in range(300):

@@ -1,0 +1,243 @@
+"""The checks of a call of ``generate`` that a retrieval cache is to serve, in their order.
+
+``check_shapes`` comes before all others, because transformers itself reads prompt and mask as it
+prepares a call. ``check_call`` does the rest, before the first token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+
+from hf_kvret.attention.prompt_check import check_origin
+from hf_kvret.attention.prompt_chunks import drafts
+from hf_kvret.attention.requests import Request
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.models.compatibility import model_layers
+from hf_kvret.models.versions import cache_argument
+
+_log = logging.getLogger(__name__)
+
+_REMEDY = "give it at least a token (tokenizer.bos_token_id), or leave the row out of the batch"
+
+
+def check_call(
+    call: Request,
+    cache: RetrievalCache,
+    generation_config: Any,
+    prepared_mask: torch.Tensor | None,
+) -> None:
+    """ValueError where ``cache`` can't serve ``call``; warns of what does nothing.
+
+    Args:
+        call: is about to begin.
+        cache: that it uses; other inputs than text are noted in it.
+        generation_config: the call's own copy.
+        prepared_mask: the attention mask as ``generate`` prepared it; it masks padding tokens.
+    """
+    is_callers = cache_argument(call.arguments) is cache
+    if is_callers:
+        _check_layers(call, cache)
+        _check_options(call, cache, generation_config.cache_config or {})
+        _check_length(call, cache)
+    _check_use_cache(call, cache, generation_config, is_callers)
+    _check_output_attentions(generation_config)
+    _check_rows(call.mask(prepared_mask), cache.get_seq_length())
+    cache.check_model(call.model)
+    _check_drafts(call, cache, generation_config)
+    outlives = is_callers or generation_config.return_dict_in_generate
+    check_origin(call, cache, outlives, prepared_mask)
+    _warn_of_top_k(call, cache, generation_config)
+
+
+def check_shapes(call: Request, past_len: int) -> None:
+    """Refuse a prompt without tokens, and a mask of another shape. Reads no values.
+
+    Args:
+        call: its mask is ``[B, n]`` or ``[B, past_len + n]``, or None: all are tokens.
+        past_len: tokens that the cache holds.
+
+    Raises:
+        TypeError: a mask that is no tensor.
+        ValueError: no rows, no tokens, or another shape.
+    """
+    prompt, mask = call.token_prompt(), call.arguments.get("attention_mask")
+    if prompt is not None and 0 in prompt.shape[:2]:
+        raise ValueError(
+            f"the prompt is of shape {list(prompt.shape)} and has no token: give each row at least "
+            "one (tokenizer.bos_token_id), and at least one row"
+        )
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(
+            f"attention_mask is a {type(mask).__name__}: pass a tensor (tokenizer(..., "
+            "return_tensors='pt'))"
+        )
+    shape = list(mask.shape)
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask is of shape {shape}: custom 4D masks and others are not supported; "
+            "pass one of two dimensions, with a row for each row of the prompt and a column for "
+            "every token"
+        )
+    if prompt is None:
+        return
+    rows, new_len = prompt.shape[:2]
+    if shape not in ([rows, new_len], [rows, past_len + new_len]):
+        raise ValueError(
+            f"attention_mask is of shape {shape}, the prompt has {rows} rows of {new_len} tokens: "
+            "pass one column for every token, past and new, and one row for each row"
+        )
+
+
+def check_one_cache(cache: Any, name: str | None, methods: Container[str | None]) -> None:
+    """ValueError where ``cache`` is given beside the ``name`` of another one of ours."""
+    is_ours = isinstance(cache, RetrievalCache)
+    is_other = name not in (None, cache.name) if is_ours else name in methods
+    if cache is not None and is_other:
+        raise ValueError(
+            f"the cache is a {type(cache).__name__}, cache_implementation={name!r} asks for "
+            "another cache: pass one of the two"
+        )
+
+
+def check_options_are_read(
+    call: Request, generation_config: Any, cache: Any, methods: Iterable[str]
+) -> None:
+    """ValueError for a ``cache_config`` of this ``call`` that no cache of ours reads."""
+    options = generation_config.cache_config
+    # The model's own is a default for calls that name a cache_implementation.
+    is_read = generation_config.cache_implementation is not None or not call.gives("cache_config")
+    if not options or is_read:
+        return
+    reason = "no cache was asked for" if cache is None else f"the cache is a {type(cache).__name__}"
+    raise ValueError(
+        f"cache_config={options!r}, but {reason}, so nothing would read it: name the cache that it "
+        f"is for with cache_implementation, one of {', '.join(methods)}"
+    )
+
+
+def _check_layers(call: Request, cache: RetrievalCache) -> None:
+    """ValueError for a cache made for a model with another number of layers."""
+    count, model_count = len(cache.layers), len(model_layers(call.model.config))
+    if count != model_count:
+        raise ValueError(
+            f"past_key_values was made for a model of {count} layers, {type(call.model).__name__} "
+            f"has {model_count}: make it with config=model.config"
+        )
+
+
+def _check_options(call: Request, cache: RetrievalCache, options: dict[str, Any]) -> None:
+    """ValueError if ``cache_config`` contradicts the options of the cache passed with it."""
+    if not options:
+        return
+    target = cache.options_for(cache.options.replace(**options), call.model.config)
+    for name in options:
+        current = getattr(cache.options, name)
+        if current != getattr(target, name):
+            raise ValueError(
+                f"cache_config asks for {name}={options[name]!r}, past_key_values has {current!r}: "
+                f"pass {name} to the cache, or drop it from cache_config"
+            )
+
+
+def _check_length(call: Request, cache: RetrievalCache) -> None:
+    """ValueError unless the prompt of ``call`` continues the tokens in ``cache``.
+
+    A prompt of the new tokens alone is accepted if it has positions, and a mask of all tokens.
+    """
+    cache_len = cache.get_seq_length()
+    name, prompt = call.prompt()
+    length = 0 if prompt is None else prompt.shape[1] if prompt.ndim > 1 else len(prompt)
+    given = (call.arguments.get(one) for one in ("attention_mask", "position_ids"))
+    widths = [x.shape[-1] if isinstance(x, torch.Tensor) and x.ndim else None for x in given]
+    has_positions = widths == [cache_len + length, length]
+    if cache_len and length <= cache_len and not has_positions:
+        raise ValueError(
+            f"{name} has {length} tokens, past_key_values holds {cache_len}: pass the whole "
+            "conversation, the tokens that the cache holds and the new ones behind them (or "
+            "cache.crop to forget the newest, cache.reset() to begin anew)"
+        )
+
+
+def _check_use_cache(
+    call: Request, cache: RetrievalCache, generation_config: Any, is_callers: bool
+) -> None:
+    """ValueError for ``use_cache=False``, with which each pass would append the whole text."""
+    if generation_config.use_cache is False:
+        given = "the cache" if is_callers else f"cache_implementation={cache.name!r}"
+        remedy = (
+            "drop one"
+            if call.gives("use_cache")
+            else "the model's generation_config says it, so pass use_cache=True"
+        )
+        raise ValueError(f"use_cache=False contradicts {given}: {remedy}")
+
+
+def _check_output_attentions(generation_config: Any) -> None:
+    if generation_config.output_attentions:
+        raise ValueError(
+            "output_attentions=True: a retrieval cache never forms the attention matrix; drop the "
+            "argument or use cache_implementation='dynamic'"
+        )
+
+
+def _check_rows(mask: torch.Tensor | None, past_len: int) -> None:
+    """ValueError for rows of ``mask [B, m]`` that new tokens can't follow.
+
+    Padding on the left and holes in the middle of a row are as good as none. ``past_len``: how many
+    of the m columns are of tokens that the cache holds.
+    """
+    if mask is None:
+        return
+    if mask.is_floating_point() and not bool((mask >= 0).all()):
+        raise ValueError(
+            "attention_mask has negative numbers or NaN, as one that is added to scores: pass 1 "
+            "for tokens and 0 for padding"
+        )
+    valid = mask != 0
+    ends = valid[:, -1]
+    if bool(ends.all()):
+        return
+    empty = (~valid.any(dim=1)).nonzero()
+    if len(empty):
+        row = int(empty[0])
+        raise ValueError(f"row {row} of the prompt has no token, only padding: {_REMEDY}")
+    row = int((~ends).nonzero()[0])
+    if past_len and not bool(valid[row, past_len:].any()):
+        raise ValueError(
+            f"row {row} of the prompt has no token behind those that the cache holds: {_REMEDY}"
+        )
+    raise ValueError(
+        f"the prompt is padded on the right in row {row}: new tokens would follow padding. Pad on "
+        "the left (tokenizer.padding_side = 'left')"
+    )
+
+
+def _check_drafts(call: Request, cache: RetrievalCache, generation_config: Any) -> None:
+    if not cache.get_seq_length():
+        return
+    if drafts(generation_config) or call.arguments.get("assistant_model") is not None:
+        raise ValueError(
+            "assisted decoding of transformers reads the whole prompt again, also the "
+            f"{cache.get_seq_length()} tokens that past_key_values holds: leave out "
+            "assistant_model and prompt_lookup_num_tokens for this call, or begin anew with "
+            "cache.reset()"
+        )
+
+
+def _warn_of_top_k(call: Request, cache: RetrievalCache, generation_config: Any) -> None:
+    """Warn of a ``top_k`` that was meant for the cache: ``generate`` takes it for sampling."""
+    top_k = call.arguments.get("top_k", call.configured("top_k"))
+    if top_k is not None and generation_config.do_sample is not True:
+        _log.warning(
+            "top_k=%s is generate's own, for sampling, and does nothing without do_sample=True. "
+            "The budget of the cache is cache_config={'top_k': ...} beside "
+            "cache_implementation=%r, or top_k of the cache's class",
+            top_k,
+            cache.name,
+        )
