@@ -25,15 +25,15 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 25_000
+MOST_LIBRARY_LINES = 24_710
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 65_900,
-    ("examples", ".py"): 11_200,
-    ("kernels/csrc", ".cpp"): 2_910,
-    ("kernels/csrc", ".h"): 2_850,
+    ("tests", ".py"): 64_100,
+    ("examples", ".py"): 11_130,
+    ("kernels/csrc", ".cpp"): 1_580,
+    ("kernels/csrc", ".h"): 2_660,
 }
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
 LAB = "hf_kvret.lab"
