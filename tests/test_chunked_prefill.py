@@ -113,7 +113,7 @@ def test_models_with_other_layers_beside_give_the_same_text(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("store", ["device", "host", "split", "cpu"])
 def test_chunks_give_the_text_of_one_pass_on_a_gpu(store: str) -> None:
-    """Long enough for several pieces, read ahead where rows are on the host."""
+    """Long enough for several chunks, read ahead where rows are on the host."""
     model = MODELS["llama"].build().cuda()
     budget = {"device_budget": 1 << 20} if store == "split" else {}
     options = {**COVERING_OPTIONS, "store": store, **budget}
@@ -292,7 +292,7 @@ def _beyond_rows(model: PreTrainedModel, length: int, chunk: int | None) -> int:
 def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvret.contracts.pieces._LEAST_LEN", 128)
+    monkeypatch.setattr("hf_kvret.contracts.chunks._LEAST_LEN", 128)
     short, long = (_beyond_rows(llama, length, 128) for length in (512, 1536))
     # Token ids, positions, and marks of what is a sink: nothing that grows is a row wide.
     assert long - short <= 1024 * 64
@@ -303,17 +303,17 @@ def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
     assert long < whole / 3
 
 
-def test_a_layer_holds_one_piece_at_a_time(
+def test_a_layer_holds_one_chunk_at_a_time(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvret.contracts.pieces._LEAST_LEN", 64)
-    pieces: list[StorageWeakRef] = []
+    monkeypatch.setattr("hf_kvret.contracts.chunks._LEAST_LEN", 64)
+    chunks: list[StorageWeakRef] = []
     before: list[int] = []
 
     def copy(rows: PagedRows, first: int, last: int, **options: Any) -> torch.Tensor:
-        before.append(sum(not piece.expired() for piece in pieces))
+        before.append(sum(not chunk.expired() for chunk in chunks))
         made = copy_pages(rows, first, last, **options)
-        pieces.append(StorageWeakRef(made.untyped_storage()))
+        chunks.append(StorageWeakRef(made.untyped_storage()))
         return made
 
     monkeypatch.setattr(paged, "copy_pages", copy)

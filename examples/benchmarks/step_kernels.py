@@ -14,7 +14,7 @@ import torch
 
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.higgs import HiggsCodec
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 
 _META = torch.device("meta")
@@ -206,7 +206,7 @@ def _attend(shape: StepShape, count: int) -> None:
     from hf_kvret_kernels.gather_attention import triton
 
     rows = shape.pages(2 * shape.head_dim, shape.head_dim, _HALF)
-    triton.gather_pieces(shape.query(), rows, shape.ids(count), shape.scale, None)
+    triton.gather_partials(shape.query(), rows, shape.ids(count), shape.scale, None)
 
 
 def _higgs(shape: StepShape) -> None:
@@ -217,7 +217,7 @@ def _higgs(shape: StepShape) -> None:
     codes, scales = 2 * codec.code_bytes(dim), 2 * codec.scale_bytes(dim)
     rows = replace(shape.pages(codes + scales, codes, torch.uint8), apart=True)
     ids = shape.ids(LRQK_K)
-    triton_attend.attend_pieces(shape.query(), rows, ids, codec, dim, dim, shape.scale, None)
+    triton_attend.attend_partials(shape.query(), rows, ids, codec, dim, dim, shape.scale, None)
 
 
 def _resident(shape: StepShape) -> None:
@@ -239,13 +239,13 @@ def _near(shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return keys, values, torch.empty(shape.batch, WINDOW_LEN, dtype=torch.bool, device=_META)
 
 
-def _pieces(shape: StepShape, count: int, tile_rows: int, waves: int) -> Pieces:
+def _pieces(shape: StepShape, count: int, tile_rows: int, waves: int) -> Partials:
     """As attention to ``count`` rows leaves them, ``waves`` programs a multiprocessor."""
-    from hf_kvret_kernels._triton_shared import piece_buffers, split_plan
+    from hf_kvret_kernels._triton_shared import partial_buffers, split_plan
 
     programs = shape.batch * shape.heads
     splits, _ = split_plan(count, tile_rows, programs, _META, waves=waves, most=64)
-    return Pieces(*piece_buffers(shape.query(), splits, shape.head_dim))
+    return Partials(*partial_buffers(shape.query(), splits, shape.head_dim))
 
 
 def _finish(shape: StepShape, count: int) -> None:
@@ -262,7 +262,7 @@ def _window(shape: StepShape) -> None:
     from hf_kvret_kernels.prompt_attention import triton
 
     keys, values, mask = _near(shape)
-    triton.prompt_pieces(shape.query(), keys, values, shape.scale, None, mask, None)
+    triton.prompt_partials(shape.query(), keys, values, shape.scale, None, mask, None)
 
 
 def _merge(shape: StepShape) -> None:

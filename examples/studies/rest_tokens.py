@@ -157,7 +157,7 @@ def _plot(path: Path, cells: Found) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestTokens(Ablation):
+class MeanTokens(Ablation):
     """What it gives that tokens which are not selected count."""
 
     name = "rest-tokens"
@@ -208,7 +208,7 @@ class RestTokens(Ablation):
         return follow_all(readers, windows, self.step, **changes)
 
 
-MEASUREMENT = RestTokens
+MEASUREMENT = MeanTokens
 
 if __name__ == "__main__":
     sys.exit(run_script(MEASUREMENT))

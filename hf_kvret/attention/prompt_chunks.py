@@ -80,11 +80,11 @@ def auto_chunk(token_bytes: int, batch: int, length: int, free_bytes: int | None
 
 
 def fit_chunk(length: int, chunk: int, max_draft: int) -> int | None:
-    """The size near ``chunk`` that cuts ``length`` tokens into pieces of more than ``max_draft``.
+    """The size near ``chunk`` that cuts ``length`` tokens into chunks of more than ``max_draft``.
 
-    Pieces of up to ``max_draft`` tokens would retrieve instead of attending to everything, and the
-    last piece of a prompt is shorter than the others. So the size is reduced, in steps of 64
-    tokens if one of these works, until the last piece is long enough or empty. If no smaller size
+    Chunks of up to ``max_draft`` tokens would retrieve instead of attending to everything, and the
+    last chunk of a prompt is shorter than the others. So the size is reduced, in steps of 64
+    tokens if one of these works, until the last chunk is long enough or empty. If no smaller size
     works it is increased. It is always above ``max_draft``. None: in one pass.
     """
     if length <= chunk:
@@ -198,14 +198,14 @@ def drafts(generation_config: Any) -> bool:
 
 
 def _check_chunk(chunk: int, length: int, max_draft: int) -> None:
-    """Warn, once, if ``chunk`` cuts a prompt into pieces so short that they retrieve."""
+    """Warn, once, if ``chunk`` cuts a prompt into chunks so short that they retrieve."""
     retrieve = length > chunk and (chunk <= max_draft or 0 < length % chunk <= max_draft)
     if not retrieve or (chunk, max_draft) in _warned:
         return
     _warned.add((chunk, max_draft))
     better = fit_chunk(length, chunk, max_draft)
     _log.warning(
-        "prefill_chunk_size=%d cuts a prompt of %d tokens into pieces of which some have no more "
+        "prefill_chunk_size=%d cuts a prompt of %d tokens into chunks of which some have no more "
         "than max_draft=%d: these retrieve, as drafted tokens do, instead of attending to "
         "everything. Take %s, or leave it out and let the cache's prefill_chunk choose",
         chunk,

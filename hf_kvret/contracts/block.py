@@ -53,7 +53,7 @@ class TokenBlock:
     def mean_key(self) -> torch.Tensor:
         """``[B, Hkv, Dk]`` fp32 mean of the valid tokens' keys; 0 for none.
 
-        Summed in pieces, so that a prompt is never in fp32 as a whole.
+        Summed in chunks, so that a prompt is never in fp32 as a whole.
         """
         batch, heads, _, dim = self.keys.shape
         total = self.keys.new_zeros(batch, heads, dim, dtype=torch.float32)

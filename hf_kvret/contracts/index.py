@@ -293,7 +293,7 @@ def blamed_on(index: Index, method: str, error: WrongIdError) -> WrongIdError:
 def capture_obstacle_of(index: Index | None) -> str | None:
     """Why decode steps of an index can't be captured in a CUDA graph; None: they can."""
     if index is None:
-        return "a cache without an index reads its store in pieces, more of them as it grows"
+        return "a cache without an index reads its store in chunks, more of them as it grows"
     if isinstance(index, CapturableIndex):
         return None
     obstacle = f"the index {type(index).__name__} does not say that its steps can be captured"

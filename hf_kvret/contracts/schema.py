@@ -1,4 +1,4 @@
-"""Form: the sizes and dtypes that the tensors of a saved layer must have."""
+"""Schema: the sizes and dtypes that the tensors of a saved layer must have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_ROW = 1e14
 
 
-class Form:
+class Schema:
     """Sizes by letter, with which saved tensors are compared before anything uses them.
 
     Capital letters are of the layer: ``B`` rows of the batch, ``H`` KV heads, ``Q`` query heads

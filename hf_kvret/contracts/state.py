@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from hf_kvret.contracts.schema import DTypes, Form, check_finite, damaged
+from hf_kvret.contracts.schema import DTypes, Schema, check_finite, damaged
 
 Tensors = dict[str, torch.Tensor]
 
@@ -61,7 +61,7 @@ class Field:
         """Whether ``state`` contains it, or a part of it."""
         return self.is_saved and self.key in state
 
-    def claim(self, value: Any, state: Tensors, form: Form) -> set[str]:
+    def claim(self, value: Any, state: Tensors, schema: Schema) -> set[str]:
         """Names of ``state`` that are of this field, checked; ``value`` is that of a new state."""
         return set()
 
@@ -92,11 +92,11 @@ class TensorField(Field):
         self.optional, self.batched, self.shared = optional, batched, shared
         self.dims, self.dtype, self.finite = dims, dtype, finite
 
-    def claim(self, value: Any, state: Tensors, form: Form) -> set[str]:
+    def claim(self, value: Any, state: Tensors, schema: Schema) -> set[str]:
         if not self.is_in(state):
             return set()
         if self.dims is not None:
-            form.check(self.key, state[self.key], self.dims, self.dtype)
+            schema.check(self.key, state[self.key], self.dims, self.dtype)
         if self.finite:
             check_finite(self.key, state[self.key])
         return {self.key}
@@ -140,12 +140,12 @@ class NumberField(Field):
         self.default, self.kind, self.anew = default, type(default), anew
         self.least, self.most = least, most
 
-    def check(self, value: float, form: Form) -> None:
+    def check(self, value: float, schema: Schema) -> None:
         """ValueError for a saved ``value`` that is not of the kind, or out of range."""
         least, most = self.least, self.most
         if self.kind is bool:
             least, most = 0, 1
-        most = form.get(most) if isinstance(most, str) else most
+        most = schema.get(most) if isinstance(most, str) else most
         whole = self.kind is float or value == value // 1
         fits = (least is None or value >= least) and (most is None or value <= most)
         if not whole or not fits:
@@ -210,7 +210,7 @@ class PartField(Field):
     def nbytes(self, value: State | None) -> int:
         return 0 if value is None else value.nbytes()
 
-    def claim(self, value: State | None, state: Tensors, form: Form) -> set[str]:
+    def claim(self, value: State | None, state: Tensors, schema: Schema) -> set[str]:
         if not self.is_saved or not self.is_in(state):
             return set()
         prefix = self.prefix
@@ -221,7 +221,7 @@ class PartField(Field):
             assert self.make is not None, "a part that is saved can be made"
             value = self.make()
         try:
-            return {f"{prefix}{name}" for name in value.claim(mine, form)}
+            return {f"{prefix}{name}" for name in value.claim(mine, schema)}
         except ValueError as error:
             raise ValueError(f"{prefix}{error}") from error
 
@@ -275,7 +275,7 @@ def tensor(
         optional: it may be missing where other fields were saved.
         batched: its first dimension is the batch.
         shared: it is never written in place, so that forks need no copy.
-        dims: of a saved one, see ``Form``; None: any.
+        dims: of a saved one, see ``Schema``; None: any.
         dtype: of a saved one with ``dims``; None for that of keys.
         finite: whether numbers of a saved one must be finite.
     """
@@ -299,7 +299,7 @@ def number(
         saved: whether it is saved.
         anew: a fork starts with the default, for example counters of a report.
         least: smallest value of a saved one; None: any.
-        most: largest one, or the letter of a size (see ``Form``); None: any.
+        most: largest one, or the letter of a size (see ``Schema``); None: any.
     """
     return NumberField(default, key, saved, anew, least, most)
 
@@ -432,50 +432,50 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
     def loaded(self) -> None:  # noqa: B027 - most states need nothing else
         """Hook: derive attributes from tensors just loaded. ValueError where they are invalid."""
 
-    def saved_sizes(self, form: Form) -> dict[str, int]:
+    def saved_sizes(self, schema: Schema) -> dict[str, int]:
         """Sizes of this kind of state alone, for ``dims`` of its fields and of its parts."""
         return {}
 
-    def check_saved(self, state: Tensors, form: Form) -> None:
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
         """Compare a saved state with the fields, before it is loaded.
 
         Raises:
             ValueError: a tensor that none has, or of another form; a number out of range.
         """
-        claimed = self.claim(state, form)
+        claimed = self.claim(state, schema)
         # Whoever loads by hand knows the names by hand.
         if type(self).load_state_dict is State.load_state_dict and claimed < state.keys():
             raise damaged(f"there is an unknown {min(state.keys() - claimed)[:80]}")
 
-    def claim(self, state: Tensors, form: Form) -> set[str]:
+    def claim(self, state: Tensors, schema: Schema) -> set[str]:
         """The names of ``state`` that belong to it, checked as by ``check_saved``."""
-        form = form.extended(self.saved_sizes(form))
+        schema = schema.extended(self.saved_sizes(schema))
         claimed: set[str] = set()
         for name, field in self.fields.items():
-            claimed |= field.claim(getattr(self, name), state, form)
+            claimed |= field.claim(getattr(self, name), state, schema)
         for key, names in self._numbers():
             if key in state:
                 claimed.add(key)
-                self._check_numbers(key, [self.fields[name] for name in names], state[key], form)
+                self._check_numbers(key, [self.fields[name] for name in names], state[key], schema)
         return claimed
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError where values just loaded do not fit one another; goes through the parts.
 
         A class with values that are used as ids, offsets or lengths extends it.
         """
-        form = form.extended(self.saved_sizes(form))
+        schema = schema.extended(self.saved_sizes(schema))
         for name, field in self.fields.items():
             value = getattr(self, name)
             if field.is_saved and isinstance(value, State):
-                value.check_loaded(form)
+                value.check_loaded(schema)
 
     @staticmethod
-    def _check_numbers(key: str, fields: list[Any], saved: torch.Tensor, form: Form) -> None:
+    def _check_numbers(key: str, fields: list[Any], saved: torch.Tensor, schema: Schema) -> None:
         dtype = torch.float64 if float in {field.kind for field in fields} else torch.int64
-        form.check(key, saved.reshape(-1) if len(fields) == 1 else saved, f"{len(fields)}", dtype)
+        schema.check(key, saved.reshape(-1) if len(fields) == 1 else saved, f"{len(fields)}", dtype)
         for field, value in zip(fields, saved.reshape(-1).tolist(), strict=True):
-            field.check(value, form)
+            field.check(value, schema)
 
     def _numbers(self) -> Iterator[tuple[str, list[str]]]:
         """Keys of saved numbers, with the fields that are saved under each."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.paged import PagedRows
@@ -111,7 +111,7 @@ class Store(State):
 
         Returns:
             What gives ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the
-            query's device; a query without tokens has out 0 and lse -inf. ``Pieces`` (of
+            query's device; a query without tokens has out 0 and lse -inf. ``Partials`` (of
             ``hf_kvret_kernels.merge``) give it, too: where the device's current stream has all its
             work already, they save the launch that would merge them.
         """
@@ -164,7 +164,7 @@ class Store(State):
 
     @abstractmethod
     def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
+        self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Tokens in order: ``(first slot, keys [B, Hkv, n, Dk], values [B, Hkv, n, Dv])``.
 
@@ -172,9 +172,9 @@ class Store(State):
         ones, too.
         """
 
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+    def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         """The keys alone of all tokens in order: ``(first slot, keys [B, Hkv, n, Dk])``."""
-        for start, keys, values in self.chunks(piece_len):
+        for start, keys, values in self.chunks(chunk_len):
             del values
             yield start, keys
             # Freed before the next one is made.
@@ -214,10 +214,10 @@ class Store(State):
         """Plain numbers of the store's own, for ``cache.stats()``; may wait for the device."""
         return {}
 
-    def check_saved(self, state: Tensors, form: Form) -> None:
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
         """As for every state, of rows in full; a store that saves another form extends it."""
         if "keys" in state and type(self).load_state_dict is Store.load_state_dict:
-            check_rows(state, form)
+            check_rows(state, schema)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """Fill an empty store with what ``state_dict`` gave, for queries on ``device``.
@@ -237,21 +237,21 @@ class Store(State):
             self.append(TokenBlock(keys, values, start=0, value_in_key=in_key))
 
 
-def check_rows(state: Tensors, form: Form) -> None:
+def check_rows(state: Tensors, schema: Schema) -> None:
     """ValueError unless ``state`` has keys and values in full of all cold tokens of a layer."""
-    in_key = form.get("I") or 0
+    in_key = schema.get("I") or 0
     names = {"keys"} | ({"value_in_key"} if in_key else {"values"})
     if names < state.keys():
         raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
-    form.check("store.keys", state["keys"], "B H N D")
+    schema.check("store.keys", state["keys"], "B H N D")
     if not in_key and "values" in state:
-        form.check("store.values", state["values"], "B H N V")
-    check_in_key(state, form)
+        schema.check("store.values", state["values"], "B H N V")
+    check_in_key(state, schema)
 
 
-def check_in_key(state: Tensors, form: Form) -> None:
+def check_in_key(state: Tensors, schema: Schema) -> None:
     """ValueError unless ``value_in_key`` is that of the layer; missing where that is 0."""
-    in_key = form.get("I") or 0
+    in_key = schema.get("I") or 0
     saved = state.get("value_in_key")
     if saved is None and not in_key:
         return

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.contracts.schema import DTypes, Form, check_range
+from hf_kvret.contracts.schema import DTypes, Schema, check_range
 from hf_kvret.contracts.state import PartField, State, Tensors
 
 MOST_SLOT = 2**31 - 1
@@ -27,7 +27,8 @@ class TokenBuffer(State):
 
     Attributes:
         first: slot of the first row.
-        dims, dtype: of saved rows, see ``Form``; of ``tokens`` and ``passed`` their field has them.
+        dims, dtype: of saved rows, see ``Schema``. The fields of ``tokens`` and ``passed`` have
+            them instead.
     """
 
     def __init__(
@@ -155,13 +156,13 @@ class TokenBuffer(State):
         self.append(state["rows"].to(device))
         self.first = int(state["first"])
 
-    def claim(self, state: Tensors, form: Form) -> set[str]:
+    def claim(self, state: Tensors, schema: Schema) -> set[str]:
         """As for every state: of ``rows`` and ``first``."""
-        form = form.extended({})
+        schema = schema.extended({})
         if "rows" in state and self.dims is not None:
-            form.check("rows", state["rows"], self.dims, self.dtype)
+            schema.check("rows", state["rows"], self.dims, self.dtype)
         if "first" in state:
-            form.check("first", state["first"].reshape(-1), "1", torch.int64)
+            schema.check("first", state["first"].reshape(-1), "1", torch.int64)
             check_range("first", state["first"], 0, MOST_SLOT)
         return {"rows", "first"} & state.keys()
 
@@ -186,11 +187,11 @@ class TokensField(PartField):
         super().__init__(make, key, is_saved=True, optional=False, may_be_empty=may_be_empty)
         self.cold, self.dims, self.dtype = cold, dims, dtype
 
-    def claim(self, value: Any, state: Tensors, form: Form) -> set[str]:
+    def claim(self, value: Any, state: Tensors, schema: Schema) -> set[str]:
         if self.key not in state:
             return set()
         if self.dims is not None:
-            form.check(self.key, state[self.key], self.dims, self.dtype)
+            schema.check(self.key, state[self.key], self.dims, self.dtype)
         return {self.key}
 
     def crop(self, value: Any, length: int) -> None:

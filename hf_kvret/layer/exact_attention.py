@@ -1,4 +1,4 @@
-"""Exact attention over all tokens of a layer, the cold ones piece by piece."""
+"""Exact attention over all tokens of a layer, the cold ones chunk by chunk."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_kvret.contracts.chunks import chunk_len
 from hf_kvret.contracts.index import ColdTokens, Scoring
-from hf_kvret.contracts.pieces import piece_len
 from hf_kvret.contracts.store import AttentionResult, all_of
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.regions import Regions
 from hf_kvret_kernels.merge import merge_partials
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
@@ -25,7 +25,7 @@ def merge(
     Sums are fp32. Where no part has a token, out is 0 and lse is -inf.
 
     Args:
-        parts: at least one pair; all have the same shapes, but that one in S pieces is
+        parts: at least one pair; all have the same shapes, but that one in S chunks is
             ``[B, Hq, Q, S, Dv]`` and ``[B, Hq, Q, S]``. A set without tokens has lse -inf.
         sink_logits: ``[Hq]`` learned attention sinks (GPT-OSS). Each is a token without a value
             whose logit joins the softmax. None for models that have none.
@@ -68,7 +68,7 @@ def attend_cold(query: torch.Tensor, cold: ColdTokens, length: int) -> Attention
     for start, keys, values in all_of(cold.store, cold.store.chunks(length)):
         valid = cold.valid[:, start : start + keys.shape[2]]
         part = attend_dense(query, keys, values, cold.scoring.of(valid))
-        # Not held while the next piece is made.
+        # Not held while the next chunk is made.
         del keys, values
         total = part if total is None else merge([total, part])
     assert total is not None, "cold tokens are at least one"
@@ -76,7 +76,7 @@ def attend_cold(query: torch.Tensor, cold: ColdTokens, length: int) -> Attention
 
 
 def attend_exactly(
-    regions: Regions,
+    kv: LayerKV,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -91,13 +91,13 @@ def attend_exactly(
     Raises:
         RuntimeError: the store does not give all of its tokens.
     """
-    scoring, window, store = call.scoring, regions.window, regions.store
+    scoring, window, store = call.scoring, kv.window, kv.store
     valid = scoring.valid
     # Sinks are in the window, and exact there whatever the store does to its rows.
-    cold_valid = None if store is None else regions.retrievable(valid)
+    cold_valid = None if store is None else kv.retrievable(valid)
     # Requested first: a store that reads over the bus starts now, behind the work below.
-    length = piece_len(query.shape[2], key, call.row_numbers(key, value))
-    pieces = () if store is None else all_of(store, store.chunks(length, past), past)
+    length = chunk_len(query.shape[2], key, call.row_numbers(key, value))
+    chunks = () if store is None else all_of(store, store.chunks(length, past), past)
     new_valid = None if valid is None else valid[:, past:]
     new = call.keys_and_values(key, value)
     total = attend_dense(query, *new, scoring.of(new_valid), causal_offset=0)
@@ -112,14 +112,14 @@ def attend_exactly(
         some_valid = None if near_valid is None else near_valid[:, some]
         total = merge([total, attend_dense(query, *near, scoring.of(some_valid))])
         del near
-    for start, keys, values in pieces:
+    for start, keys, values in chunks:
         # Some stores also yield the new tokens, in the form in which they are stored.
         count = min(keys.shape[2], past - start)
         if count > 0:
             old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
             old = call.keys_and_values(keys[:, :, :count], values[:, :, :count])
             part = attend_dense(query, *old, scoring.of(old_valid))
-            # Not held while the next piece is made.
+            # Not held while the next chunk is made.
             del keys, values, old
             total = merge([total, part])
             del part

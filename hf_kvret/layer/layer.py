@@ -1,4 +1,4 @@
-"""RetrievalLayer: one layer of a RetrievalCache, between transformers and the regions."""
+"""RetrievalLayer: one layer of a RetrievalCache, between transformers and ``LayerKV``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hf_kvret.contracts.index import Index, Scoring
 from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
+from hf_kvret.layer.layer_kv import LayerKV, MakeStore, saved_rows
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import Subscriber
-from hf_kvret.layer.regions import MakeStore, Regions, saved_rows
 from hf_kvret.layer.step import attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
@@ -34,7 +34,7 @@ _Params = ParamSpec("_Params")
 _Method = Callable[Concatenate[_Owner, torch.Tensor, _Params], _Result]
 
 
-class LayerOfModel(NamedTuple):
+class LayerInfo(NamedTuple):
     """Which layer of the model a retrieval layer is.
 
     Attributes:
@@ -65,7 +65,7 @@ def new_store(own: LayerReference, first: FirstRows) -> Store:
     layer = own()
     if layer is None:
         raise RuntimeError(
-            "the cache of these regions was dropped: keep it as long as anything of it is used"
+            "the cache of this layer was dropped: keep it as long as anything of it is used"
         )
     store = layer.make_store(first)
     store.below = partial(store_below, own)
@@ -75,7 +75,7 @@ def new_store(own: LayerReference, first: FirstRows) -> Store:
 def store_below(own: LayerReference) -> Store | None:
     """The store of the layer below; None where there is none, or where it is empty."""
     layer = own()
-    below = None if layer is None or layer.below is None else layer.below.regions
+    below = None if layer is None or layer.below is None else layer.below.kv
     return None if below is None else below.store
 
 
@@ -106,7 +106,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     Nothing in it refers back to it but weakly, so that a cache's memory is free once it is dropped.
 
-    Arguments are those of ``Regions``, with what makes an index.
+    Arguments are those of ``LayerKV``, with what makes an index.
 
     ``update`` only notes the new tokens and returns them with a handle to this layer; the
     registered attention function finds the handle and calls ``attend``, which takes them in.
@@ -116,7 +116,7 @@ class RetrievalLayer(CacheLayerMixin):
         edits: goes up with everything that is done to the layer, but for a replayed step.
         final_len: tokens that were announced, held ones included; 0: none.
         needs_positions: see ``RetrievalCache.needs_positions``.
-        of_model: which layer of the model this is; set by the cache.
+        layer_info: which layer of the model this is; set by the cache.
         subscribers: called after each step; set by the cache.
         exact_rows: rows read by exact attention of long second prompts.
     """
@@ -134,14 +134,14 @@ class RetrievalLayer(CacheLayerMixin):
     ) -> None:
         # transformers' own constructor assigns to keys and values, which are only read here.
         self.is_initialized = False
-        self.regions: Regions | None = None
+        self.kv: LayerKV | None = None
         self.config = config
         self.subscribers: tuple[Subscriber, ...] = ()
         self.exact_rows = 0
-        self.waiting = False
+        self.pending_attention = False
         self.below: RetrievalLayer | None = None
         self.edits = self.final_len = 0
-        self.of_model = LayerOfModel()
+        self.layer_info = LayerInfo()
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
         self._make_index = make_index
@@ -150,10 +150,10 @@ class RetrievalLayer(CacheLayerMixin):
         self._value_in_key = value_in_key
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
+        """Make the ``LayerKV`` for tokens shaped like these, ``[B, Hkv, *, D]``."""
         made = self.config, self._make_index(), partial(new_store, LayerReference(self))
         rows = key_states, value_states
-        self.regions = Regions(*made, *rows, self.needs_positions, self._value_in_key)
+        self.kv = LayerKV(*made, *rows, self.needs_positions, self._value_in_key)
         self.is_initialized = True
 
     def update(
@@ -171,12 +171,12 @@ class RetrievalLayer(CacheLayerMixin):
                 "a retrieval cache has no gradients: run the model under torch.no_grad() or "
                 "torch.inference_mode(), or train with use_cache=False"
             )
-        if self.regions is None:
+        if self.kv is None:
             check_dtypes(keys=key_states, values=value_states)
             self.lazy_initialization(key_states, value_states)
         else:
-            self.regions.check_tokens(key_states, value_states)
-        self.waiting = True
+            self.kv.check_tokens(key_states, value_states)
+        self.pending_attention = True
         self.edits += 1
         self._given = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
@@ -189,20 +189,20 @@ class RetrievalLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens held."""
-        if self.regions is None:
+        if self.kv is None:
             return 0
-        window = self.regions.window
+        window = self.kv.window
         return window.start + window.length
 
     @property
     def selected(self) -> int:
         """Rows read by selection; may wait for the device."""
-        return 0 if self.regions is None else int(self.regions.selected)
+        return 0 if self.kv is None else int(self.kv.selected)
 
     @property
     def cold_len(self) -> int:
         """Tokens held outside the window."""
-        return 0 if self.regions is None else self.regions.cold_len
+        return 0 if self.kv is None else self.kv.cold_len
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -215,26 +215,26 @@ class RetrievalLayer(CacheLayerMixin):
         return self._rows("values")
 
     def _rows(self, side: str) -> CachedRows | None:
-        regions = self.regions
-        if regions is None:
+        kv = self.kv
+        if kv is None:
             return None
-        like = regions.window.keys if side == "keys" else regions.window.values
+        like = kv.window.keys if side == "keys" else kv.window.values
         # Whoever keeps the rows keeps no memory of a cache that was reset.
-        read = partial(self._read_rows, side, regions.length, weakref.ref(regions), len(like))
-        return CachedRows(like, regions.length, read)
+        read = partial(self._read_rows, side, kv.length, weakref.ref(kv), len(like))
+        return CachedRows(like, kv.length, read)
 
     def _read_rows(
-        self, side: str, length: int, owner: weakref.ref[Regions], batch: int
+        self, side: str, length: int, owner: weakref.ref[LayerKV], batch: int
     ) -> torch.Tensor:
         """The first ``length`` keys or values; RuntimeError where they are no longer held."""
-        regions = self.regions
-        same = regions is not None and regions is owner() and regions.batch_size == batch
-        if regions is None or not same or length > regions.length:
+        kv = self.kv
+        same = kv is not None and kv is owner() and kv.batch_size == batch
+        if kv is None or not same or length > kv.length:
             raise RuntimeError(
                 f"the cache has dropped some of these {length} {side} since they were read: "
                 f"read layer.{side} again"
             )
-        keys, values = regions.rows(length)
+        keys, values = kv.rows(length)
         return keys if side == "keys" else values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -248,9 +248,9 @@ class RetrievalLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Rows of the batch; AttributeError before the first update, as transformers expects."""
-        if self.regions is None:
+        if self.kv is None:
             raise AttributeError("batch_size")
-        return self.regions.batch_size
+        return self.kv.batch_size
 
     # Its steps look at lengths and places, which the compiler would trace anew at every flush.
     @not_compiled
@@ -265,43 +265,43 @@ class RetrievalLayer(CacheLayerMixin):
         autocast, too, all is computed in the dtypes of these tensors.
         Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
         """
-        if self.regions is None:
+        if self.kv is None:
             raise RuntimeError("attention came before any update of this layer")
         if (value.data_ptr(), key.shape, value.shape) != self._given:
             raise ValueError(
                 "this model changes keys or values between its cache and its attention, so what "
                 "was cached is not what it attends to: use cache_implementation='dynamic'"
             )
-        place = self.regions.window.place
+        place = self.kv.window.place
         if place is not None:
             # The mask that was captured is of this step alone, the place is filled for each.
             call = dataclasses.replace(call, scoring=call.scoring.of(place.slots))
         rows = self.rows_of(key, value)
         new = query.shape[2]
-        past = self.regions.length - (0 if self.waiting else new)
+        past = self.kv.length - (0 if self.pending_attention else new)
         if past and new <= self.config.max_draft:
             out = self._attend_few(query, *rows, call)
         else:
             out = self._attend_many(query, *rows, past, call)
-        self.waiting = False
+        self.pending_attention = False
         return out
 
     def _attend_few(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Each query retrieves."""
-        regions = self.regions
-        assert regions is not None, "see attend"
+        kv = self.kv
+        assert kv is not None, "see attend"
         asking = call.to_rows(query) if call.makes_rows else query
-        if self.waiting:
-            if not regions.built:
+        if self.pending_attention:
+            if not kv.built:
                 # Of the prompt alone, as in a fork that was made before.
                 self._settle()
-            if regions.watches:
+            if kv.watches:
                 self._show(asking, key, call)
-            regions.take_step(key, value, call.scoring.valid)
+            kv.take_step(key, value, call.scoring.valid)
         self._scoring = call.scoring
-        out = attend_step(regions, asking, call, self.subscribers, self.of_model.number)
+        out = attend_step(kv, asking, call, self.subscribers, self.layer_info.number)
         out = out.to(query.dtype)
         return call.from_rows(out) if call.makes_rows else out
 
@@ -314,34 +314,34 @@ class RetrievalLayer(CacheLayerMixin):
         call: AttentionCall,
     ) -> torch.Tensor:
         """Every query attends to all ``past`` tokens and, causally, to the new ones."""
-        regions = self.regions
-        assert regions is not None, "see attend"
+        kv = self.kv
+        assert kv is not None, "see attend"
         as_it_is = not past or call.expands(query.shape[2])
-        watched = self.waiting and regions.watches
+        watched = self.pending_attention and kv.watches
         asking = call.to_rows(query) if watched or not as_it_is else query
         if watched:
             self._show(asking, key, call)
         self._scoring = call.scoring
         # A device attends to a first prompt while the host makes room for it.
         whole = call.prompt() if not past else None
-        if self.waiting:
-            regions.take_prompt(key, value, call.scoring.valid)
+        if self.pending_attention:
+            kv.take_prompt(key, value, call.scoring.valid)
         if whole is not None:
             return whole
-        self.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
+        self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
         if as_it_is:
-            return attend_exactly(regions, query, key, value, past, call).to(query.dtype)
-        out = attend_exactly(regions, asking, key, value, past, call.of_rows())
+            return attend_exactly(kv, query, key, value, past, call).to(query.dtype)
+        out = attend_exactly(kv, asking, key, value, past, call.of_rows())
         return call.from_rows(out.to(query.dtype))
 
     def _show(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
         """Pass tokens to an index that watches, and to a store that needs their positions."""
-        assert self.regions is not None, "an update has made them"
+        assert self.kv is not None, "an update has made them"
         try:
-            self.regions.on_forward(query, key, call.scoring.valid, call.positions)
+            self.kv.on_forward(query, key, call.scoring.valid, call.positions)
         except ValueError:
             # Nothing was taken in: the cache stays as it was, for a call without the mistake.
-            self.waiting = False
+            self.pending_attention = False
             raise
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
@@ -358,37 +358,37 @@ class RetrievalLayer(CacheLayerMixin):
                 f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative "
                 "number, as in crop(-3)"
             )
-        if self.regions is None or tokens_to_remove == 0:
+        if self.kv is None or tokens_to_remove == 0:
             return
-        if -tokens_to_remove > self.regions.length:
-            raise ValueError(f"crop({tokens_to_remove}): only {self.regions.length} tokens held")
+        if -tokens_to_remove > self.kv.length:
+            raise ValueError(f"crop({tokens_to_remove}): only {self.kv.length} tokens held")
         self.edits += 1
-        self.regions.crop(-tokens_to_remove)
+        self.kv.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
-        if self.regions is not None:
+        if self.kv is not None:
             self.edits += 1
-            rows = beam_idx.to(self.regions.window.keys.device)
-            self.regions.reorder(rows)
+            rows = beam_idx.to(self.kv.window.keys.device)
+            self.kv.reorder(rows)
             if self._scoring is not None:
                 self._scoring = self._scoring.reordered(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times."""
-        if self.regions is not None:
+        if self.kv is not None:
             self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` (integers, or a bool mask)."""
-        if self.regions is not None:
+        if self.kv is not None:
             self.reorder_cache(torch.arange(self.batch_size)[indices.cpu()])
 
     def reset(self) -> None:
         """Forget all tokens and counts."""
         self.edits += 1
-        self.regions = self._scoring = None
-        self.is_initialized = self.waiting = False
+        self.kv = self._scoring = None
+        self.is_initialized = self.pending_attention = False
         self.final_len = 0
         self.exact_rows = 0
         for subscriber in self.subscribers:
@@ -402,46 +402,46 @@ class RetrievalLayer(CacheLayerMixin):
 
     def fork(self) -> Self:
         """An independent copy that shares the cold part; counts start anew."""
-        if self.waiting:
+        if self.pending_attention:
             raise RuntimeError("fork() between update and attention: finish the forward pass first")
         made = self._make_index, self.make_store, self.needs_positions, self._value_in_key
         twin = type(self)(self.config, *made)
-        twin.of_model = self.of_model
+        twin.layer_info = self.layer_info
         self._settle()
-        if self.regions is not None:
+        if self.kv is not None:
             own = LayerReference(twin)
-            twin.regions = self.regions.fork(partial(new_store, own))
+            twin.kv = self.kv.fork(partial(new_store, own))
             twin.is_initialized = True
-            if twin.regions.store is not None:
-                twin.regions.store.below = partial(store_below, own)
+            if twin.kv.store is not None:
+                twin.kv.store.below = partial(store_below, own)
         return twin
 
     def _settle(self) -> None:
         """Finish index and sums of what was taken in so far, so that no copy has to."""
-        if self.regions is None or self._scoring is None:
+        if self.kv is None or self._scoring is None:
             return
-        cold = self.regions.cold(self._scoring)
+        cold = self.kv.cold(self._scoring)
         if cold is not None:
-            self.regions.build_index(cold)
-            if self.config.needs_means and self.regions.index is not None:
-                self.regions.rest_sums(cold)
+            self.kv.build_index(cold)
+            if self.config.needs_means and self.kv.index is not None:
+                self.kv.block_sums(cold)
 
     def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index | None]) -> None:
         """Go on with other options, which must fit the tokens held."""
         self.edits += 1
         self.config, self._make_index = config, make_index
-        if self.regions is not None:
-            self.regions.set_options(config)
+        if self.kv is not None:
+            self.kv.set_options(config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors of the regions on the CPU; empty for a layer that holds nothing."""
-        if self.waiting:
+        """Tensors of the layer on the CPU; empty for a layer that holds nothing."""
+        if self.pending_attention:
             raise RuntimeError("save between update and attention: finish the forward pass first")
         self._settle()
-        return {} if self.regions is None else self.regions.state_dict()
+        return {} if self.kv is None else self.kv.state_dict()
 
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
@@ -450,8 +450,8 @@ class RetrievalLayer(CacheLayerMixin):
             return
         rows = saved_rows(state, self.config.sink, self._value_in_key, device)
         self.lazy_initialization(*rows)
-        if self.regions is not None:
-            self.regions.load_state_dict(state, device, self._query_heads(rows[0]))
+        if self.kv is not None:
+            self.kv.load_state_dict(state, device, self._query_heads(rows[0]))
 
     def _query_heads(self, keys: torch.Tensor) -> int | None:
         """Query heads for ``keys [B, Hkv, *, D]`` of a saved layer; None where nobody knows.
@@ -462,7 +462,7 @@ class RetrievalLayer(CacheLayerMixin):
         Raises:
             ValueError: keys that this layer of the model doesn't have.
         """
-        shape, heads, dim = self.of_model.shape, keys.shape[1], keys.shape[3]
+        shape, heads, dim = self.layer_info.shape, keys.shape[1], keys.shape[3]
         if shape is None:
             return None
         if dim != shape.head_dim or heads not in (shape.kv_heads, shape.heads):
@@ -531,7 +531,7 @@ class LayerStack:
 
         RuntimeError where another layer got tokens and its attention was never called.
         """
-        if self._newest is not None and self._newest.waiting:
+        if self._newest is not None and self._newest.pending_attention:
             self._refuse_next(method)
         if isinstance(layer, RetrievalLayer):
             self._newest = layer
@@ -560,7 +560,7 @@ class LayerStack:
     def fault(self) -> str | None:
         """The sign that a forward pass did not reach all layers; None if there is none."""
         for number, layer in enumerate(self._layers):
-            if isinstance(layer, RetrievalLayer) and layer.waiting:
+            if isinstance(layer, RetrievalLayer) and layer.pending_attention:
                 return f"layer {number} was given tokens and has not attended yet"
         lengths = [layer.get_seq_length() for layer in self._attending]
         if len(set(lengths)) > 1:

@@ -8,9 +8,9 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import HeadGroups
-from hf_kvret.layer.regions import Regions
-from hf_kvret_kernels.rest_tokens import RestTokens
+from hf_kvret_kernels.mean_tokens import MeanTokens
 
 
 class StepRecord(NamedTuple):
@@ -18,7 +18,7 @@ class StepRecord(NamedTuple):
 
     Attributes:
         number: of the layer in the model.
-        regions: of the layer, after the step.
+        kv: of the layer, after the step.
         query: ``[B, Hq, Q, Dk]`` of the search, folded where heads select in ``groups``.
         cold: the tokens that were searched.
         ids: ``[B, H, Q, K]`` int32 that the query attended to, -1 for none; None: all of them.
@@ -29,13 +29,13 @@ class StepRecord(NamedTuple):
     """
 
     number: int
-    regions: Regions
+    kv: LayerKV
     query: torch.Tensor
     cold: ColdTokens
     ids: torch.Tensor | None
     groups: HeadGroups | None = None
     lse: torch.Tensor | None = None
-    means: RestTokens | None = None
+    means: MeanTokens | None = None
 
 
 class Subscriber(ABC):
@@ -50,7 +50,7 @@ class Subscriber(ABC):
     capture_obstacle: ClassVar[str | None] = None
     asks_for_lse: ClassVar[bool] = False
 
-    def needs_lse(self, regions: Regions) -> bool:
+    def needs_lse(self, kv: LayerKV) -> bool:
         """Whether the record of the next step must have ``lse``; here never."""
         return False
 

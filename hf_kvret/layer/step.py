@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_kvret.contracts.chunks import chunk_len
 from hf_kvret.contracts.index import ColdTokens, Index, blamed_on
-from hf_kvret.contracts.pieces import piece_len
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_cold, merge
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall, HeadGroups
 from hf_kvret.layer.record import StepRecord, Subscriber
-from hf_kvret.layer.regions import Regions
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import PREFERRED
 from hf_kvret_kernels.ids import WrongIdError
-from hf_kvret_kernels.merge import Pieces
-from hf_kvret_kernels.prompt_attention import prompt_pieces
+from hf_kvret_kernels.mean_tokens import MeanTokens, mean_logits
+from hf_kvret_kernels.merge import Partials
+from hf_kvret_kernels.prompt_attention import prompt_partials
 from hf_kvret_kernels.relevance import count_ids
-from hf_kvret_kernels.rest_tokens import RestTokens, rest_logits
 from hf_kvret_kernels.step_attention import step_attention
 
 
@@ -42,14 +42,14 @@ class Search:
     groups: HeadGroups | None
 
     @classmethod
-    def of(cls, regions: Regions, query: torch.Tensor, cold: ColdTokens) -> Search | None:
+    def of(cls, kv: LayerKV, query: torch.Tensor, cold: ColdTokens) -> Search | None:
         """None where there is no index: all cold tokens are attended to."""
-        index = regions.ready_index(cold)
+        index = kv.ready_index(cold)
         if index is None:
             return None
-        size, groups = regions.config.select_heads, None
+        size, groups = kv.config.select_heads, None
         if size is not None:
-            groups = HeadGroups.of(size, regions.window.keys.shape[1], query.shape[1])
+            groups = HeadGroups.of(size, kv.window.keys.shape[1], query.shape[1])
         return cls(query if groups is None else groups.fold(query), index, cold, groups)
 
 
@@ -59,11 +59,11 @@ class Result(NamedTuple):
     out: torch.Tensor
     ids: torch.Tensor | None = None
     lse: torch.Tensor | None = None
-    means: RestTokens | None = None
+    means: MeanTokens | None = None
 
 
 def attend_step(
-    regions: Regions,
+    kv: LayerKV,
     query: torch.Tensor,
     call: AttentionCall,
     subscribers: Sequence[Subscriber] = (),
@@ -73,22 +73,22 @@ def attend_step(
 
     ``number`` of the layer in the model. Returns ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
     """
-    cold = regions.cold(call.scoring)
-    search = None if cold is None else Search.of(regions, query, cold)
-    needs_lse = any([each.needs_lse(regions) for each in subscribers if each.asks_for_lse])
-    result = None if needs_lse else _attend_on_host(regions, query, call, cold, search)
+    cold = kv.cold(call.scoring)
+    search = None if cold is None else Search.of(kv, query, cold)
+    needs_lse = any([each.needs_lse(kv) for each in subscribers if each.asks_for_lse])
+    result = None if needs_lse else _attend_on_host(kv, query, call, cold, search)
     if result is None:
-        result = _attend_in_parts(regions, query, call, cold, search)
+        result = _attend_in_parts(kv, query, call, cold, search)
     if cold is not None:
         searching, groups = (query, None) if search is None else (search.query, search.groups)
-        record = StepRecord(number, regions, searching, cold, result.ids, groups, *result[2:])
+        record = StepRecord(number, kv, searching, cold, result.ids, groups, *result[2:])
         for subscriber in subscribers:
             subscriber(record)
     return result.out
 
 
 def _attend_on_host(
-    regions: Regions,
+    kv: LayerKV,
     query: torch.Tensor,
     call: AttentionCall,
     cold: ColdTokens | None,
@@ -100,7 +100,7 @@ def _attend_on_host(
     ``prefer``, in a capture, where heads in groups have sink logits of their own, without an index,
     and where the rows don't lie where the library reads them.
     """
-    window = regions.window
+    window = kv.window
     if not query.is_cpu or query.dtype != window.keys.dtype or window.place is not None:
         return None
     if PREFERRED.get() is not None or host_step.why_not():
@@ -117,7 +117,7 @@ def _attend_on_host(
             # A group's queries see what those of any other group see at their position.
             position_queries = groups.count
         chosen = host_step.HostCold(
-            rows, _host_search(search), cold.valid, cold.budget, regions.means(cold)
+            rows, _host_search(search), cold.valid, cold.budget, kv.means(cold)
         )
     try:
         out, ids = host_step.run_step(
@@ -127,7 +127,7 @@ def _attend_on_host(
             scale=call.scoring.scale,
             softcap=call.scoring.softcap,
             sink_logits=call.sink_logits,
-            selected=regions.selected,
+            selected=kv.selected,
             dtype=query.dtype,
             position_queries=position_queries,
         )
@@ -158,7 +158,7 @@ def _describes_own_search(kind: type[Index]) -> bool:
 
 
 def _attend_in_parts(
-    regions: Regions,
+    kv: LayerKV,
     query: torch.Tensor,
     call: AttentionCall,
     cold: ColdTokens | None,
@@ -166,22 +166,22 @@ def _attend_in_parts(
 ) -> Result:
     """The step, operation by operation."""
     if cold is None:
-        return Result(_with_window(regions, query, call)[0])
+        return Result(_with_window(kv, query, call)[0])
     if search is None:
-        window, queries = regions.window, query.shape[2]
+        window, queries = kv.window, query.shape[2]
         heads = window.keys.shape[1]
-        length = piece_len(queries, window.keys, heads * window.row_dim)
-        out, lse = _with_window(regions, query, call, partial(attend_cold, query, cold, length))
-        regions.selected.add_(cold.valid.sum() * heads * queries)
+        length = chunk_len(queries, window.keys, heads * window.row_dim)
+        out, lse = _with_window(kv, query, call, partial(attend_cold, query, cold, length))
+        kv.selected.add_(cold.valid.sum() * heads * queries)
         return Result(out, None, lse)
     try:
-        return _attend_to_search(regions, query, call, search)
+        return _attend_to_search(kv, query, call, search)
     except WrongIdError as error:
         raise blamed_on(search.index, "search", error) from error
 
 
 def _attend_to_search(
-    regions: Regions, query: torch.Tensor, call: AttentionCall, search: Search
+    kv: LayerKV, query: torch.Tensor, call: AttentionCall, search: Search
 ) -> Result:
     index, cold, groups = search.index, search.cold, search.groups
     ids = index.search(search.query, cold)
@@ -189,52 +189,52 @@ def _attend_to_search(
     finish = cold.store.begin(search.query, ids, cold.scale, cold.softcap)
     if index.looks_back:
         index.after_search(ids)
-    means = _mean_tokens(regions, search.query, ids, cold)
-    if isinstance(finish, Pieces) and groups is None:
+    means = _mean_tokens(kv, search.query, ids, cold)
+    if isinstance(finish, Partials) and groups is None:
         # Launched already: one launch more does all that is left.
         out, lse = step_attention(
             query,
-            *regions.window.tokens(),
+            *kv.window.tokens(),
             finish,
-            **_window_form(regions, query, call),
+            **_window_arguments(kv, query, call),
             sink_logits=call.sink_logits,
             ids=ids,
-            selected=regions.selected,
-            rest=means,
+            selected=kv.selected,
+            means=means,
         )
         return Result(out, ids, lse, means)
-    count_ids(ids, regions.selected)
+    count_ids(ids, kv.selected)
 
     def attend() -> AttentionResult:
         parts = [finish()]
         if means is not None:
-            pieces = means.pieces()
-            parts.append((pieces.outs, pieces.lses))
+            partials = means.partials()
+            parts.append((partials.outs, partials.lses))
         out, lse = merge(parts) if len(parts) > 1 else parts[0]
         return (out, lse) if groups is None else (groups.unfold(out), groups.unfold(lse))
 
-    out, lse = _with_window(regions, query, call, attend)
+    out, lse = _with_window(kv, query, call, attend)
     return Result(out, ids, lse, means)
 
 
 def _with_window(
-    regions: Regions,
+    kv: LayerKV,
     query: torch.Tensor,
     call: AttentionCall,
     attend_to_cold: Callable[[], AttentionResult] | None = None,
 ) -> AttentionResult:
     """Attention to the window, which is launched first, and to what ``attend_to_cold`` does."""
-    form = _window_form(regions, query, call)
-    near = prompt_pieces(query, *regions.window.tokens(), **form)
+    arguments = _window_arguments(kv, query, call)
+    near = prompt_partials(query, *kv.window.tokens(), **arguments)
     parts = [(near.outs, near.lses)]
     if attend_to_cold is not None:
         parts.append(attend_to_cold())
     return merge(parts, call.sink_logits, query.dtype)
 
 
-def _window_form(regions: Regions, query: torch.Tensor, call: AttentionCall) -> dict[str, Any]:
+def _window_arguments(kv: LayerKV, query: torch.Tensor, call: AttentionCall) -> dict[str, Any]:
     """How queries see the window."""
-    window, scoring, queries = regions.window, call.scoring, query.shape[2]
+    window, scoring, queries = kv.window, call.scoring, query.shape[2]
     # One query sees all that is held; there may be room behind it.
     offset = window.tokens()[0].shape[2] - queries if queries > 1 else None
     valid = window.validity(scoring.valid)
@@ -247,11 +247,11 @@ def _window_form(regions: Regions, query: torch.Tensor, call: AttentionCall) -> 
 
 
 def _mean_tokens(
-    regions: Regions, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens
-) -> RestTokens | None:
+    kv: LayerKV, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens
+) -> MeanTokens | None:
     """The means of all cold tokens, by blocks, with the weight of those that ids leave out."""
-    means = regions.means(cold)
+    means = kv.means(cold)
     if means is None:
         return None
-    logits = rest_logits(query, means, ids, scale=cold.scale, softcap=cold.softcap)
-    return RestTokens(logits, means.values)
+    logits = mean_logits(query, means, ids, scale=cold.scale, softcap=cold.softcap)
+    return MeanTokens(logits, means.values)

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, Tensors, number, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT
 from hf_kvret_kernels.host_step import HostWindow
@@ -263,7 +263,7 @@ class Window(State):
         self.length = self.keys.shape[2] - self.sink
         self.sinks_full = bool((self.sink_slots >= 0).all())
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for sinks that are no cold tokens, or not in order."""
         slots, start = self.sink_slots, self.start
         if self.length < 0 or (self.value_in_key and self.value_in_key > self.keys.shape[3]):

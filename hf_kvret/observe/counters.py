@@ -37,15 +37,15 @@ class LayerCounters(Subscriber):
         self.steps += 1
         self.queries += queries if groups is None else queries // groups.count
         if ids is None:
-            self.cold_rows += count * len(query) * record.regions.window.keys.shape[1] * queries
+            self.cold_rows += count * len(query) * record.kv.window.keys.shape[1] * queries
             return
         searches = len(query) * ids.shape[1] * queries
         self.cold_rows += count * searches
-        regions = record.regions
-        form = regions.config, regions.changes, cold.budget
+        kv = record.kv
+        form = kv.config, kv.changes, cold.budget
         if form != self._form:
-            assert regions.index is not None, "only an index names tokens"
-            cost = regions.index.cost(count, cold.budget)
+            assert kv.index is not None, "only an index names tokens"
+            cost = kv.index.cost(count, cold.budget)
             self._form, self._candidates = form, cost.candidates
         self.candidates += self._candidates * searches
 

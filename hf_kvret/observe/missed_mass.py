@@ -7,11 +7,11 @@ import warnings
 import torch
 
 from hf_kvret.contracts.index import ColdTokens, Estimates, makes_estimates
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.record import StepRecord, Subscriber
-from hf_kvret.layer.regions import Regions
 from hf_kvret.observe.recall import exact_scores, slot_marks
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret_kernels.rest_tokens import RestMeans
+from hf_kvret_kernels.mean_tokens import BlockMeans
 
 MEASURED_STEPS = 16
 """With ``warn_lost_mass`` alone, one step in so many asks the index for estimates."""
@@ -43,15 +43,15 @@ class MissedMass(Subscriber):
         """``[2]`` fp64: the sum of the estimated shares, and their number; None: there are none."""
         return self._totals[0]
 
-    def needs_lse(self, regions: Regions) -> bool:
+    def needs_lse(self, kv: LayerKV) -> bool:
         """Whether the next step is measured.
 
         For a warning alone one in ``MEASURED_STEPS`` is enough, as on a CPU the estimates take
         much longer than the step. A captured step is always the same, so it is always measured.
         """
         if self.exact:
-            return makes_estimates(regions.index)
-        return regions.window.place is not None or self._steps % MEASURED_STEPS == 0
+            return makes_estimates(kv.index)
+        return kv.window.place is not None or self._steps % MEASURED_STEPS == 0
 
     def __call__(self, record: StepRecord) -> None:
         """Measure a step that has its ``lse``.
@@ -65,18 +65,18 @@ class MissedMass(Subscriber):
             self._measure(record)
         if self.warning is not None:
             # At a flush a device may be waited for, and a CPU at any time.
-            flushed, self._changes = record.regions.changes != self._changes, record.regions.changes
+            flushed, self._changes = record.kv.changes != self._changes, record.kv.changes
             if flushed or (measured and record.query.is_cpu):
                 self.warning.look()
 
     def _measure(self, record: StepRecord) -> None:
-        _, regions, query, cold, ids, groups, lse, means = record
-        assert regions.index is not None and ids is not None and lse is not None, "see __call__"
-        estimates = regions.index.estimate(query, cold)
+        _, kv, query, cold, ids, groups, lse, means = record
+        assert kv.index is not None and ids is not None and lse is not None, "see __call__"
+        estimates = kv.index.estimate(query, cold)
         if estimates is None:
-            regions.config.check_estimates(False)
+            kv.config.check_estimates(False)
             return
-        mean = regions.rest_sums(cold).joint_means()
+        mean = kv.block_sums(cold).joint_means()
         logs = [torch.logaddexp(*missed_logits(query, estimates, ids, cold, mean))]
         if self.exact:
             logs.append(exactly_missed_logits(query, ids, cold))
@@ -138,17 +138,17 @@ class MissedMassWarning:
 
 
 def missed_shares(
-    logs: list[torch.Tensor], lse: torch.Tensor, rest_lse: torch.Tensor | None
+    logs: list[torch.Tensor], lse: torch.Tensor, means_lse: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Shares of the attention, 0 to 1, of tokens that were left out; all ``[B, Hq, Q]`` fp32.
 
     Args:
         logs: logs of the sums of their exponentiated logits.
         lse: of all that was attended to.
-        rest_lse: the part of it that stood for them; None: nothing did.
+        means_lse: the part of it that stood for them; None: nothing did.
     """
-    if rest_lse is not None:
-        lse = lse + torch.log1p(-(rest_lse - lse).clamp(max=0.0).exp())
+    if means_lse is not None:
+        lse = lse + torch.log1p(-(means_lse - lse).clamp(max=0.0).exp())
     # NaN where there is nothing to attend to.
     return [(log - lse).sigmoid().nan_to_num(nan=0.0) for log in logs]
 
@@ -158,7 +158,7 @@ def missed_logits(
     estimates: Estimates,
     ids: torch.Tensor,
     cold: ColdTokens,
-    means: RestMeans,
+    means: BlockMeans,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logs of the sums of the exponentiated logits that are left out, ``[B, Hq, Q]`` fp32 each.
 

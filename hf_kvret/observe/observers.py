@@ -66,7 +66,7 @@ class Observation(Subscriber):
 
 def selection(record: StepRecord) -> Selection:
     """What a step attended to, with copies of its tensors."""
-    groups, ids, window, cold = record.groups, record.ids, record.regions.window, record.cold
+    groups, ids, window, cold = record.groups, record.ids, record.kv.window, record.cold
     query = record.query if groups is None else groups.unfold(record.query)
     if ids is not None:
         ids = ids.clone() if groups is None else groups.unfold_ids(ids)
@@ -128,7 +128,7 @@ def subscribe(layers: Sequence[RetrievalLayer], options: RetrievalConfig) -> Mis
         if options.track_recall or options.warn_lost_mass is not None:
             last = layer is layers[-1]
             missed = MissedMass(options.track_recall, warning if last else None)
-            warning.layers[layer.of_model.number] = missed
+            warning.layers[layer.layer_info.number] = missed
             subscribers.append(missed)
         layer.subscribers = tuple(subscribers)
     return warning

@@ -79,10 +79,10 @@ def recalls_of(layer: RetrievalLayer) -> list[Recall]:
 
 def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> Recall:
     """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store."""
-    pieces = [
+    chunks = [
         exact_scores(query, keys, cold.scale, cold.softcap) for _, keys in cold.store.key_chunks()
     ]
-    scores = torch.cat(pieces, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
+    scores = torch.cat(chunks, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
     heads = ids.shape[1]
     relevance = group_relevance(scores, heads)
     best_values, best = relevance.topk(min(ids.shape[-1], relevance.shape[-1]), dim=-1)

@@ -63,22 +63,22 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
     """The report over all ``layers``, of which ``retrieval`` are ours."""
     window = index = shared = device = host = full = 0
     for layer in retrieval:
-        regions = layer.regions
-        if regions is None:
+        kv = layer.kv
+        if kv is None:
             continue
-        window += regions.window.nbytes()
-        window += regions.positions.nbytes()
-        if regions.index is not None:
-            index += regions.index.nbytes()
-            shared += regions.index.shared_nbytes()
-        if regions.rest is not None:
-            index += regions.rest.nbytes()
-        if regions.store is not None:
-            shared += regions.store.shared_nbytes()
-            on_host = regions.store.host_nbytes()
-            device, host = device + regions.store.nbytes() - on_host, host + on_host
-        heads = regions.window.keys.shape[1]
-        full += regions.batch_size * regions.length * heads * _row_bytes(layer)
+        window += kv.window.nbytes()
+        window += kv.positions.nbytes()
+        if kv.index is not None:
+            index += kv.index.nbytes()
+            shared += kv.index.shared_nbytes()
+        if kv.sums is not None:
+            index += kv.sums.nbytes()
+        if kv.store is not None:
+            shared += kv.store.shared_nbytes()
+            on_host = kv.store.host_nbytes()
+            device, host = device + kv.store.nbytes() - on_host, host + on_host
+        heads = kv.window.keys.shape[1]
+        full += kv.batch_size * kv.length * heads * _row_bytes(layer)
     ours = set(map(id, retrieval))
     other = sum(_tensor_bytes(vars(layer)) for layer in layers if id(layer) not in ours)
     return MemoryReport(window, index, shared, device, host, other, full + other)
@@ -98,7 +98,7 @@ def cache_stats(
         "store": stores.name,
         "store_reason": stores.reason,
         "dense": dense,
-        "layers": [{"layer": layer.of_model.number, **layer_stats(layer)} for layer in layers],
+        "layers": [{"layer": layer.layer_info.number, **layer_stats(layer)} for layer in layers],
     }
 
 
@@ -128,8 +128,8 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
         "exact_rows": layer.exact_rows,
         "bytes_fetched": rows * _stored_row_bytes(layer),
     }
-    if layer.regions is not None:
-        for part in (layer.regions.index, layer.regions.store):
+    if layer.kv is not None:
+        for part in (layer.kv.index, layer.kv.store):
             stats |= {} if part is None else part.stats()
     missed, recall = subscriber(layer, MissedMass), subscriber(layer, RecallMeter)
     stats["lost_mass"] = None if missed is None else missed.mean()
@@ -157,16 +157,16 @@ def dense_reason(layers: list[RetrievalLayer], options: RetrievalConfig, name: s
 
 def _row_bytes(layer: RetrievalLayer) -> int:
     """Bytes of one token's row in one KV head."""
-    if layer.regions is None:
+    if layer.kv is None:
         return 0
-    window = layer.regions.window
+    window = layer.kv.window
     return window.row_dim * window.keys.element_size()
 
 
 def _stored_row_bytes(layer: RetrievalLayer) -> int:
     """The same in the format of the store."""
-    plain, regions = _row_bytes(layer), layer.regions
-    return plain if regions is None or regions.store is None else regions.store.row_nbytes(plain)
+    plain, kv = _row_bytes(layer), layer.kv
+    return plain if kv is None or kv.store is None else kv.store.row_nbytes(plain)
 
 
 def _tensor_bytes(value: Any) -> int:

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """Sizes of the regions, the budget, and where cold rows live. Lengths are in tokens.
+    """Sizes of window and sinks, the budget, and where cold rows live. Lengths are in tokens.
 
     Attributes:
         top_k: budget of cold tokens per query and KV head: a count (``int >= 1``), a share

@@ -234,7 +234,7 @@ class DecodeGraph:
     @property
     def _window(self) -> Window:
         """The window of the lowest layer: all have the same length and sinks."""
-        return self._layers[0].regions.window
+        return self._layers[0].kv.window
 
     def _give_up(self, reason: str, quietly: bool = False, lasting: bool = False) -> None:
         if lasting:

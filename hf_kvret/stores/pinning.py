@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_kvret.contracts.pieces import finish_reading
+from hf_kvret.contracts.chunks import finish_reading
 from hf_kvret.stores.host_memory import mapped
 
 _MEMORY_PAGE = 4096

@@ -13,8 +13,8 @@ from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
-from hf_kvret_kernels.gather_attention import gather_pieces
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.gather_attention import gather_partials
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
@@ -175,8 +175,8 @@ class ResidentStore(WrappedStore):
         self._served = False
         self.rows.append(block)
 
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        return self.rows.key_chunks(piece_len)
+    def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+        return self.rows.key_chunks(chunk_len)
 
     def begin(
         self,
@@ -190,7 +190,7 @@ class ResidentStore(WrappedStore):
         buffer = self._roomy_buffer(rows, share, count)
         at_once = buffer.slots // (share * count)
         results = [
-            gather_pieces(
+            gather_partials(
                 part_query, buffer.rows, buffer.bring(rows, part_ids), scale=scale, softcap=softcap
             )
             for part_query, part_ids in zip(
@@ -200,8 +200,8 @@ class ResidentStore(WrappedStore):
         self._served = True
         if len(results) == 1:
             return results[0]
-        outs, lses = zip(*(pieces() for pieces in results), strict=True)
-        return Pieces.whole(torch.cat(outs, 2), torch.cat(lses, 2))
+        outs, lses = zip(*(chunks() for chunks in results), strict=True)
+        return Partials.whole(torch.cat(outs, 2), torch.cat(lses, 2))
 
     def scores(
         self,

@@ -130,7 +130,7 @@ def early_exit(s: Scenario) -> None:
 
 
 def chunked_prefill(s: Scenario) -> None:
-    """The prompt in pieces of seven tokens; the shortest row begins in a later piece."""
+    """The prompt in chunks of seven tokens; the shortest row begins in a later chunk."""
     ids, mask = ragged((61, 40, 52), salt=1)
     s.generate(ids, s.cache(), attention_mask=mask, prefill_chunk_size=7)
 

@@ -101,7 +101,7 @@ struct hfk_window {
 
 // What stands for cold tokens that are not selected: means of sets of a head's tokens, each with the
 // weight of as many of them as are left out.
-struct hfk_rest {
+struct hfk_means {
     const float *keys;      // [batch, kv_heads, count, key_dim]
     const float *values;    // [batch, kv_heads, count, value_dim]; finite
     const int32_t *tokens;  // [batch, count]: of each set
@@ -114,7 +114,7 @@ struct hfk_rest {
 struct hfk_step {
     struct hfk_request attention; // `ids` is written by the search, where there is one
     struct hfk_window window;     // length 0: none
-    struct hfk_rest rest;
+    struct hfk_means means;
     const uint8_t *valid;         // [batch, tokens], 0 for cold tokens that are never chosen
     int64_t valid_stride;         // elements from one batch row of `valid` to the next
     int64_t tokens;               // cold tokens, all of which the search knows
@@ -241,7 +241,7 @@ HFK_API int32_t hfk_scores(const struct hfk_request *request);
 HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
 
 // The step: `out` as of hfk_attend, over the window and the ids; `lse` may be null. Queries of a KV
-// head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY. A rest
+// head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY. A mean
 // token's logit is its score + log(tokens - k), where k ids of the query, all distinct, are in its set.
 HFK_API int32_t hfk_run_step(const struct hfk_step *step);
 

@@ -15,15 +15,15 @@ bool is_good(const hfk_request &request);
 
 namespace {
 
-// A piece of a span takes at least this many ids, so that merging costs little beside it.
-constexpr int64_t kLeastPiece = 256;
-// Pieces begin at multiples of this.
-constexpr int64_t kPieceStep = 16;
+// A chunk of a span takes at least this many ids, so that merging costs little beside it.
+constexpr int64_t kLeastChunk = 256;
+// Chunks begin at multiples of this.
+constexpr int64_t kChunkStep = 16;
 // Items for each thread: threads that are late, or share a core, leave theirs to others.
 constexpr int64_t kItemsPerThread = 4;
 constexpr int32_t kMostThreads = 1024;
 
-// One request, split into selections and these into pieces of their ids.
+// One request, split into selections and these into chunks of their ids.
 class Job {
   public:
     // `window`: rows that are attended to beside the ids; null for none.
@@ -36,23 +36,23 @@ class Job {
         if (threads_ > 1 && spans_ > 0 && spans_ < kItemsPerThread * threads_) {
             const int64_t wanted = (kItemsPerThread * threads_ + spans_ - 1) / spans_;
             const int64_t rows = request.count + near_length();
-            pieces_ = std::clamp<int64_t>(rows / kLeastPiece, 1, wanted);
+            chunks_ = std::clamp<int64_t>(rows / kLeastChunk, 1, wanted);
         }
     }
 
     int32_t run() {
-        const int64_t items = spans_ * pieces_;
+        const int64_t items = spans_ * chunks_;
         if (items == 0) return HFK_OK;
         // A gap of a cache line keeps the slots of two threads apart.
         scratch_floats_ = kernel_.scratch_floats(request_) + 16;
         scratch_.resize(scratch_floats_ * threads_);
-        if (attends_ && pieces_ > 1) {
+        if (attends_ && chunks_ > 1) {
             part_out_.resize(items * heads_ * request_.value_dim);
             part_lse_.resize(items * heads_);
         }
         Pool::instance().run(items, threads_, &Job::work, this);
         if (!whole_) return HFK_BAD_ID;
-        if (attends_ && pieces_ > 1) {
+        if (attends_ && chunks_ > 1) {
             for (int64_t span = 0; span < spans_; ++span) merge(span);
         }
         return HFK_OK;
@@ -71,7 +71,7 @@ class Job {
         if (!attends_) {
             whole = kernel_.score(request_, span, scratch, request_.out + row * request_.count,
                                   request_.queries * request_.count);
-        } else if (pieces_ == 1) {
+        } else if (chunks_ == 1) {
             whole = kernel_.attend(request_, window_, span, scratch, request_.out + row * request_.value_dim,
                                    request_.queries * request_.value_dim, request_.lse + row,
                                    request_.queries);
@@ -85,26 +85,26 @@ class Job {
     }
 
     Span locate(int64_t item) const {
-        const int64_t piece = item % pieces_;
-        int64_t rest = item / pieces_;
+        const int64_t chunk = item % chunks_;
+        int64_t rest = item / chunks_;
         Span span{};
         span.query = rest % request_.queries;
         rest /= request_.queries;
         span.id_head = rest % request_.id_heads;
         span.batch = rest / request_.id_heads;
-        span.ids = request_.ids + item / pieces_ * request_.count;
-        span.first = boundary(request_.count, piece);
-        span.last = boundary(request_.count, piece + 1);
-        span.near_first = boundary(near_length(), piece);
-        span.near_last = boundary(near_length(), piece + 1);
+        span.ids = request_.ids + item / chunks_ * request_.count;
+        span.first = boundary(request_.count, chunk);
+        span.last = boundary(request_.count, chunk + 1);
+        span.near_first = boundary(near_length(), chunk);
+        span.near_last = boundary(near_length(), chunk + 1);
         return span;
     }
 
     int64_t near_length() const { return window_ == nullptr ? 0 : window_->length; }
 
-    int64_t boundary(int64_t count, int64_t piece) const {
-        if (piece == pieces_) return count;
-        return count * piece / pieces_ / kPieceStep * kPieceStep;
+    int64_t boundary(int64_t count, int64_t chunk) const {
+        if (chunk == chunks_) return count;
+        return count * chunk / chunks_ / kChunkStep * kChunkStep;
     }
 
     // The row of `out` and `lse` of the span's first query head; the next head's is `queries` on.
@@ -114,7 +114,7 @@ class Job {
     }
 
     void merge(int64_t index) {
-        const int64_t first = index * pieces_;
+        const int64_t first = index * chunks_;
         const int64_t row = first_row(locate(first));
         const int64_t dim = request_.value_dim;
         for (int64_t g = 0; g < heads_; ++g) {
@@ -122,11 +122,11 @@ class Job {
             float &lse = request_.lse[row + g * request_.queries];
             std::fill(out, out + dim, 0.0f);
             float largest = -std::numeric_limits<float>::infinity();
-            for (int64_t p = 0; p < pieces_; ++p) {
+            for (int64_t p = 0; p < chunks_; ++p) {
                 largest = std::max(largest, part_lse_[(first + p) * heads_ + g]);
             }
             double total = 0.0;
-            for (int64_t p = 0; p < pieces_; ++p) {
+            for (int64_t p = 0; p < chunks_; ++p) {
                 const int64_t part = (first + p) * heads_ + g;
                 // NaN is not equal to -inf, so it is merged and shows.
                 if (part_lse_[part] == -std::numeric_limits<float>::infinity()) continue;
@@ -148,7 +148,7 @@ class Job {
     const hfk_window *const window_;
     const int64_t heads_, spans_;
     int32_t threads_;
-    int64_t pieces_ = 1;
+    int64_t chunks_ = 1;
     int64_t scratch_floats_ = 0;
     std::vector<float> scratch_, part_out_, part_lse_;
     // False once an id led to no row.

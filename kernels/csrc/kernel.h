@@ -3,7 +3,7 @@
 
 #include "hf_kvret_host.h"
 
-// One selection, or a piece of it: `ids` of a batch row, head and query, from `first` up to `last`,
+// One selection, or a chunk of it: `ids` of a batch row, head and query, from `first` up to `last`,
 // and the window's rows from `near_first` up to `near_last`, as far as the query sees them.
 struct Span {
     int64_t batch;

@@ -37,8 +37,8 @@ class ListSearch : public Search {
     bool is_split(int stage) const override { return stage == kCompare || stage == kScore; }
     int64_t bytes() const override { return bytes_; }
 
-    bool run(int stage, const Selection &selection, char *work, float *scratch, int64_t piece,
-             int64_t pieces, int32_t *ids) const override {
+    bool run(int stage, const Selection &selection, char *work, float *scratch, int64_t chunk,
+             int64_t chunks, int32_t *ids) const override {
         int32_t *candidates = at<int32_t>(work, candidates_);
         float *scores = at<float>(work, scores_);
         int64_t *count = at<int64_t>(work, count_);
@@ -48,16 +48,16 @@ class ListSearch : public Search {
             find_alive(selection, at<uint8_t>(work, alive_));
             break;
         case kCompare:
-            compare(selection, work, scratch, boundary(centroids_, piece, pieces),
-                    boundary(centroids_, piece + 1, pieces));
+            compare(selection, work, scratch, boundary(centroids_, chunk, chunks),
+                    boundary(centroids_, chunk + 1, chunks));
             break;
         case kRecall:
             *count = recall(selection, work);
             break;
         case kScore: {
             const Span span = {selection.batch, selection.head, selection.query, candidates,
-                               boundary(*count, piece, pieces),
-                               boundary(*count, piece + 1, pieces), 0, 0};
+                               boundary(*count, chunk, chunks),
+                               boundary(*count, chunk + 1, chunks), 0, 0};
             // A token without a row has the score -inf.
             kernel_.score(request_, span, scratch, scores, stride_);
             break;

@@ -37,15 +37,15 @@ class ParisSearch : public Search {
     }
     int64_t bytes() const override { return bytes_; }
 
-    bool run(int stage, const Selection &selection, char *work, float *, int64_t piece,
-             int64_t pieces, int32_t *ids) const override {
+    bool run(int stage, const Selection &selection, char *work, float *, int64_t chunk,
+             int64_t chunks, int32_t *ids) const override {
         const int64_t head = selection.batch * step_.attention.id_heads + selection.head;
         int64_t *count = at<int64_t>(work, count_);
         int32_t *candidates = at<int32_t>(work, candidates_);
         uint8_t *scores = at<uint8_t>(work, scores_);
         switch (stage) {
         case kTables: {
-            const int64_t first = tables_ * piece / pieces, last = tables_ * (piece + 1) / pieces;
+            const int64_t first = tables_ * chunk / chunks, last = tables_ * (chunk + 1) / chunks;
             rotate(selection, head, work, first, last);
             make_tables(head, work, first, last);
             break;
@@ -56,16 +56,16 @@ class ParisSearch : public Search {
         case kScan:
             kernel_.scan(tables(work), sign(selection),
                          step_.valid + selection.batch * step_.valid_stride,
-                         boundary(step_.tokens, piece, pieces),
-                         boundary(step_.tokens, piece + 1, pieces), scores);
+                         boundary(step_.tokens, chunk, chunks),
+                         boundary(step_.tokens, chunk + 1, chunks), scores);
             break;
         case kCandidates:
             std::fill(scores + step_.tokens, scores + step_.tokens + kSlack, 0);
             *count = kernel_.candidates(scores, step_.tokens, paris_.candidates, candidates);
             break;
         case kRerank:
-            rerank(selection, work, boundary(*count, piece, pieces),
-                   boundary(*count, piece + 1, pieces));
+            rerank(selection, work, boundary(*count, chunk, chunks),
+                   boundary(*count, chunk + 1, chunks));
             break;
         default: {
             float *relevance = at<float>(work, relevance_);

@@ -12,12 +12,12 @@ class ScoredSearch : public Search {
     bool is_split(int stage) const override { return stage == 0; }
     int64_t bytes() const override { return bytes_; }
 
-    bool run(int stage, const Selection &selection, char *work, float *scratch, int64_t piece,
-             int64_t pieces, int32_t *ids) const override {
+    bool run(int stage, const Selection &selection, char *work, float *scratch, int64_t chunk,
+             int64_t chunks, int32_t *ids) const override {
         float *scores = at<float>(work, scores_);
         if (stage == 0) {
-            return score(selection, boundary(step_.tokens, piece, pieces),
-                         boundary(step_.tokens, piece + 1, pieces), scratch, scores);
+            return score(selection, boundary(step_.tokens, chunk, chunks),
+                         boundary(step_.tokens, chunk + 1, chunks), scratch, scores);
         }
         float *relevance = at<float>(work, relevance_);
         kernel_.relevance(scores, heads_, stride_, step_.tokens, relevance);

@@ -12,14 +12,14 @@ struct Selection {
     int64_t query;
 };
 
-// A search runs stage by stage; the pieces of a stage are independent of each other.
+// A search runs stage by stage; the chunks of a stage are independent of each other.
 class Search {
   public:
     virtual ~Search() = default;
 
     virtual int stages() const = 0;
 
-    // Whether a stage does its share for each piece; one that doesn't is to be run as one piece.
+    // Whether a stage does its share for each chunk; one that doesn't is to be run as one chunk.
     virtual bool is_split(int stage) const = 0;
 
     // Work space of a selection, kept from stage to stage; begins at a multiple of 64.
@@ -28,7 +28,7 @@ class Search {
     // The last stage writes the ids of the selection. `scratch` are floats of the thread. False where
     // a valid token's code is of no codeword.
     virtual bool run(int stage, const Selection &selection, char *work, float *scratch,
-                     int64_t piece, int64_t pieces, int32_t *ids) const = 0;
+                     int64_t chunk, int64_t chunks, int32_t *ids) const = 0;
 };
 
 // The search of a step; null where its kind or its sizes are not what they must be.
@@ -51,9 +51,9 @@ constexpr int64_t kSlack = 64;
 // `count` of a row, so that the next row begins at a multiple of 64 elements.
 inline int64_t row_stride(int64_t count) { return (count + 63) / 64 * 64; }
 
-// Where a piece of `count` elements begins, a multiple of 64; the last one ends with them.
-inline int64_t boundary(int64_t count, int64_t piece, int64_t pieces) {
-    return piece == pieces ? count : count * piece / pieces / 64 * 64;
+// Where a chunk of `count` elements begins, a multiple of 64; the last one ends with them.
+inline int64_t boundary(int64_t count, int64_t chunk, int64_t chunks) {
+    return chunk == chunks ? count : count * chunk / chunks / 64 * 64;
 }
 
 // Cuts arrays from one buffer; each begins at a multiple of 64 bytes.

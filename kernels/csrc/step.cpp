@@ -56,7 +56,7 @@ class Step {
         if (threads_ == 1 || spans_ >= 2 * threads_) {
             Pool::instance().run(spans_, threads_, &Step::whole, this);
         } else {
-            run_in_pieces();
+            run_in_chunks();
         }
         if (no_memory_) return HFK_NO_MEMORY;
         if (!all_found_) return HFK_BAD_ID;
@@ -115,49 +115,49 @@ class Step {
             request_, window(), span, scratch, request_.out + row * request_.value_dim,
             request_.queries * request_.value_dim, lse_.data() + row, request_.queries);
         if (!found) note_astray();
-        add_rest(index);
+        add_means(index);
     }
 
-    // Stage by stage, each cut into pieces.
-    void run_in_pieces() {
+    // Stage by stage, each cut into chunks.
+    void run_in_chunks() {
         if (search_ != nullptr) {
             work_ = arena.take(spans_ * work_bytes_ + threads_ * scratch_bytes_);
             for (stage_ = 0; stage_ < search_->stages(); ++stage_) {
-                pieces_ = search_->is_split(stage_)
+                chunks_ = search_->is_split(stage_)
                               ? (kItemsPerThread * threads_ + spans_ - 1) / spans_ : 1;
-                Pool::instance().run(spans_ * pieces_, threads_, &Step::piece, this);
+                Pool::instance().run(spans_ * chunks_, threads_, &Step::chunk, this);
                 if (!all_found_) return;
             }
         }
         hfk_request request = request_;
         request.lse = lse_.data();
         if (Job(request, kernel_, true, window()).run() == HFK_BAD_ID) note_astray();
-        for (int64_t index = 0; index < spans_; ++index) add_rest(index);
+        for (int64_t index = 0; index < spans_; ++index) add_means(index);
     }
 
-    static void piece(void *step, int64_t item, int slot) {
+    static void chunk(void *step, int64_t item, int slot) {
         Step &self = *static_cast<Step *>(step);
-        const int64_t index = item / self.pieces_;
+        const int64_t index = item / self.chunks_;
         char *scratch = self.work_ + self.spans_ * self.work_bytes_ + slot * self.scratch_bytes_;
         const bool found = self.search_->run(
             self.stage_, self.selection(index), self.work_ + index * self.work_bytes_,
-            reinterpret_cast<float *>(scratch), item % self.pieces_, self.pieces_, self.ids(index));
+            reinterpret_cast<float *>(scratch), item % self.chunks_, self.chunks_, self.ids(index));
         if (!found) self.note_astray();
     }
 
-    // The rest tokens of a selection's KV head join what its query heads attended to.
-    void add_rest(int64_t index) {
-        const hfk_rest &rest = step_.rest;
+    // The mean tokens of a selection's KV head join what its query heads attended to.
+    void add_means(int64_t index) {
+        const hfk_means &means = step_.means;
         const Selection own = selection(index);
         const int64_t heads = request_.query_heads / request_.id_heads;
         const int64_t kv_head = own.head / (request_.id_heads / request_.kv_heads);
         const std::vector<int64_t> selected = counted(index);
-        for (int64_t r = 0; r < rest.count; ++r) {
-            const int64_t left = rest.tokens[own.batch * rest.count + r] - selected[r];
+        for (int64_t r = 0; r < means.count; ++r) {
+            const int64_t left = means.tokens[own.batch * means.count + r] - selected[r];
             if (left <= 0) continue;
-            const int64_t place = (own.batch * request_.kv_heads + kv_head) * rest.count + r;
-            const float *key = rest.keys + place * request_.key_dim;
-            const float *value = rest.values + place * request_.value_dim;
+            const int64_t place = (own.batch * request_.kv_heads + kv_head) * means.count + r;
+            const float *key = means.keys + place * request_.key_dim;
+            const float *value = means.values + place * request_.value_dim;
             for (int64_t head = own.head * heads; head < (own.head + 1) * heads; ++head) {
                 const int64_t row =
                     (own.batch * request_.query_heads + head) * request_.queries + own.query;
@@ -170,7 +170,7 @@ class Step {
     // How many ids of a selection lie in each set.
     std::vector<int64_t> counted(int64_t index) const {
         const int32_t *own = ids(index);
-        const int64_t length = step_.rest.block_len, sets = step_.rest.count;
+        const int64_t length = step_.means.block_len, sets = step_.means.count;
         std::vector<int64_t> counts(sets, 0);
         for (int64_t i = 0; i < request_.count; ++i) {
             if (own[i] < 0) continue;
@@ -246,17 +246,18 @@ class Step {
     const int64_t work_bytes_, scratch_bytes_;
     int64_t rows_ = 0;
     std::vector<float> lse_, out_;
-    // Of work in pieces.
+    // Of work in chunks.
     char *work_ = nullptr;
     int stage_ = 0;
-    int64_t pieces_ = 1;
+    int64_t chunks_ = 1;
     std::atomic<bool> all_found_{true}, no_memory_{false};
 };
 
 bool is_good(const hfk_step &step) {
     const hfk_window &window = step.window;
-    const hfk_rest &rest = step.rest;
-    if (rest.count < 0 || rest.block_len < 0 || (rest.count > 1 && rest.block_len == 0)) return false;
+    const hfk_means &means = step.means;
+    if (means.count < 0 || means.block_len < 0) return false;
+    if (means.count > 1 && means.block_len == 0) return false;
     return is_good(step.attention) && step.tokens >= 0 && window.length <= window.capacity &&
            window.value_row >= step.attention.value_dim && window.position_queries > 0 &&
            step.attention.queries % window.position_queries == 0 &&

@@ -1,6 +1,6 @@
 """What Triton kernels of several operations share.
 
-Loads of masks and rows, online softmax, log-sum-exps, merges of pieces, and how a walk is split.
+Loads of masks and rows, online softmax, log-sum-exps, merges of chunks, and how a walk is split.
 Attention kernels take powers of 2 in their softmax, kernels that select natural exponents.
 """
 
@@ -54,15 +54,15 @@ def split_plan(
     least_len: int | None = None,
     splits: int | None = None,
 ) -> tuple[int, int]:
-    """``(splits, split_len)``: how many pieces a walk over ``length`` is cut into, and how long.
+    """``(splits, split_len)``: how many chunks a walk over ``length`` is cut into, and how long.
 
     Args:
         block: what a program takes at a time; ``split_len`` is a multiple of it.
         programs: how many walk if nothing is cut; may be 0.
         waves: programs per multiprocessor to aim at.
-        most: pieces, at most.
-        least_len: of a piece that is worth its share of the merge; None for ``block``.
-        splits: pieces to cut into, None for as many as fill the device; fewer come out where there
+        most: chunks, at most.
+        least_len: of a chunk that is worth its share of the merge; None for ``block``.
+        splits: chunks to cut into, None for as many as fill the device; fewer come out where there
             are not so many blocks.
     """
     if splits is None:
@@ -172,10 +172,10 @@ def tile_heads(group: int, value_dim: int) -> int:
     return max(16, min(triton.next_power_of_2(group), _SUMS // triton.next_power_of_2(value_dim)))
 
 
-def piece_buffers(
+def partial_buffers(
     query: torch.Tensor, splits: int, value_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The uninitialised tensors of ``merge.Pieces``, whose tickets a kernel has to make zeros."""
+    """The uninitialised tensors of ``merge.Partials``, whose tickets a kernel has to make zeros."""
     shape, device = query.shape[:3], query.device
     return (
         torch.empty(*shape, splits, value_dim, dtype=torch.float32, device=device),
@@ -273,16 +273,16 @@ def best_share(best, scores, lse):
 
 
 @triton.jit
-def sum_up(sums_ptr, pieces, PIECES: tl.constexpr):
-    """The log-sum-exp of ``pieces`` log-sum-exps, PIECES at a time."""
-    if PIECES == 1:
+def sum_up(sums_ptr, partials, CHUNKS: tl.constexpr):
+    """The log-sum-exp of ``chunks`` log-sum-exps, CHUNKS at a time."""
+    if CHUNKS == 1:
         # There is but one.
         return tl.load(sums_ptr)
-    peaks = tl.full((PIECES,), float("-inf"), tl.float32)
-    totals = tl.zeros((PIECES,), tl.float32)
-    for start in range(0, pieces, PIECES):
-        places = start + tl.arange(0, PIECES)
-        part = tl.load(sums_ptr + places, mask=places < pieces, other=float("-inf"))
+    peaks = tl.full((CHUNKS,), float("-inf"), tl.float32)
+    totals = tl.zeros((CHUNKS,), tl.float32)
+    for start in range(0, partials, CHUNKS):
+        places = start + tl.arange(0, CHUNKS)
+        part = tl.load(sums_ptr + places, mask=places < partials, other=float("-inf"))
         peak = tl.maximum(peaks, part)
         base = finite_base(peak)
         totals = totals * tl.exp(peaks - base) + tl.exp(part - base)
@@ -384,7 +384,7 @@ def side_pointers(
 
 
 @triton.jit
-def load_pieces(
+def load_partials(
     outs,
     lses,
     rows,
@@ -397,24 +397,24 @@ def load_pieces(
     BLOCK_DV: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """``(logs [S, R, 1], means [S, R, Dv])`` of pieces ``first .. last``, at most BLOCK_S of them.
+    """``(logs [S, R, 1], means [S, R, Dv])`` of chunks ``first .. last``, at most BLOCK_S of them.
 
     Args:
         outs, lses: pointers to ``[rows, splits, DV]`` and ``[rows, splits]``.
-        rows: ``[R]`` int64; where ``row_mask [R]`` is false, a query has no pieces.
+        rows: ``[R]`` int64; where ``row_mask [R]`` is false, a query has no chunks.
         CACHE: modifier of the loads, ``".cg"`` for what other programs of the launch wrote.
     """
-    pieces = tl.arange(0, BLOCK_S)[:, None, None]
+    partials = tl.arange(0, BLOCK_S)[:, None, None]
     columns = tl.arange(0, BLOCK_DV)[None, None, :]
-    piece_mask = (pieces < last - first) & row_mask[None, :, None]
-    # What differs between the pieces of a query is known when this is compiled.
+    chunk_mask = (partials < last - first) & row_mask[None, :, None]
+    # What differs between the chunks of a query is known when this is compiled.
     starts = (rows * splits + first)[None, :, None]
     logs = tl.load(
-        lses + starts + pieces, mask=piece_mask, other=float("-inf"), cache_modifier=CACHE
+        lses + starts + partials, mask=chunk_mask, other=float("-inf"), cache_modifier=CACHE
     )
     means = tl.load(
-        outs + starts * DV + pieces * DV + columns,
-        mask=piece_mask & (columns < DV),
+        outs + starts * DV + partials * DV + columns,
+        mask=chunk_mask & (columns < DV),
         other=0.0,
         cache_modifier=CACHE,
     )
@@ -422,15 +422,15 @@ def load_pieces(
 
 
 @triton.jit
-def no_pieces(ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
+def empty_merge(ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
     """A running merge at first: ``(peak [R, 1], mass [R, 1], total [R, Dv])``."""
     peak = tl.full([ROWS, 1], float("-inf"), tl.float32)
     return peak, tl.zeros([ROWS, 1], tl.float32), tl.zeros([ROWS, BLOCK_DV], tl.float32)
 
 
 @triton.jit
-def add_pieces(logs, means, peak, mass, total):
-    """Pieces ``logs [S, R, 1]`` and ``means [S, R, Dv]`` into a running merge.
+def merge_some(logs, means, peak, mass, total):
+    """Chunks ``logs [S, R, 1]`` and ``means [S, R, Dv]`` into a running merge.
 
     ``total`` and ``mass`` are sums relative to ``peak``. Weights are relative to the largest: large
     logits would lose digits in a difference to the sum.
@@ -444,7 +444,7 @@ def add_pieces(logs, means, peak, mass, total):
 
 
 @triton.jit
-def add_all_pieces(
+def merge_all(
     outs,
     lses,
     rows,
@@ -458,12 +458,12 @@ def add_all_pieces(
     BLOCK_DV: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """All pieces of ``rows`` into a running merge; arguments as of ``load_pieces``."""
+    """All chunks of ``rows`` into a running merge; arguments as of ``load_partials``."""
     for first in range(0, splits, BLOCK_S):
-        logs, means = load_pieces(
+        logs, means = load_partials(
             outs, lses, rows, row_mask, splits, first, splits, DV, BLOCK_S, BLOCK_DV, CACHE
         )
-        peak, mass, total = add_pieces(logs, means, peak, mass, total)
+        peak, mass, total = merge_some(logs, means, peak, mass, total)
     return peak, mass, total
 
 
@@ -486,7 +486,7 @@ def add_tokens(logits, values, peak, mass, total):
 
 
 @triton.jit
-def finish_pieces(peak, mass, total):
+def finish_merge(peak, mass, total):
     """``(mean [R, Dv], lse [R, 1])`` of a running merge; 0 and -inf where there was no token."""
     # At least 1 where there is a peak, and 0 without.
     return total * (1.0 / tl.maximum(mass, 1.0)), log_total(finite_base(peak), mass)

@@ -30,9 +30,9 @@ def latent(config: PreTrainedConfig) -> RetrievalCache:
 @torch.no_grad()
 def logits(model: PreTrainedModel, cache: Cache, autocast: bool) -> torch.Tensor:
     """``[sum(PASSES), V]`` fp32."""
-    pieces = prompt(1, sum(PASSES)).split(PASSES, dim=1)
+    chunks = prompt(1, sum(PASSES)).split(PASSES, dim=1)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        outputs = [model(piece, past_key_values=cache).logits[0] for piece in pieces]
+        outputs = [model(chunk, past_key_values=cache).logits[0] for chunk in chunks]
     return torch.cat(outputs).float()
 
 

@@ -35,5 +35,5 @@ def test_a_prompt_is_never_in_fp32_as_a_whole(
 ) -> None:
     keys = torch.ones(1, 8, 16_000, 64, dtype=torch.bfloat16)
     block = TokenBlock(keys, keys, 0, torch.ones(1, 16_000, dtype=torch.bool))
-    # A piece of bf16 without padding, and the same in fp32.
+    # A chunk of bf16 without padding, and the same in fp32.
     assert temporaries(block.mean_key) < 7 * 2**20 < keys.nbytes

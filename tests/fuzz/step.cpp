@@ -35,7 +35,7 @@ class StepCase {
         make_rows(random);
         make_ids(random);
         make_window(random);
-        make_rest(random);
+        make_means(random);
         sinks_ = Numbers(r.query_heads, HFK_FLOAT32);
         sinks_.fill(random);
         if (random.one_in(2)) step_.sink_logits = sinks_.floats();
@@ -186,9 +186,9 @@ class StepCase {
     }
 
     // A mean of all tokens, of blocks, or none; of more tokens than there are, or of fewer.
-    void make_rest(Random &random) {
+    void make_means(Random &random) {
         const hfk_request &r = step_.attention;
-        hfk_rest &rest = step_.rest;
+        hfk_means &rest = step_.rest;
         rest.count = random.pick(0, 3);
         if (rest.count > 1 || random.one_in(2)) rest.block_len = random.pick(1, 120);
         const int64_t sets = r.batch * r.kv_heads * rest.count;
@@ -271,7 +271,7 @@ class StepCase {
             const int64_t row = (kv_head * r.page_len + chosen[k] % r.page_len) * r.row_dim;
             add(page, row, page, row + r.value_start);
         }
-        const hfk_rest &rest = step_.rest;
+        const hfk_means &rest = step_.rest;
         for (int64_t set = 0; set < rest.count; ++set) {
             const int64_t selected = std::count_if(chosen, chosen + r.count, [&](int32_t id) {
                 return id >= 0 && (rest.block_len == 0 || id / rest.block_len == set);

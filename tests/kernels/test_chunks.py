@@ -1,4 +1,4 @@
-"""Entries of tensors in several chunks, against the same tensor in one piece."""
+"""Entries of tensors in several chunks, against the same tensor in one chunk."""
 
 from __future__ import annotations
 

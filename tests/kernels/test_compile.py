@@ -50,7 +50,7 @@ EXPECTED = {
     "top_k": {"_best_kernel", "_count_kernel", "_border_kernel", "_compact_kernel"},
     "relevance": {
         "_best_kernel",
-        "_piece_kernel",
+        "_chunk_kernel",
         "_share_kernel",
         "_count_kernel",
         "_border_kernel",

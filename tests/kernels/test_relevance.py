@@ -46,15 +46,15 @@ def test_relevance_is_the_largest_share_of_a_group(
     )
 
 
-def test_pieces_of_several_blocks_add_up(
+def test_chunks_of_several_blocks_add_up(
     place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As rows of more than 256 blocks are cut; the peak comes in the middle of a piece."""
+    """As rows of more than 256 blocks are cut; the peak comes in the middle of a chunk."""
     backend, device = place
     if backend == "triton":
         from hf_kvret_kernels.relevance import triton
 
-        monkeypatch.setattr(triton, "_PIECES", 2)
+        monkeypatch.setattr(triton, "_CHUNKS", 2)
     scores = some_scores(1, 2, 1, 4500)
     scores[..., 1500] = 90.0
     scores[:, 1, :, :3072] = -INF

@@ -1,4 +1,4 @@
-"""How many programs share a walk: the rule of all kernels that merge pieces."""
+"""How many programs share a walk: the rule of all kernels that merge chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("length", [0, 1, 16, 17, 100, 1000])
 @pytest.mark.parametrize("splits", [None, 1, 3, 50])
 @pytest.mark.parametrize("programs", [1, 5, 100])
-def test_pieces_are_whole_blocks_that_cover_the_length(
+def test_chunks_are_whole_blocks_that_cover_the_length(
     length: int, splits: int | None, programs: int
 ) -> None:
     count, split_len = split_plan(length, 16, programs, CPU, waves=2, most=6, splits=splits)

@@ -83,7 +83,7 @@ def test_shape_dtype_and_device_read_nothing(
         raise AssertionError("rows were read")
 
     for layer in cache.retrieval_layers:
-        monkeypatch.setattr(layer.regions, "rows", reads)
+        monkeypatch.setattr(layer.kv, "rows", reads)
     keys = cache.layers[0].keys
     assert keys.shape == (2, 2, 61, 16) and keys.ndim == 4 and keys.numel() == 2 * 2 * 61 * 16
     assert keys.dtype == torch.float32 and keys.device.type == "cpu" and "61" in repr(keys)

@@ -26,7 +26,7 @@ from hf_kvret.observe.recall import exact_scores
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.top_k import top_k
 
-from .test_rest import CONFIG, ERROR, Driver
+from .test_block_sums import CONFIG, ERROR, Driver
 from .watched import Watched
 
 ALL = 10**6
@@ -153,9 +153,9 @@ def test_tokens_without_estimates_weigh_as_their_mean() -> None:
     watched.forward(3)
     query, cold = watched.asked()
     ids, n = watched.driver.ids, len(cold)
-    regions = watched.driver.layer.regions
-    assert ids is not None and regions is not None
-    means = regions.rest_sums(cold).means()
+    kv = watched.driver.layer.kv
+    assert ids is not None and kv is not None
+    means = kv.block_sums(cold).means()
     estimates = watched.index.estimate(query, cold)
     assert estimates is not None and estimates.ids is not None
     result = torch.logaddexp(*missed_logits(query, estimates, ids, cold, means))

@@ -13,8 +13,8 @@ from hf_kvret import (
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer import exact_attention
 from hf_kvret.layer.exact_attention import attend_cold, attend_dense, attend_exactly
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.regions import Regions
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.stores import PagedStore
@@ -30,16 +30,16 @@ def draw(seed: int, heads: int, count: int) -> torch.Tensor:
     return torch.randn(BATCH, heads, count, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def filled(valid: torch.Tensor | None) -> tuple[Regions, torch.Tensor, torch.Tensor]:
-    """Regions with cold tokens, a sink among them, and recent ones; their keys and values."""
+def filled(valid: torch.Tensor | None) -> tuple[LayerKV, torch.Tensor, torch.Tensor]:
+    """LayerKV with cold tokens, a sink among them, and recent ones; their keys and values."""
     keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
     config = FlatConfig(top_k=4, sink=2, recent=8, flush=4, max_draft=4, dense_below=0)
-    regions = Regions(
+    kv = LayerKV(
         config, FlatIndex(), lambda first: PagedStore(DeviceMemory(first.device)), keys, values
     )
-    regions.take_prompt(keys, values, None if valid is None else valid[:, :PAST])
-    assert regions.cold_len == PAST - 8
-    return regions, keys, values
+    kv.take_prompt(keys, values, None if valid is None else valid[:, :PAST])
+    assert kv.cold_len == PAST - 8
+    return kv, keys, values
 
 
 def expected(
@@ -74,12 +74,12 @@ def test_new_tokens_attend_to_all_before_them_and_to_each_other(
     valid = torch.ones(BATCH, PAST + NEW, dtype=torch.bool)
     valid[1, :7] = False
     scoring = Scoring(valid if padded else None, SCALE, softcap)
-    regions, keys, values = filled(scoring.valid)
+    kv, keys, values = filled(scoring.valid)
     new_keys, new_values, query = draw(3, HEADS, NEW), draw(4, HEADS, NEW), draw(5, 4, NEW)
     call = AttentionCall(scoring, lambda: query, sinks)
     # As a layer does, which then attends to what was there before.
-    regions.take_prompt(new_keys, new_values, scoring.valid)
-    out = attend_exactly(regions, query, new_keys, new_values, PAST, call)
+    kv.take_prompt(new_keys, new_values, scoring.valid)
+    out = attend_exactly(kv, query, new_keys, new_values, PAST, call)
     wanted = expected(
         query,
         torch.cat([keys, new_keys], dim=2),
@@ -105,23 +105,23 @@ class Making(AttentionCall):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_what_is_made_of_a_long_window_is_made_in_pieces(
+def test_what_is_made_of_a_long_window_is_made_in_chunks(
     padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a dense cache, whose window holds all tokens; a piece is hidden as a whole."""
-    monkeypatch.setattr(exact_attention, "piece_len", lambda *_: 16)
+    """Of a dense cache, whose window holds all tokens; a chunk is hidden as a whole."""
+    monkeypatch.setattr(exact_attention, "chunk_len", lambda *_: 16)
     valid = torch.ones(BATCH, PAST + NEW, dtype=torch.bool)
     valid[1, :20] = False
     scoring = Scoring(valid if padded else None, SCALE)
     keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
     config = FlatConfig(sink=2, recent=8, flush=4, dense_below=10_000)
-    regions = Regions(config, None, pytest.fail, keys, values)
-    regions.take_prompt(keys, values, None if scoring.valid is None else valid[:, :PAST])
+    kv = LayerKV(config, None, pytest.fail, keys, values)
+    kv.take_prompt(keys, values, None if scoring.valid is None else valid[:, :PAST])
     new_keys, new_values, query = draw(3, HEADS, NEW), draw(4, HEADS, NEW), draw(5, 4, NEW)
-    regions.take_prompt(new_keys, new_values, scoring.valid)
+    kv.take_prompt(new_keys, new_values, scoring.valid)
     call = Making(scoring, lambda: query)
     object.__setattr__(call, "lengths", [])
-    out = attend_exactly(regions, query, new_keys, new_values, PAST, call)
+    out = attend_exactly(kv, query, new_keys, new_values, PAST, call)
     # The new tokens' own, then those of the window, sinks included.
     assert call.lengths[0] == NEW and max(call.lengths[1:]) == 16
     assert sum(call.lengths[1:]) >= PAST
@@ -130,9 +130,9 @@ def test_what_is_made_of_a_long_window_is_made_in_pieces(
 
 
 @pytest.mark.parametrize("softcap", [None, 0.8])
-def test_cold_tokens_in_pieces_are_one_softmax(softcap: float | None) -> None:
-    regions, keys, values = filled(None)
-    cold = regions.cold(Scoring(None, SCALE, softcap))
+def test_cold_tokens_in_chunks_are_one_softmax(softcap: float | None) -> None:
+    kv, keys, values = filled(None)
+    cold = kv.cold(Scoring(None, SCALE, softcap))
     assert cold is not None and not cold.valid.all(), "sinks are in the window"
     query = draw(5, 4, 1)
     parts = [attend_cold(query, cold, length) for length in (1000, 64)]
@@ -155,14 +155,14 @@ class Faulty(PagedStore):
         self.fault = fault
 
     def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
+        self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for start, keys, values in super().chunks(piece_len, stop):
-            pieces = [
+        for start, keys, values in super().chunks(chunk_len, stop):
+            chunks = [
                 (start + at, keys[:, :, at:][:, :, :16], values[:, :, at:][:, :, :16])
                 for at in range(0, keys.shape[2], 16)
             ]
-            kept = {"none": [], "no end": pieces[:-1], "a gap": [pieces[0], *pieces[2:]]}
+            kept = {"none": [], "no end": chunks[:-1], "a gap": [chunks[0], *chunks[2:]]}
             yield from kept[self.fault]
 
 
@@ -177,16 +177,16 @@ class Faulty(PagedStore):
 def test_a_store_that_gives_other_tokens_than_it_holds_is_named(fault: str, said: str) -> None:
     keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
     config = FlatConfig(top_k=4, sink=2, recent=8, flush=4, max_draft=4, dense_below=0)
-    regions = Regions(config, None, lambda first: Faulty(fault), keys, values)
-    regions.take_prompt(keys, values, None)
-    cold = regions.cold(Scoring(None, SCALE))
+    kv = LayerKV(config, None, lambda first: Faulty(fault), keys, values)
+    kv.take_prompt(keys, values, None)
+    cold = kv.cold(Scoring(None, SCALE))
     assert cold is not None
     query, new = draw(3, HEADS * GROUP, NEW), draw(4, HEADS, NEW)
     call = AttentionCall(Scoring(None, SCALE), lambda: query)
     for read in (
         lambda: attend_cold(query, cold, 16),
-        lambda: attend_exactly(regions, query, new, new, PAST, call),
-        lambda: regions.rows(PAST),
+        lambda: attend_exactly(kv, query, new, new, PAST, call),
+        lambda: kv.rows(PAST),
     ):
         with pytest.raises(
             RuntimeError, match=rf"Faulty\.chunks\(\) gave {said}: it must give all"

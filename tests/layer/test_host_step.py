@@ -176,7 +176,7 @@ def test_no_part_of_a_step_is_left_to_the_search_in_torch(
     kind, options = METHODS[method]
     driver = Driver(make_cache(kind, **options), None, False)
     driver.forward(150)
-    index = driver.layer.regions.index  # type: ignore[union-attr]
+    index = driver.layer.kv.index  # type: ignore[union-attr]
 
     def search(*args: object) -> None:
         raise AssertionError("the library can do this search")
@@ -215,9 +215,9 @@ def test_candidates_are_counted_anew_when_tokens_came_back() -> None:
         driver.forward(1)
     before = driver.cache.stats()["layers"][0]["candidates"]
     driver.forward(1)
-    index, regions = layer.regions.index, layer.regions  # type: ignore[union-attr]
-    assert index is not None and regions is not None
-    each = index.cost(layer.cold_len, regions.config.budget(layer.cold_len)).candidates
+    index, kv = layer.kv.index, layer.kv  # type: ignore[union-attr]
+    assert index is not None and kv is not None
+    each = index.cost(layer.cold_len, kv.config.budget(layer.cold_len)).candidates
     assert driver.cache.stats()["layers"][0]["candidates"] - before == each * 2 * HEADS
 
 
@@ -238,7 +238,7 @@ def test_an_index_that_replaces_its_search_is_asked(monkeypatch: pytest.MonkeyPa
     got = drivers[0].forward(1)
     with step_by_step():
         torch.testing.assert_close(got, drivers[1].forward(1), rtol=1e-5, atol=ERROR)
-    index = drivers[0].layer.regions.index  # type: ignore[union-attr]
+    index = drivers[0].layer.kv.index  # type: ignore[union-attr]
     assert index is not None
     own = index.search
     # So is one object's.

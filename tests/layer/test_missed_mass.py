@@ -21,7 +21,7 @@ from hf_kvret.methods.flat import FlatConfig, FlatIndex
 from hf_kvret.observe.counters import subscriber
 from hf_kvret.observe.missed_mass import MEASURED_STEPS, MissedMass
 
-from .test_rest import CONFIG, GROUP, HEADS, Driver
+from .test_block_sums import CONFIG, GROUP, HEADS, Driver
 
 
 @pytest.mark.parametrize("size", [None, 1, 2])

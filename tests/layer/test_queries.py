@@ -10,8 +10,8 @@ import torch
 
 from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, ParisKVCache, RetrievalCache
 from hf_kvret.contracts.index import Scoring
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall, HeadGroups
-from hf_kvret.layer.regions import Regions
 from hf_kvret.layer.step import attend_step
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.observe.counters import LayerCounters
@@ -59,7 +59,7 @@ def test_queries_of_a_position_lie_beside_each_other() -> None:
 
 
 class Held:
-    """Regions with random cold, recent and padded tokens, and all their rows in order."""
+    """LayerKV with random cold, recent and padded tokens, and all their rows in order."""
 
     def __init__(self, size: int, store: str, dtype: torch.dtype = torch.float32) -> None:
         config = RetrievalConfig(
@@ -73,21 +73,21 @@ class Held:
         self.valid = torch.ones(BATCH, total, dtype=torch.bool)
         self.valid[1, :9] = False
         device = torch.device("cpu")
-        self.regions = Regions(
+        self.kv = LayerKV(
             config,
             FlatIndex(),
             lambda first: STORES[store](device, config),
             self.keys,
             self.values,
         )
-        self.regions.take_prompt(self.keys, self.values, self.valid)
-        assert self.regions.cold_len == COLD
+        self.kv.take_prompt(self.keys, self.values, self.valid)
+        assert self.kv.cold_len == COLD
 
     def attend(self, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         scoring = Scoring(self.valid, SCALE)
         call = AttentionCall(scoring, lambda: query, sinks)
         self.counters = LayerCounters()
-        return attend_step(self.regions, query, call, [self.counters])
+        return attend_step(self.kv, query, call, [self.counters])
 
     def expected(self, query: torch.Tensor, sinks: torch.Tensor | None, size: int) -> torch.Tensor:
         """Head by head: the window and the tokens that matter most to any head of its group."""
@@ -152,7 +152,7 @@ def test_each_group_gets_what_matters_to_its_heads(
     counts = held.counters
     assert (counts.steps, counts.queries) == (1, queries)
     assert counts.cold_rows == COLD * BATCH * HEADS * groups * queries
-    assert int(held.regions.selected) == BATCH * HEADS * groups * queries * BUDGET
+    assert int(held.kv.selected) == BATCH * HEADS * groups * queries * BUDGET
 
 
 @pytest.mark.parametrize("mode", ["greedy_ragged", "prompt_lookup", "beams"])

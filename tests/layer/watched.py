@@ -7,7 +7,7 @@ import torch
 
 from hf_kvret.contracts.index import ColdTokens, Index
 
-from .test_rest import Driver, on
+from .test_block_sums import Driver, on
 
 
 class Watched:
@@ -19,8 +19,8 @@ class Watched:
         self.cold: ColdTokens | None = None
 
     def forward(self, count: int, padded: int = 0) -> torch.Tensor:
-        regions = self.driver.layer.regions
-        index = None if regions is None else regions.index
+        kv = self.driver.layer.kv
+        index = None if kv is None else kv.index
         with pytest.MonkeyPatch.context() as patch:
             if index is not None:
                 search = index.search
@@ -35,9 +35,9 @@ class Watched:
 
     @property
     def index(self) -> Index:
-        regions = self.driver.layer.regions
-        assert regions is not None and regions.index is not None
-        return regions.index
+        kv = self.driver.layer.kv
+        assert kv is not None and kv.index is not None
+        return kv.index
 
     def asked(self) -> tuple[torch.Tensor, ColdTokens]:
         assert self.cold is not None, "the last pass searched"

@@ -80,12 +80,12 @@ def decode(model: PreTrainedModel, cache: AquaKVCache, ids: torch.Tensor) -> tor
 
 
 def stores_of(cache: AquaKVCache) -> list[AquaStore]:
-    return [layer.regions.store for layer in cache.retrieval_layers]
+    return [layer.kv.store for layer in cache.retrieval_layers]
 
 
-def rows_of(store: AquaStore, piece_len: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(store: AquaStore, chunk_len: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all cold tokens, as attention reads them."""
-    parts = [(keys, values) for _, keys, values in store.chunks(piece_len=piece_len)]
+    parts = [(keys, values) for _, keys, values in store.chunks(chunk_len=chunk_len)]
     return tuple(torch.cat(side, dim=2) for side in zip(*parts, strict=True))
 
 

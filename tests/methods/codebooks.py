@@ -127,7 +127,7 @@ def write_book(
 
 
 def filled(index: A2ATSIndex, prompt: Prompt, cuts: tuple[int, ...] = ()) -> A2ATSIndex:
-    """The index after a prompt in pieces, cut before the tokens ``cuts``; all of it is cold."""
+    """The index after a prompt in chunks, cut before the tokens ``cuts``; all of it is cold."""
     queries, keys = prompt.seen
     count = keys.shape[2]
     for start, end in itertools.pairwise((0, *cuts, count)):

@@ -131,11 +131,11 @@ class Run:
         self.index.add(block)
 
     def prompt(
-        self, count: int = PROMPT, valid: torch.Tensor | None = None, pieces: int = 1
+        self, count: int = PROMPT, valid: torch.Tensor | None = None, chunks: int = 1
     ) -> Run:
-        """A prompt in equal pieces, all but ``RECENT`` tokens of it cold."""
+        """A prompt in equal chunks, all but ``RECENT`` tokens of it cold."""
         queries, keys = paper_tokens(count, 0)
-        for part in torch.arange(count).chunk(pieces):
+        for part in torch.arange(count).chunk(chunks):
             mask = None if valid is None else valid[:, part]
             self.watch(queries[:, :, part], keys[:, :, part], mask)
         self.flush(count - RECENT)

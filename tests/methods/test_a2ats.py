@@ -229,16 +229,16 @@ def test_a_layer_without_rope_needs_no_positions_and_others_say_so(
 
 
 @pytest.mark.parametrize("cuts", [(100,), (1, 2, 3), (64, 65, 149)], ids=str)
-def test_a_prompt_in_pieces_has_the_codes_of_a_whole_one(
+def test_a_prompt_in_chunks_has_the_codes_of_a_whole_one(
     cuts: tuple[int, ...], write: Callable[..., Book], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book, prompt = write(), _prompt()
     whole = filled(book.index(), prompt).state_dict()["codes"]
-    pieces = filled(book.index(), prompt, cuts)
-    assert torch.equal(pieces.state_dict()["codes"], whole)
-    assert pieces.cost(100, 10).nbytes == filled(book.index(), prompt).cost(100, 10).nbytes
-    # Long prompts are encoded in pieces too.
-    monkeypatch.setattr(learned_module, "_PIECE_NUMBERS", 7 * 2 * HEADS * DIM)
+    chunks = filled(book.index(), prompt, cuts)
+    assert torch.equal(chunks.state_dict()["codes"], whole)
+    assert chunks.cost(100, 10).nbytes == filled(book.index(), prompt).cost(100, 10).nbytes
+    # Long prompts are encoded in chunks too.
+    monkeypatch.setattr(learned_module, "_CHUNK_NUMBERS", 7 * 2 * HEADS * DIM)
     assert torch.equal(filled(book.index(), prompt).state_dict()["codes"], whole)
 
 

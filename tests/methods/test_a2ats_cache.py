@@ -71,7 +71,7 @@ def _read(model: PreTrainedModel, cache: A2ATSCache, ids: torch.Tensor, **how: A
 def _codes(cache: A2ATSCache) -> torch.Tensor:
     """``[layers, B, Hkv, n]``: those of all tokens that the cache holds."""
     length = cache.get_seq_length()
-    rows = [layer.regions.index._codes.rows for layer in cache.retrieval_layers]
+    rows = [layer.kv.index._codes.rows for layer in cache.retrieval_layers]
     return torch.stack([row[:, :, :length] for row in rows])
 
 
@@ -165,17 +165,17 @@ def test_codes_of_rotated_keys_do_depend_on_positions(
     assert _same(_codes(caches[0]), _codes(caches[1])) < 0.9
 
 
-def test_a_prompt_in_pieces_answers_like_a_whole_one(
+def test_a_prompt_in_chunks_answers_like_a_whole_one(
     llama: PreTrainedModel, artifact_of: ArtifactOf
 ) -> None:
     ids, more = prompt(2, 63), prompt(2, 6, salt=1)
-    whole, pieces = (_cache(llama, artifact_of("llama")) for _ in range(2))
+    whole, chunks = (_cache(llama, artifact_of("llama")) for _ in range(2))
     _read(llama, whole, ids)
     for part in ids.split(21, dim=1):
-        _read(llama, pieces, part)
-    assert _same(_codes(pieces), _codes(whole)) > 0.99
+        _read(llama, chunks, part)
+    assert _same(_codes(chunks), _codes(whole)) > 0.99
     torch.testing.assert_close(
-        _read(llama, pieces, more), _read(llama, whole, more), rtol=0, atol=3e-4
+        _read(llama, chunks, more), _read(llama, whole, more), rtol=0, atol=3e-4
     )
 
 
@@ -249,8 +249,8 @@ def test_a_saved_cache_has_the_codes_of_its_window_too(
     assert torch.equal(_codes(loaded), _codes(cache)) and _codes(cache).shape[-1] == 63
     for token in prompt(2, 20, salt=2).split(1, dim=1):
         assert torch.equal(_read(llama, loaded, token), _read(llama, cache, token))
-    cold = cache.retrieval_layers[0].regions.cold_len
-    assert cold == loaded.retrieval_layers[0].regions.cold_len > 60
+    cold = cache.retrieval_layers[0].kv.cold_len
+    assert cold == loaded.retrieval_layers[0].kv.cold_len > 60
 
 
 def test_without_positions_nothing_is_taken_in_and_the_way_out_is_told(
@@ -288,12 +288,12 @@ def test_codes_take_two_bytes_each_and_learned_tensors_are_shared(
     for cache in caches:
         _read(llama, cache, prompt(1, 60))
     assert _codes(caches[0]).nbytes == 2 * 2 * 2 * 60
-    layers = [cache.retrieval_layers[0].regions.index for cache in caches]
+    layers = [cache.retrieval_layers[0].kv.index for cache in caches]
     assert layers[0]._quantizer is layers[1]._quantizer
     # 32 codewords in bf16 with their norms, and two matrices.
     assert layers[0].shared_nbytes() == 2 * (32 * 16 * 2 + 32 * 4 + 2 * 16 * 16 * 4)
     report = caches[0].memory()
-    indexes = [layer.regions.index for layer in caches[0].retrieval_layers]
+    indexes = [layer.kv.index for layer in caches[0].retrieval_layers]
     assert report.index == sum(index.nbytes() for index in indexes)
     assert report.shared == sum(index.shared_nbytes() for index in indexes) > 0
     parts = (report.window, report.index, report.shared, report.store_device)

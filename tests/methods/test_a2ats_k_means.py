@@ -195,12 +195,12 @@ def test_heads_worked_on_together_are_as_alone() -> None:
     assert tuple(len(run.errors) - 1 for run in runs) == expected.rounds
 
 
-def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     points = draw(2, 500, 6, seed=11)
     whole, _ = k_means(points, 30, seed=0)
-    monkeypatch.setattr(module, "_PIECE_NUMBERS", 100)
-    pieces, _ = k_means(points, 30, seed=0)
-    assert torch.equal(whole, pieces)
+    monkeypatch.setattr(module, "_CHUNK_NUMBERS", 100)
+    chunks, _ = k_means(points, 30, seed=0)
+    assert torch.equal(whole, chunks)
 
 
 def test_the_order_of_points_makes_no_difference_to_means() -> None:

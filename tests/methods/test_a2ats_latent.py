@@ -79,7 +79,7 @@ def test_scores_are_those_of_every_head_at_the_fixed_distance(name: str, tmp_pat
         assert len(codes.unique()) == len(distinct.flatten())
 
 
-def test_the_metric_is_that_of_absorbed_queries_also_in_pieces(
+def test_the_metric_is_that_of_absorbed_queries_also_in_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids, cache = made("deepseek_v3", tmp_path / "whole")
@@ -99,12 +99,12 @@ def test_the_metric_is_that_of_absorbed_queries_also_in_pieces(
         torch.testing.assert_close((factor @ factor.mT)[0], moments, rtol=1e-4, atol=1e-4)
         assert artifact.options["layers"][str(layer)]["last"] is True
     # Seven queries of four heads and 24 numbers at once.
-    monkeypatch.setattr(calibrator, "_PIECE_NUMBERS", 7 * 4 * 24)
-    _, _, other = made("deepseek_v3", tmp_path / "pieces")
-    pieces = load(other.options.artifact, None).tensors
+    monkeypatch.setattr(calibrator, "_CHUNK_NUMBERS", 7 * 4 * 24)
+    _, _, other = made("deepseek_v3", tmp_path / "chunks")
+    chunks = load(other.options.artifact, None).tensors
     for key, x in artifact.tensors.items():
         if key.endswith("metric"):
-            torch.testing.assert_close(pieces[key], x, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(chunks[key], x, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_groups_choose_what_each_would_choose_alone(
 
     with torch.no_grad():
         model.generate(ids, past_key_values=cache, max_new_tokens=1)
-        assert layer.regions is not None and layer.regions.index is not None
-        index = layer.regions.index
+        assert layer.kv is not None and layer.kv.index is not None
+        index = layer.kv.index
         search = index.search
         index.search, index.host_search = note, lambda *call: None
         more = prompt(3, 3, salt=5)
@@ -191,6 +191,6 @@ def test_a_saved_cache_goes_on_and_holds_two_bytes_a_token(store: str, tmp_path:
     answers = [model.generate(more, past_key_values=one, **greedy) for one in (cache, fork, twin)]
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
     # Codes of one KV head, however many query heads there are.
-    index = cache.layers[0].regions.index
+    index = cache.layers[0].kv.index
     assert index._codes.rows.shape == (3, 1, cache.get_seq_length())
     assert index._codes.rows.element_size() == 2

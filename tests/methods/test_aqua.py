@@ -48,8 +48,8 @@ def _fill(store: Store, *counts: int, salt: int = 0) -> list[torch.Tensor]:
     return [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
 
 
-def _read(store: Store, piece_len: int = 64) -> list[torch.Tensor]:
-    starts, keys, values = zip(*store.chunks(piece_len), strict=True)
+def _read(store: Store, chunk_len: int = 64) -> list[torch.Tensor]:
+    starts, keys, values = zip(*store.chunks(chunk_len), strict=True)
     assert list(starts) == sorted(starts) and starts[0] == 0
     return [torch.cat(side, dim=2) for side in (keys, values)]
 

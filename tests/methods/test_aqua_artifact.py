@@ -147,7 +147,7 @@ def test_predictors_are_held_once_and_in_the_bits_they_were_made_with(
         caches = [make_cache(model, artifact_of("llama", **options)) for _ in range(2)]
         for cache in caches:
             read(model, cache, prompt(1, 60))
-        coders = [cache.retrieval_layers[1].regions.store._coder for cache in caches]
+        coders = [cache.retrieval_layers[1].kv.store._coder for cache in caches]
         assert coders[0].predictors is coders[1].predictors is not None
         shared.append(caches[0].memory().shared)
     # fp32 as the model is, against 4 bits and two fp16 numbers for each row of a matrix.

@@ -153,7 +153,7 @@ def _padded(model: PreTrainedModel, cache: AquaKVCache) -> None:
         read(model, cache, token, attention_mask=mask, position_ids=places)
 
 
-def _pieces(model: PreTrainedModel, cache: AquaKVCache) -> None:
+def _chunks(model: PreTrainedModel, cache: AquaKVCache) -> None:
     for part in prompt(1, 130).split(50, dim=1):
         read(model, cache, part)
 
@@ -174,7 +174,7 @@ def _cropped(model: PreTrainedModel, cache: AquaKVCache) -> None:
     decode(model, cache, prompt(1, 3, salt=4))
 
 
-@pytest.mark.parametrize("fill", [_padded, _pieces, _reordered, _cropped])
+@pytest.mark.parametrize("fill", [_padded, _chunks, _reordered, _cropped])
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_reconstructions_are_those_of_the_codes_decoded_layer_by_layer(
     fill: Callable[..., None], store: str, model: PreTrainedModel, artifact: str, tmp_path: Path

@@ -108,8 +108,8 @@ def test_what_was_left_is_never_out_of_date(
         # Breaks off in the middle, as an error in attention would.
         stores = stores_of(cache)
         for store in stores[:2]:
-            next(store.chunks(piece_len=64))
-        next(stores[3].chunks(piece_len=64))
+            next(store.chunks(chunk_len=64))
+        next(stores[3].chunks(chunk_len=64))
         list(stores[2].chunks())
         seen.append(decode(model, cache, prompt(2, 6, salt=1)))
         list(stores[1].chunks())
@@ -161,9 +161,9 @@ def test_bytes_are_those_of_packed_codes_and_of_one_scale_a_group(
     assert not any(store._positions.nbytes() for store in stores[1:])
     assert report.store_host == 0
     assert report.store_device == sum(pages) + 4 * LAYERS * tokens // 64 + positions
-    regions = cache.retrieval_layers[0].regions
-    assert regions.index is None and report.index == 0
-    assert len(regions.positions) == 8 and regions.positions.nbytes() < 4 * 512
+    kv = cache.retrieval_layers[0].kv
+    assert kv.index is None and report.index == 0
+    assert len(kv.positions) == 8 and kv.positions.nbytes() < 4 * 512
     # Two matrices a layer but in the first, in fp32 as the model is, their biases, frequencies.
     width = HEADS * DIM
     learned = (LAYERS - 1) * (3 * width * width * 4 + 2 * width * 4) + LAYERS * DIM // 2 * 4
@@ -200,11 +200,11 @@ def test_a_flush_leaves_recent_tokens_in_full_precision(
     for step in range(16):
         read(model, cache, prompt(1, 60 if not step else 1, salt=step))
         for layer in cache.retrieval_layers:
-            assert layer.regions.window.length >= COVERING_OPTIONS["recent"]
-    assert cache.retrieval_layers[0].regions.cold_len > 60
+            assert layer.kv.window.length >= COVERING_OPTIONS["recent"]
+    assert cache.retrieval_layers[0].kv.cold_len > 60
     published = AquaKVCache(model.config, options=AquaConfig.paper(artifact=artifact))
     read(model, published, prompt(1, 40))
-    assert published.retrieval_layers[0].regions.cold_len == 0
+    assert published.retrieval_layers[0].kv.cold_len == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -239,12 +239,12 @@ def test_positions_stay_with_their_tokens(model: PreTrainedModel, artifact: str)
         told = torch.cat([told, places], dim=1)
 
     def check() -> None:
-        store, regions = stores_of(cache)[0], cache.retrieval_layers[0].regions
+        store, kv = stores_of(cache)[0], cache.retrieval_layers[0].kv
         cold = len(store)
         assert torch.equal(store._positions.rows[:, 0, :cold], told[:, :cold].int())
         # Of tokens that a crop dropped, they stay until others come in their place.
-        end, start = told.shape[1], regions.positions.first
-        noted = regions.positions.rows[:, 0, max(0, cold - start) : max(0, end - start)]
+        end, start = told.shape[1], kv.positions.first
+        noted = kv.positions.rows[:, 0, max(0, cold - start) : max(0, end - start)]
         missing = end - cold - noted.shape[1]
         noted = torch.nn.functional.pad(noted, (missing, 0), value=UNKNOWN_POSITION)
         known = store._positions.rows[:, 0, cold : told.shape[1]]

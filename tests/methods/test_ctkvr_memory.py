@@ -1,4 +1,4 @@
-"""What making ctkvr's lists takes beside what is kept, and that pieces change no list."""
+"""What making ctkvr's lists takes beside what is kept, and that chunks change no list."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _lists(name: str) -> tuple[torch.Tensor, ...]:
     work()
     queue = files[0].queue
     assert queue is not None
-    return torch.cat(list(queue.pieces()), dim=2), *queue.live()
+    return torch.cat(list(queue.chunks()), dim=2), *queue.live()
 
 
 def _compare(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
@@ -103,7 +103,7 @@ def test_temporaries_are_bounded(
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_pieces_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = _lists(name)
     whole: list[tuple[Any, str]] = [
         (naive, "_MOST_IDS"),
@@ -112,7 +112,7 @@ def test_pieces_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         (naive, "_LEAST_NEW_KEYS"),
         (naive, "_KEYS"),
         (inverted_lists, "_NUMBERS"),
-        (inverted_file, "_PIECE_NUMBERS"),
+        (inverted_file, "_CHUNK_NUMBERS"),
     ]
     for module, size in whole:
         monkeypatch.setattr(module, size, 1 << 40)

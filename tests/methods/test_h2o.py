@@ -197,7 +197,7 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
     monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], softcap: float | None
 ) -> None:
     """A padded prompt, drafts of which some are rejected, flushes, and a long second prompt."""
-    # So that there are several pieces of keys and, in each, several blocks of queries.
+    # So that there are several chunks of keys and, in each, several blocks of queries.
     monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
     monkeypatch.setattr(h2o, "_SCORES_CPU", 2 * HEADS * GROUP * 16 * 7)
     run = Run(softcap)

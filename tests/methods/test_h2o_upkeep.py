@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.layer.regions import Regions
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.stores.memory import DeviceMemory
 
@@ -46,20 +46,20 @@ class Run:
     def __init__(self, **changes: Any) -> None:
         self.options = H2OConfig.from_options(**{**OPTIONS, **changes})
         keys = torch.empty(2, HEADS, 0, DIM)
-        self.regions = Regions(self.options, H2OIndex(self.options), _store, keys, keys)
+        self.kv = LayerKV(self.options, H2OIndex(self.options), _store, keys, keys)
 
     @property
     def index(self) -> H2OIndex:
-        assert isinstance(self.regions.index, H2OIndex)
-        return self.regions.index
+        assert isinstance(self.kv.index, H2OIndex)
+        return self.kv.index
 
     @property
     def length(self) -> int:
-        return self.regions.length
+        return self.kv.length
 
     @property
     def cold_len(self) -> int:
-        return self.regions.cold_len
+        return self.kv.cold_len
 
     @property
     def scores(self) -> torch.Tensor:
@@ -68,26 +68,26 @@ class Run:
     def prompt(self, tokens: Tokens) -> None:
         """A pass that is attended exactly."""
         queries, keys = tokens
-        self.regions.on_forward(queries, keys, None)
-        self.regions.take_prompt(keys, keys, None)
+        self.kv.on_forward(queries, keys, None)
+        self.kv.take_prompt(keys, keys, None)
 
     def build(self) -> None:
-        cold = self.regions.cold(Scoring(None, SCALE))
+        cold = self.kv.cold(Scoring(None, SCALE))
         if cold is not None:
-            self.regions.build_index(cold)
+            self.kv.build_index(cold)
 
     def step(self, tokens: Tokens) -> torch.Tensor:
         """The slots that a pass selects."""
         queries, keys = tokens
         self.build()
-        self.regions.on_forward(queries, keys, None)
-        self.regions.take_step(keys, keys, None)
+        self.kv.on_forward(queries, keys, None)
+        self.kv.take_step(keys, keys, None)
         return self.ask(queries)
 
     def ask(self, queries: torch.Tensor) -> torch.Tensor:
-        cold = self.regions.cold(Scoring(None, SCALE))
+        cold = self.kv.cold(Scoring(None, SCALE))
         assert cold is not None
-        index = self.regions.ready_index(cold)
+        index = self.kv.ready_index(cold)
         ids = index.search(queries, cold)
         index.after_search(ids)
         return ids
@@ -105,7 +105,7 @@ class Run:
     def fork(self) -> Run:
         self.build()
         twin = object.__new__(Run)
-        twin.options, twin.regions = self.options, self.regions.fork(_store)
+        twin.options, twin.kv = self.options, self.kv.fork(_store)
         return twin
 
 
@@ -125,16 +125,16 @@ def test_all_keys_are_read_for_a_prompt_alone() -> None:
     """Twice; steps, drafts and flushes read the kept ones."""
     run = _read()
     run.build()
-    assert isinstance(run.regions.store, CountingStore)
-    assert run.regions.store.readings == 2
+    assert isinstance(run.kv.store, CountingStore)
+    assert run.kv.store.readings == 2
     run.steps(range(10, 40))
     for seed in range(40, 50):
         run.step(_tokens(seed, 5))
-        run.regions.crop(2)
-    assert run.cold_len > 100 and run.regions.store.readings == 2
+        run.kv.crop(2)
+    assert run.cold_len > 100 and run.kv.store.readings == 2
     run.prompt(_tokens(50, 20))
     run.steps(range(50, 53))
-    assert run.regions.store.readings == 4
+    assert run.kv.store.readings == 4
 
 
 def test_rejected_drafts_leave_no_trace() -> None:
@@ -146,7 +146,7 @@ def test_rejected_drafts_leave_no_trace() -> None:
         accepted = 1 + seed % 3
         some = queries[:, :, :accepted], keys[:, :, :accepted]
         assert torch.equal(drafted.step((queries, keys))[:, :, :accepted], plain.step(some))
-        drafted.regions.crop(5 - accepted)
+        drafted.kv.crop(5 - accepted)
         if seed % 5 == 0:
             drafted = drafted.fork()
     assert plain.length == drafted.length > 155
@@ -186,7 +186,7 @@ def test_a_saved_index_goes_on_like_the_one_that_was_saved(steps: int) -> None:
     run = _read()
     run.steps(range(10, 10 + steps))
     twin = run.fork()
-    twin.regions.index = H2OIndex(run.options)
+    twin.kv.index = H2OIndex(run.options)
     twin.index.load_state_dict({name: x.clone() for name, x in run.index.state_dict().items()})
     _assert_same(run.steps(range(60, 80)), twin.steps(range(60, 80)))
     assert torch.equal(run.scores, twin.scores)
@@ -207,7 +207,7 @@ def test_reordered_rows_go_on_like_the_old_ones() -> None:
     run, moved = _read(), _read()
     for each in (run, moved):
         each.steps(range(10, 17))
-    moved.regions.reorder(torch.tensor(rows))
+    moved.kv.reorder(torch.tensor(rows))
     expected = [ids[rows] for ids in run.steps(range(40, 52))]
     _assert_same(moved.steps(range(40, 52), rows), expected)
 
@@ -217,7 +217,7 @@ def test_what_is_cropped_is_forgotten_and_what_was_evicted_stays_so() -> None:
     run.steps(range(10, 40))
     before = run.scores
     assert run.length == 90 and run.cold_len == 82
-    run.regions.crop(30)
+    run.kv.crop(30)
     assert run.cold_len == 54
     ids = run.step(_tokens(50))
     after = run.scores
@@ -239,7 +239,7 @@ def test_other_tokens_in_the_slots_of_cropped_ones_are_chosen_from_anew() -> Non
     run = _read()
     run.steps(range(10, 40))
     held = run.cold_len
-    run.regions.crop(30)
+    run.kv.crop(30)
     run.prompt(_tokens(70, held + OPTIONS["recent"] - 60))
     assert run.cold_len == held
     ids = run.step(_tokens(50))
@@ -255,7 +255,7 @@ def test_a_crop_to_nothing_cold_starts_a_new_text(left: int) -> None:
     """What is left of the old text is in the window, and goes cold with the new one."""
     run, fresh, text = _read(), Run(), _tokens(77, 60)
     run.steps(range(10, 20))
-    run.regions.crop(run.length - left)
+    run.kv.crop(run.length - left)
     assert run.cold_len == 0
     for each in (run, fresh):
         each.prompt(text)

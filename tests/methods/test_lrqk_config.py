@@ -215,7 +215,7 @@ def test_a_fork_that_answers_leaves_the_original_as_it_was(
 
 
 def _indexes(cache: RetrievalCache) -> list[Any]:
-    return [layer.regions.index for layer in cache.retrieval_layers if layer.regions is not None]
+    return [layer.kv.index for layer in cache.retrieval_layers if layer.kv is not None]
 
 
 @pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2]], ids=str)

@@ -221,7 +221,7 @@ def _tokens(batch: int = 2, heads: int = 4, count: int = 150) -> tuple[torch.Ten
 CUTS = [(), (1,), (40, 41, 100), tuple(range(1, 150))]
 
 
-def _pieces(length: int, cuts: tuple[int, ...]) -> list[slice]:
+def _chunks(length: int, cuts: tuple[int, ...]) -> list[slice]:
     return [slice(a, b) for a, b in zip((0, *cuts), (*cuts, length), strict=True)]
 
 
@@ -233,8 +233,8 @@ def test_key_grams_of_blocks_add_up_and_leave_padding_out(
     rows, valid = _tokens()
     rows = (rows + 3.0).masked_fill(~valid[:, None, :, None], float("nan"))
     grams = KeyGrams()
-    for piece in _pieces(150, cuts):
-        grams.add(rows[:, :, piece], valid[:, piece])
+    for chunk in _chunks(150, cuts):
+        grams.add(rows[:, :, chunk], valid[:, chunk])
     for b in range(2):
         for h in range(4):
             real = rows[b, h, valid[b]].double()
@@ -257,8 +257,8 @@ def test_query_grams_are_the_sums_they_stand_for_however_passes_are_cut(
     lengths = torch.tensor([1.0, 50.0, 0.01, 2.0])
     rows = rows / rows.norm(dim=-1, keepdim=True) * lengths[:, None, None]
     grams = QueryGrams(sets, half_life)
-    for piece in _pieces(150, cuts):
-        grams.add(rows[:, :, piece].masked_fill(~valid[:, None, piece, None], 1e4), valid[:, piece])
+    for chunk in _chunks(150, cuts):
+        grams.add(rows[:, :, chunk].masked_fill(~valid[:, None, chunk, None], 1e4), valid[:, chunk])
     found = grams.weighted(recency)
     assert found.shape == (2, sets, DIM, DIM)
     for b in range(2):
@@ -279,8 +279,8 @@ def test_a_row_whose_first_token_comes_late_gets_a_scale_of_its_own() -> None:
     rows, valid = _tokens()
     rows = rows * torch.tensor([1.0, 50.0, 1.0, 50.0])[:, None, None]
     grams = QueryGrams(2, 16.0)
-    for piece in _pieces(150, (65, 140)):  # row 1 has no token among the first 70
-        grams.add(rows[:, :, piece], valid[:, piece])
+    for chunk in _chunks(150, (65, 140)):  # row 1 has no token among the first 70
+        grams.add(rows[:, :, chunk], valid[:, chunk])
     alone = QueryGrams(2, 16.0)
     alone.add(rows[1:, :, 70:140], None)
     alone.add(rows[1:, :, 140:], None)
@@ -294,8 +294,8 @@ def test_sums_for_als_add_up_over_blocks(init: str, cuts: tuple[int, ...]) -> No
     rows, valid = _tokens()
     rows = rows.masked_fill(~valid[:, None, :, None], 0.0)
     pieced, whole, chance = Moments(False), Moments(False), RandomSource(0)
-    for piece in _pieces(150, cuts):
-        pieced.add(rows[:, :, piece], RANK, chance)
+    for chunk in _chunks(150, cuts):
+        pieced.add(rows[:, :, chunk], RANK, chance)
     whole.add(rows, RANK, chance)
     assert pieced.state_dict().keys() == whole.state_dict().keys() == {"gram", "sizes"}
     for found, expected in zip(
@@ -313,9 +313,9 @@ def test_random_sums_are_of_one_random_matrix_without_rows_for_padding() -> None
     moments, used = Moments(True), RandomSource(3)
     chance = torch.Generator().manual_seed(3)
     drawn = []
-    for piece in _pieces(150, (60, 61)):
-        moments.add(rows[:, :, piece], RANK, used)
-        drawn.append(torch.randn(2, 4, piece.stop - piece.start, RANK, generator=chance))
+    for chunk in _chunks(150, (60, 61)):
+        moments.add(rows[:, :, chunk], RANK, used)
+        drawn.append(torch.randn(2, 4, chunk.stop - chunk.start, RANK, generator=chance))
     start = torch.cat(drawn, dim=2).masked_fill(~valid[:, None, :, None], 0.0)
     sketch = moments.random_start()
     torch.testing.assert_close(sketch.cross, (start.mT @ rows).double(), rtol=1e-5, atol=1e-3)
@@ -324,10 +324,10 @@ def test_random_sums_are_of_one_random_matrix_without_rows_for_padding() -> None
 
 
 @pytest.mark.parametrize("padded_first", [True, False])
-def test_pieces_and_passes_with_and_without_padding_add_up(
+def test_chunks_and_passes_with_and_without_padding_add_up(
     padded_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One piece after another is turned into fp32; padding of one pass is none of the other's."""
+    """One chunk after another is turned into fp32; padding of one pass is none of the other's."""
     queries = torch.randn(2, 4, 50, 8, generator=torch.Generator().manual_seed(3))
     valid = torch.rand(2, 20, generator=torch.Generator().manual_seed(4)) > 0.3
     cut = 20 if padded_first else 30
@@ -335,12 +335,12 @@ def test_pieces_and_passes_with_and_without_padding_add_up(
     all_valid = torch.ones(2, 50, dtype=torch.bool)
     all_valid[:, :20] &= valid if padded_first else True
     all_valid[:, 30:] &= True if padded_first else valid
-    whole, pieces = QueryGrams(2, 16.0), QueryGrams(2, 16.0)
+    whole, chunks = QueryGrams(2, 16.0), QueryGrams(2, 16.0)
     whole.add(queries, all_valid)
     expected = whole.weighted(0.5)
     scale = whole.scale
-    monkeypatch.setattr("hf_kvret.methods.lrqk.grams.PIECE", 7)
-    pieces.scale, pieces._is_scaled = scale, True
+    monkeypatch.setattr("hf_kvret.methods.lrqk.grams.CHUNK", 7)
+    chunks.scale, chunks._is_scaled = scale, True
     for part, mask in zip(queries.split([cut, 50 - cut], dim=2), masks, strict=True):
-        pieces.add(part, mask)
-    torch.testing.assert_close(pieces.weighted(0.5), expected, rtol=1e-5, atol=1e-6)
+        chunks.add(part, mask)
+    torch.testing.assert_close(chunks.weighted(0.5), expected, rtol=1e-5, atol=1e-6)

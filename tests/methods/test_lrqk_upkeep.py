@@ -1,4 +1,4 @@
-"""LRQKIndex over time: pieces of a prompt, drift, crop, reorder, fork and saving."""
+"""LRQKIndex over time: chunks of a prompt, drift, crop, reorder, fork and saving."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ def _document(count: int = HELD) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cuts", [(100,), (1, 2, 3), (64, 65, 130, 299)])
-def test_a_prompt_in_pieces_is_projected_once_more_and_selects_like_one_pass(
+def test_a_prompt_in_chunks_is_projected_once_more_and_selects_like_one_pass(
     cuts: tuple[int, ...],
 ) -> None:
     queries, keys = _document()
     options, query = closed_options(shared=False), _queries(3, seed=4)
-    whole, pieces = fill(options, queries, keys), fill(options, queries, keys, cuts=cuts)
-    assert torch.equal(pieces.select(query).sort(-1).values, whole.select(query).sort(-1).values)
-    assert whole.reprojections == 0 and pieces.reprojections == 1
-    assert pieces.index.stats()["reprojected_rows"] == 2 * HEADS * HELD
+    whole, chunks = fill(options, queries, keys), fill(options, queries, keys, cuts=cuts)
+    assert torch.equal(chunks.select(query).sort(-1).values, whole.select(query).sort(-1).values)
+    assert whole.reprojections == 0 and chunks.reprojections == 1
+    assert chunks.index.stats()["reprojected_rows"] == 2 * HEADS * HELD
 
 
-def test_with_shared_factors_pieces_differ_by_how_long_the_first_queries_are() -> None:
+def test_with_shared_factors_chunks_differ_by_how_long_the_first_queries_are() -> None:
     queries, keys = _document()
     options, query = closed_options(), _queries(3, seed=4)
-    pieces = fill(options, queries, keys, cuts=(100,)).select(query)
+    chunks = fill(options, queries, keys, cuts=(100,)).select(query)
     whole = fill(options, queries, keys).select(query)
-    same = (pieces.unsqueeze(-1) == whole.unsqueeze(-2)).any(-1).float().mean()
+    same = (chunks.unsqueeze(-1) == whole.unsqueeze(-2)).any(-1).float().mean()
     # The scale of a head is that of its first pass, which 100 queries tell to a few per cent.
     assert same > 0.97
     even = queries / queries.norm(dim=-1, keepdim=True)
-    pieces = fill(options, even, keys, cuts=(100,)).select(query)
+    chunks = fill(options, even, keys, cuts=(100,)).select(query)
     assert torch.equal(
-        pieces.sort(-1).values, fill(options, even, keys).select(query).sort(-1).values
+        chunks.sort(-1).values, fill(options, even, keys).select(query).sort(-1).values
     )
 
 
@@ -280,12 +280,12 @@ def test_queries_that_only_a_fork_saw_do_not_count_for_the_original() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"shared": False, "proxy_dtype": "int8"}], ids=str)
-@pytest.mark.parametrize("pieces", [(), (100,)], ids=str)
+@pytest.mark.parametrize("chunks", [(), (100,)], ids=str)
 def test_a_saved_index_goes_on_like_the_one_it_was(
-    pieces: tuple[int, ...], changes: dict[str, Any]
+    chunks: tuple[int, ...], changes: dict[str, Any]
 ) -> None:
     options = closed_options(rank=24, **changes)
-    held, question = fill(options, *_document(), cuts=pieces), _unseen(5)
+    held, question = fill(options, *_document(), cuts=chunks), _unseen(5)
     held.see(_queries(1, seed=11))
     loaded = Held(LRQKIndex(options), held.store.fork())
     loaded.index.load_state_dict(held.index.state_dict())
@@ -296,7 +296,7 @@ def test_a_saved_index_goes_on_like_the_one_it_was(
     found, wanted = (each.select(question).sort(-1).values for each in (loaded, held))
     assert torch.equal(found, wanted)
     # A saved index counts anew.
-    assert held.reprojections - bool(pieces) == loaded.reprojections == 1
+    assert held.reprojections - bool(chunks) == loaded.reprojections == 1
 
 
 def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:

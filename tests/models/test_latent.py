@@ -180,7 +180,7 @@ def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:
     cache = FlatKVCache(model.config, **COVERING_OPTIONS, store="host")
     model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
     (layer, *_), numbers = cache.retrieval_layers, 16 + 8
-    window, store = layer.regions.window, layer.regions.store
+    window, store = layer.kv.window, layer.kv.store
     assert window.row_dim == numbers and window.values.data_ptr() == window.keys.data_ptr()
     assert store.paged_rows().width == numbers
     tokens = layer.get_seq_length()

@@ -1,4 +1,4 @@
-"""Faults in what a retrieval layer is made of: window, regions, state."""
+"""Faults in what a retrieval layer is made of: window, kv, state."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ FAULTS = (
     ),
     Fault(
         "sinks-counted-twice",
-        "hf_kvret/layer/regions.py",
+        "hf_kvret/layer/layer_kv.py",
         "marks.scatter_(1, slots.masked_fill(slots < 0, cold), False)",
         "marks.scatter_(1, slots.masked_fill(slots < 0, cold), True)",
     ),
     Fault(
         "fork-shares-the-store",
-        "hf_kvret/layer/regions.py",
+        "hf_kvret/layer/layer_kv.py",
         "twin.store = None if self.store is None else self.store.fork()",
         "twin.store = self.store",
     ),
     Fault(
         "cropped-index-counts-as-built",
-        "hf_kvret/layer/regions.py",
+        "hf_kvret/layer/layer_kv.py",
         "self.built = self.built and cold > 0",
         "pass",
     ),
@@ -62,14 +62,14 @@ FAULTS = (
     Fault(
         "groups-of-heads-seen-as-drafts",
         "hf_kvret/layer/step.py",
-        "if isinstance(finish, Pieces) and groups is None:",
-        "if isinstance(finish, Pieces):",
+        "if isinstance(finish, Partials) and groups is None:",
+        "if isinstance(finish, Partials):",
     ),
     Fault(
         "shared-layer-forgets-its-past",
         "hf_kvret/layer/layer.py",
-        "past = self.regions.length - (0 if self.waiting else new)",
-        "past = self.regions.length if self.waiting else 0",
+        "past = self.kv.length - (0 if self.pending_attention else new)",
+        "past = self.kv.length if self.pending_attention else 0",
     ),
     Fault(
         "learned-sinks-lost-in-a-second-prompt",
@@ -103,19 +103,19 @@ FAULTS = (
     ),
     Fault(
         "sinks-counted-as-rest",
-        "hf_kvret/layer/rest.py",
+        "hf_kvret/layer/block_sums.py",
         "return marks.scatter_(1, places.masked_fill(outside, length), False)[:, :length]",
         "return marks[:, :length]",
     ),
     Fault(
         "means-of-other-rows",
-        "hf_kvret/layer/rest.py",
+        "hf_kvret/layer/block_sums.py",
         "        super().reorder(rows)\n        self._means = {}",
         "        super().reorder(rows)",
     ),
     Fault(
         "cropped-tokens-stay-in-the-rest",
-        "hf_kvret/layer/regions.py",
+        "hf_kvret/layer/layer_kv.py",
         "            self.rest.crop(cold)",
         "            pass",
     ),

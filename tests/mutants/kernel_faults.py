@@ -12,10 +12,10 @@ FAULTS = (
         "stride = dim + 1",
     ),
     Fault(
-        "paris-last-piece-of-a-code-not-estimated",
+        "paris-last-chunk-of-a-code-not-estimated",
         "kernels/hf_kvret_kernels/paris/triton.py",
-        "for start in range(0, BYTES, PIECE):",
-        "for start in range(0, BYTES - PIECE, PIECE):",
+        "for start in range(0, BYTES, CHUNK):",
+        "for start in range(0, BYTES - CHUNK, CHUNK):",
     ),
     Fault(
         "scale-forgotten",
@@ -73,7 +73,7 @@ FAULTS = (
     ),
     Fault(
         "selected-tokens-count-twice",
-        "kernels/hf_kvret_kernels/rest_tokens/naive.py",
+        "kernels/hf_kvret_kernels/mean_tokens/naive.py",
         "left = means.counts[:, None, None] - _selected_counts(ids, tokens, means.block_len)",
         "left = means.counts[:, None, None].expand(batch, ids.shape[1], queries, tokens)",
     ),

@@ -44,7 +44,7 @@ FAULTS = (
     Fault(
         "calibrated-with-queries-that-are-not-absorbed",
         "hf_kvret/lab/calibrate/a2ats.py",
-        "rows = piece if heads is None else heads.absorb(piece)",
-        "rows = piece",
+        "rows = chunk if heads is None else heads.absorb(chunk)",
+        "rows = chunk",
     ),
 )

@@ -86,8 +86,8 @@ def test_bytes_of_a_hand_made_case(llama: PreTrainedModel, store: str) -> None:
     _feed(llama, cache, 72)  # 64 cold tokens: one page of 64 for each layer
     report = cache.memory()
     row, layers = 2 * (16 + 16) * 4, 2
-    held = [layer.regions for layer in cache.retrieval_layers]
-    capacities = [regions.window.keys.shape[2] for regions in held if regions is not None]
+    held = [layer.kv for layer in cache.retrieval_layers]
+    capacities = [kv.window.keys.shape[2] for kv in held if kv is not None]
     assert report.window == sum(capacities) * row + layers * 2 * 8
     pages, table = layers * 64 * row, layers * 4
     expected = (pages + table, 0) if store == "device" else (table, pages)

@@ -19,7 +19,7 @@ class Agent:
         self.seen: dict[str, int] = {name: 0}
 
     def tick(self) -> None:
-        """Begin the next piece of its own work."""
+        """Begin the next chunk of its own work."""
         self.seen[self.name] += 1
 
     def join(self, seen: Mapping[str, int]) -> None:

@@ -169,7 +169,7 @@ class Silent(Store):
         raise NotImplementedError
 
     def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
+        self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         return iter(())
 

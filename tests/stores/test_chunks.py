@@ -1,4 +1,4 @@
-"""Reading a store in pieces: the kernel's path, what is held meanwhile, what follows a piece."""
+"""Reading a store in chunks: the kernel's path, what is held meanwhile, what follows a chunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, TokenBlock
-from hf_kvret.contracts import pieces
+from hf_kvret.contracts import chunks
 from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, paged, pinning
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -42,9 +42,9 @@ def _filled(
 
 
 @pytest.mark.parametrize("make_memory", MEMORIES)
-@pytest.mark.parametrize("piece_len", [1, 4, 9, 24, 1000])
-def test_the_kernel_reads_the_same_pieces(
-    make_memory: Callable[[torch.device], PageMemory], piece_len: int
+@pytest.mark.parametrize("chunk_len", [1, 4, 9, 24, 1000])
+def test_the_kernel_reads_the_same_chunks(
+    make_memory: Callable[[torch.device], PageMemory], chunk_len: int
 ) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():
@@ -53,21 +53,21 @@ def test_the_kernel_reads_the_same_pieces(
     order = torch.tensor([2, 0, 2])
     store.reorder(order)
     with prefer("triton"):
-        pieces = list(store.chunks(piece_len))
-    assert [start for start, _, _ in pieces] == list(range(0, 45, max(4, piece_len // 4 * 4)))
-    assert torch.equal(torch.cat([piece[1] for piece in pieces], dim=2), keys[order])
-    assert torch.equal(torch.cat([piece[2] for piece in pieces], dim=2), values[order])
+        chunks = list(store.chunks(chunk_len))
+    assert [start for start, _, _ in chunks] == list(range(0, 45, max(4, chunk_len // 4 * 4)))
+    assert torch.equal(torch.cat([chunk[1] for chunk in chunks], dim=2), keys[order])
+    assert torch.equal(torch.cat([chunk[2] for chunk in chunks], dim=2), values[order])
 
 
-def test_a_piece_is_nobodys_but_the_readers() -> None:
+def test_a_chunk_is_nobodys_but_the_readers() -> None:
     store, keys, _ = _filled(DeviceMemory(CPU), 20)
     for _, some_keys, some_values in store.chunks(8):
         some_keys.fill_(float("nan"))
         some_values.fill_(float("nan"))
-    assert torch.equal(torch.cat([piece[1] for piece in store.chunks(8)], dim=2), keys)
+    assert torch.equal(torch.cat([chunk[1] for chunk in store.chunks(8)], dim=2), keys)
 
 
-def test_reading_begins_before_the_first_piece_is_asked_for(
+def test_reading_begins_before_the_first_chunk_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that rows come over a bus while something else is done."""
@@ -82,30 +82,30 @@ def test_reading_begins_before_the_first_piece_is_asked_for(
     monkeypatch.setattr(paged, "read_ahead", reading)
     for reader in (store.chunks, store.key_chunks):
         begun.clear()
-        pieces = reader(8)
+        chunks = reader(8)
         assert begun == [1]
-        assert len(list(pieces)) == 5
+        assert len(list(chunks)) == 5
 
 
 def test_keys_are_read_without_values() -> None:
     store, keys, _ = _filled(DeviceMemory(CPU), 37)
-    pieces = list(store.key_chunks(8))
-    assert [start for start, _ in pieces] == [0, 8, 16, 24, 32]
-    assert torch.equal(torch.cat([piece for _, piece in pieces], dim=2), keys)
+    chunks = list(store.key_chunks(8))
+    assert [start for start, _ in chunks] == [0, 8, 16, 24, 32]
+    assert torch.equal(torch.cat([chunk for _, chunk in chunks], dim=2), keys)
     assert list(PagedStore(DeviceMemory(CPU)).key_chunks()) == []
 
 
-def test_a_piece_that_was_dropped_is_gone_when_the_next_is_made(
+def test_a_chunk_that_was_dropped_is_gone_when_the_next_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, _, _ = _filled(DeviceMemory(CPU), 40)
     made: list[weakref.ref[torch.Tensor]] = []
 
     def copy(rows: PagedRows, first: int, last: int, **options: Any) -> torch.Tensor:
-        assert all(piece() is None for piece in made)
-        piece = copy_pages(rows, first, last)
-        made.append(weakref.ref(piece))
-        return piece
+        assert all(chunk() is None for chunk in made)
+        chunk = copy_pages(rows, first, last)
+        made.append(weakref.ref(chunk))
+        return chunk
 
     monkeypatch.setattr(paged, "copy_pages", copy)
     for _, keys, values in store.chunks(8):
@@ -116,8 +116,8 @@ def test_a_piece_that_was_dropped_is_gone_when_the_next_is_made(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_pieces_from_pinned_memory_arrive_in_time() -> None:
-    """Read on a stream of its own while the one before is used: three rounds, long pieces."""
+def test_chunks_from_pinned_memory_arrive_in_time() -> None:
+    """Read on a stream of its own while the one before is used: three rounds, long chunks."""
     device = torch.device("cuda", 0)
     generator = torch.Generator().manual_seed(0)
     store = PagedStore(HostMemory(device))
@@ -129,7 +129,7 @@ def test_pieces_from_pinned_memory_arrive_in_time() -> None:
             assert start == end
             end += some_keys.shape[2]
             wanted = keys[:, :, start:end]
-            # Work that a piece must outlive, launched before the next one is asked for.
+            # Work that a chunk must outlive, launched before the next one is asked for.
             busy = torch.randn(2048, 2048, device=device)
             busy = busy @ busy @ busy
             assert torch.equal(some_keys, wanted) and torch.equal(some_values, -wanted)
@@ -175,7 +175,7 @@ def test_room_is_made_once_and_for_the_rows_that_were_expected() -> None:
     assert (store.nbytes(), store.host_nbytes()) == (27 * row + 25 * 4, 23 * row)
 
 
-def test_pieces_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         def __init__(self, device: torch.device) -> None:
             self.device, self.waited = device, 0
@@ -185,13 +185,13 @@ def test_pieces_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPa
 
     near, far = torch.device("cuda", 0), torch.device("cuda", 1)
     users = {near: Stream(near), far: Stream(far)}
-    monkeypatch.setattr(pieces, "_streams", {})
+    monkeypatch.setattr(chunks, "_streams", {})
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: users[device])
-    first, other = (pieces.reading_stream(device) for device in (near, far))
-    assert first is pieces.reading_stream(near) is not other
+    first, other = (chunks.reading_stream(device) for device in (near, far))
+    assert first is chunks.reading_stream(near) is not other
     users[near] = Stream(near)
-    second = pieces.reading_stream(near)
+    second = chunks.reading_stream(near)
     assert second is not first
     # Pinned memory is unregistered when nobody reads it any more.
     log: list[int] = []
@@ -227,7 +227,7 @@ def test_no_more_is_read_than_is_wanted(name: str, stop: int | None) -> None:
     found = list(store.chunks(64, stop))
     assert [first for first, _, _ in found] == list(range(0, wanted, 64))
     for place in (1, 2) if wanted else ():
-        held = torch.cat([piece[place] for piece in found], dim=2)
+        held = torch.cat([chunk[place] for chunk in found], dim=2)
         assert torch.equal(held, whole[place][:, :, :wanted])
 
 

@@ -137,7 +137,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def in_full(cache: Any) -> list[bool]:
     """Of each layer, whether its rows are in full."""
-    kinds = [type(layer.regions.store) for layer in cache.retrieval_layers]
+    kinds = [type(layer.kv.store) for layer in cache.retrieval_layers]
     assert set(kinds) <= {PagedStore, QuantizedStore}
     return [kind is PagedStore for kind in kinds]
 

@@ -62,19 +62,19 @@ def _append(store: PagedStore, tokens: Dense) -> None:
 
 def _filled(memory: PageMemory, *counts: int, page_len: int = 4, batch: int = 2) -> tuple:
     generator = torch.Generator().manual_seed(0)
-    store, pieces = PagedStore(memory, page_len), []
+    store, chunks = PagedStore(memory, page_len), []
     for count in counts:
-        pieces.append(_tokens(batch, count, generator))
-        _append(store, pieces[-1])
-    keys, values = zip(*pieces, strict=True)
+        chunks.append(_tokens(batch, count, generator))
+        _append(store, chunks[-1])
+    keys, values = zip(*chunks, strict=True)
     return store, (torch.cat(keys, dim=2), torch.cat(values, dim=2))
 
 
-def _check(store: PagedStore, expected: Dense, piece_len: int) -> None:
+def _check(store: PagedStore, expected: Dense, chunk_len: int) -> None:
     keys, values = expected
     assert len(store) == keys.shape[2]
     end = 0
-    for start, some_keys, some_values in store.chunks(piece_len):
+    for start, some_keys, some_values in store.chunks(chunk_len):
         assert start == end
         end += some_keys.shape[2]
         assert torch.equal(some_keys, keys[:, :, start:end])
@@ -126,7 +126,7 @@ def test_no_operation_changes_what_another_row_or_fork_reads(
             continue
         pairs[place] = store, (keys, values)
         for held, wanted in pairs:
-            _check(held, wanted, piece_len=choose.choice([1, 4, 9, 64]))
+            _check(held, wanted, chunk_len=choose.choice([1, 4, 9, 64]))
 
 
 @pytest.mark.factor("make_memory", MEMORIES)
@@ -136,7 +136,7 @@ def test_appends_meet_at_page_edges(
     make_memory: Callable[[torch.device], PageMemory], length: int, more: int
 ) -> None:
     store, dense = _filled(make_memory(CPU), length, more, 1)
-    _check(store, dense, piece_len=4)
+    _check(store, dense, chunk_len=4)
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -168,8 +168,8 @@ def test_a_fork_shares_pages_and_reordering_copies_no_row() -> None:
     before = store.nbytes()
     twin.reorder(torch.tensor([1, 1, 0]))
     assert twin.nbytes() - before == 3 * 4, "one more table row of three pages"
-    _check(twin, (dense[0][[1, 1, 0]], dense[1][[1, 1, 0]]), piece_len=4)
-    _check(store, dense, piece_len=4)
+    _check(twin, (dense[0][[1, 1, 0]], dense[1][[1, 1, 0]]), chunk_len=4)
+    _check(store, dense, chunk_len=4)
 
 
 def test_bytes_are_exact_and_in_the_right_memory() -> None:

@@ -169,12 +169,12 @@ def fill_randomly(
         values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale, context)
         held_keys, held_values = cache.update(keys, values, number)
         if isinstance(layer, RetrievalLayer):
-            assert layer.regions is not None, "an update makes the regions"
-            index = layer.regions.index
+            assert layer.kv is not None, "an update makes the regions"
+            index = layer.kv.index
             learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1
             # Queries as they are compared with rows, which may have more parts than keys.
-            heads, dim = layer_shape(config, number).heads, layer.regions.window.keys.shape[3]
+            heads, dim = layer_shape(config, number).heads, layer.kv.window.keys.shape[3]
             query = rows(3 * number + 2, heads, dim, like.key_scale, count)
             query = query.expand(-1, -1, context, -1)
             call = AttentionCall(

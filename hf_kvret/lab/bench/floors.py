@@ -106,26 +106,26 @@ def decode_floor(
 
 def layer_floor(layer: RetrievalLayer) -> Floor:
     """What a step reads of one layer beside the rows that it selects."""
-    if layer.regions is None:
+    if layer.kv is None:
         return Floor(0.0, 0.0)
-    keys, values = layer.regions.window.tokens()
+    keys, values = layer.kv.window.tokens()
     far, near = _compared_bytes(layer, keys)
-    beside = keys.nbytes + values.nbytes + layer.regions.search_cost().nbytes
+    beside = keys.nbytes + values.nbytes + layer.kv.search_cost().nbytes
     return Floor(beside + near, far)
 
 
 def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[float, float]:
     """Bytes of the stored keys that one query's selection reads: over the bus, and beside it."""
-    regions = layer.regions
-    if regions is None or regions.store is None or not regions.cold_len:
+    kv = layer.kv
+    if kv is None or kv.store is None or not kv.cold_len:
         return 0, 0
-    count = regions.search_cost().keys_read
+    count = kv.search_cost().keys_read
     key = keys.shape[3] * keys.element_size()
-    plain = regions.window.row_dim * keys.element_size()
-    row = regions.store.row_nbytes(plain)
+    plain = kv.window.row_dim * keys.element_size()
+    row = kv.store.row_nbytes(plain)
     # Coded rows are read in whole.
     nbytes = count * keys.shape[0] * keys.shape[1] * (key if row == plain else row)
-    far = nbytes * regions.store.bus_share
+    far = nbytes * kv.store.bus_share
     return far, nbytes - far
 
 
@@ -160,15 +160,15 @@ def selections(cache: Cache) -> Selections:
     rows, bus_rows, near_bytes, bus_bytes, on_host = 0, 0, 0, 0, 0.0
     for told, layer in zip(cache.stats()["layers"], cache.retrieval_layers, strict=True):
         rows += told["selected"]
-        regions, far = layer.regions, 0
-        if regions is None or regions.store is None:
+        kv, far = layer.kv, 0
+        if kv is None or kv.store is None:
             continue
-        if regions.store.bus_share > 0.0:
+        if kv.store.bus_share > 0.0:
             # A store that says what it missed has the other rows on the device.
             far = told.get("misses", told["selected"])
-            on_host += far * regions.store.bus_share
-        window = regions.window
-        row = regions.store.row_nbytes(window.row_dim * window.keys.element_size())
+            on_host += far * kv.store.bus_share
+        window = kv.window
+        row = kv.store.row_nbytes(window.row_dim * window.keys.element_size())
         bus_rows, bus_bytes = bus_rows + far, bus_bytes + far * row
         near_bytes += (told["selected"] - far) * row
     host_share = on_host / bus_rows if bus_rows else 1.0

@@ -14,7 +14,7 @@ from hf_kvret.artifacts.shared import artifact_place
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import number
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.learned import LearnedLayer, check_artifact, learned_layer, load
@@ -200,12 +200,12 @@ class A2ATSIndex(Index):
                 "the cache again"
             )
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError where codes of tokens are missing; a crop leaves later ones."""
-        if self._cold != form["N"] or len(self._codes) < form["T"]:
+        if self._cold != schema["N"] or len(self._codes) < schema["T"]:
             raise damaged(
-                f"index: codes of {len(self._codes)} of {form['T']} tokens, {self._cold} of "
-                f"{form['N']} cold"
+                f"index: codes of {len(self._codes)} of {schema['T']} tokens, {self._cold} of "
+                f"{schema['N']} cold"
             )
 
     def stats(self) -> dict[str, Any]:

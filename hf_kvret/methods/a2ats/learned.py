@@ -166,7 +166,7 @@ SPACES: dict[str, type[KeySpace]] = {"windowed": WindowedSpace, "rotated": Rotat
 METHOD = "a2ats"
 
 # Numbers of keys that are un-rotated and multiplied at once: an fp32 copy takes 64 MiB.
-_PIECE_NUMBERS = 1 << 24
+_CHUNK_NUMBERS = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,12 +220,12 @@ class LearnedLayer:
         """Ids ``[B, H, n]`` int16 of post-RoPE ``keys [B, H, n, D]`` at ``positions [B, n]``."""
         batch, heads, count, dim = keys.shape
         codes = torch.empty(batch, heads, count, dtype=torch.int16, device=keys.device)
-        step = max(1, _PIECE_NUMBERS // (batch * heads * dim))
+        step = max(1, _CHUNK_NUMBERS // (batch * heads * dim))
         for start in range(0, count, step):
-            piece = slice(start, start + step)
-            where = None if positions is None else positions[:, piece]
-            plain = self.space.keys(keys[:, :, piece], where)
-            codes[:, :, piece] = codebook.encode(plain @ self.metric, self.words, norms=self.norms)
+            chunk = slice(start, start + step)
+            where = None if positions is None else positions[:, chunk]
+            plain = self.space.keys(keys[:, :, chunk], where)
+            codes[:, :, chunk] = codebook.encode(plain @ self.metric, self.words, norms=self.norms)
         return codes
 
     def table(

@@ -128,7 +128,7 @@ class RowCoder:
         return cls(*shape, dtype, bits, codecs[0], codecs[1], predictors, value_in_key)
 
     def unpacked(self) -> RowCoder:
-        """A copy with unpacked predictor matrices, for coding several pieces."""
+        """A copy with unpacked predictor matrices, for coding several chunks."""
         predictors = None if self.predictors is None else self.predictors.unpacked()
         return self if predictors is self.predictors else replace(self, predictors=predictors)
 

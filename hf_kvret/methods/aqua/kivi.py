@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import Tensors, part, tensor
 from hf_kvret.methods.aqua.config import AquaConfig
 from hf_kvret.methods.aqua.decoded import (
-    PIECE,
+    CHUNK,
     BytePages,
     DecodedStore,
     check_coded,
@@ -83,20 +83,20 @@ class KiviStore(DecodedStore):
         codes, scales = self._value_codec.encode(joined(block.values))
         self._values.append(TokenBlock(codes[:, None], scales[:, None], block.start))
 
-    def pieces(
-        self, first: int, last: int, piece_len: int = PIECE
+    def decoded_chunks(
+        self, first: int, last: int, chunk_len: int = CHUNK
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         heads = self._shape[0]
-        for start, end in spans(first, last, piece_len):
+        for start, end in spans(first, last, chunk_len):
             codes, scales = (x[:, 0] for x in self._values.read(start, end))
             values = self._value_codec.decode(codes, scales, self._dtype)
             yield start, split(self._keys(start, end), heads), split(values, heads)
 
     def chunks(
-        self, piece_len: int = PIECE, stop: int | None = None
+        self, chunk_len: int = CHUNK, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         end = len(self) if stop is None else min(stop, len(self))
-        yield from self.pieces(0, end, piece_len)
+        yield from self.decoded_chunks(0, end, chunk_len)
 
     def crop(self, length: int) -> None:
         """As for every state, but keys are cut by groups; the rest of a cut group is decoded."""
@@ -131,20 +131,20 @@ class KiviStore(DecodedStore):
         state["shape"] = torch.tensor(self._shape)
         return state
 
-    def check_saved(self, state: Tensors, form: Form) -> None:
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
         """As for every state: codes and scales of as many tokens as are cold."""
         if not state:
             return
-        heads, key_dim, value_dim = (form[letter] for letter in "HDV")
+        heads, key_dim, value_dim = (schema[letter] for letter in "HDV")
         check_names(state, {"keys", "values", "group_keys", "group_values", "newest", "shape"})
         check_shape(state["shape"], [heads, key_dim, value_dim])
         width = heads * value_dim
-        check_coded(state, form, [(self._codec_of(width), width)])
-        groups, rest = divmod(form["N"], self.group)
-        form.check("store.newest", state["newest"], f"B {rest} {heads * key_dim}")
+        check_coded(state, schema, [(self._codec_of(width), width)])
+        groups, rest = divmod(schema["N"], self.group)
+        schema.check("store.newest", state["newest"], f"B {rest} {heads * key_dim}")
         if groups:
             channels = [(self._key_codec, self.group)] * (heads * key_dim)
-            check_coded(state, form, channels, str(groups), "group_")
+            check_coded(state, schema, channels, str(groups), "group_")
         elif state.keys() & {"group_keys", "group_values"}:
             raise damaged("store has groups of keys, and too few tokens")
 

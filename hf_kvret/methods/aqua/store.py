@@ -8,14 +8,14 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import Tensors, part
 from hf_kvret.contracts.store import check_rows
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows, codecs_of
 from hf_kvret.methods.aqua.coding import NOT_CODED
 from hf_kvret.methods.aqua.decoded import (
-    PIECE,
+    CHUNK,
     BytePages,
     DecodedStore,
     check_coded,
@@ -85,26 +85,26 @@ class AquaStore(DecodedStore):
         else:
             self._encode(self._coder, block)
 
-    def pieces(
-        self, first: int, last: int, piece_len: int = PIECE
+    def decoded_chunks(
+        self, first: int, last: int, chunk_len: int = CHUNK
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for start, end in spans(first, last, piece_len):
+        for start, end in spans(first, last, chunk_len):
             if self._full:
                 yield start, *self._pages.read(start, end)
             else:
                 yield start, *self._attended(self._lend(start, end))
 
     def chunks(
-        self, piece_len: int = PIECE, stop: int | None = None
+        self, chunk_len: int = CHUNK, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """As for every store; decodes all tokens, because the layer above needs them all."""
         end, reconstruction = len(self), self._reconstruction
         if self._full:
-            yield from self._pages.chunks(piece_len, stop)
+            yield from self._pages.chunks(chunk_len, stop)
             return
         in_key = self.value_in_key
         if reconstruction is not None and reconstruction.covers(0, end):
-            for first, last in spans(0, end, piece_len):
+            for first, last in spans(0, end, chunk_len):
                 keys, values = self._attended(reconstruction.part(first, last))
                 # Copies: the layer above overwrites the reconstruction.
                 keys = keys.clone()
@@ -113,7 +113,7 @@ class AquaStore(DecodedStore):
         assert self._coder is not None
         coder, source = self._coder.unpacked(), self._take_below(0, end)
         target: Rows | None = None
-        for first, last in spans(0, end, piece_len):
+        for first, last in spans(0, end, chunk_len):
             below = self._lend_below(first, last) if source is None else source.part(first, last)
             rows = self._decode(coder, first, last, below)
             if self.plan.feeds:
@@ -176,34 +176,34 @@ class AquaStore(DecodedStore):
             state["learned"] = torch.tensor(coder.predictors.fingerprint)
         return state
 
-    def check_saved(self, state: Tensors, form: Form) -> None:
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
         """As for every state: rows, or codes and scales, of as many tokens as are cold."""
         if not state:
             return
         names = {"keys", "values", "value_in_key", "shape", "dtype", "positions", "learned"}
         check_names(state, names)
-        in_key = form.get("I") or 0
-        heads, key_dim, value_dim = form["H"], form["D"], 0 if in_key else form["V"]
+        in_key = schema.get("I") or 0
+        heads, key_dim, value_dim = schema["H"], schema["D"], 0 if in_key else schema["V"]
         check_shape(state["shape"], [heads, key_dim, value_dim, *([in_key] if in_key else [])])
-        form.check("store.dtype", state["dtype"], "1")
+        schema.check("store.dtype", state["dtype"], "1")
         if "learned" in state:
-            form.check("store.learned", state["learned"].reshape(-1), "1", torch.int64)
+            schema.check("store.learned", state["learned"].reshape(-1), "1", torch.int64)
         if "positions" in state:
-            form.check("store.positions", state["positions"], "B 1 p", torch.int32)
+            schema.check("store.positions", state["positions"], "B 1 p", torch.int32)
         # A crop leaves positions of tokens that are in the window again.
-        if self.plan.keeps_positions and state["positions"].shape[2] < form["N"]:
+        if self.plan.keeps_positions and state["positions"].shape[2] < schema["N"]:
             raise damaged(f"store.positions are of {state['positions'].shape[2]} tokens")
         bits = self.plan.bits_of(self.below() is None)
         if bits == NOT_CODED or self.plan.options.keep == "rows":
             pages = ("keys", "values", "value_in_key")
-            check_rows({name: x for name, x in state.items() if name in pages}, form)
+            check_rows({name: x for name, x in state.items() if name in pages}, schema)
             return
         if "value_in_key" in state:
             raise damaged("store has an unknown value_in_key")
         codecs = codecs_of(self.plan, bits, heads, (key_dim, value_dim), torch.device("cpu"))
         widths = heads * key_dim, heads * value_dim
         pairs = zip(codecs, widths, strict=True)
-        check_coded(state, form, [(codec, width) for codec, width in pairs if codec is not None])
+        check_coded(state, schema, [(codec, width) for codec, width in pairs if codec is not None])
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         if not state:
@@ -240,7 +240,7 @@ class AquaStore(DecodedStore):
         source = self._take_below(block.start, block.end)
         target: Rows | None = None
         coder, parts = coder.unpacked(), []
-        for first, last in spans(block.start, block.end, PIECE):
+        for first, last in spans(block.start, block.end, CHUNK):
             where = slice(first - block.start, last - block.start)
             below = self._lend_below(first, last) if source is None else source.part(first, last)
             keys = coder.before(block.keys[:, :, where], self._positions_of(first, last))

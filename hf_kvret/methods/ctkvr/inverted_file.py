@@ -13,10 +13,10 @@ from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_lists import CentroidQueue, joined
 from hf_kvret_kernels import centroid
 
-# Keys scored against centroids at once: each piece is sorted together with the lists. On a CPU
-# pieces are smaller, to fit into its cache.
-_PIECE_LEN = 1 << 14
-_PIECE_NUMBERS = 1 << 18
+# Keys scored against centroids at once: each chunk is sorted together with the lists. On a CPU
+# chunks are smaller, to fit into its cache.
+_CHUNK_LEN = 1 << 14
+_CHUNK_NUMBERS = 1 << 18
 
 # Lists shorter than this share of their target length are rebuilt.
 _SHORT = 0.8
@@ -185,9 +185,9 @@ def _either(
     """Lists of ``parts`` where ``mask [B, m]``, else those of ``queue`` at ``order [B, m]``."""
     start = 0
     for lists in parts:
-        for piece in lists.split(queue.some, dim=2):
-            some = slice(start, start + piece.shape[2])
-            yield torch.where(mask[:, None, some, None], piece, queue.lists_of(order[:, some]))
+        for chunk in lists.split(queue.some, dim=2):
+            some = slice(start, start + chunk.shape[2])
+            yield torch.where(mask[:, None, some, None], chunk, queue.lists_of(order[:, some]))
             start = some.stop
 
 
@@ -201,12 +201,12 @@ def best_keys(
     of lists of some MiB (see ``centroid.key_lists``).
     """
     batch, heads, count, _, dim = queries.shape
-    piece_len = _PIECE_LEN
+    chunk_len = _CHUNK_LEN
     if queries.device.type == "cpu":
-        piece_len = max(1, _PIECE_NUMBERS // (batch * heads * dim))
+        chunk_len = max(1, _CHUNK_NUMBERS // (batch * heads * dim))
 
-    def pieces() -> Iterator[tuple[int, torch.Tensor]]:
-        for start, keys in cold.store.key_chunks(piece_len):
+    def chunks() -> Iterator[tuple[int, torch.Tensor]]:
+        for start, keys in cold.store.key_chunks(chunk_len):
             yield start, keys.to(queries.device)
             # Freed before the next one is made.
             del keys
@@ -214,7 +214,7 @@ def best_keys(
     start = 0
     for ids in centroid.key_lists(
         queries,
-        pieces,
+        chunks,
         width,
         valid=cold.valid,
         scale=cold.scale,
@@ -234,7 +234,7 @@ def share_listed(queue: CentroidQueue, valid: torch.Tensor, tokens: int) -> torc
     """
     count = min(tokens, valid.shape[1])
     marks = torch.zeros(len(valid), queue.heads, count + 1, dtype=torch.bool, device=valid.device)
-    for ids in queue.pieces():
+    for ids in queue.chunks():
         flat = ids.flatten(2).long()
         marks.scatter_(2, flat.masked_fill((flat < 0) | (flat >= count), count), True)
     token_mask = valid[:, None, :count]

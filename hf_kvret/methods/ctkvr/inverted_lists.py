@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from hf_kvret.contracts.schema import Form, check_range, damaged
+from hf_kvret.contracts.schema import Schema, check_range, damaged
 from hf_kvret.contracts.state import State, number, part
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, tokens
 from hf_kvret_kernels import centroid
@@ -65,7 +65,7 @@ class InvertedLists(State):
         high = self._high.rows[:, :, part] if len(self._high) else None
         return _unpack(self._low.rows[:, :, part], high)
 
-    def pieces(self, first: int = 0) -> Iterator[torch.Tensor]:
+    def chunks(self, first: int = 0) -> Iterator[torch.Tensor]:
         """``[B, H, *, rho]`` int32, some lists after the others, from the one of ``first`` on."""
         step = self.some(self.width) if len(self) else 1
         for start in range(first, len(self), step):
@@ -138,7 +138,7 @@ class InvertedLists(State):
             return
         old = self.fork()
         self._low, self._high = _small(), _small()
-        lists = (ids.masked_fill_(ids >= length, -1) for ids in old.pieces())
+        lists = (ids.masked_fill_(ids >= length, -1) for ids in old.chunks())
         self._pack(lists, self.queries, len(old._high) > 0)
 
     @property
@@ -153,13 +153,13 @@ class InvertedLists(State):
     def loaded(self) -> None:
         self.width = self._low.rows.shape[-1]
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for lists that name tokens that are not cold."""
         if not len(self):
             return
         check_range("slots", self.slots, -1, MOST_SLOT)
-        for ids in self.pieces():
-            check_range("lists", ids, -1, form["N"] - 1)
+        for ids in self.chunks():
+            check_range("lists", ids, -1, schema["N"] - 1)
 
     def _pack(self, parts: Iterable[torch.Tensor], queries: torch.Tensor, wide: bool) -> None:
         """Append the lists ``parts`` of as many centroids as there are ``queries``."""
@@ -265,10 +265,10 @@ class CentroidQueue(State):
         """Queries ``[B, H, m, G, D]`` of all that count, and their slots ``[B, m]``."""
         return joined(self.generations())
 
-    def pieces(self) -> Iterator[torch.Tensor]:
+    def chunks(self) -> Iterator[torch.Tensor]:
         """All lists that count, ``[B, H, *, width]`` int32."""
-        yield from self._base.pieces(self.drop_count)
-        yield from self._fresh.pieces()
+        yield from self._base.chunks(self.drop_count)
+        yield from self._fresh.chunks()
 
     def lists_of(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, c, width]`` int32: for each row those of ``index [B, c]``, among all that count.
@@ -313,9 +313,9 @@ class CentroidQueue(State):
     def loaded(self) -> None:
         self._fresh.width = self._base.width
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for two generations that do not go on, or more dropped than there are."""
-        super().check_loaded(form)
+        super().check_loaded(schema)
         if not self.drop_count < len(self._base):
             raise damaged(f"lists: {self.drop_count} of {len(self._base)} centroids are dropped")
         if len(self._fresh) and self._fresh.generation_form != self._base.generation_form:

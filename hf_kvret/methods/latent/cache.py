@@ -20,8 +20,8 @@ _MEANINGFUL = {"prefill_chunk", "max_draft", "graph"}
 class LatentConfig(RetrievalConfig):
     """Nothing is selected and nothing goes cold: of the options only those of passes matter.
 
-    ``prefill_chunk``, ``max_draft`` and ``graph`` are as for every cache. Sizes of regions, budget
-    and store have no meaning, since all tokens stay in the window.
+    ``prefill_chunk``, ``max_draft`` and ``graph`` are as for every cache. Sizes of window and
+    sinks, budget and store have no meaning, since all tokens stay in the window.
 
     Raises:
         ValueError: an option without a meaning that is not its default.

@@ -7,10 +7,10 @@ from typing import Self
 
 import torch
 
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, Tensors, tensor
 from hf_kvret.methods.lrqk.factors import Sketch, solve
-from hf_kvret.methods.lrqk.grams import PIECE
+from hf_kvret.methods.lrqk.grams import CHUNK
 
 _FP32 = torch.float32
 
@@ -53,7 +53,7 @@ class RandomSource(State):
             raise damaged(f"index.chance.state is of no generator ({error})") from error
         self.is_drawn = True
 
-    def claim(self, state: Tensors, form: Form) -> set[str]:
+    def claim(self, state: Tensors, schema: Schema) -> set[str]:
         """As for every state: ``state``, which the generator checks."""
         return {"state"} & state.keys()
 
@@ -82,10 +82,10 @@ class Moments(State):
 
     def add(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
         """Add ``rows [B, Hq, n, D]``, zeros for padding; a random A has ``rank`` columns."""
-        for piece in rows.split(PIECE, dim=2):
-            self._add_piece(piece.float(), rank, source)
+        for chunk in rows.split(CHUNK, dim=2):
+            self._add_chunk(chunk.float(), rank, source)
 
-    def _add_piece(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
+    def _add_chunk(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
         sums = {"gram": rows.mT @ rows, "sizes": rows.abs().sum(2)}
         if self.random:
             start = source.normal((*rows.shape[:3], rank)).to(rows.device)

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Form, check_ids, damaged
+from hf_kvret.contracts.schema import Schema, check_ids, damaged
 from hf_kvret.contracts.state import part, tensor
 from hf_kvret.methods.lrqk.als import (
     RANDOM_START,
@@ -43,7 +43,7 @@ class PaperLRQKIndex(Index):
 
     Departures: the factors come from Gram matrices, with the same result (see ``alternating``); a
     prompt is factorized when the first token after it is decoded, so that it may come in
-    pieces; a pass of several tokens takes their steps one after the other; of a prompt's tokens
+    chunks; a pass of several tokens takes their steps one after the other; of a prompt's tokens
     that are in the window then, all but the newest ``max(lite, max_draft)`` get the proxies of
     algorithm 2's first guess, when they leave it.
     """
@@ -218,22 +218,22 @@ class PaperLRQKIndex(Index):
         if self._queries.cross is not None and not self._chance.is_drawn:
             raise KeyError("chance.state")
 
-    def saved_sizes(self, form: Form) -> dict[str, int]:
+    def saved_sizes(self, schema: Schema) -> dict[str, int]:
         """Rank R; proxies are of each query head."""
-        heads = form.get("Q")
-        return {"R": self.options.rank_of(form["D"])} | ({} if heads is None else {"F": heads})
+        heads = schema.get("Q")
+        return {"R": self.options.rank_of(schema["D"])} | ({} if heads is None else {"F": heads})
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for selected ids out of range, or without what the factors are made of."""
-        super().check_loaded(form)
+        super().check_loaded(schema)
         if self._selection is not None:
-            check_ids("index.selected.ids", self._selection, form["N"])
+            check_ids("index.selected.ids", self._selection, schema["N"])
         basis = self._query_basis if self._bases is not None else self._queries.gram
         if basis is None or (self._bases is None and self._keys.gram is None):
             raise KeyError("queries.gram")
-        if basis.shape[1] % form["H"]:
+        if basis.shape[1] % schema["H"]:
             raise damaged(f"index: {basis.shape[1]} query heads")
-        if self._bases is None and form["N"]:
+        if self._bases is None and schema["N"]:
             # A save builds the index.
             raise KeyError("bases.query")
 

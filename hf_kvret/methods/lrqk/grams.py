@@ -13,7 +13,7 @@ _MEMORY = 24
 _PENDING = 64
 _FP32 = torch.float32
 # Tokens converted to fp32 at a time.
-PIECE = 4096
+CHUNK = 4096
 
 
 class QueryBuffer(State):
@@ -122,14 +122,14 @@ class QueryGrams(State):
             self._fold(*batch)
 
     def _fold(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
-        for start in range(0, queries.shape[2], PIECE):
-            piece = queries[:, :, start : start + PIECE].float()
+        for start in range(0, queries.shape[2], CHUNK):
+            chunk = queries[:, :, start : start + CHUNK].float()
             if valid is not None:
-                inside = valid[:, None, start : start + PIECE, None]
-                piece = piece.masked_fill(~inside, 0.0)
-            self._fold_piece(piece, valid is not None)
+                inside = valid[:, None, start : start + CHUNK, None]
+                chunk = chunk.masked_fill(~inside, 0.0)
+            self._fold_chunk(chunk, valid is not None)
 
-    def _fold_piece(self, queries: torch.Tensor, padding: bool) -> None:
+    def _fold_chunk(self, queries: torch.Tensor, padding: bool) -> None:
         """Add ``queries [B, Hq, q, D]`` fp32, zeros for padding."""
         batch, _, count, dim = queries.shape
         self._set_scale(queries, padding)
@@ -191,11 +191,11 @@ class KeyGrams(State):
 
     def add(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Add ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""
-        for start in range(0, keys.shape[2], PIECE):
-            part = slice(start, start + PIECE)
-            self._add_piece(keys[:, :, part].float(), None if valid is None else valid[:, part])
+        for start in range(0, keys.shape[2], CHUNK):
+            part = slice(start, start + CHUNK)
+            self._add_chunk(keys[:, :, part].float(), None if valid is None else valid[:, part])
 
-    def _add_piece(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
+    def _add_chunk(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         if valid is None:
             count = torch.full((len(keys),), keys.shape[2], device=keys.device, dtype=torch.float32)
         else:

@@ -11,12 +11,12 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, closed_form
-from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams
+from hf_kvret.methods.lrqk.grams import CHUNK, KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import Store
@@ -218,18 +218,18 @@ class LRQKIndex(CapturableIndex, Index):
             "reprojected_rows": self._reprojected_rows,
         }
 
-    def saved_sizes(self, form: Form) -> dict[str, int]:
+    def saved_sizes(self, schema: Schema) -> dict[str, int]:
         """F sets of heads and rank R."""
-        sets = form["H"] if self.options.shared else form.get("Q")
-        return {"R": self.options.rank_of(form["D"])} | ({} if sets is None else {"F": sets})
+        sets = schema["H"] if self.options.shared else schema.get("Q")
+        return {"R": self.options.rank_of(schema["D"])} | ({} if sets is None else {"F": sets})
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError where heads do not go evenly into sets, or factors are missing."""
-        super().check_loaded(form)
+        super().check_loaded(schema)
         sets, scale = self._queries.sets, self._queries.scale
-        if scale is not None and (scale.shape[1] % form["H"] or sets % form["H"]):
+        if scale is not None and (scale.shape[1] % schema["H"] or sets % schema["H"]):
             raise damaged(f"index: {scale.shape[1]} query heads in {sets} sets")
-        if form["N"] and self._to_query is None:
+        if schema["N"] and self._to_query is None:
             raise KeyError("to_query")
 
     def loaded(self) -> None:
@@ -307,13 +307,13 @@ class LRQKIndex(CapturableIndex, Index):
     def _project(
         factors: Factors, mean: torch.Tensor, keys: Iterable[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """Proxies ``[B, F, *, r]`` fp32 of ``keys [B, Hkv, *, D]``, a piece at a time."""
+        """Proxies ``[B, F, *, r]`` fp32 of ``keys [B, Hkv, *, D]``, a chunk at a time."""
         batch, heads, dim = mean.shape
         maps = factors.to_key.view(batch, heads, -1, dim, factors.to_key.shape[-1])
         for block in keys:
-            for piece in block.split(PIECE, dim=2):
+            for chunk in block.split(CHUNK, dim=2):
                 # The mean's proxy taken off later would cost digits where products are rounded.
-                deviations = (piece.float() - mean.unsqueeze(2)).unsqueeze(2)
+                deviations = (chunk.float() - mean.unsqueeze(2)).unsqueeze(2)
                 yield (deviations @ maps).flatten(1, 2)
 
     def _heads(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 
@@ -43,11 +43,11 @@ class Proxies(State):
 
     def replace(
         self,
-        pieces: Iterable[torch.Tensor],
+        chunks: Iterable[torch.Tensor],
         spread: torch.Tensor | None = None,
         keep: torch.Tensor | None = None,
     ) -> None:
-        """Replace all rows by ``pieces`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
+        """Replace all rows by ``chunks`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
 
         ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens. With it,
         int8 clamps outliers, so that padding or a single key does not coarsen all.
@@ -55,7 +55,7 @@ class Proxies(State):
         """
         old = None if keep is None else (self.rows, self.steps)
         # bf16 in between: the steps of int8 need all rows first.
-        rows = torch.cat([piece.bfloat16() for piece in pieces], dim=2)
+        rows = torch.cat([chunk.bfloat16() for chunk in chunks], dim=2)
         self._rows = TokenBuffer()
         if self.dtype == torch.int8:
             largest = rows.float().nan_to_num_(nan=0.0).abs().amax(dim=2, keepdim=True)
@@ -84,7 +84,7 @@ class Proxies(State):
         """Some of the rows, ``[B, F, *, r]``, as fp32 numbers."""
         return rows.float() if self.steps is None else rows.float() * self.steps
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for rows of another dtype than the options ask for."""
         if len(self) and self.rows.dtype != self.dtype:
             raise damaged(f"index.proxies are {self.rows.dtype}, not {self.dtype}")

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, number
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
 from hf_kvret.methods.lrqk.als import Bases, OmegaProducts
@@ -83,11 +83,11 @@ class RecentProxies(State):
         self.proxies.drop(block.end)
         return proxies
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for tokens that are not the newest; a crop leaves later ones."""
         count, end = len(self.keys), self.end
-        if not max(count, self._pass_len, form["T"]) <= end:
-            raise damaged(f"index.waiting: {count} tokens end at {end} of {form['T']}")
+        if not max(count, self._pass_len, schema["T"]) <= end:
+            raise damaged(f"index.waiting: {count} tokens end at {end} of {schema['T']}")
 
     def loaded(self) -> None:
         for rows in (self.keys, self.proxies):

@@ -24,14 +24,14 @@ from hf_kvret_kernels._dispatch import (
     launching_on,
 )
 from hf_kvret_kernels.centroid import naive
-from hf_kvret_kernels.centroid.naive import Pieces
+from hf_kvret_kernels.centroid.naive import KeyChunks
 
-__all__ = ["Pieces", "key_lists", "similarity", "take_lists", "top_keys", "unite"]
+__all__ = ["Chunks", "key_lists", "similarity", "take_lists", "top_keys", "unite"]
 
 
 def key_lists(
     queries: torch.Tensor,
-    pieces: Pieces,
+    chunks: KeyChunks,
     count: int,
     *,
     valid: torch.Tensor,
@@ -45,17 +45,17 @@ def key_lists(
 
     A list has its best key first. A key is as good as the largest of the softmax weights that the
     G queries give it (algorithm 1, lines 2 to 4). The softmax is over the keys that take part. The
-    matrix of all scores never exists: keys come in pieces, and each piece meets some centroids at
-    a time. With G > 1 the pieces are read once for the denominators. Of equal keys any may be
+    matrix of all scores never exists: keys come in chunks, and each chunk meets some centroids at
+    a time. With G > 1 the chunks are read once for the denominators. Of equal keys any may be
     listed; Triton lists the first.
 
     With torch as many lists are made together as take about 10 MB, or those of 64 queries of
-    each head, and all pieces are read for them; so what is not yet taken doesn't exist, and what
+    each head, and all chunks are read for them; so what is not yet taken doesn't exist, and what
     was taken may be packed or dropped. Triton makes all lists together.
 
     Args:
         queries: ``[B, H, C, G, D]`` fp32, bf16 or fp16.
-        pieces: gives all keys in order, each time it is called: ``(first slot, keys [B, H, P,
+        chunks: gives all keys in order, each time it is called: ``(first slot, keys [B, H, P,
             D])`` on the queries' device, of any of these dtypes.
         count: keys of a list, at least 1; may exceed n.
         valid: ``[B, n]`` bool, any strides; False for tokens that never enter a list.
@@ -64,12 +64,12 @@ def key_lists(
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
         positions: ``[B, C]`` int32 or int64 slots of the queries, for a causal mask; None for no
             mask.
-        most_scores: fp32 scores held at once, about; at least those of one centroid and piece, of
+        most_scores: fp32 scores held at once, about; at least those of one centroid and chunk, of
             which torch takes 512 keys at once. Default: 2^19 with torch, 2^24 with Triton.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, also of a piece.
+        ValueError: shapes, dtypes or devices that do not fit, also of a chunk.
     """
     check_no_grad(queries=queries)
     _check_bundles("queries", queries)
@@ -84,9 +84,9 @@ def key_lists(
     if most_scores is not None and most_scores < 1:
         raise ValueError(f"most_scores={most_scores}: pass at least 1, or None for the default")
 
-    def check_pieces() -> Iterator[tuple[int, torch.Tensor]]:
-        for start, keys in pieces():
-            _check_piece(start, keys, queries, valid)
+    def check_chunks() -> Iterator[tuple[int, torch.Tensor]]:
+        for start, keys in chunks():
+            _check_chunk(start, keys, queries, valid)
             yield start, keys
             # Not held while the next one is made.
             del keys
@@ -94,7 +94,7 @@ def key_lists(
     if queries.is_meta:
         # Without contents all keys are alike: the form alone.
         return iter((queries.new_empty((*queries.shape[:3], count), dtype=torch.int32),))
-    arguments = (queries, check_pieces, count, valid, positions, scale, softcap, most_scores)
+    arguments = (queries, check_chunks, count, valid, positions, scale, softcap, most_scores)
     if choose_backend(backend, queries) == "naive":
         return naive.key_lists(*arguments)
     from hf_kvret_kernels.centroid import triton
@@ -103,9 +103,9 @@ def key_lists(
         return iter((triton.top_keys(*arguments),))
 
 
-def top_keys(queries: torch.Tensor, pieces: Pieces, count: int, **options: Any) -> torch.Tensor:
+def top_keys(queries: torch.Tensor, chunks: KeyChunks, count: int, **options: Any) -> torch.Tensor:
     """``[B, H, C, count]`` int32: all ``key_lists`` in one tensor. Arguments are the same."""
-    parts = list(key_lists(queries, pieces, count, **options))
+    parts = list(key_lists(queries, chunks, count, **options))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -224,22 +224,22 @@ def _check_valid(valid: torch.Tensor, like: torch.Tensor) -> None:
     check_tensor("valid", valid, (len(like), None), (torch.bool,), like.device)
 
 
-def _check_piece(
+def _check_chunk(
     start: int, keys: torch.Tensor, queries: torch.Tensor, valid: torch.Tensor
 ) -> None:
     batch, heads, _, _, width = queries.shape
     form = (batch, heads, width)
     if keys.ndim != 4 or (*keys.shape[:2], keys.shape[3]) != form or keys.dtype not in FLOATS:
         raise ValueError(
-            f"the piece of slot {start} is {keys.dtype} {tuple(keys.shape)}: give fp32, bf16 or "
+            f"the chunk of slot {start} is {keys.dtype} {tuple(keys.shape)}: give fp32, bf16 or "
             f"fp16 [{batch}, {heads}, P, {width}]"
         )
     if start < 0 or start + keys.shape[2] > valid.shape[1]:
         raise ValueError(
-            f"a piece has the slots {start} to {start + keys.shape[2] - 1}: valid covers 0 to "
+            f"a chunk has the slots {start} to {start + keys.shape[2] - 1}: valid covers 0 to "
             f"{valid.shape[1] - 1}"
         )
-    _check_device("a piece", keys, queries)
+    _check_device("a chunk", keys, queries)
 
 
 def _check_device(name: str, x: torch.Tensor, like: torch.Tensor) -> None:

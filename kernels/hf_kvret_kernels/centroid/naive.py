@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret_kernels.soft_cap import soft_cap_
 
-Pieces = Callable[[], Iterable[tuple[int, torch.Tensor]]]
+KeyChunks = Callable[[], Iterable[tuple[int, torch.Tensor]]]
 
 # Default number of fp32 scores in memory at once: 2 MiB.
 _MOST_SCORES = 1 << 19
@@ -31,7 +31,7 @@ MOST_MARKS = 1 << 24
 
 def key_lists(
     queries: torch.Tensor,
-    pieces: Pieces,
+    chunks: KeyChunks,
     count: int,
     valid: torch.Tensor,
     positions: torch.Tensor | None,
@@ -45,13 +45,13 @@ def key_lists(
     few = _MOST_HELD // max(1, B * H * G * valid.shape[1])
     if most_scores is None and _MOST_READINGS * few >= C:
         for first in range(0, max(1, C), max(1, few)):
-            yield _lists_at_once(scores, pieces, slice(first, min(first + few, C)), count)
+            yield _lists_at_once(scores, chunks, slice(first, min(first + few, C)), count)
         return
-    lse = None if G == 1 else _denominators(scores, pieces)
+    lse = None if G == 1 else _denominators(scores, chunks)
     width = count + min(max(count, _LEAST_NEW_KEYS), valid.shape[1])
     step = max(-(-_LEAST_QUERIES // G), _MOST_IDS // max(1, B * H * (count + width)))
     for first in range(0, max(1, C), step):
-        yield _some_lists(scores, pieces, lse, slice(first, min(first + step, C)), count, width)
+        yield _some_lists(scores, chunks, lse, slice(first, min(first + step, C)), count, width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +90,13 @@ class _Scores:
             yield some, a.masked_fill_(~score_mask[:, None, :, None], float("-inf"))
 
 
-def _lists_at_once(scores: _Scores, pieces: Pieces, part: slice, count: int) -> torch.Tensor:
+def _lists_at_once(scores: _Scores, chunks: KeyChunks, part: slice, count: int) -> torch.Tensor:
     """``[B, H, c, count]`` int32: the lists of the centroids ``part``, all scores held at once."""
     B, H, _, G, _ = scores.queries.shape
     shape = (B, H, part.stop - part.start, G, scores.valid.shape[1])
     device = scores.queries.device
     held = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
-    for start, keys in pieces():
+    for start, keys in chunks():
         for some, a in scores.of(start, keys, part):
             here = slice(some.start - part.start, some.stop - part.start)
             held[:, :, here, :, start : start + keys.shape[2]] = a
@@ -107,12 +107,12 @@ def _lists_at_once(scores: _Scores, pieces: Pieces, part: slice, count: int) -> 
     return torch.nn.functional.pad(ids, (0, count - ids.shape[-1]), value=-1)
 
 
-def _denominators(scores: _Scores, pieces: Pieces) -> torch.Tensor:
+def _denominators(scores: _Scores, chunks: KeyChunks) -> torch.Tensor:
     """``[B, H, C, G, 1]`` fp32: log-sum-exp of the logits of each query over all keys."""
     queries = scores.queries
     shape = (*queries.shape[:4], 1)
     lse = torch.full(shape, float("-inf"), dtype=torch.float32, device=queries.device)
-    for start, keys in _short(pieces):
+    for start, keys in _short(chunks):
         for part, a in scores.of(start, keys, slice(0, shape[2])):
             lse[:, :, part] = torch.logaddexp(lse[:, :, part], a.logsumexp(-1, keepdim=True))
     return lse.clamp_(min=-1e30)
@@ -120,7 +120,7 @@ def _denominators(scores: _Scores, pieces: Pieces) -> torch.Tensor:
 
 def _some_lists(
     scores: _Scores,
-    pieces: Pieces,
+    chunks: KeyChunks,
     lse: torch.Tensor | None,
     part: slice,
     count: int,
@@ -136,7 +136,7 @@ def _some_lists(
     ids = torch.full((*shape, count), -1, dtype=torch.int32, device=device)
     slots = torch.empty(width - count, dtype=torch.int32, device=device)
     new_keys = 0
-    for start, keys in _short(pieces):
+    for start, keys in _short(chunks):
         P = keys.shape[2]
         if count + new_keys + P > width:
             _join(relevance, ids, slots[:new_keys], in_order=False)
@@ -171,9 +171,9 @@ def _join(
         scores[..., :count] = best.values
 
 
-def _short(pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
-    """``pieces`` in parts of at most ``_KEYS`` keys."""
-    for start, keys in pieces():
+def _short(chunks: KeyChunks) -> Iterator[tuple[int, torch.Tensor]]:
+    """``chunks`` in parts of at most ``_KEYS`` keys."""
+    for start, keys in chunks():
         for first in range(0, keys.shape[2], _KEYS):
             yield start + first, keys[:, :, first : first + _KEYS]
         # Freed before the next one is made.

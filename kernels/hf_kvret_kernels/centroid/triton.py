@@ -2,7 +2,7 @@
 
 **Lists**: scores, shares of the softmax and group maximum in one kernel. A first reading of the
 keys leaves the log-sum-exp of each query, a running softmax's denominator alone; where a head has
-one query alone it is not needed. In a second one each piece of keys meets some centroids: the
+one query alone it is not needed. In a second one each chunk of keys meets some centroids: the
 largest of a group's log-shares is written beside the best found so far, and the best of both stay.
 
 **Recall**: cosines with all centroids, which are read once for up to 32 queries; their lists; each
@@ -30,7 +30,7 @@ from hf_kvret_kernels._triton_shared import (
     softmax_step,
     split_plan,
 )
-from hf_kvret_kernels.centroid.naive import MOST_MARKS, Pieces
+from hf_kvret_kernels.centroid.naive import MOST_MARKS, KeyChunks
 from hf_kvret_kernels.top_k.triton import top_k
 
 # fp32 scores held at once where the caller does not say: 64 MiB.
@@ -41,7 +41,7 @@ _ROWS = 64
 
 def top_keys(
     queries: torch.Tensor,
-    pieces: Pieces,
+    chunks: KeyChunks,
     count: int,
     valid: torch.Tensor,
     positions: torch.Tensor | None,
@@ -58,9 +58,9 @@ def top_keys(
     if queries.stride(4) != 1:
         queries = queries.contiguous()
     mask = KeyMask(valid, positions)
-    lse = None if G == 1 else denominators(queries, pieces, mask, scale, softcap)
+    lse = None if G == 1 else denominators(queries, chunks, mask, scale, softcap)
     most = most_scores or _MOST_SCORES
-    for start, keys in whole_pieces(pieces):
+    for start, keys in whole_chunks(chunks):
         width = count + keys.shape[2]
         step = max(1, most // (B * H * width))
         for first in range(0, C, step):
@@ -127,7 +127,7 @@ def _write_relevance(
     )
 
 
-@triton.jit(do_not_specialize=["centroids", "row_blocks", "key_blocks", "start", "piece"])
+@triton.jit(do_not_specialize=["centroids", "row_blocks", "key_blocks", "start", "chunk"])
 def _relevance_kernel(
     query_ptr,
     key_ptr,
@@ -154,7 +154,7 @@ def _relevance_kernel(
     row_blocks,
     key_blocks,
     start,
-    piece,
+    chunk,
     inner,
     outer,
     G: tl.constexpr,
@@ -174,7 +174,7 @@ def _relevance_kernel(
     here = (pair % row_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = here < centroids
     places = (tl.program_id(0) % key_blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = places < piece
+    inside = places < chunk
     key_rows = key_ptr + b * key_stride_b + h * key_stride_h + places * key_stride_n
     limits = here
     if CAUSAL:
@@ -205,18 +205,18 @@ def _relevance_kernel(
 
 # Queries or keys of a tile.
 _ROWS = 64
-# Programs per multiprocessor to aim at, and the most parts that a piece is cut into for it.
+# Programs per multiprocessor to aim at, and the most parts that a chunk is cut into for it.
 _WAVES = 4
 _MOST_SPLITS = 64
 
 
 def denominators(
-    queries: torch.Tensor, pieces: Pieces, mask: KeyMask, scale: float, softcap: float | None
+    queries: torch.Tensor, chunks: KeyChunks, mask: KeyMask, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """``[B, H, C, G]`` fp32 log-sum-exp over all keys; at least -1e30."""
     B, H, C, G, _ = queries.shape
     lse = torch.full((B, H, C * G), float("-inf"), dtype=torch.float32, device=queries.device)
-    for start, keys in whole_pieces(pieces):
+    for start, keys in whole_chunks(chunks):
         P = keys.shape[2]
         tiles = triton.cdiv(C * G, _ROWS)
         splits, split_len = split_plan(
@@ -251,7 +251,7 @@ def denominators(
     return lse.clamp_(min=-1e30).view(B, H, C, G)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "start", "piece", "split_len"])
+@triton.jit(do_not_specialize=["rows", "tiles", "start", "chunk", "split_len"])
 def _denominators_kernel(
     query_ptr,
     key_ptr,
@@ -273,7 +273,7 @@ def _denominators_kernel(
     rows,
     tiles,
     start,
-    piece,
+    chunk,
     split_len,
     inner,
     outer,
@@ -286,7 +286,7 @@ def _denominators_kernel(
     CAUSAL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """The log-sum-exp of a tile of queries, rows ``c * G + g``, over a part of a piece of keys."""
+    """The log-sum-exp of a tile of queries, rows ``c * G + g``, over a part of a chunk of keys."""
     index = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = index // heads, index % heads
     here = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -303,7 +303,7 @@ def _denominators_kernel(
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     first = tl.program_id(1) * split_len
-    last = tl.minimum(first + split_len, piece)
+    last = tl.minimum(first + split_len, chunk)
     for begin in range(first, last, BLOCK_N):
         places = (begin + tl.arange(0, BLOCK_N)).to(tl.int64)
         inside = places < last
@@ -508,7 +508,7 @@ def _take_kernel(
     HAS_HIGH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Unpack a piece of one of ``lists`` lists; ``list_count`` are requested for each head."""
+    """Unpack a chunk of one of ``lists`` lists; ``list_count`` are requested for each head."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = places < rho
@@ -590,9 +590,9 @@ class KeyMask:
         return valid, *valid.stride(), limits, *limits.stride()
 
 
-def whole_pieces(pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
-    """Pieces that are not empty, their keys contiguous in the last dimension."""
-    for start, keys in pieces():
+def whole_chunks(chunks: KeyChunks) -> Iterator[tuple[int, torch.Tensor]]:
+    """Chunks that are not empty, their keys contiguous in the last dimension."""
+    for start, keys in chunks():
         if keys.shape[2]:
             yield start, keys if keys.stride(3) == 1 else keys.contiguous()
 

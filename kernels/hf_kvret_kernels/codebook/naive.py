@@ -18,15 +18,15 @@ def half_norms(codebook: torch.Tensor) -> torch.Tensor:
 
 
 def encode(x: torch.Tensor, codebook: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """See ``hf_kvret_kernels.codebook.encode``; a piece of tokens at a time."""
+    """See ``hf_kvret_kernels.codebook.encode``; a chunk of tokens at a time."""
     B, H, n, _ = x.shape
     C = codebook.shape[1]
     codes = torch.empty(B, H, n, dtype=torch.int16, device=x.device)
     columns = codebook.float().transpose(1, 2)
     step = max(1, _MOST_SCORES // (B * H * C or 1))
     for start in range(0, n, step):
-        piece = x[:, :, start : start + step].float().transpose(0, 1).flatten(1, 2)
-        scores = torch.baddbmm(norms.unsqueeze(1), piece, columns, beta=-1)
+        chunk = x[:, :, start : start + step].float().transpose(0, 1).flatten(1, 2)
+        scores = torch.baddbmm(norms.unsqueeze(1), chunk, columns, beta=-1)
         nearest = scores.argmax(-1).to(torch.int16).unflatten(1, (B, min(step, n - start)))
         codes[:, :, start : start + step] = nearest.transpose(0, 1)
     return codes

@@ -15,7 +15,7 @@ from hf_kvret_kernels._dispatch import (
     preferred,
 )
 from hf_kvret_kernels.gather_attention import naive
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "check_chosen_rows",
     "choose_row_backend",
     "gather_attention",
-    "gather_pieces",
+    "gather_partials",
 ]
 
 BACKENDS = ("auto", "naive", "triton", "cpp")
@@ -76,14 +76,14 @@ def gather_attention(
 
     Triton, which may not look at the data, takes other ids for -1.
     """
-    pieces = gather_pieces(
+    partials = gather_partials(
         query, rows, ids, scale=scale, softcap=softcap, backend=backend, variant=variant
     )
     # Only Triton gives several.
-    return pieces("triton")
+    return partials("triton")
 
 
-def gather_pieces(
+def gather_partials(
     query: torch.Tensor,
     rows: PagedRows,
     ids: torch.Tensor,
@@ -92,10 +92,10 @@ def gather_pieces(
     softcap: float | None = None,
     backend: str = "auto",
     variant: str = "auto",
-) -> Pieces:
-    """``gather_attention``, its pieces left unmerged: a launch less where others follow.
+) -> Partials:
+    """``gather_attention``, its chunks left unmerged: a launch less where others follow.
 
-    Arguments and errors are the same. On a CPU it is always one piece, without tickets.
+    Arguments and errors are the same. On a CPU it is always one chunk, without tickets.
     """
     check_chosen_rows(query, rows, ids, softcap)
     backend_name = choose_row_backend(backend, query)
@@ -107,13 +107,13 @@ def gather_pieces(
             "it at 'auto'"
         )
     if backend_name == "naive":
-        return Pieces.whole(*naive.gather_attention(query, rows, ids, scale, softcap))
+        return Partials.whole(*naive.gather_attention(query, rows, ids, scale, softcap))
     if backend_name == "cpp":
-        return Pieces.whole(*host_library.attend(query, rows, ids, scale, softcap))
+        return Partials.whole(*host_library.attend(query, rows, ids, scale, softcap))
     from hf_kvret_kernels.gather_attention import triton
 
     with launching_on(query):
-        return triton.gather_pieces(query, rows, ids, scale, softcap, variant=variant)
+        return triton.gather_partials(query, rows, ids, scale, softcap, variant=variant)
 
 
 def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "triton", "cpp"]:

@@ -1,8 +1,8 @@
 """Attention over chosen rows in Triton: the ids of a query are split over several programs.
 
-A program takes one selection (a batch row, a selecting head, a query) and a piece of its ids,
+A program takes one selection (a batch row, a selecting head, a query) and a chunk of its ids,
 follows them through the page table to rows in device or pinned host memory, and attends with all
-query heads that share the selection. The pieces are merged by whoever needs them merged.
+query heads that share the selection. The chunks are merged by whoever needs them merged.
 
 With the variant "gather" a kernel that does nothing else copies the rows to the device first, all
 loads of a program under way at once; attention then reads them one after the other, the next ones
@@ -32,7 +32,7 @@ from hf_kvret_kernels._triton_shared import (
     head_tile,
     load_ids,
     load_rows,
-    piece_buffers,
+    partial_buffers,
     row_pointers,
     score_factors,
     selection_place,
@@ -41,7 +41,7 @@ from hf_kvret_kernels._triton_shared import (
     tile_heads,
 )
 from hf_kvret_kernels.gather_attention import VARIANTS
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.tuning import Tunable, dtype_name, power_of_two
 
@@ -162,7 +162,7 @@ def _attend_kernel(
     result, log_total = finish_softmax(acc, peak, total)
     row = (b * heads * G + query_heads) * queries + q_index
     if split == 0:
-        # For the kernel that merges the pieces: nothing has to be launched for it.
+        # For the kernel that merges the chunks: nothing has to be launched for it.
         tl.store(tickets + row, tl.zeros([BLOCK_G], tl.int32), mask=group < G)
     target = row * tl.num_programs(1) + split
     tl.store(
@@ -173,7 +173,7 @@ def _attend_kernel(
     tl.store(lse + target, log_total, mask=group < G)
 
 
-def gather_pieces(
+def gather_partials(
     query: torch.Tensor,
     rows: PagedRows,
     ids: torch.Tensor,
@@ -182,10 +182,10 @@ def gather_pieces(
     splits: int | None = None,
     variant: str = "auto",
     choice: GatherChoice | None = None,
-) -> Pieces:
-    """See ``hf_kvret_kernels.gather_attention.gather_pieces``.
+) -> Partials:
+    """See ``hf_kvret_kernels.gather_attention.gather_partials``.
 
-    ``splits`` is the number of pieces the ids are cut into, None for as many as fill the device;
+    ``splits`` is the number of chunks the ids are cut into, None for as many as fill the device;
     ``choice`` how to launch, None for what was measured or the rule.
     """
     batch, query_heads, queries, _ = query.shape
@@ -208,9 +208,9 @@ def gather_pieces(
         most=choice.most_splits,
         splits=splits,
     )
-    pieces = Pieces(*piece_buffers(query, splits, rows.value_dim))
+    partials = Partials(*partial_buffers(query, splits, rows.value_dim))
     if not programs:
-        return pieces
+        return partials
     gather = choice.variant == "gather"
     # A kernel argument must be some pointer; with rows where they lie it is never read.
     row_copy = copy_rows(rows, ids, choice.copy_rows, choice.warps) if gather else query
@@ -222,9 +222,9 @@ def gather_pieces(
         rows.table,
         rows.addresses(),
         row_copy,
-        pieces.outs,
-        pieces.lses,
-        pieces.tickets,
+        partials.outs,
+        partials.lses,
+        partials.tickets,
         *query.stride()[:3],
         *ids.stride(),
         *rows.table.stride(),
@@ -258,7 +258,7 @@ def gather_pieces(
         num_stages=choice.stages,
         enable_fp_fusion=True,
     )
-    return pieces
+    return partials
 
 
 class GatherSize(NamedTuple):
@@ -292,8 +292,8 @@ class GatherChoice:
         copy_rows: rows that a program of the copying kernel asks for at once.
         block_k: rows of a tile.
         warps, stages: of a program, and of its pipeline.
-        waves: programs per multiprocessor to aim at, by cutting selections into pieces.
-        most_splits: pieces of a selection, at most.
+        waves: programs per multiprocessor to aim at, by cutting selections into chunks.
+        most_splits: chunks of a selection, at most.
     """
 
     variant: str

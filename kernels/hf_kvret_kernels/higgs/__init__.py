@@ -8,7 +8,7 @@ Paper: AQUA-KV, section 3.3. Dimensions: B batch, H KV heads, Hq query heads, Q 
 K selected rows, W numbers of a row that is encoded.
 """
 
-from hf_kvret_kernels.higgs.attention import attend, attend_pieces
+from hf_kvret_kernels.higgs.attention import attend, attend_partials
 from hf_kvret_kernels.higgs.codec import Codec, Coded, HiggsCodec, MinMaxCodec
 
-__all__ = ["Codec", "Coded", "HiggsCodec", "MinMaxCodec", "attend", "attend_pieces"]
+__all__ = ["Codec", "Coded", "HiggsCodec", "MinMaxCodec", "attend", "attend_partials"]

@@ -7,7 +7,7 @@ import torch
 from hf_kvret_kernels._dispatch import choose_backend, launching_on
 from hf_kvret_kernels.gather_attention import check_chosen_rows, naive
 from hf_kvret_kernels.higgs.codec import Codec
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 
 
@@ -33,7 +33,7 @@ def attend(
 
     The Triton kernel never forms a key or a value: with HIGGS the query is transformed instead of
     the keys, values are summed up as they lie, and the sum is transformed back, once for each
-    piece of the ids. This needs groups within a head.
+    chunk of the ids. This needs groups within a head.
 
     Args:
         query: ``[B, Hq, Q, key_dim]`` fp32, bf16 or fp16, contiguous in the last dimension.
@@ -65,7 +65,7 @@ def attend(
 
     Triton, which may not look at the data, takes other ids for -1.
     """
-    pieces = attend_pieces(
+    partials = attend_partials(
         query,
         rows,
         ids,
@@ -78,10 +78,10 @@ def attend(
         backend=backend,
     )
     # Only Triton gives several.
-    return pieces("triton")
+    return partials("triton")
 
 
-def attend_pieces(
+def attend_partials(
     query: torch.Tensor,
     rows: PagedRows,
     ids: torch.Tensor,
@@ -93,10 +93,10 @@ def attend_pieces(
     softcap: float | None = None,
     value_in_key: bool = False,
     backend: str = "auto",
-) -> Pieces:
-    """``attend``, its pieces left unmerged: a launch less where others follow.
+) -> Partials:
+    """``attend``, its chunks left unmerged: a launch less where others follow.
 
-    Arguments and errors are the same. On a CPU it is always one piece, without tickets.
+    Arguments and errors are the same. On a CPU it is always one chunk, without tickets.
     """
     _check_rows(rows, codec, key_dim, value_dim, value_in_key)
     check_chosen_rows(query, rows, ids, softcap, coded_dim=key_dim)
@@ -104,7 +104,7 @@ def attend_pieces(
         from hf_kvret_kernels.higgs import triton_attend
 
         with launching_on(query):
-            return triton_attend.attend_pieces(
+            return triton_attend.attend_partials(
                 query, rows, ids, codec, key_dim, value_dim, scale, softcap, None, value_in_key
             )
     codes, scales = rows.gather_with_torch(ids)
@@ -119,7 +119,7 @@ def attend_pieces(
             codec.decode(*parts, backend="naive")
             for parts in zip(code_parts, scale_parts, strict=True)
         )
-    return Pieces.whole(*naive.attention(query, keys, values, ids, scale, softcap))
+    return Partials.whole(*naive.attention(query, keys, values, ids, scale, softcap))
 
 
 def _check_rows(

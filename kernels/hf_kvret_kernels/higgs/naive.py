@@ -48,8 +48,8 @@ def transform(x: torch.Tensor) -> torch.Tensor:
 def nearest_points(pairs: torch.Tensor, bits: int) -> torch.Tensor:
     """``[n]`` int64: the grid point nearest to each of ``pairs [n, 2]``; the first of equals."""
     merits = grid_merits(bits, pairs.device)
-    pieces = pairs.split(max(1, _MOST_SCORES // len(merits)))
-    parts = [torch.addmm(-merits[:, 2], piece, merits[:, :2].T).argmax(1) for piece in pieces]
+    chunks = pairs.split(max(1, _MOST_SCORES // len(merits)))
+    parts = [torch.addmm(-merits[:, 2], chunk, merits[:, :2].T).argmax(1) for chunk in chunks]
     return torch.cat(parts)
 
 

@@ -1,6 +1,6 @@
 """Attention over coded rows in Triton: the ids of a query are split over several programs.
 
-As in ``gather_attention``, a program takes one selection and a piece of its ids; pieces stay
+As in ``gather_attention``, a program takes one selection and a chunk of its ids; chunks stay
 unmerged, for whoever attends to more. Rows are unpacked in registers and stay transformed: the
 queries of the program are transformed once, and so is what it summed up. Products have rows, and
 then dims, for their rows: query heads are few, and tensor cores pad columns to 8 but rows to 16.
@@ -24,7 +24,7 @@ from hf_kvret_kernels._triton_shared import (
     head_tile,
     load_ids,
     load_rows,
-    piece_buffers,
+    partial_buffers,
     score_factors,
     side_pointers,
     softmax_step,
@@ -34,7 +34,7 @@ from hf_kvret_kernels._triton_shared import (
 from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
 from hf_kvret_kernels.higgs.naive import WORDS, grid_words
 from hf_kvret_kernels.higgs.triton_codes import load_numbers, load_side, transform_groups
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 
 # Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
@@ -245,7 +245,7 @@ def _attend_kernel(
         )
     row = (b * heads * G + query_heads) * queries + q_index
     if split == 0:
-        # For the kernel that merges the pieces: nothing has to be launched for it.
+        # For the kernel that merges the chunks: nothing has to be launched for it.
         tl.store(tickets + row, tl.zeros([BLOCK_G], tl.int32), mask=group < G)
     target = row * tl.num_programs(1) + split
     tl.store(
@@ -256,7 +256,7 @@ def _attend_kernel(
     tl.store(lse + target, log_total, mask=group < G)
 
 
-def attend_pieces(
+def attend_partials(
     query: torch.Tensor,
     rows: PagedRows,
     ids: torch.Tensor,
@@ -267,10 +267,10 @@ def attend_pieces(
     softcap: float | None,
     splits: int | None = None,
     value_in_key: bool = False,
-) -> Pieces:
-    """See ``hf_kvret_kernels.higgs.attend_pieces``.
+) -> Partials:
+    """See ``hf_kvret_kernels.higgs.attend_partials``.
 
-    ``splits`` is the number of pieces the ids are cut into, None for as many as fill the device.
+    ``splits`` is the number of chunks the ids are cut into, None for as many as fill the device.
     """
     batch, query_heads, queries, _ = query.shape
     heads, count = ids.shape[1], ids.shape[3]
@@ -291,9 +291,9 @@ def attend_pieces(
     splits, split_len = split_plan(
         count, block_k, programs, query.device, waves=_WAVES, most=_MOST_SPLITS, splits=splits
     )
-    pieces = Pieces(*piece_buffers(query, splits, value_dim))
+    partials = Partials(*partial_buffers(query, splits, value_dim))
     if not programs:
-        return pieces
+        return partials
     inner, outer = score_factors(scale, softcap, LOG2_E)
     per_word, planes = WORDS[codec.code_bits]
     code_align, scale_align = rows.side_alignments()
@@ -311,9 +311,9 @@ def attend_pieces(
         rows.addresses(),
         signs,
         grid,
-        pieces.outs,
-        pieces.lses,
-        pieces.tickets,
+        partials.outs,
+        partials.lses,
+        partials.tickets,
         *query.stride()[:3],
         *ids.stride(),
         *rows.table.stride(),
@@ -358,4 +358,4 @@ def attend_pieces(
         num_stages=3 if split_len > block_k else 1,
         enable_fp_fusion=True,
     )
-    return pieces
+    return partials

@@ -28,8 +28,8 @@ from hf_kvret_kernels.host_step.searches import (
     ParisSearch,
     ProxySearch,
 )
+from hf_kvret_kernels.mean_tokens import BlockMeans
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.rest_tokens import RestMeans
 
 __all__ = [
     "CodebookSearch",
@@ -48,7 +48,7 @@ __all__ = [
     "why_not",
 ]
 
-# What follows hfk_request in hfk_step: window; rest tokens; valid, its stride and the cold tokens;
+# What follows hfk_request in hfk_step: window; mean tokens; valid, its stride and the cold tokens;
 # addresses of search, sinks, the count of selected tokens and the result; kind of the search, a
 # reserved number.
 _STEP = struct.Struct("@3P5q3P2qP2q4P2i")
@@ -124,14 +124,14 @@ class HostCold:
             ``valid`` and ``budget`` are not looked at.
         valid: ``[B, n]`` bool, False for tokens that are never chosen.
         budget: how many of them a query chooses, at least 1.
-        rest: what stands for those that a query does not choose; None: nothing does.
+        means: what stands for those that a query does not choose; None: nothing does.
     """
 
     rows: PagedRows
     search: HostSearch
     valid: torch.Tensor
     budget: int
-    rest: RestMeans | None = None
+    means: BlockMeans | None = None
 
 
 def run_step(
@@ -182,8 +182,8 @@ def run_step(
     heads, value_dim = window.keys.shape[1], window.values.shape[3]
     if cold is not None:
         _check_cold(query, cold.rows, cold.valid, value_dim)
-        if cold.rest is not None:
-            cold.rest.check(query, value_dim)
+        if cold.means is not None:
+            cold.means.check(query, value_dim)
         known = cold.search.tokens()
         if known is not None and known != cold.valid.shape[1]:
             raise ValueError(
@@ -295,13 +295,13 @@ def _pack_step(
         near = near.contiguous()
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
-    valid, searched, chosen, rest = None, None, (0, 0, 0, 0), (0, 0, 0, 0, 0)
+    valid, searched, chosen, means = None, None, (0, 0, 0, 0), (0, 0, 0, 0, 0)
     if cold is not None:
         valid = cold.valid if cold.valid.stride(1) == 1 else cold.valid.contiguous()
         searched = ctypes.c_char_p(cold.search.pack())
         address = ctypes.cast(searched, ctypes.c_void_p).value or 0
         chosen = valid.data_ptr(), valid.stride(0), valid.shape[1], address
-        rest = _packed_rest(cold.rest)
+        means = _packed_means(cold.means)
     step = request + _STEP.pack(
         *window._addresses,
         0 if near is None else near.data_ptr(),
@@ -310,7 +310,7 @@ def _pack_step(
         window.length,
         lengths[1],
         window.value_row,
-        *rest,
+        *means,
         *chosen,
         0 if sink_logits is None else sink_logits.data_ptr(),
         0 if selected is None else selected.data_ptr(),
@@ -321,8 +321,8 @@ def _pack_step(
     return step, (cold, searched, valid, near, sink_logits)
 
 
-def _packed_rest(means: RestMeans | None) -> tuple[int, int, int, int, int]:
-    """The numbers of ``hfk_rest``."""
+def _packed_means(means: BlockMeans | None) -> tuple[int, int, int, int, int]:
+    """The numbers of ``hfk_means``."""
     if means is None:
         return 0, 0, 0, 0, 0
     tensors = means.keys, means.values, means.counts

@@ -2,7 +2,7 @@
 
 Attention over a set is a pair: ``out``, the softmax-weighted mean of the values, and ``lse``, the
 natural log of the softmax's denominator. A kernel that shares a set among several programs gives it
-in pieces, each the attention over some of its tokens.
+in chunks, each the attention over some of its tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_kvret_kernels._dispatch import (
 )
 from hf_kvret_kernels.merge import naive
 
-__all__ = ["Pieces", "merge_partials"]
+__all__ = ["Chunks", "merge_partials"]
 
 
 def merge_partials(
@@ -37,9 +37,9 @@ def merge_partials(
     Sums are fp32. Where every set is empty, out is 0 and lse -inf.
 
     Args:
-        outs: one ``[B, Hq, Q, Dv]`` for each set, or ``[B, Hq, Q, S, Dv]`` of a set in S pieces,
+        outs: one ``[B, Hq, Q, Dv]`` for each set, or ``[B, Hq, Q, S, Dv]`` of a set in S chunks,
             1 or more; fp32, fp16 or bf16, finite.
-        lses: one ``[B, Hq, Q]`` or ``[B, Hq, Q, S]`` fp32 for each; -inf for an empty set or piece.
+        lses: one ``[B, Hq, Q]`` or ``[B, Hq, Q, S]`` fp32 for each; -inf for an empty set or chunk.
         sink_logits: ``[Hq]`` floats, a learned token without value for each head whose logit
             joins the softmax (GPT-OSS); None for models without.
         out_dtype: fp32, fp16 or bf16.
@@ -58,11 +58,11 @@ def merge_partials(
     queries, width = first.shape[:3], first.shape[-1:]
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         check_no_grad(**{f"outs[{number}]": out, f"lses[{number}]": lse})
-        pieces = out.shape[3:4] if out.ndim == 5 else torch.Size()
-        if pieces == (0,):
-            raise ValueError(f"outs[{number}] has shape {tuple(out.shape)}: pass a piece or more")
-        check_tensor(f"outs[{number}]", out, queries + pieces + width, FLOATS, first.device)
-        check_tensor(f"lses[{number}]", lse, queries + pieces, (torch.float32,), first.device)
+        partials = out.shape[3:4] if out.ndim == 5 else torch.Size()
+        if partials == (0,):
+            raise ValueError(f"outs[{number}] has shape {tuple(out.shape)}: pass a chunk or more")
+        check_tensor(f"outs[{number}]", out, queries + partials + width, FLOATS, first.device)
+        check_tensor(f"lses[{number}]", lse, queries + partials, (torch.float32,), first.device)
     if sink_logits is not None:
         check_no_grad(sink_logits=sink_logits)
         check_tensor("sink_logits", sink_logits, queries[1:2], FLOATS, first.device)
@@ -77,12 +77,12 @@ def merge_partials(
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """Attention of queries over a set of tokens in S pieces, not merged. Called, it is merged.
+class Partials:
+    """Attention of queries over a set of tokens in S chunks, not merged. Called, it is merged.
 
     Attributes:
         outs: ``[B, Hq, Q, S, Dv]`` fp32.
-        lses: ``[B, Hq, Q, S]`` fp32; -inf for an empty piece.
+        lses: ``[B, Hq, Q, S]`` fp32; -inf for an empty chunk.
         tickets: ``[B, Hq, Q]`` int32, contiguous, zeros, for ``step_attention`` to count in, which
             leaves zeros again; None: it makes its own.
     """
@@ -92,8 +92,8 @@ class Pieces:
     tickets: torch.Tensor | None = None
 
     @classmethod
-    def whole(cls, out: torch.Tensor, lse: torch.Tensor) -> Pieces:
-        """A single piece, of ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]``."""
+    def whole(cls, out: torch.Tensor, lse: torch.Tensor) -> Partials:
+        """A single chunk, of ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]``."""
         return cls(out.unsqueeze(3), lse.unsqueeze(3))
 
     def __call__(self, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:

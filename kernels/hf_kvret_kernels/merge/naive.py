@@ -14,7 +14,7 @@ def merge_partials(
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.merge.merge_partials``."""
-    outs = [piece for out in outs for piece in (out.unbind(3) if out.ndim == 5 else (out,))]
+    outs = [chunk for out in outs for chunk in (out.unbind(3) if out.ndim == 5 else (out,))]
     logs = torch.cat([lse.movedim(3, 0) if lse.ndim == 4 else lse.unsqueeze(0) for lse in lses])
     if sink_logits is not None:
         sinks = sink_logits.float().view(1, 1, -1, 1).expand(1, *logs.shape[1:])

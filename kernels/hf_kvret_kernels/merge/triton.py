@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_shared import add_all_pieces, add_sinks, finish_pieces, no_pieces
+from hf_kvret_kernels._triton_shared import add_sinks, empty_merge, finish_merge, merge_all
 
-# Pieces of a set that a program loads at once, and numbers of them that a warp holds.
+# Chunks of a set that a program loads at once, and numbers of them that a warp holds.
 _MOST_AT_ONCE = 64
 _PER_WARP = 1024
 
@@ -68,21 +68,21 @@ def _merge_kernel(
 ):
     """One query of a head.
 
-    ``outs`` and ``lses`` are tuples of PARTS pointers, ``splits`` says in how many pieces each part
+    ``outs`` and ``lses`` are tuples of PARTS pointers, ``splits`` says in how many chunks each part
     comes, BLOCKS how many of them are loaded at once.
     """
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     columns = tl.arange(0, BLOCK)
-    peak, mass, total = no_pieces(1, BLOCK)
+    peak, mass, total = empty_merge(1, BLOCK)
     for i in tl.static_range(PARTS):
-        peak, mass, total = add_all_pieces(
+        peak, mass, total = merge_all(
             outs[i], lses[i], rows, rows >= 0, splits[i], peak, mass, total,
             DV, BLOCKS[i], BLOCK, "",
         )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + (rows // queries % heads)[:, None]).to(tl.float32)
         peak, mass, total = add_sinks(sink, peak, mass, total)
-    mean, log = finish_pieces(peak, mass, total)
+    mean, log = finish_merge(peak, mass, total)
     tl.store(
         out_ptr + rows[:, None] * DV + columns[None, :],
         mean.to(out_ptr.dtype.element_ty),

@@ -361,7 +361,7 @@ def _tiers(count: int) -> str:
 
 
 # Numbers of keys that are decoded at once.
-_PIECE_NUMBERS = 1 << 21
+_CHUNK_NUMBERS = 1 << 21
 
 
 def estimates(
@@ -377,7 +377,7 @@ def estimates(
 ) -> torch.Tensor:
     """``[B, H, Q, G, n]`` fp32: what ``rerank`` estimates, of all tokens in order.
 
-    Arguments and errors are its. In torch, keys are decoded a piece at a time, once for all
+    Arguments and errors are its. In torch, keys are decoded a chunk at a time, once for all
     queries.
     """
     check_queries(q_rot, codes.sign.device)
@@ -391,10 +391,10 @@ def estimates(
         return rerank(q_rot, codes, every, levels, m=m, backend=backend, **options)
     rows = q_rot.reshape(batch, heads, queries * tables, dim)
     out = q_rot.new_empty(batch, heads, queries * tables, length)
-    step = max(1, _PIECE_NUMBERS // max(1, batch * heads * dim))
+    step = max(1, _CHUNK_NUMBERS // max(1, batch * heads * dim))
     for start in range(0, length, step):
-        piece = codes.tokens(start, start + step)
-        keys = naive.decode(piece.sign, piece.magnitude, piece.weight, levels, m)
+        chunk = codes.tokens(start, start + step)
+        keys = naive.decode(chunk.sign, chunk.magnitude, chunk.weight, levels, m)
         torch.matmul(rows, keys.transpose(-1, -2), out=out[..., start : start + step])
     scores = out.view(batch, heads, queries, tables, length)
     if offset is not None:

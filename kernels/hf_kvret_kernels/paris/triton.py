@@ -8,7 +8,7 @@
    blocks before each block contribute.
 3. ``compact`` writes down the tokens of the highest scores, each block behind the others.
 4. ``rerank`` gathers their codes and takes inner products with all G queries. Long codes and large
-   groups are taken in pieces; else threads hold whole codes and the loop over queries is unrolled.
+   groups are taken in chunks; else threads hold whole codes and the loop over queries is unrolled.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -55,17 +55,17 @@ _WHOLE = 32
 # Bytes of a token, where they are not taken at once.
 _LOOKUPS = 1 << 14
 _TOKENS = 1024
-_PIECES = (16, 8)
+_CHUNKS = (16, 8)
 # Blocks whose counts the last program adds up at a time.
 _BLOCKS = 256
 # Bytes that rows of scores start at multiples of.
 ALIGN = 16
 # Query tables that a program estimates with at once. Coordinates that its four warps hold in
-# registers, also where long codes and large groups are taken in pieces. Bytes of signs of a piece,
+# registers, also where long codes and large groups are taken in chunks. Bytes of signs of a chunk,
 # at most, and of a thread.
 _TABLES = 16
 _TILE, _WIDE_TILE = 1 << 14, 1 << 13
-_PIECE = 16
+_CHUNK = 16
 _INNER = 4
 
 
@@ -316,11 +316,11 @@ class Collisions(NamedTuple):
     block: int
 
 
-def piece_of(width: int) -> int:
+def chunk_of(width: int) -> int:
     """How many of a token's ``width`` sign bytes a program takes at a time, a power of two."""
     if _is_whole(width):
         return width
-    return next((piece for piece in _PIECES if width % piece == 0), _PIECES[-1])
+    return next((chunk for chunk in _CHUNKS if width % chunk == 0), _CHUNKS[-1])
 
 
 def _is_whole(width: int) -> bool:
@@ -338,8 +338,8 @@ def collide(
     batch, heads, queries, words = bonus.words.shape[:4]
     length, width = sign.shape[2:]
     device, lead = sign.device, (batch, heads, queries)
-    piece = piece_of(width)
-    block = min(_TOKENS, _LOOKUPS // piece)
+    chunk = chunk_of(width)
+    block = min(_TOKENS, _LOOKUPS // chunk)
     # An empty row has a block too, which plans that nothing is taken.
     blocks = max(1, triton.cdiv(length, block))
     # A bin for each sum there can be, and one for what is not counted: fewer bins, less work.
@@ -374,7 +374,7 @@ def collide(
             BINS=bins,
             M=m,
             BYTES=width,
-            PIECE=piece,
+            CHUNK=chunk,
             BLOCK=block,
             BLOCKS=_BLOCKS,
             ALIGN=ALIGN,
@@ -411,7 +411,7 @@ def _collide_kernel(
     BINS: tl.constexpr,
     M: tl.constexpr,
     BYTES: tl.constexpr,
-    PIECE: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -419,7 +419,7 @@ def _collide_kernel(
     """A block of tokens for one query; a word of four bytes holds the points of four tables."""
     OF_BYTE: tl.constexpr = 8 // M << M
     ENTRIES: tl.constexpr = BYTES * OF_BYTE
-    OF_PIECE: tl.constexpr = PIECE * OF_BYTE
+    OF_CHUNK: tl.constexpr = CHUNK * OF_BYTE
     row = tl.program_id(1).to(tl.int64)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     b = row // queries // heads
@@ -431,26 +431,26 @@ def _collide_kernel(
         counted = load_mask(
             valid_ptr, b, tokens, length, valid_stride_b, valid_stride_n, VALID_UNIT
         )
-    column = tl.arange(0, PIECE)[None, :]
+    column = tl.arange(0, CHUNK)[None, :]
     places = b * sign_stride_b + h * sign_stride_h + tokens.to(tl.int64)[:, None] * BYTES + column
-    if PIECE == BYTES:
+    if CHUNK == BYTES:
         byte = tl.load(sign_ptr + places, mask=inside[:, None], other=0).to(tl.int32)
 
     best = tl.zeros((BLOCK,), dtype=tl.int32)
     words_ptr += row * WORDS * ENTRIES
     for w in range(WORDS):
         total = tl.zeros((BLOCK,), dtype=tl.uint32)
-        if PIECE == BYTES:
+        if CHUNK == BYTES:
             table = tl.load(words_ptr + w * ENTRIES + tl.arange(0, ENTRIES))
-            total = _add_points(total, table, byte, column, M, BLOCK, PIECE)
+            total = _add_points(total, table, byte, column, M, BLOCK, CHUNK)
         else:
             # The tables of a whole token don't fit into registers on their way to shared memory.
-            for first in range(0, BYTES, PIECE):
+            for first in range(0, BYTES, CHUNK):
                 here = inside[:, None] & (first + column < BYTES)
                 byte = tl.load(sign_ptr + places + first, mask=here, other=0).to(tl.int32)
-                entry = first * OF_BYTE + tl.arange(0, OF_PIECE)
+                entry = first * OF_BYTE + tl.arange(0, OF_CHUNK)
                 table = tl.load(words_ptr + w * ENTRIES + entry, mask=entry < ENTRIES, other=0)
-                total = _add_points(total, table, byte, column, M, BLOCK, PIECE)
+                total = _add_points(total, table, byte, column, M, BLOCK, CHUNK)
         for t in tl.static_range(PER_WORD):
             best = tl.maximum(best, ((total >> (8 * t)) & 255).to(tl.int32))
     score = tl.where(counted, best, _EXCLUDED).to(tl.uint8)
@@ -616,15 +616,15 @@ def rerank(
     in_words = width % 4 == 0 and all(place % 4 == 0 for place in places)
     if in_words:
         magnitude = magnitude.view(torch.int32)
-    in_pieces = not _is_whole(width) or tables > _TABLES
-    # The largest power of two that divides the width: pieces of a row are all alike.
-    piece = min(_PIECE, width & -width) if in_pieces else width
-    block = (_WIDE_TILE if in_pieces else _TILE) // (8 * piece)
+    in_chunks = not _is_whole(width) or tables > _TABLES
+    # The largest power of two that divides the width: chunks of a row are all alike.
+    chunk = min(_CHUNK, width & -width) if in_chunks else width
+    block = (_WIDE_TILE if in_chunks else _TILE) // (8 * chunk)
     blocks = triton.cdiv(candidates, block)
     scores = torch.empty(*lead, candidates, dtype=torch.float32, device=queries.device)
     log_sums = torch.empty(*lead, blocks, dtype=torch.float32, device=queries.device)
     if scores.numel():
-        kernel = _rerank_wide_kernel if in_pieces else _rerank_kernel
+        kernel = _rerank_wide_kernel if in_chunks else _rerank_kernel
         kernel[(blocks, batch * heads * count)](
             queries,
             codes.sign,
@@ -643,7 +643,7 @@ def rerank(
             *codes.sign.stride()[:2],
             *magnitude.stride()[:2],
             *codes.weight.stride()[:2],
-            IN_WORDS=in_words and piece % 4 == 0,
+            IN_WORDS=in_words and chunk % 4 == 0,
             HAS_OFFSET=offset is not None,
             SOFTCAP=softcap is not None,
             TABLES=tables,
@@ -651,9 +651,9 @@ def rerank(
             LEVELS=LEVELS,
             ROWS=min(_TABLES, triton.next_power_of_2(tables)),
             BYTES=width,
-            INNER=min(_INNER, piece),
+            INNER=min(_INNER, chunk),
             BLOCK=block,
-            **({"PIECE": piece} if in_pieces else {}),
+            **({"CHUNK": chunk} if in_chunks else {}),
             enable_fp_fusion=True,
         )
     return Estimates(scores, log_sums)
@@ -807,20 +807,20 @@ def _rerank_wide_kernel(
     LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
-    PIECE: tl.constexpr,
+    CHUNK: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of candidates: four queries after each other, and for these piece after piece."""
+    """A block of candidates: four queries after each other, and for these chunk after chunk."""
     DIM: tl.constexpr = 8 * BYTES
     PER_BYTE: tl.constexpr = 8 // M
-    SHAPE: tl.constexpr = (BLOCK, PIECE // INNER, INNER)
+    SHAPE: tl.constexpr = (BLOCK, CHUNK // INNER, INNER)
     row = tl.program_id(1).to(tl.int64)
     b = row // queries // heads
     h = row // queries % heads
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
-    byte_ids = tl.arange(0, PIECE // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
+    byte_ids = tl.arange(0, CHUNK // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
     # Of the first token where there is none: what comes of it is dropped.
     rows = tl.where(id_mask, ids, 0).to(tl.int64)
@@ -840,10 +840,10 @@ def _rerank_wide_kernel(
         q1 = q_ptr + tl.minimum(row * TABLES + first + 1, last) * DIM
         q2 = q_ptr + tl.minimum(row * TABLES + first + 2, last) * DIM
         q3 = q_ptr + tl.minimum(row * TABLES + first + 3, last) * DIM
-        for start in range(0, BYTES, PIECE):
+        for start in range(0, BYTES, CHUNK):
             byte = tl.load(sign_ptr + places + start).to(tl.int32)
             if IN_WORDS:
-                word = split_words(magnitude_ptr + 3 * (start // 4), rows, BYTES, PIECE)
+                word = split_words(magnitude_ptr + 3 * (start // 4), rows, BYTES, CHUNK)
             else:
                 word = tl.zeros(SHAPE, dtype=tl.int32)
                 for i in tl.static_range(3):
@@ -855,7 +855,7 @@ def _rerank_wide_kernel(
             if PER_BYTE == 2:
                 high = tl.load(weight_ptr + (places + start) * 2 + 1).to(tl.float32)
             for half in tl.static_range(4):
-                numbers = tl.reshape((word >> (6 * half)) & (LEVELS * LEVELS - 1), (BLOCK * PIECE,))
+                numbers = tl.reshape((word >> (6 * half)) & (LEVELS * LEVELS - 1), (BLOCK * CHUNK,))
                 pair = tl.reshape(tl.gather(pairs, numbers, 0), SHAPE)
                 for odd in tl.static_range(2):
                     level = (pair >> (32 * odd)).to(tl.uint32)
@@ -902,12 +902,12 @@ def pairs_of_levels(levels_ptr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def split_words(words_ptr, rows, BYTES: tl.constexpr, PIECE: tl.constexpr):
-    """``[rows, PIECE // 4, 4]`` int32, in whose lowest 24 bits are eight codes of three bits.
+def split_words(words_ptr, rows, BYTES: tl.constexpr, CHUNK: tl.constexpr):
+    """``[rows, CHUNK // 4, 4]`` int32, in whose lowest 24 bits are eight codes of three bits.
 
-    Of PIECE bytes of signs among the BYTES of a row. There are three words to each four of them.
+    Of CHUNK bytes of signs among the BYTES of a row. There are three words to each four of them.
     """
-    QUARTER: tl.constexpr = PIECE // 4
+    QUARTER: tl.constexpr = CHUNK // 4
     words_ptr += rows[:, None] * (3 * (BYTES // 4)) + 3 * tl.arange(0, QUARTER)[None, :]
     first = tl.load(words_ptr).to(tl.uint32, bitcast=True)
     second = tl.load(words_ptr + 1).to(tl.uint32, bitcast=True)

@@ -9,10 +9,10 @@ from hf_kvret_kernels._dispatch import (
     choose_backend,
     launching_on,
 )
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention import naive
 
-__all__ = ["FEW_ROWS", "prompt_attention", "prompt_pieces"]
+__all__ = ["FEW_ROWS", "prompt_attention", "prompt_partials"]
 
 FEW_ROWS = 64
 """Query rows ``Q * G`` of a KV head up to which a call looks up what was measured."""
@@ -64,7 +64,7 @@ def prompt_attention(
         return triton.prompt_attention(*arguments)
 
 
-def prompt_pieces(
+def prompt_partials(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -74,16 +74,16 @@ def prompt_pieces(
     valid: torch.Tensor | None = None,
     softcap: float | None = None,
     backend: str = "auto",
-) -> Pieces:
-    """``prompt_attention`` in fp32, its pieces left unmerged: a launch less where others follow.
+) -> Partials:
+    """``prompt_attention`` in fp32, its chunks left unmerged: a launch less where others follow.
 
-    Arguments and errors are the same. In torch it is always one piece.
+    Arguments and errors are the same. In torch it is always one chunk.
     """
     check_dense_inputs(query, key, value, valid, softcap)
     arguments = (query, key, value, scale, causal_offset, valid, softcap)
     if choose_backend(backend, query) == "naive":
-        return Pieces.whole(*naive.prompt_attention(*arguments, torch.float32))
+        return Partials.whole(*naive.prompt_attention(*arguments, torch.float32))
     from hf_kvret_kernels.prompt_attention import triton
 
     with launching_on(query):
-        return triton.prompt_pieces(*arguments)
+        return triton.prompt_partials(*arguments)

@@ -1,6 +1,6 @@
 """Block-wise attention in Triton, after FlashAttention-2 (Dao 2023).
 
-Where queries are few, the keys are split over several programs, and their pieces are merged by
+Where queries are few, the keys are split over several programs, and their chunks are merged by
 another kernel.
 """
 
@@ -32,7 +32,7 @@ from hf_kvret_kernels._triton_shared import (
     softmax_step,
     split_plan,
 )
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.merge.triton import merge_partials
 from hf_kvret_kernels.prompt_attention import FEW_ROWS
 from hf_kvret_kernels.tuning import Tunable, dtype_name, power_of_two
@@ -110,12 +110,12 @@ def _tile_sizes(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int
 
 
 class TilePlan(NamedTuple):
-    """How tiles of query rows and pieces of the keys are shared out.
+    """How tiles of query rows and chunks of the keys are shared out.
 
     Attributes:
         rows: query rows of a tile.
         row_blocks: tiles of a batch row and KV head.
-        splits, split_len: pieces, and keys of one.
+        splits, split_len: chunks, and keys of one.
         choice: all else.
     """
 
@@ -196,7 +196,7 @@ def tile_constants(
     """What kernels of tiles are compiled for, and how they are launched."""
     key_dim, value_dim = query.shape[3], value.shape[3]
     keys = Columns.of(key_dim)
-    # A piece that is no longer than a tile needs no pipeline.
+    # A chunk that is no longer than a tile needs no pipeline.
     once = plan.split_len <= plan.choice.block_n
     return {
         # Of tokens: a row of numbers or of all heads, whatever the length.
@@ -240,17 +240,17 @@ def prompt_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.prompt_attention.prompt_attention``.
 
-    ``splits`` is the number of pieces the keys are cut into, None for as many as fill the device;
+    ``splits`` is the number of chunks the keys are cut into, None for as many as fill the device;
     ``choice`` how to launch, None for what was measured or the rule.
     """
     given = query, key, value, scale, causal_offset, valid, softcap
-    pieces = prompt_pieces(*given, out_dtype, splits, choice)
-    if pieces.lses.shape[3] == 1:
-        return pieces.outs.squeeze(3), pieces.lses.squeeze(3)
-    return merge_partials([pieces.outs], [pieces.lses], None, out_dtype)
+    partials = prompt_partials(*given, out_dtype, splits, choice)
+    if partials.lses.shape[3] == 1:
+        return partials.outs.squeeze(3), partials.lses.squeeze(3)
+    return merge_partials([partials.outs], [partials.lses], None, out_dtype)
 
 
-def prompt_pieces(
+def prompt_partials(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -261,10 +261,10 @@ def prompt_pieces(
     single_dtype: torch.dtype = torch.float32,
     splits: int | None = None,
     choice: PromptChoice | None = None,
-) -> Pieces:
-    """See ``hf_kvret_kernels.prompt_attention.prompt_pieces``.
+) -> Partials:
+    """See ``hf_kvret_kernels.prompt_attention.prompt_partials``.
 
-    ``single_dtype`` is that of ``outs`` where there is one piece; more are fp32. The rest as of
+    ``single_dtype`` is that of ``outs`` where there is one chunk; more are fp32. The rest as of
     ``prompt_attention``.
     """
     plan = tile_plan(query, value, valid is not None, splits, choice)
@@ -284,7 +284,7 @@ def prompt_pieces(
             *tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap),
             **tile_constants(plan, query, key, value, causal_offset, valid, softcap),
         )
-    return Pieces(outs, lses)
+    return Partials(outs, lses)
 
 
 class DecodeSize(NamedTuple):
@@ -315,9 +315,9 @@ class PromptChoice:
     Attributes:
         block_n: keys of a tile.
         warps, stages: of a program, and of its pipeline.
-        waves: programs per multiprocessor to aim at, by cutting the keys into pieces.
-        most_splits: pieces, at most.
-        least_split_len: keys of a piece, at least: it must be worth its share of the merge.
+        waves: programs per multiprocessor to aim at, by cutting the keys into chunks.
+        most_splits: chunks, at most.
+        least_split_len: keys of a chunk, at least: it must be worth its share of the merge.
     """
 
     block_n: int
@@ -595,16 +595,16 @@ def attend_tile(
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """The running softmax of a tile of query rows over a piece of the keys.
+    """The running softmax of a tile of query rows over a chunk of the keys.
 
     ``(acc [BLOCK_M, BLOCK_DV], peak [BLOCK_M], total [BLOCK_M])``, for ``finish_softmax``.
 
     Args:
         strides: of query ``(b, h, q)``, key and value ``(b, h)`` and valid ``(b)``, a tuple.
         b, h: batch row and KV head, int64.
-        block, split: numbers of the tile and of the piece.
+        block, split: numbers of the tile and of the chunk.
         STRIDES: of the tokens of key, value and valid, a tuple.
-        ONCE: a piece is no longer than BLOCK_N.
+        ONCE: a chunk is no longer than BLOCK_N.
     """
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q_index = rows // G

@@ -40,14 +40,14 @@ _COLUMNS = 8
 # Numbers that a store takes at once where the length is a multiple of so many.
 _WIDE = 4
 # Tokens whose log-sum-exp is left as one number.
-_PIECE = 128
+_CHUNK = 128
 # Block sums that a program adds up at a time.
 _SUMS = 512
 # By the proxies' dtype: copies of a query whose parts add up to it, and the bits that a part's
 # numbers have, sign and exponent among them. Proxies of fp32 leave this to the dot.
 _COPIES = {torch.bfloat16: (4, 16), torch.int8: (4, 16), torch.float16: (2, 19)}
 # Arguments that follow the length, which changes at every step, or the number of drafts.
-_CHANGING = ("units", "pieces", "readers", "rows_stride_b", "rows_stride_f", "valid_stride_b")
+_CHANGING = ("units", "chunks", "readers", "rows_stride_b", "rows_stride_f", "valid_stride_b")
 
 
 def relevance(
@@ -83,7 +83,7 @@ def top_places(
     if lse is None:
         return top_k(scores, count)
     scores, sums = (one.unflatten(1, (heads, -1)).transpose(2, 3) for one in (scores, lse))
-    warm_up(scores, count, sums=sums, most_pieces=1, at_once=False)
+    warm_up(scores, count, sums=sums, most_chunks=1, at_once=False)
     return split_top_k(scores, count, sums=sums)
 
 
@@ -108,11 +108,11 @@ def _scores(
     tile = _TILE if rows.element_size() == 4 else _NARROW_TILE
     block_r = max(16, triton.next_power_of_2(rank))
     block_n = max(_FEWEST_TOKENS, min(_MOST_TOKENS, tile // block_r))
-    piece = min(_PIECE, block_n)
-    pieces = triton.cdiv(length, piece)
+    chunk = min(_CHUNK, block_n)
+    chunks = triton.cdiv(length, chunk)
     unit = math.gcd(length, _WIDE)
     # A pointer that the kernel ignores where every head selects by itself.
-    sums = scores.new_empty(batch * query_heads * queries, pieces) if is_grouped else scores
+    sums = scores.new_empty(batch * query_heads * queries, chunks) if is_grouped else scores
     _scores_kernel[(triton.cdiv(length, block_n), sets, batch)](
         query.contiguous(),
         rows,
@@ -121,7 +121,7 @@ def _scores(
         scores,
         sums,
         length // unit,
-        pieces,
+        chunks,
         readers,
         *rows.stride()[:2],
         *mask_layout(valid),
@@ -136,7 +136,7 @@ def _scores(
         ALIGN=_alignment_bytes(rows),
         UNIT=unit,
         R=rank,
-        PIECE=piece,
+        CHUNK=chunk,
         BLOCK_R=block_r,
         BLOCK_M=max(_COLUMNS // copies, min(_READERS, triton.next_power_of_2(readers))),
         BLOCK_N=block_n,
@@ -147,7 +147,7 @@ def _scores(
         _total_kernel[(len(sums),)](
             sums,
             lse,
-            pieces,
+            chunks,
             BLOCK=_SUMS,
             enable_fp_fusion=True,
         )
@@ -210,7 +210,7 @@ def _scores_kernel(
     scores_ptr,
     sums_ptr,
     units,
-    pieces,
+    chunks,
     readers,
     rows_stride_b,
     rows_stride_f,
@@ -229,7 +229,7 @@ def _scores_kernel(
     ALIGN: tl.constexpr,
     UNIT: tl.constexpr,
     R: tl.constexpr,
-    PIECE: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -238,7 +238,7 @@ def _scores_kernel(
 
     Rows of scores are ``units * UNIT`` long.
     """
-    HERE: tl.constexpr = BLOCK_N // PIECE
+    HERE: tl.constexpr = BLOCK_N // CHUNK
     length = units * UNIT
     first = tl.program_id(0) * BLOCK_N
     batch = tl.program_id(2).to(tl.int64)
@@ -278,14 +278,14 @@ def _scores_kernel(
             mask=reader_mask[:, None] & inside[None, :],
         )
         if GROUPED:
-            parts = tl.reshape(scores, (BLOCK_M, HERE, PIECE))
+            parts = tl.reshape(scores, (BLOCK_M, HERE, CHUNK))
             base = finite_base(tl.max(parts, 2))
             lse = log_total(base, tl.sum(tl.exp(parts - base[:, :, None]), 2))
-            pieces_here = tl.program_id(0) * HERE + tl.arange(0, HERE)
+            chunks_here = tl.program_id(0) * HERE + tl.arange(0, HERE)
             tl.store(
-                sums_ptr + target[:, None] * pieces + pieces_here[None, :],
+                sums_ptr + target[:, None] * chunks + chunks_here[None, :],
                 lse,
-                mask=reader_mask[:, None] & (pieces_here < pieces)[None, :],
+                mask=reader_mask[:, None] & (chunks_here < chunks)[None, :],
             )
 
 

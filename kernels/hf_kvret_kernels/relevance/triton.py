@@ -1,4 +1,4 @@
-"""Triton kernels of relevance where there are many tokens: log-sum-exps of pieces, then shares."""
+"""Triton kernels of relevance where there are many tokens: log-sum-exps of chunks, then shares."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -10,10 +10,10 @@ import triton.language as tl
 from hf_kvret_kernels._triton_shared import best_share, finite_base, log_sum_exp
 from hf_kvret_kernels.top_k import triton as top_k
 
-# Tokens of a program, and the most pieces that a row is cut into.
+# Tokens of a program, and the most chunks that a row is cut into.
 _TOKENS = 1024
-_PIECES = 256
-_CHANGING = ("length", "blocks", "pieces", "piece_len", "queries")
+_CHUNKS = 256
+_CHANGING = ("length", "blocks", "chunks", "chunk_len", "queries")
 
 
 def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
@@ -24,7 +24,7 @@ def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
     if best.numel() == 0:
         return best
     scores = scores.contiguous()
-    write_best_shares(scores, _piece_sums(scores), best, queries, group, _PIECES)
+    write_best_shares(scores, _chunk_sums(scores), best, queries, group, _CHUNKS)
     return best
 
 
@@ -33,7 +33,7 @@ def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tenso
     if scores.shape[3] == 1:
         return top_k.best_ids(scores, count, ids)
     scores = scores.contiguous()
-    return top_k.best_ids(scores, count, ids, _piece_sums(scores))
+    return top_k.best_ids(scores, count, ids, _chunk_sums(scores))
 
 
 def top_places(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def top_places(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
     if scores.shape[1] == heads:
         return top_k.top_k(scores, count)
     scores = scores.contiguous()
-    sums = _piece_sums(scores)
+    sums = _chunk_sums(scores)
     groups = [rows.unflatten(1, (heads, -1)).transpose(2, 3) for rows in (scores, sums)]
     top_k.warm_up(groups[0], count, sums=groups[1], at_once=False)
     return top_k.split_top_k(groups[0], count, sums=groups[1])
@@ -62,19 +62,19 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:
         )
 
 
-def _piece_sums(scores: torch.Tensor) -> torch.Tensor:
-    """``[..., pieces]``: log-sum-exps of pieces of contiguous ``scores [..., n]``."""
+def _chunk_sums(scores: torch.Tensor) -> torch.Tensor:
+    """``[..., chunks]``: log-sum-exps of chunks of contiguous ``scores [..., n]``."""
     length = scores.shape[-1]
-    piece_len = triton.cdiv(triton.cdiv(length, _TOKENS), _PIECES) * _TOKENS
-    pieces = triton.cdiv(length, piece_len)
-    sums = scores.new_empty(*scores.shape[:-1], pieces)
+    chunk_len = triton.cdiv(triton.cdiv(length, _TOKENS), _CHUNKS) * _TOKENS
+    chunks = triton.cdiv(length, chunk_len)
+    sums = scores.new_empty(*scores.shape[:-1], chunks)
     if sums.numel():
-        _piece_kernel[(sums.numel(),)](
+        _chunk_kernel[(sums.numel(),)](
             scores,
             sums,
             length,
-            pieces,
-            piece_len,
+            chunks,
+            chunk_len,
             BLOCK=_TOKENS,
             enable_fp_fusion=True,
         )
@@ -89,18 +89,18 @@ def write_best_shares(
     group: int,
     most: int,
 ) -> None:
-    """Relevance into ``best [..., n]``, from scores and log-sum-exps of pieces of their rows.
+    """Relevance into ``best [..., n]``, from scores and log-sum-exps of chunks of their rows.
 
     Args:
         scores: ``[rows, n]`` fp32 in any shape, contiguous; a head's ``queries`` rows follow each
             other, and so do the ``group`` heads that select together.
-        sums: ``[rows, pieces]`` fp32 in any shape, contiguous.
-        most: the number of pieces rounded up, a power of two: a compile for each.
+        sums: ``[rows, chunks]`` fp32 in any shape, contiguous.
+        most: the number of chunks rounded up, a power of two: a compile for each.
     """
     length = best.shape[-1]
-    blocks, pieces = triton.cdiv(length, _TOKENS), sums.shape[-1]
+    blocks, chunks = triton.cdiv(length, _TOKENS), sums.shape[-1]
     grid = (best.numel() // length * blocks,)
-    layout = (length, blocks, pieces, queries)
+    layout = (length, blocks, chunks, queries)
     _share_kernel[grid](
         scores,
         sums,
@@ -108,17 +108,17 @@ def write_best_shares(
         *layout,
         G=group,
         BLOCK=_TOKENS,
-        PIECES=most,
+        CHUNKS=most,
         enable_fp_fusion=True,
     )
 
 
 @triton.jit(do_not_specialize=_CHANGING)
-def _piece_kernel(scores_ptr, sums_ptr, length, pieces, piece_len, BLOCK: tl.constexpr):
-    """The log-sum-exp of a piece of a row."""
-    row = (tl.program_id(0) // pieces).to(tl.int64)
-    first = (tl.program_id(0) % pieces) * piece_len
-    last = tl.minimum(first + piece_len, length)
+def _chunk_kernel(scores_ptr, sums_ptr, length, chunks, chunk_len, BLOCK: tl.constexpr):
+    """The log-sum-exp of a chunk of a row."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    first = (tl.program_id(0) % chunks) * chunk_len
+    last = tl.minimum(first + chunk_len, length)
     scores_ptr += row * length
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
     totals = tl.zeros((BLOCK,), tl.float32)
@@ -141,23 +141,23 @@ def _share_kernel(
     best_ptr,
     length,
     blocks,
-    pieces,
+    chunks,
     queries,
     G: tl.constexpr,
     BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """The largest ``score - lse`` of G query heads, for a block of tokens and one query."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < length
-    places = tl.arange(0, PIECES)
+    places = tl.arange(0, CHUNKS)
     first = (row // queries) * G * queries + row % queries
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for g in range(G):
         source = first + g * queries
-        sums_row = sums_ptr + source * pieces
-        part = tl.load(sums_row + places, mask=places < pieces, other=float("-inf"))
+        sums_row = sums_ptr + source * chunks
+        part = tl.load(sums_row + places, mask=places < chunks, other=float("-inf"))
         scores = tl.load(scores_ptr + source * length + tokens, mask=inside, other=float("-inf"))
         best = best_share(best, scores, log_sum_exp(part))
     tl.store(best_ptr + row * length + tokens, best, mask=inside)

@@ -1,6 +1,6 @@
 """The end of a decode step's attention: the window, merged with what was selected elsewhere.
 
-One launch on a GPU. Dimensions: B batch, Hq query heads, Hkv KV heads, Q queries at once, S pieces.
+One launch on a GPU. Dimensions: B batch, Hq query heads, Hkv KV heads, Q queries at once, S chunks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hf_kvret_kernels._dispatch import (
     choose_backend,
     launching_on,
 )
-from hf_kvret_kernels.merge import Pieces
-from hf_kvret_kernels.rest_tokens import RestTokens
+from hf_kvret_kernels.mean_tokens import MeanTokens
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.step_attention import naive
 
 __all__ = ["step_attention"]
@@ -26,7 +26,7 @@ def step_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    others: Pieces,
+    others: Partials,
     *,
     scale: float,
     causal_offset: int | None,
@@ -35,7 +35,7 @@ def step_attention(
     sink_logits: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
-    rest: RestTokens | None = None,
+    means: MeanTokens | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,7 @@ def step_attention(
         ids: int32 or int64 of any shape, or None.
         selected: int64 of one element, to which the number of ``ids`` that are not -1 is added, in
             place; None exactly where ``ids`` is.
-        rest: tokens that join the softmax, or None.
+        means: tokens that join the softmax, or None.
         out_dtype: fp32, fp16 or bf16; None means the query's.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
@@ -72,10 +72,10 @@ def step_attention(
         check_no_grad(sink_logits=sink_logits)
         check_tensor("sink_logits", sink_logits, query.shape[1:2], FLOATS, query.device)
     _check_counting(ids, selected, query.device)
-    if rest is not None:
-        _check_rest(rest, query, value)
+    if means is not None:
+        _check_means(means, query, value)
     arguments = (query, key, value, others, scale, causal_offset, valid, softcap)
-    more = (sink_logits, ids, selected, rest, out_dtype)
+    more = (sink_logits, ids, selected, means, out_dtype)
     if choose_backend(backend, query) == "naive":
         return naive.step_attention(*arguments, *more)
     from hf_kvret_kernels.step_attention import triton
@@ -84,7 +84,7 @@ def step_attention(
         return triton.step_attention(*arguments, *more)
 
 
-def _check_others(others: Pieces, query: torch.Tensor, value: torch.Tensor) -> None:
+def _check_others(others: Partials, query: torch.Tensor, value: torch.Tensor) -> None:
     queries, device = query.shape[:3], query.device
     outs, lses, tickets = others.outs, others.lses, others.tickets
     check_no_grad(outs=outs, lses=lses)
@@ -115,10 +115,10 @@ def _check_counting(
             raise ValueError(f"selected has shape {tuple(selected.shape)}: pass one number")
 
 
-def _check_rest(rest: RestTokens, query: torch.Tensor, value: torch.Tensor) -> None:
-    logits, values = rest
+def _check_means(means: MeanTokens, query: torch.Tensor, value: torch.Tensor) -> None:
+    logits, values = means
     check_no_grad(logits=logits, values=values)
     tokens = values.shape[2:3]
     of_heads = value.shape[:2] + tokens + value.shape[3:]
-    check_tensor("rest.values", values, of_heads, (torch.float32,), query.device)
-    check_tensor("rest.logits", logits, query.shape[:3] + tokens, (torch.float32,), query.device)
+    check_tensor("means.values", values, of_heads, (torch.float32,), query.device)
+    check_tensor("means.logits", logits, query.shape[:3] + tokens, (torch.float32,), query.device)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.mean_tokens import MeanTokens
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.merge.naive import merge_partials
 from hf_kvret_kernels.prompt_attention.naive import prompt_attention
 from hf_kvret_kernels.relevance.naive import count_ids
-from hf_kvret_kernels.rest_tokens import RestTokens
 
 
 def step_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    others: Pieces,
+    others: Partials,
     scale: float,
     causal_offset: int | None,
     valid: torch.Tensor | None,
@@ -23,7 +23,7 @@ def step_attention(
     sink_logits: torch.Tensor | None,
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
-    rest: RestTokens | None,
+    means: MeanTokens | None,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.step_attention.step_attention``."""
@@ -33,7 +33,7 @@ def step_attention(
         query, key, value, scale, causal_offset, valid, softcap, torch.float32
     )
     outs, lses = [out, others.outs], [lse, others.lses]
-    if rest is not None:
-        outs.append(rest.pieces().outs)
-        lses.append(rest.logits)
+    if means is not None:
+        outs.append(means.partials().outs)
+        lses.append(means.logits)
     return merge_partials(outs, lses, sink_logits, out_dtype)

@@ -1,8 +1,8 @@
 """The end of a decode step's attention in Triton, in one launch.
 
-A program attends to a piece of the window, as ``prompt_attention`` cuts it, and merges into it its
-share of the pieces of the other tokens: these loads are under way while it attends. The program
-that is the last of a tile of queries to finish merges all programs' pieces. Who is last does not
+A program attends to a chunk of the window, as ``prompt_attention`` cuts it, and merges into it its
+share of the chunks of the other tokens: these loads are under way while it attends. The program
+that is the last of a tile of queries to finish merges all programs' chunks. Who is last does not
 change the order of the sums. No program waits for another one.
 """
 
@@ -19,18 +19,19 @@ import triton.language as tl
 from hf_kvret_kernels import _dispatch as dispatch
 from hf_kvret_kernels._triton_shared import (
     LN_2,
-    add_all_pieces,
-    add_pieces,
     add_sinks,
     add_tokens,
-    finish_pieces,
+    empty_merge,
+    finish_merge,
     finite_base,
-    load_pieces,
+    load_partials,
     log_total,
     mask_bytes,
-    no_pieces,
+    merge_all,
+    merge_some,
 )
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.mean_tokens import MeanTokens
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention.triton import (
     TilePlan,
     attend_tile,
@@ -39,14 +40,13 @@ from hf_kvret_kernels.prompt_attention.triton import (
     tile_numbers,
     tile_plan,
 )
-from hf_kvret_kernels.rest_tokens import RestTokens
 
-# Numbers of other pieces that a thread holds while it attends, and of its own at the end.
+# Numbers of other chunks that a thread holds while it attends, and of its own at the end.
 _OTHERS_OF_THREAD, _OWN_OF_THREAD = 32, 64
-# Pieces of each query at once, at most.
+# Chunks of each query at once, at most.
 _MOST_OTHERS, _MOST_OWN = 8, 16
 # What other operations cut their tokens into, at most.
-_MOST_PIECES = 128
+_MOST_CHUNKS = 128
 # Ids that a program counts at a time.
 _IDS = 512
 
@@ -54,7 +54,7 @@ _IDS = 512
 @triton.jit(
     do_not_specialize=[
         *("queries", "tokens", "causal_offset", "split_len"),
-        *("other_splits", "share", "count", "rest_count"),
+        *("other_splits", "share", "count", "mean_count"),
     ]
 )
 def _finish_kernel(
@@ -68,8 +68,8 @@ def _finish_kernel(
     lses,
     tickets,
     sinks_ptr,
-    rest_logits,
-    rest_values,
+    mean_logits,
+    mean_values,
     ids_ptr,
     selected_ptr,
     out_ptr,
@@ -85,9 +85,9 @@ def _finish_kernel(
     other_splits,
     share,
     count,
-    rest_count,
+    mean_count,
     HAS_SINKS: tl.constexpr,
-    HAS_REST: tl.constexpr,
+    HAS_MEANS: tl.constexpr,
     ROWS: tl.constexpr,
     OTHERS: tl.constexpr,
     OWN: tl.constexpr,
@@ -110,7 +110,7 @@ def _finish_kernel(
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """A tile of query rows, ROWS of which are real, and a piece of the keys and of the others."""
+    """A tile of query rows, ROWS of which are real, and a chunk of the keys and of the others."""
     block, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     b, h = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
@@ -122,7 +122,7 @@ def _finish_kernel(
     ids = tl.load(ids_ptr + places, mask=places < count, other=-1)
     first = split * share
     last = tl.minimum(first + share, other_splits)
-    logs, means = load_pieces(
+    logs, means = load_partials(
         other_outs, other_lses, rows, row_mask, other_splits, first, last, DV, OTHERS, BLOCK_DV, ""
     )
     near, near_peak, near_mass = attend_tile(
@@ -131,8 +131,8 @@ def _finish_kernel(
         IN_KEY, BLOCK_DV,
         ONCE, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
     )  # fmt: skip
-    peak, mass, total = no_pieces(ROWS, BLOCK_DV)
-    peak, mass, total = add_pieces(logs, means, peak, mass, total)
+    peak, mass, total = empty_merge(ROWS, BLOCK_DV)
+    peak, mass, total = merge_some(logs, means, peak, mass, total)
     mean, log = _union(
         near, near_peak * LN_2, near_mass, peak, mass, total, ROWS, BLOCK_M, BLOCK_DV
     )
@@ -155,9 +155,9 @@ def _finish_kernel(
     if ticket == splits - 1:
         tl.store(place, 0)
         _merge_own(
-            outs, lses, sinks_ptr, rest_logits, rest_values, out_ptr, lse_ptr, rows, row_mask,
+            outs, lses, sinks_ptr, mean_logits, mean_values, out_ptr, lse_ptr, rows, row_mask,
             h * G + (block * ROWS + tl.arange(0, ROWS)) % G,
-            pair, splits, rest_count, HAS_SINKS, HAS_REST, OWN, DV, ROWS, BLOCK_DV,
+            pair, splits, mean_count, HAS_SINKS, HAS_MEANS, OWN, DV, ROWS, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -197,8 +197,8 @@ def _merge_own(
     outs,
     lses,
     sinks_ptr,
-    rest_logits,
-    rest_values,
+    mean_logits,
+    mean_values,
     out_ptr,
     lse_ptr,
     rows,
@@ -206,31 +206,31 @@ def _merge_own(
     query_heads,
     pair,
     splits,
-    rest_count,
+    mean_count,
     HAS_SINKS: tl.constexpr,
-    HAS_REST: tl.constexpr,
+    HAS_MEANS: tl.constexpr,
     OWN: tl.constexpr,
     DV: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """All programs' pieces of the queries at ``rows``, rest tokens and learned sinks, merged."""
-    peak, mass, total = no_pieces(ROWS, BLOCK_DV)
-    peak, mass, total = add_all_pieces(
+    """All programs' chunks of the queries at ``rows``, mean tokens and learned sinks, merged."""
+    peak, mass, total = empty_merge(ROWS, BLOCK_DV)
+    peak, mass, total = merge_all(
         outs, lses, rows, row_mask, splits, peak, mass, total, DV, OWN, BLOCK_DV, ".cg"
     )
     columns = tl.arange(0, BLOCK_DV)
-    if HAS_REST:
-        for r in range(0, rest_count):
-            at = rest_logits + rows[:, None] * rest_count + r
+    if HAS_MEANS:
+        for r in range(0, mean_count):
+            at = mean_logits + rows[:, None] * mean_count + r
             logits = tl.load(at, mask=row_mask[:, None], other=float("-inf"))
-            value = rest_values + (pair.to(tl.int64) * rest_count + r) * DV + columns
+            value = mean_values + (pair.to(tl.int64) * mean_count + r) * DV + columns
             values = tl.load(value, mask=columns < DV, other=0.0)
             peak, mass, total = add_tokens(logits, values[None, :], peak, mass, total)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + query_heads[:, None]).to(tl.float32)
         peak, mass, total = add_sinks(sink, peak, mass, total)
-    mean, log = finish_pieces(peak, mass, total)
+    mean, log = finish_merge(peak, mass, total)
     tl.store(
         out_ptr + rows[:, None] * DV + columns[None, :],
         mean.to(out_ptr.dtype.element_ty),
@@ -254,7 +254,7 @@ def step_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    others: Pieces,
+    others: Partials,
     scale: float,
     causal_offset: int | None,
     valid: torch.Tensor | None,
@@ -262,13 +262,13 @@ def step_attention(
     sink_logits: torch.Tensor | None,
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
-    rest: RestTokens | None,
+    means: MeanTokens | None,
     out_dtype: torch.dtype,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.step_attention.step_attention``.
 
-    ``splits`` is the number of pieces the keys are cut into, None for as many as fill the device.
+    ``splits`` is the number of chunks the keys are cut into, None for as many as fill the device.
     """
     shape, device, value_dim = query.shape[:3], query.device, value.shape[3]
     out = torch.empty(*shape, value_dim, dtype=out_dtype, device=device)
@@ -284,10 +284,10 @@ def step_attention(
     # A kernel argument must be some pointer; without ids they are never read.
     flat = (tickets if ids is None else ids.reshape(-1)).contiguous()
     buffers = others.outs.contiguous(), others.lses.contiguous(), outs, lses, tickets
-    rest_tokens = (lse, lse) if rest is None else tuple(side.contiguous() for side in rest)
+    mean_tokens = (lse, lse) if means is None else tuple(side.contiguous() for side in means)
     results = (
         lse if sink_logits is None else sink_logits.contiguous(),
-        *rest_tokens,
+        *mean_tokens,
         flat,
         tickets if selected is None else selected,
         out,
@@ -299,11 +299,11 @@ def step_attention(
         """Arguments and constants of the kernel."""
         plan = layout.plan
         numbers = tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap)
-        rest_count = 0 if rest is None else rest.logits.shape[3]
-        shares = layout.other_splits, layout.share, id_count, rest_count
+        mean_count = 0 if means is None else means.logits.shape[3]
+        shares = layout.other_splits, layout.share, id_count, mean_count
         constants = {
             "HAS_SINKS": sink_logits is not None,
-            "HAS_REST": rest is not None,
+            "HAS_MEANS": means is not None,
             "ROWS": layout.rows,
             "OTHERS": triton.next_power_of_2(layout.share),
             "OWN": layout.own,
@@ -330,8 +330,8 @@ class _Layout(NamedTuple):
         plan: of tiles.
         rows: of a tile that are real.
         splits: programs of a tile of queries.
-        other_splits, share: pieces of other tokens, and those of a program.
-        own: own pieces that are merged at once.
+        other_splits, share: chunks of other tokens, and those of a program.
+        own: own chunks that are merged at once.
     """
 
     plan: TilePlan
@@ -384,7 +384,7 @@ def _layouts_to_come(
     if growth is None:
         return
     grows = ids is not None and max(growth.counts, default=0) > ids.shape[-1]
-    most = max(now.other_splits, _MOST_PIECES) if grows else now.other_splits
+    most = max(now.other_splits, _MOST_CHUNKS) if grows else now.other_splits
     known = set()
     windows = {*growth.windows, dispatch.Window(value.shape[2], masked)}
     for tokens, is_masked in sorted(windows):

@@ -34,7 +34,7 @@ _MINUS_ZERO = tl.constexpr(-2147483648)
 _CHANGING = (
     *("stride_b", "stride_h", "stride_q", "stride_g"),
     *("sum_stride_b", "sum_stride_h", "sum_stride_q", "sum_stride_g"),
-    *("length", "units", "pieces", "count"),
+    *("length", "units", "chunks", "count"),
 )
 # Tokens of a program of the three launches, and what the last one takes at once: of blocks or of
 # the threshold's bin.
@@ -60,12 +60,12 @@ class _Blocks(NamedTuple):
     Attributes:
         block: candidates.
         last: the most that the last one chooses from.
-        pieces: log-sum-exps that are added up at a time.
+        chunks: log-sum-exps that are added up at a time.
     """
 
     block: int
     last: int
-    pieces: int
+    chunks: int
     warps: int
 
 
@@ -99,7 +99,7 @@ def best_ids(
     Args:
         scores: ``[B, H, Q, G, n]`` fp32; G heads select together, by the largest of their shares.
         ids: ``[B, H, Q, n]`` int32, to give instead of the places.
-        sums: ``[B, H, Q, G, pieces]`` fp32, contiguous: log-sum-exps of pieces of the scores. Not
+        sums: ``[B, H, Q, G, chunks]`` fp32, contiguous: log-sum-exps of chunks of the scores. Not
             used where G is 1, and the order is that of the scores.
         tickets: ``[B, H, Q]`` int32 of zeros, contiguous, and zeros again afterwards; None for new
             ones.
@@ -134,8 +134,8 @@ def split_top_k(
     # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
     grid = (rows, blocks)
     written = out, counters, orders, border_places, plan, before
-    pieces = 0 if sums is None else sums.shape[-1]
-    for launch in _launches(scores, ids, sums, written, (length, units, pieces, count)):
+    chunks = 0 if sums is None else sums.shape[-1]
+    for launch in _launches(scores, ids, sums, written, (length, units, chunks, count)):
         launch.kernel[grid](*launch.arguments, **launch.constants)
     return out
 
@@ -145,14 +145,14 @@ def warm_up(
     count: int,
     ids: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
-    most_pieces: int | None = None,
+    most_chunks: int | None = None,
     at_once: bool = True,
 ) -> None:
     """Compile what choosing among more scores will launch, where somebody asked for it.
 
     Args:
         scores, count, ids, sums: as of ``best_ids``.
-        most_pieces: of ``sums``, if it is known.
+        most_chunks: of ``sums``, if it is known.
         at_once: whether a single launch chooses among few scores.
     """
     growth = dispatch.growth()
@@ -168,14 +168,14 @@ def warm_up(
             if size is not None
         ]
         choices = [choice for choice in choices if _blocks(*choice) is None]
-    # Beyond 2 pieces all numbers count alike.
-    pieces = {1 if length <= _TOKENS else 2 for length, _ in choices}
+    # Beyond 2 chunks all numbers count alike.
+    chunks = {1 if length <= _TOKENS else 2 for length, _ in choices}
     if sums is None:
-        pieces = {0} if pieces else set()
-    elif most_pieces is not None:
-        pieces = {min(most_pieces, each) for each in pieces}
+        chunks = {0} if chunks else set()
+    elif most_chunks is not None:
+        chunks = {min(most_chunks, each) for each in chunks}
     length = scores.shape[4]
-    for each in pieces:
+    for each in chunks:
         numbers = length, -(-length // _UNIT), each, 1
         launches += _launches(scores, ids, sums, (torch.int32,) * 6, numbers)
     for launch in launches:
@@ -240,7 +240,7 @@ def _single_launch(
             "G": scores.shape[3],
             "BLOCK": size.block,
             "LAST": size.last,
-            "PIECES": size.pieces,
+            "CHUNKS": size.chunks,
             "num_warps": size.warps,
             "enable_fp_fusion": True,
         },
@@ -258,10 +258,10 @@ def _launches(
 
     Args:
         written: what is written, from ``out`` to ``before``, or their dtypes.
-        numbers: length, units, pieces and count.
+        numbers: length, units, chunks and count.
     """
     out, counters, orders, border_places, plan, before = written
-    length, units, pieces, count = numbers
+    length, units, chunks, count = numbers
     sum_strides = (0, 0, 0, 0) if sums is None else sums.stride()[:4]
     always = {"BLOCK": _TOKENS, "UNIT": _UNIT, "enable_fp_fusion": True}
     return [
@@ -271,9 +271,9 @@ def _launches(
                 *(scores, scores if sums is None else sums, orders, counters, plan),
                 *scores.stride(),
                 *sum_strides,
-                *(*scores.shape[1:3], length, units, pieces, count),
+                *(*scores.shape[1:3], length, units, chunks, count),
             ),
-            always | {"G": scores.shape[3], "PIECES": 1 if pieces <= 1 else 256},
+            always | {"G": scores.shape[3], "CHUNKS": 1 if chunks <= 1 else 256},
         ),
         _Launch(
             _border_kernel,
@@ -353,13 +353,13 @@ def _best_kernel(
     heads,
     queries,
     length,
-    pieces,
+    chunks,
     count,
     HAS_IDS: tl.constexpr,
     G: tl.constexpr,
     BLOCK: tl.constexpr,
     LAST: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """A block of the candidates of one selection, scored by G query heads."""
     row = tl.program_id(0).to(tl.int64)
@@ -375,7 +375,7 @@ def _best_kernel(
         if G == 1:
             best = score
         else:
-            lse = sum_up(sums_ptr + (row * G + g) * pieces, pieces, PIECES)
+            lse = sum_up(sums_ptr + (row * G + g) * chunks, chunks, CHUNKS)
             best = best_share(best, score, lse)
     order = order_of(best)
     selection, slots, taken = choose(order, count)
@@ -456,10 +456,10 @@ def _count_kernel(
     queries,
     length,
     units,
-    pieces,
+    chunks,
     count,
     G: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
@@ -477,7 +477,7 @@ def _count_kernel(
         if G == 1:
             best = score
         else:
-            best = best_share(best, score, sum_up(sums_ptr, pieces, PIECES))
+            best = best_share(best, score, sum_up(sums_ptr, chunks, CHUNKS))
             sums_ptr += sum_stride_g
     order = order_of(best)
     tl.store(orders_ptr + row * units * UNIT + places, order, mask=places < units * UNIT)

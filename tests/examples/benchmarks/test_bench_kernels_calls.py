@@ -60,12 +60,12 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "higgs.attend": (
         "paris",
         {"store": "higgs"},
-        (f"{KERNELS}higgs.attend_pieces", f"{KERNELS}higgs.attention.attend_pieces"),
+        (f"{KERNELS}higgs.attend_partials", f"{KERNELS}higgs.attention.attend_partials"),
     ),
     "gather_attention": (
         "paris",
         {"store": "device"},
-        ("hf_kvret.stores.paged.gather_pieces", f"{KERNELS}gather_attention.gather_pieces"),
+        ("hf_kvret.stores.paged.gather_partials", f"{KERNELS}gather_attention.gather_partials"),
     ),
     "gather_scores": (
         "ctkvr",

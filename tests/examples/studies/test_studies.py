@@ -16,7 +16,7 @@ from latent_heads import LatentHeads
 from lrqk_factors import ALTERNATING, PER_HEAD, LRQKFactors
 from misses import Generation, Misses
 from paris_ablation import ParisAblation
-from rest_tokens import RestTokens
+from rest_tokens import MeanTokens
 
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Results
@@ -117,7 +117,7 @@ def test_latent_heads(smallest: Callable[..., tuple[Rows, str]]) -> None:
 
 
 def test_rest_tokens(smallest: Callable[..., tuple[Rows, str]]) -> None:
-    rows, table = smallest(RestTokens)
+    rows, table = smallest(MeanTokens)
     nothing, mean = (rows["tokens", f"0.05, {rest}", 512] for rest in ("nothing", "mean"))
     assert nothing["rows"] == pytest.approx(0.05, abs=0.01) and 0.0 < nothing["lost"] < 1.0
     assert mean["kl"] < nothing["kl"] and mean["step_bytes"] < mean["full_bytes"]

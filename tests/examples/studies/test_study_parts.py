@@ -23,7 +23,7 @@ from paris_ablation import (
     k_means,
     variant,
 )
-from rest_tokens import RestTokens, follow_all, rest_options
+from rest_tokens import MeanTokens, follow_all, rest_options
 
 from hf_kvret import (
     FlatKVCache,
@@ -228,8 +228,8 @@ def test_a_budget_of_everything_is_full_attention() -> None:
 @pytest.mark.parametrize(
     ("study", "arguments", "message"),
     [
-        (RestTokens, ["--rests", "median"], "choose nothing, mean, or tokens of a mean"),
-        (RestTokens, ["--caches", "flat:rest=mean"], "--rests and --shares name them"),
+        (MeanTokens, ["--rests", "median"], "choose nothing, mean, or tokens of a mean"),
+        (MeanTokens, ["--caches", "flat:rest=mean"], "--rests and --shares name them"),
         (
             LatentHeads,
             ["--text", __file__, "--caches", "aqua"],

@@ -1,4 +1,4 @@
-"""Reading a store piece by piece: how long a piece is, and the next one while this one is used."""
+"""Reading a store chunk by chunk: how long a chunk is, and the next one while this one is used."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-# Merging the result of a piece costs the same whatever its length, so pieces are long.
+# Merging the result of a chunk costs the same whatever its length, so chunks are long.
 _LEAST_LEN = 4096
 _MOST_LEN = 32_768
 _MOST_BYTES = 256 << 20
 
 # Programs that copy from the host: enough to keep its bus busy, few enough to leave the device to
-# the attention over the piece before.
+# the attention over the chunk before.
 BUS_PROGRAMS = 64
 
-# By the stream that uses the pieces.
+# By the stream that uses the chunks.
 _streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
-def piece_len(queries: int, keys: torch.Tensor, row_numbers: int) -> int:
-    """Tokens of a piece that ``queries`` new tokens attend to at once.
+def chunk_len(queries: int, keys: torch.Tensor, row_numbers: int) -> int:
+    """Tokens of a chunk that ``queries`` new tokens attend to at once.
 
     Twice the number of queries, within 4096 to 32768, and at most 256 MiB of rows (but at least
     one token). So a chunk of a prompt needs little extra memory and few merges.
@@ -38,7 +38,7 @@ def piece_len(queries: int, keys: torch.Tensor, row_numbers: int) -> int:
 def reading_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which rows are read ahead for the current one of ``device``, a CUDA device.
 
-    The same every time, and another for each current stream: memory of pieces goes from one reader
+    The same every time, and another for each current stream: memory of chunks goes from one reader
     to the next on the reading stream, which knows only the work on the stream that it reads for.
     """
     user = torch.cuda.current_stream(device)
@@ -61,15 +61,15 @@ def read_ahead(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """``(first, read(first, last))`` for each span, in order.
 
-    With a stream, spans are read on it: the first at once, each later one while the piece before it
-    is in use, so two pieces are in memory at a time. The current stream waits for a piece when it
-    is handed out, the host never does. Without a stream, each span is read on demand. Drop a piece
+    With a stream, spans are read on it: the first at once, each later one while the chunk before it
+    is in use, so two chunks are in memory at a time. The current stream waits for a chunk when it
+    is handed out, the host never does. Without a stream, each span is read on demand. Drop a chunk
     before requesting the next one, or three are in memory.
 
     Args:
         read: makes a new tensor on the current stream, from what was there before.
         spans: what ``read`` is called with.
-        stream: on the device of the pieces, or None.
+        stream: on the device of the chunks, or None.
     """
     if stream is None:
         return ((first, read(first, last)) for first, last in spans)
@@ -81,9 +81,9 @@ def read_ahead(
 class _Reader:
     """``read_ahead`` with a stream.
 
-    Pieces are allocated on that stream, which waits for the current one before each piece. So the
-    memory of a dropped piece is overwritten only when its users are done. If the current stream is
-    no longer the one that reading began for, it is recorded with the piece.
+    Chunks are allocated on that stream, which waits for the current one before each chunk. So the
+    memory of a dropped chunk is overwritten only when its users are done. If the current stream is
+    no longer the one that reading began for, it is recorded with the chunk.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class _Reader:
         self._spans = spans
         self._stream = stream
         self._user = torch.cuda.current_stream(stream.device)
-        self._next_piece: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+        self._next_chunk: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
 
     def __iter__(self) -> _Reader:
         return self
 
     def __next__(self) -> tuple[int, torch.Tensor]:
-        if self._next_piece is None:
+        if self._next_chunk is None:
             raise StopIteration
-        first, rows, event = self._next_piece
+        first, rows, event = self._next_chunk
         self.start()
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(event)
@@ -116,9 +116,9 @@ class _Reader:
         """Begin to read the next span, if there is one."""
         span = next(self._spans, None)
         if span is None:
-            self._next_piece = None
+            self._next_chunk = None
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             rows = self._read(*span)
-            self._next_piece = span[0], rows, self._stream.record_event()
+            self._next_chunk = span[0], rows, self._stream.record_event()

@@ -6,9 +6,9 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.schema import Form, check_range, damaged
+from hf_kvret.contracts.schema import Schema, check_range, damaged
 from hf_kvret.contracts.state import State, number, tensor
-from hf_kvret_kernels.rest_tokens import RestMeans
+from hf_kvret_kernels.mean_tokens import BlockMeans
 
 # Cold slots of a sum, where one mean is made of all: what is read again after a crop, at most.
 _BLOCK_LEN = 4096
@@ -16,7 +16,7 @@ _BLOCK_LEN = 4096
 _CHUNK_LEN, _READ_LEN = 64, 4096
 
 
-class RestSums(State):
+class BlockSums(State):
     """Sums of keys and values of the cold tokens that may be retrieved, by blocks of slots.
 
     In fp64, as there may be a million rows in a sum. What lags behind is made of the store's rows.
@@ -49,7 +49,7 @@ class RestSums(State):
         start = 0 if value_in_key else key_dim
         self._value = slice(start, start + value_dim)
         # By their ``block_len``; forks with the same sums share them.
-        self._means: dict[int, RestMeans] = {}
+        self._means: dict[int, BlockMeans] = {}
 
     def add(self, block: TokenBlock, sink_slots: torch.Tensor | None = None) -> None:
         """Add the tokens from slot ``end`` on that are valid, and not in ``sink_slots [B, s]``."""
@@ -112,13 +112,13 @@ class RestSums(State):
         """Bytes of the means as they are, which a step reads."""
         return sum(one.keys.nbytes + one.values.nbytes for one in self._means.values())
 
-    def saved_sizes(self, form: Form) -> dict[str, int]:
+    def saved_sizes(self, schema: Schema) -> dict[str, int]:
         """W: numbers of a sum."""
         return {"W": max(self._key.stop, self._value.stop)}
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for other blocks than the tokens have, or more than there can be in them."""
-        super().check_loaded(form)
+        super().check_loaded(schema)
         assert self._sums is not None and self._counts is not None, "they are not optional"
         blocks = -(-self.end // self._block_len)
         if self._sums.shape[2] != blocks:
@@ -126,19 +126,19 @@ class RestSums(State):
         last = self.end - (blocks - 1) * self._block_len
         check_range("counts", self._counts[:, :-1], 0, self._block_len)
         check_range("counts of the last block", self._counts[:, -1:], 0, last)
-        most = self._counts.double()[:, None, :, None] * torch.finfo(form.dtype).max
+        most = self._counts.double()[:, None, :, None] * torch.finfo(schema.dtype).max
         if bool((self._sums.abs() > most).any()):
             raise damaged("sums are larger than those of as many tokens")
 
-    def means(self) -> RestMeans:
+    def means(self) -> BlockMeans:
         """Means of what was added, which is a token or more."""
         return self._means_of(self.mean_len or 0)
 
-    def joint_means(self) -> RestMeans:
+    def joint_means(self) -> BlockMeans:
         """One mean of all that was added, whatever ``mean_len`` is."""
         return self._means_of(0)
 
-    def _means_of(self, block_len: int) -> RestMeans:
+    def _means_of(self, block_len: int) -> BlockMeans:
         if block_len not in self._means:
             assert self._sums is not None and self._counts is not None, "nothing was added"
             sums, counts = self._sums, self._counts
@@ -146,7 +146,7 @@ class RestSums(State):
                 sums, counts = sums.sum(2, keepdim=True), counts.sum(1, keepdim=True)
             means = (sums / counts.clamp(min=1)[:, None, :, None]).float()
             keys, values = means[..., self._key], means[..., self._value]
-            self._means[block_len] = RestMeans(
+            self._means[block_len] = BlockMeans(
                 keys.contiguous(), values.contiguous(), counts.int(), block_len
             )
         return self._means[block_len]

@@ -1,9 +1,9 @@
-"""Rest tokens: what stands for the cold tokens that a query does not select.
+"""Mean tokens: what stands for the cold tokens that a query does not select.
 
-A rest token has the mean key and the mean value of a set of tokens, and the weight of as many of
+A mean token has the mean key and the mean value of a set of tokens, and the weight of as many of
 them as are left out: its logit is ``score(q, mean key) + log(n - k)``, with ``n`` tokens in the
 set, ``k`` of them selected. Dimensions: B batch, Hq query heads, Hkv KV heads, H heads that select,
-Q queries, K ids, R rest tokens of a KV head.
+Q queries, K ids, R mean tokens of a KV head.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hf_kvret_kernels._dispatch import (
     choose_backend,
     launching_on,
 )
-from hf_kvret_kernels.merge import Pieces
-from hf_kvret_kernels.rest_tokens import naive
+from hf_kvret_kernels.mean_tokens import naive
+from hf_kvret_kernels.merge import Partials
 
-__all__ = ["RestMeans", "RestTokens", "rest_logits"]
+__all__ = ["BlockMeans", "MeanTokens", "mean_logits"]
 
 
 @dataclass(frozen=True, eq=False)
-class RestMeans:
+class BlockMeans:
     """Means of R sets of a KV head's tokens.
 
     Attributes:
@@ -54,17 +54,17 @@ class RestMeans:
             "counts": (self.counts, torch.int32, (batch, tokens)),
         }
         for name, (tensor, dtype, shape) in wanted.items():
-            check_tensor(f"rest tokens' {name}", tensor, shape, (dtype,), query.device)
+            check_tensor(f"mean tokens' {name}", tensor, shape, (dtype,), query.device)
             if not tensor.is_contiguous():
-                raise ValueError(f"rest tokens' {name} are strided: pass contiguous ones")
+                raise ValueError(f"mean tokens' {name} are strided: pass contiguous ones")
         if self.block_len < 0 or (self.block_len == 0 and tokens != 1):
             raise ValueError(
-                f"block_len={self.block_len} with {tokens} rest tokens of a head: say how many "
+                f"block_len={self.block_len} with {tokens} mean tokens of a head: say how many "
                 "tokens each of them stands for"
             )
 
 
-class RestTokens(NamedTuple):
+class MeanTokens(NamedTuple):
     """Tokens that join a softmax.
 
     Attributes:
@@ -75,23 +75,23 @@ class RestTokens(NamedTuple):
     logits: torch.Tensor
     values: torch.Tensor
 
-    def pieces(self) -> Pieces:
-        """Attention to them, each a piece."""
+    def partials(self) -> Partials:
+        """Attention to them, each a chunk."""
         group = self.logits.shape[1] // self.values.shape[1]
         outs = self.values.repeat_interleave(group, dim=1).unsqueeze(2)
-        return Pieces(outs.expand(*self.logits.shape, outs.shape[-1]), self.logits)
+        return Partials(outs.expand(*self.logits.shape, outs.shape[-1]), self.logits)
 
 
-def rest_logits(
+def mean_logits(
     query: torch.Tensor,
-    means: RestMeans,
+    means: BlockMeans,
     ids: torch.Tensor,
     *,
     scale: float,
     softcap: float | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Logits ``[B, Hq, Q, R]`` fp32 of the rest tokens of each query.
+    """Logits ``[B, Hq, Q, R]`` fp32 of the mean tokens of each query.
 
     ``scale * q . mean key``, capped as keys are, and then ``log(n - k)``: -inf where all tokens of
     a set are selected.
@@ -115,11 +115,11 @@ def rest_logits(
     _check_ids(ids, query, means.keys.shape[1])
     arguments = query, means, ids, scale, softcap
     if choose_backend(backend, query) == "naive":
-        return naive.rest_logits(*arguments)
-    from hf_kvret_kernels.rest_tokens import triton
+        return naive.mean_logits(*arguments)
+    from hf_kvret_kernels.mean_tokens import triton
 
     with launching_on(query):
-        return triton.rest_logits(*arguments)
+        return triton.mean_logits(*arguments)
 
 
 def _check_ids(ids: torch.Tensor, query: torch.Tensor, heads: int) -> None:

@@ -21,9 +21,9 @@ from hf_kvret import (
 )
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Scoring
+from hf_kvret.layer.block_sums import BlockSums
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.rest import RestSums
 from hf_kvret.methods.latent import LatentConfig
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.stores.paged import PagedStore
@@ -104,8 +104,8 @@ class Driver:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        regions = self.layer.regions
-        index = None if regions is None else regions.index
+        kv = self.layer.kv
+        index = None if kv is None else kv.index
         with pytest.MonkeyPatch.context() as patch:
             if index is not None:
                 after_search = index.after_search
@@ -120,12 +120,12 @@ class Driver:
 
     def expected(self, blocks: int | None = None) -> torch.Tensor:
         """The last pass in fp64, from all rows held and the ids that were selected."""
-        regions = self.layer.regions
-        assert regions is not None and self.ids is not None and regions.store is not None
-        window, cold, new = regions.window, regions.cold_len, self.query.shape[2]
+        kv = self.layer.kv
+        assert kv is not None and self.ids is not None and kv.store is not None
+        window, cold, new = kv.window, kv.cold_len, self.query.shape[2]
         query = self.query.double()
-        coded = [rows.double() for rows in next(iter(regions.store.chunks()))[1:]]
-        held = [rows.double() for rows in regions.rows(regions.length)]
+        coded = [rows.double() for rows in next(iter(kv.store.chunks()))[1:]]
+        held = [rows.double() for rows in kv.rows(kv.length)]
         # Sinks are exact, whatever the store does to its rows.
         sinks = [rows[:, :, : window.sink].double() for rows in (window.keys, window.values)]
         tokens = [
@@ -138,7 +138,7 @@ class Driver:
         chosen = torch.zeros(*free.shape[:3], cold + 1, dtype=torch.bool)
         ids = self.ids.repeat_interleave(HEADS * GROUP // self.ids.shape[1], dim=1).long()
         chosen = chosen.scatter(-1, ids.where(ids >= 0, cold), True)[..., :cold]
-        recent = torch.ones(new, regions.length - cold, dtype=torch.bool)
+        recent = torch.ones(new, kv.length - cold, dtype=torch.bool)
         recent = recent.tril(recent.shape[1] - new) & self.mask[:, None, None, cold:]
         near = torch.cat(
             [recent, (window.sink_slots >= 0)[:, None, None].expand(2, 1, new, -1)], -1
@@ -304,7 +304,7 @@ def test_means_of_a_million_rows() -> None:
     store = PagedStore(DeviceMemory(torch.device("cpu")))
     store.append(TokenBlock(keys, values, 0))
     cold = ColdTokens(store, Scoring(torch.ones(1, total, dtype=torch.bool), 1.0), 1)
-    sums = RestSums(None, dim, dim)
+    sums = BlockSums(None, dim, dim)
     sums.catch_up(cold, 1, 0)
     means = sums.means()
     assert means.counts.tolist() == [[total]]
@@ -328,17 +328,17 @@ def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
         store.append(TokenBlock(keys[:, :, part], values[:, :, part], start))
     valid = torch.rand(2, 9000, generator=generator) < 0.9
 
-    def means(sums: RestSums, length: int) -> Any:
+    def means(sums: BlockSums, length: int) -> Any:
         store.crop(length)
         cold = ColdTokens(store, Scoring(valid[:, :length], 1.0), 1)
         sums.catch_up(cold, 3, 0)
         return sums.means()
 
-    sums = RestSums(None, 8, 8)
+    sums = BlockSums(None, 8, 8)
     means(sums, 9000)
     for length in (7000, 4500, 4096, 40):
         sums.crop(length)
-        cropped, fresh = means(sums, length), means(RestSums(None, 8, 8), length)
+        cropped, fresh = means(sums, length), means(BlockSums(None, 8, 8), length)
         assert torch.equal(cropped.counts, fresh.counts)
         torch.testing.assert_close(cropped.keys, fresh.keys, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(cropped.values, fresh.values, rtol=1e-6, atol=1e-6)

@@ -21,8 +21,8 @@ from hf_kvret import (
 from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.regions import Regions
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
 from hf_kvret.stores import PagedStore, Store
@@ -76,7 +76,7 @@ class Dense:
         out = self.layer.attend(query, *given, call)
         assert out.dtype == query.dtype and out.shape == expected.shape
         error = (out - expected).abs().amax(dim=(1, 3))[valid]
-        # fp32 against fp64; values around 1, merged from at most three parts and some pieces.
+        # fp32 against fp64; values around 1, merged from at most three parts and some chunks.
         assert not error.isnan().any() and (error < 1e-5).all(), f"{error.max():.1e}"
 
     def attention(self, query: torch.Tensor) -> torch.Tensor:
@@ -119,10 +119,10 @@ class Dense:
     def check(self) -> None:
         """What the layer holds are the tokens given, each in its slot."""
         assert self.layer.get_seq_length() == self.length
-        regions = self.layer.regions
-        if regions is None:
+        kv = self.layer.kv
+        if kv is None:
             return
-        keys, values = held_tokens(regions)
+        keys, values = held_tokens(kv)
         assert torch.equal(keys, self.keys)
         assert torch.equal(values, self.values)
 
@@ -181,13 +181,13 @@ def test_any_history_attends_like_a_dense_cache(method: str, seed: int, sinks: i
                 dense.reload(new_layer())
         for each in pool:
             each.check()
-        cold = max(cold, *(d.layer.regions.cold_len for d in pool if d.layer.regions), 0)
+        cold = max(cold, *(d.layer.kv.cold_len for d in pool if d.layer.kv), 0)
     assert cold > 20, "this history never made tokens cold"
 
 
-def _regions(config: FlatConfig, index: Index | None = None, batch: int = 1) -> Regions:
+def _regions(config: FlatConfig, index: Index | None = None, batch: int = 1) -> LayerKV:
     like = torch.empty(batch, 1, 0, 2), torch.empty(batch, 1, 0, 2)
-    return Regions(config, index or FlatIndex(), partial(_store, DeviceMemory), *like)
+    return LayerKV(config, index or FlatIndex(), partial(_store, DeviceMemory), *like)
 
 
 def _tokens(count: int, batch: int = 1) -> torch.Tensor:
@@ -195,37 +195,37 @@ def _tokens(count: int, batch: int = 1) -> torch.Tensor:
 
 
 def test_a_prompt_leaves_exactly_the_recent_tokens_in_the_window() -> None:
-    regions = _regions(FlatConfig(**SIZES))
-    regions.take_prompt(_tokens(20), _tokens(20), None)
-    assert (regions.cold_len, regions.window.length, regions.length) == (15, 5, 20)
+    kv = _regions(FlatConfig(**SIZES))
+    kv.take_prompt(_tokens(20), _tokens(20), None)
+    assert (kv.cold_len, kv.window.length, kv.length) == (15, 5, 20)
 
 
 def test_a_step_flushes_only_what_came_before_it() -> None:
-    regions = _regions(FlatConfig(**SIZES))
+    kv = _regions(FlatConfig(**SIZES))
     held = []
     for _ in range(15):
-        regions.take_step(_tokens(1), _tokens(1), None)
-        held.append((regions.cold_len, regions.window.length))
+        kv.take_step(_tokens(1), _tokens(1), None)
+        held.append((kv.cold_len, kv.window.length))
     assert held[8] == (0, 9), "recent + flush tokens fill the window"
     assert held[9] == (4, 6), "the tenth comes behind the five that stay"
     assert held[13] == (8, 6)
 
 
 def test_short_caches_keep_everything_in_the_window() -> None:
-    regions = _regions(FlatConfig(**{**SIZES, "dense_below": 40}))
-    regions.take_prompt(_tokens(30), _tokens(30), None)
+    kv = _regions(FlatConfig(**{**SIZES, "dense_below": 40}))
+    kv.take_prompt(_tokens(30), _tokens(30), None)
     for _ in range(9):
-        regions.take_step(_tokens(1), _tokens(1), None)
-    assert regions.cold_len == 0 and regions.store is None
-    regions.take_step(_tokens(1), _tokens(1), None)
-    regions.take_step(_tokens(1), _tokens(1), None)
-    assert regions.cold_len == 35 and regions.length == 41
+        kv.take_step(_tokens(1), _tokens(1), None)
+    assert kv.cold_len == 0 and kv.store is None
+    kv.take_step(_tokens(1), _tokens(1), None)
+    kv.take_step(_tokens(1), _tokens(1), None)
+    assert kv.cold_len == 35 and kv.length == 41
 
 
-def _ready(regions: Regions) -> None:
-    cold = regions.cold(Scoring(None, 1.0))
+def _ready(kv: LayerKV) -> None:
+    cold = kv.cold(Scoring(None, 1.0))
     assert cold is not None
-    regions.ready_index(cold)
+    kv.ready_index(cold)
 
 
 class Recorder(FlatIndex):
@@ -259,15 +259,15 @@ class Recorder(FlatIndex):
 
 def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
     index = Recorder()
-    regions = _regions(FlatConfig(**SIZES), index)
+    kv = _regions(FlatConfig(**SIZES), index)
     for count in (20, 8):
-        regions.on_forward(_tokens(count), _tokens(count), None)
-        regions.take_prompt(_tokens(count), _tokens(count), None)
-    _ready(regions)
-    _ready(regions)
+        kv.on_forward(_tokens(count), _tokens(count), None)
+        kv.take_prompt(_tokens(count), _tokens(count), None)
+    _ready(kv)
+    _ready(kv)
     for _ in range(5):
-        regions.take_step(_tokens(1), _tokens(1), None)
-    _ready(regions)
+        kv.take_step(_tokens(1), _tokens(1), None)
+    _ready(kv)
     assert index.calls == [
         ("on_forward", 0, 20),
         ("add", 0, 15),
@@ -283,14 +283,14 @@ def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
 
 def test_what_an_index_left_to_do_is_done_once() -> None:
     index = Recorder()
-    regions = _regions(FlatConfig(**SIZES), index)
-    regions.on_forward(_tokens(20), _tokens(20), None)
-    regions.take_prompt(_tokens(20), _tokens(20), None)
-    cold = regions.cold(Scoring(None, 1.0))
-    assert cold is not None and not regions.built
+    kv = _regions(FlatConfig(**SIZES), index)
+    kv.on_forward(_tokens(20), _tokens(20), None)
+    kv.take_prompt(_tokens(20), _tokens(20), None)
+    cold = kv.cold(Scoring(None, 1.0))
+    assert cold is not None and not kv.built
     for _ in range(2):
-        regions.build_index(cold)
-    assert regions.built and [name for name, *_ in index.calls].count("build") == 1
+        kv.build_index(cold)
+    assert kv.built and [name for name, *_ in index.calls].count("build") == 1
 
 
 def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
@@ -307,40 +307,40 @@ def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
         ) -> None:
             seen.append(valid)
 
-    regions = _regions(FlatConfig(**SIZES), Watcher())
+    kv = _regions(FlatConfig(**SIZES), Watcher())
     valid = torch.tensor([[False, True, True, False, True]])
-    regions.on_forward(_tokens(3), _tokens(3), valid[:, :3])
-    regions.take_prompt(_tokens(3), _tokens(3), valid[:, :3])
-    regions.on_forward(_tokens(2), _tokens(2), valid)
+    kv.on_forward(_tokens(3), _tokens(3), valid[:, :3])
+    kv.take_prompt(_tokens(3), _tokens(3), valid[:, :3])
+    kv.on_forward(_tokens(2), _tokens(2), valid)
     assert [part.tolist() for part in seen] == [[[False, True, True]], [[False, True]]]
 
 
 def test_sinks_padding_and_holes_cannot_be_selected() -> None:
-    regions = _regions(FlatConfig(**SIZES), batch=2)
+    kv = _regions(FlatConfig(**SIZES), batch=2)
     valid = torch.ones(2, 20, dtype=torch.bool)
     valid[0, :3] = False
     valid[1, 4] = False
-    regions.take_prompt(_tokens(20, 2), _tokens(20, 2), valid)
-    open_slots = [row.nonzero().flatten().tolist() for row in regions.retrievable(valid)]
+    kv.take_prompt(_tokens(20, 2), _tokens(20, 2), valid)
+    open_slots = [row.nonzero().flatten().tolist() for row in kv.retrievable(valid)]
     assert open_slots == [list(range(5, 15)), [2, 3, *range(5, 15)]]
 
 
 def test_an_index_is_built_again_after_a_crop_to_nothing() -> None:
     index = Recorder()
-    regions = _regions(FlatConfig(**SIZES), index)
+    kv = _regions(FlatConfig(**SIZES), index)
     for _ in range(2):
-        regions.take_prompt(_tokens(20), _tokens(20), None)
-        _ready(regions)
-        regions.crop(20)
+        kv.take_prompt(_tokens(20), _tokens(20), None)
+        _ready(kv)
+        kv.crop(20)
     assert [call for call, *_ in index.calls].count("build") == 2
 
 
 def test_a_deep_crop_to_nothing_starts_afresh() -> None:
-    regions = _regions(FlatConfig(**SIZES))
-    regions.take_prompt(_tokens(20), _tokens(20), None)
-    regions.crop(20)
-    assert (regions.length, regions.cold_len, regions.window.length) == (0, 0, 0)
-    assert (regions.window.sink_slots == -1).all()
+    kv = _regions(FlatConfig(**SIZES))
+    kv.take_prompt(_tokens(20), _tokens(20), None)
+    kv.crop(20)
+    assert (kv.length, kv.cold_len, kv.window.length) == (0, 0, 0)
+    assert (kv.window.sink_slots == -1).all()
     keys = _tokens(20)
-    regions.take_prompt(keys, _tokens(20), None)
-    assert torch.equal(held_tokens(regions)[0], keys)
+    kv.take_prompt(keys, _tokens(20), None)
+    assert torch.equal(held_tokens(kv)[0], keys)

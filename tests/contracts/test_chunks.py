@@ -1,4 +1,4 @@
-"""How long pieces are, and the order of work when the next one is read ahead."""
+"""How long chunks are, and the order of work when the next one is read ahead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_kvret.contracts.pieces import piece_len, read_ahead
+from hf_kvret.contracts.chunks import chunk_len, read_ahead
 
 
 def _like(batch: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -28,33 +28,33 @@ def _like(batch: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16)
         (1, 64, 1024),
     ],
 )
-def test_a_piece_is_twice_as_long_as_the_chunk_within_its_bounds(
+def test_a_chunk_is_twice_as_long_as_the_chunk_within_its_bounds(
     queries: int, batch: int, expected: int
 ) -> None:
     keys = _like(batch, 8, 128)
-    assert piece_len(queries, keys, 8 * 2 * 128) == expected
+    assert chunk_len(queries, keys, 8 * 2 * 128) == expected
 
 
 def test_what_rows_become_decides_not_what_they_are() -> None:
     latents = _like(16, 1, 128)
-    assert piece_len(1, latents, 8 * (128 + 384)) == 2048
+    assert chunk_len(1, latents, 8 * (128 + 384)) == 2048
 
 
-def test_a_piece_has_a_token_however_large() -> None:
+def test_a_chunk_has_a_token_however_large() -> None:
     keys = _like(1 << 16, 64, 256)
-    assert piece_len(5, keys, 64 * 2 * 256) == 1
+    assert chunk_len(5, keys, 64 * 2 * 256) == 1
 
 
-def test_without_a_stream_a_piece_is_read_when_it_is_asked_for() -> None:
+def test_without_a_stream_a_chunk_is_read_when_it_is_asked_for() -> None:
     read: list[int] = []
 
     def note(first: int, last: int) -> torch.Tensor:
         read.append(first)
         return torch.full((last - first,), first)
 
-    pieces = read_ahead(note, [(0, 2), (2, 4), (4, 5)], None)
+    chunks = read_ahead(note, [(0, 2), (2, 4), (4, 5)], None)
     assert read == []
-    for number, (first, rows) in enumerate(pieces):
+    for number, (first, rows) in enumerate(chunks):
         assert len(read) == number + 1 and rows.tolist() == [first] * (2 if first < 4 else 1)
     assert read == [0, 2, 4]
 
@@ -75,7 +75,7 @@ class _Stream:
 
     def record_event(self) -> str:
         self.events += 1
-        return f"piece {self.events - 1}"
+        return f"chunk {self.events - 1}"
 
 
 @pytest.fixture
@@ -104,15 +104,15 @@ def _read(log: list[str]):  # type: ignore[no-untyped-def]
     return read
 
 
-def test_the_next_piece_is_read_beside_the_work_on_this_one(
+def test_the_next_chunk_is_read_beside_the_work_on_this_one(
     streams: tuple[_Stream, list[str]],
 ) -> None:
     side, log = streams
-    pieces = read_ahead(_read(log), [(0, 4), (4, 8), (8, 9)], side)  # type: ignore[arg-type]
+    chunks = read_ahead(_read(log), [(0, 4), (4, 8), (8, 9)], side)  # type: ignore[arg-type]
     log.append("main attends to the new tokens")
-    for number, (first, rows) in enumerate(pieces):
+    for number, (first, rows) in enumerate(chunks):
         assert rows[0] == first == 4 * number
-        log.append(f"main attends to piece {number}")
+        log.append(f"main attends to chunk {number}")
     assert log == [
         # At once, for the tokens before were launched before.
         "side waits for main",
@@ -120,36 +120,36 @@ def test_the_next_piece_is_read_beside_the_work_on_this_one(
         "main attends to the new tokens",
         "side waits for main",
         "side reads 4 to 8",
-        "main waits for piece 0",
-        "main attends to piece 0",
-        # Its memory may be that of piece 0, which is attended to before.
+        "main waits for chunk 0",
+        "main attends to chunk 0",
+        # Its memory may be that of chunk 0, which is attended to before.
         "side waits for main",
         "side reads 8 to 9",
-        "main waits for piece 1",
-        "main attends to piece 1",
-        "main waits for piece 2",
-        "main attends to piece 2",
+        "main waits for chunk 1",
+        "main attends to chunk 1",
+        "main waits for chunk 2",
+        "main attends to chunk 2",
     ]
 
 
-def test_no_more_is_read_than_is_asked_for_and_the_piece_after(
+def test_no_more_is_read_than_is_asked_for_and_the_chunk_after(
     streams: tuple[_Stream, list[str]],
 ) -> None:
     side, log = streams
-    pieces = read_ahead(_read(log), [(n, n + 1) for n in range(9)], side)  # type: ignore[arg-type]
-    next(iter(pieces))
+    chunks = read_ahead(_read(log), [(n, n + 1) for n in range(9)], side)  # type: ignore[arg-type]
+    next(iter(chunks))
     assert [entry for entry in log if "reads" in entry] == [
         "side reads 0 to 1",
         "side reads 1 to 2",
     ]
 
 
-def test_no_spans_are_no_pieces(streams: tuple[_Stream, list[str]]) -> None:
+def test_no_spans_are_no_chunks(streams: tuple[_Stream, list[str]]) -> None:
     side, log = streams
     assert list(read_ahead(_read(log), [], side)) == [] == log  # type: ignore[arg-type]
 
 
-def test_pieces_that_go_to_another_stream_than_they_were_read_for_are_noted(
+def test_chunks_that_go_to_another_stream_than_they_were_read_for_are_noted(
     streams: tuple[_Stream, list[str]],
 ) -> None:
     side, log = streams
@@ -159,9 +159,9 @@ def test_pieces_that_go_to_another_stream_than_they_were_read_for_are_noted(
         def record_stream(self, stream: _Stream) -> None:
             log.append(f"noted for {stream.name}")
 
-    pieces = read_ahead(lambda first, last: Rows(), [(0, 1), (1, 2)], side)  # type: ignore[arg-type, return-value]
-    next(iter(pieces))
+    chunks = read_ahead(lambda first, last: Rows(), [(0, 1), (1, 2)], side)  # type: ignore[arg-type, return-value]
+    next(iter(chunks))
     assert not [entry for entry in log if "noted" in entry]
     with torch.cuda.stream(other):  # type: ignore[arg-type]
-        next(iter(pieces))
-    assert log[-2:] == ["other waits for piece 1", "noted for other"]
+        next(iter(chunks))
+    assert log[-2:] == ["other waits for chunk 1", "noted for other"]

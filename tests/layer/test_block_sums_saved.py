@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache
-from hf_kvret.layer.rest import RestSums
+from hf_kvret.layer.block_sums import BlockSums
 
-from .test_rest import CONFIG, Driver
+from .test_block_sums import CONFIG, Driver
 
 
-def sums_of(driver: Driver) -> RestSums:
-    regions = driver.layer.regions
-    assert regions is not None and regions.rest is not None
-    return regions.rest
+def sums_of(driver: Driver) -> BlockSums:
+    kv = driver.layer.kv
+    assert kv is not None and kv.sums is not None
+    return kv.sums
 
 
 def test_loaded_sums_are_not_made_of_the_rows_again(tmp_path: Path) -> None:
@@ -28,12 +28,12 @@ def test_loaded_sums_are_not_made_of_the_rows_again(tmp_path: Path) -> None:
     saved = sums_of(driver)
     driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG)
     loaded = sums_of(driver)
-    regions = driver.layer.regions
-    assert regions is not None and loaded.end == saved.end == regions.cold_len > 0
+    kv = driver.layer.kv
+    assert kv is not None and loaded.end == saved.end == kv.cold_len > 0
     for name in ("keys", "values", "counts"):
         assert torch.equal(getattr(loaded.means(), name), getattr(saved.means(), name))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RestSums, "add", lambda *_: pytest.fail("rows were added again"))
+        patch.setattr(BlockSums, "add", lambda *_: pytest.fail("rows were added again"))
         driver.check(driver.forward(1))
 
 

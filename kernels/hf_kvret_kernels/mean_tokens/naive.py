@@ -1,4 +1,4 @@
-"""Logits of rest tokens in plain torch."""
+"""Logits of mean tokens in plain torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 if TYPE_CHECKING:
-    from hf_kvret_kernels.rest_tokens import RestMeans
+    from hf_kvret_kernels.mean_tokens import BlockMeans
 
 
-def rest_logits(
+def mean_logits(
     query: torch.Tensor,
-    means: RestMeans,
+    means: BlockMeans,
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.rest_tokens.rest_logits``."""
+    """See ``hf_kvret_kernels.mean_tokens.mean_logits``."""
     batch, query_heads, queries, dim = query.shape
     heads, tokens = means.keys.shape[1:3]
     grouped = query.float().reshape(batch, heads, query_heads // heads * queries, dim)

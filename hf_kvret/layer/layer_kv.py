@@ -1,4 +1,4 @@
-"""Regions: the tokens of one layer, as they move from the window into index and store."""
+"""LayerKV: the tokens of one layer, as they move from the window into index and store."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
 from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, blamed_on
-from hf_kvret.contracts.schema import Form, check_squares, damaged
+from hf_kvret.contracts.schema import Schema, check_squares, damaged
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import FirstRows, Store, all_of
 from hf_kvret.contracts.token_buffer import TokenBuffer
-from hf_kvret.layer.rest import RestSums
+from hf_kvret.layer.block_sums import BlockSums
 from hf_kvret.layer.window import Window
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.ids import WrongIdError
-from hf_kvret_kernels.rest_tokens import RestMeans
+from hf_kvret_kernels.mean_tokens import BlockMeans
 
 MakeStore = Callable[[FirstRows], Store]
 
@@ -41,14 +41,14 @@ def _keeps_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return outside
 
 
-class Regions:
+class LayerKV:
     """Window, index and store of one layer, kept in step.
 
     Slots ``0 .. cold_len`` are cold: in the store and the index, whether valid or not. The rest is
     recent. The first valid cold tokens of each row are also in the window, as sinks.
 
     Args:
-        config: sizes of the regions.
+        config: sizes of window and sinks, the budget.
         index: an empty index, or None: all cold tokens are attended to.
         make_store: makes an empty store for the first block; called at the first flush.
         keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens.
@@ -61,7 +61,7 @@ class Regions:
         selected: rows read by selection so far, one int64; steps count in place.
         watches: whether ``on_forward`` has anything to do.
         changes: goes up whenever other tokens are cold, or other rows of the batch are held.
-        rest: sums of cold tokens, where the options ask for their means, which may lag behind;
+        sums: of cold tokens, where the options ask for their means, which may lag behind;
             None: there are none yet.
         compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
     """
@@ -81,7 +81,7 @@ class Regions:
         self.index = index
         self.window = Window(config.sink, keys, values, value_in_key)
         self.store: Store | None = None
-        self.rest: RestSums | None = None
+        self.sums: BlockSums | None = None
         # [B, 1, n] int32 of recent tokens.
         self.positions = TokenBuffer(64)
         self.needs_positions = needs_positions
@@ -94,7 +94,7 @@ class Regions:
         self._retrievable: torch.Tensor | None = None
         self._cold: ColdTokens | None = None
         # Scale and soft cap that it was made for.
-        self._cold_form: tuple[float, float | None] | None = None
+        self._cold_key: tuple[float, float | None] | None = None
 
     @property
     def length(self) -> int:
@@ -221,20 +221,20 @@ class Regions:
 
         Between two flushes it is the same object for every step without padding.
         """
-        form = scoring.scale, scoring.softcap
-        if scoring.valid is None and self._cold_form == form:
+        key = scoring.scale, scoring.softcap
+        if scoring.valid is None and self._cold_key == key:
             return self._cold
         if self.store is None or not self.cold_len:
             return None
         budget = self.config.budget(self.cold_len)
         cold = ColdTokens(self.store, scoring.of(self.retrievable(scoring.valid)), budget)
         if scoring.valid is None:
-            self._cold, self._cold_form = cold, form
+            self._cold, self._cold_key = cold, key
         return cold
 
     def _forget_cold(self) -> None:
         """Other tokens are cold, or other options hold."""
-        self._retrievable = self._cold = self._cold_form = None
+        self._retrievable = self._cold = self._cold_key = None
 
     def set_options(self, config: RetrievalConfig) -> None:
         """Go on with other options, which must fit the tokens held."""
@@ -265,22 +265,22 @@ class Regions:
                 raise blamed_on(self.index, "build", error) from error
         self.built = True
 
-    def means(self, cold: ColdTokens) -> RestMeans | None:
+    def means(self, cold: ColdTokens) -> BlockMeans | None:
         """What stands for the tokens of ``cold`` that a query does not select; None: nothing."""
-        return None if self.config.rest is None else self.rest_sums(cold).means()
+        return None if self.config.rest is None else self.block_sums(cold).means()
 
     @_keeps_tensors
-    def rest_sums(self, cold: ColdTokens) -> RestSums:
+    def block_sums(self, cold: ColdTokens) -> BlockSums:
         """Sums of all of ``cold``."""
-        if self.rest is None or self.rest.mean_len != self.config.rest_blocks:
-            self.rest = self.new_sums()
+        if self.sums is None or self.sums.mean_len != self.config.rest_blocks:
+            self.sums = self.new_sums()
         window = self.window
-        self.rest.catch_up(cold, window.keys.shape[1], window.value_in_key)
+        self.sums.catch_up(cold, window.keys.shape[1], window.value_in_key)
         # Made here, not within a capture.
-        self.rest.means()
+        self.sums.means()
         if self.config.warn_lost_mass is not None:
-            self.rest.joint_means()
-        return self.rest
+            self.sums.joint_means()
+        return self.sums
 
     def search_cost(self) -> SearchCost:
         """Cost of one search; without an index, of reading the store, its rows not counted."""
@@ -327,8 +327,8 @@ class Regions:
         keys, values = self.store.gather(ids)
         self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), length)
         self.store.crop(cold)
-        if self.rest is not None:
-            self.rest.crop(cold)
+        if self.sums is not None:
+            self.sums.crop(cold)
         if self.index is not None:
             self.index.crop(cold)
         # An index without tokens is like a new one: the next prompt builds it.
@@ -343,8 +343,8 @@ class Regions:
         if self.index is not None:
             self.index.reorder(rows)
         self.positions.reorder(rows)
-        if self.rest is not None:
-            self.rest.reorder(rows)
+        if self.sums is not None:
+            self.sums.reorder(rows)
         if self.store is not None:
             self.store.reorder(rows)
         self._forget_cold()
@@ -359,26 +359,26 @@ class Regions:
         twin = type(self)(self.config, index, make_store, keys, values, *kinds)
         twin.window, twin.positions = self.window.fork(), self.positions.fork()
         twin.store = None if self.store is None else self.store.fork()
-        twin.rest = None if self.rest is None else self.rest.fork()
+        twin.sums = None if self.sums is None else self.sums.fork()
         twin.built, twin._retrievable = self.built, self._retrievable
         return twin
 
     def state_dict(self) -> Tensors:
-        """See ``regions_to_save``."""
-        return regions_to_save(self)
+        """See ``kv_to_save``."""
+        return kv_to_save(self)
 
     @_keeps_tensors
     def load_state_dict(
         self, state: Tensors, device: torch.device, query_heads: int | None = None
     ) -> None:
-        """Become the regions whose ``state_dict`` this is; see ``load_regions``."""
-        load_regions(self, state, device, query_heads)
+        """Become the layer whose ``state_dict`` this is; see ``load_kv``."""
+        load_kv(self, state, device, query_heads)
 
-    def new_sums(self) -> RestSums:
+    def new_sums(self) -> BlockSums:
         """Empty sums of tokens like these."""
         window = self.window
         dims = window.keys.shape[-1], window.values.shape[-1]
-        return RestSums(self.config.rest_blocks, *dims, bool(window.value_in_key))
+        return BlockSums(self.config.rest_blocks, *dims, bool(window.value_in_key))
 
     def _cool(self, block: TokenBlock) -> None:
         """Move a block into store and index, its first valid tokens also into free sinks."""
@@ -395,11 +395,11 @@ class Regions:
             block = replace(block, positions=positions)
         self.store.append(block)
         if self.config.needs_means and not self.store.codes_rows:
-            if self.rest is None:
-                self.rest = self.new_sums()
+            if self.sums is None:
+                self.sums = self.new_sums()
             # Else the store's rows are read again.
-            if self.rest.end == block.start:
-                self.rest.add(block, self.window.sink_slots if takes_sinks else None)
+            if self.sums.end == block.start:
+                self.sums.add(block, self.window.sink_slots if takes_sinks else None)
         self.positions.drop(block.end)
         if self.index is not None:
             self.index.add(block)
@@ -412,55 +412,53 @@ _LARGE_WINDOW, _MOST_BYTES = 1 << 30, 1 << 60
 _PARTS = ("window", "index", "store", "rest")
 
 
-def regions_to_save(regions: Regions) -> Tensors:
+def kv_to_save(kv: LayerKV) -> Tensors:
     """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, ``rest.*``, ``built``."""
     # An index may have state from forward passes before any token was cold.
-    index = {} if regions.index is None else regions.index.state_dict()
-    parts = {"window": regions.window.state_dict(), "index": index}
-    positions = regions.positions
+    index = {} if kv.index is None else kv.index.state_dict()
+    parts = {"window": kv.window.state_dict(), "index": index}
+    positions = kv.positions
     if positions.is_allocated:
         # Under index.*, where format version 1 has them.
         first = torch.tensor(positions.first)
         parts["index"] = {"positions": positions.rows[:, 0].contiguous(), "start": first}
-    if regions.store is not None and regions.cold_len:
-        parts["store"] = regions.store.state_dict()
+    if kv.store is not None and kv.cold_len:
+        parts["store"] = kv.store.state_dict()
         # Sums of short blocks are nearly as large as the rows that they are made of, and a store
         # that codes reads back other rows than those that another one would be given.
-        rest = regions.rest
-        if rest is not None and rest.mean_len is None and not regions.store.codes_rows:
-            parts["rest"] = rest.state_dict() if rest.can_be_saved else {}
+        sums = kv.sums
+        if sums is not None and sums.mean_len is None and not kv.store.codes_rows:
+            parts["rest"] = sums.state_dict() if sums.can_be_saved else {}
     state = {
         f"{name}.{key}": value.cpu() for name, part in parts.items() for key, value in part.items()
     }
-    return state | ({"built": torch.tensor(regions.built)} if "store" in parts else {})
+    return state | ({"built": torch.tensor(kv.built)} if "store" in parts else {})
 
 
 def saved_rows(
     state: Tensors, sink: int, value_in_key: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[B, Hkv, *, Dk]`` and values of a saved layer's window, for which regions are made.
+    """Keys ``[B, Hkv, *, Dk]`` and values of a saved layer's window, for which kv are made.
 
     Raises:
         KeyError: names a missing tensor.
         ValueError: they do not fit one another, or ``sink``.
     """
     sides = [state["window.keys"]] + ([] if value_in_key else [state["window.values"]])
-    form = Form(sides[0].dtype, {})
+    schema = Schema(sides[0].dtype, {})
     for name, side in zip(("keys", "values"), sides, strict=False):
-        form.check(f"window.{name}", side, f"B H c {name}", form.dtype)
+        schema.check(f"window.{name}", side, f"B H c {name}", schema.dtype)
         if 0 in (*side.shape[:2], side.shape[3]):
             raise damaged(f"window.{name} is {list(side.shape)}")
-    form.check("window.sink_slots", state["window.sink_slots"], f"B {sink}", torch.int64)
+    schema.check("window.sink_slots", state["window.sink_slots"], f"B {sink}", torch.int64)
     keys = sides[0].to(device)
     values = keys[..., :value_in_key] if value_in_key else sides[1].to(device)
     check_dtypes(keys=keys, values=values)
     return keys, values
 
 
-def load_regions(
-    regions: Regions, state: Tensors, device: torch.device, query_heads: int | None
-) -> None:
-    """Make new ``regions`` those whose ``regions_to_save`` is ``state``.
+def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int | None) -> None:
+    """Make new ``kv`` those whose ``kv_to_save`` is ``state``.
 
     ``query_heads`` where they are known.
 
@@ -472,54 +470,54 @@ def load_regions(
     strange = state.keys() - {f"{a}.{b}" for a in _PARTS for b in _part(state, f"{a}.")}
     if strange - {"built"}:
         raise damaged(f"there is an unknown {min(strange - {'built'})[:80]}")
-    keys, values = regions.window.keys, regions.window.values
+    keys, values = kv.window.keys, kv.window.values
     sizes = {"B": keys.shape[0], "H": keys.shape[1], "D": keys.shape[3], "V": values.shape[3]}
-    sizes |= {"S": regions.config.sink, "I": regions.window.value_in_key}
+    sizes |= {"S": kv.config.sink, "I": kv.window.value_in_key}
     sizes |= {} if query_heads is None else {"Q": query_heads}
-    form = Form(keys.dtype, sizes)
-    if regions.index is not None and regions.index.needs_finite:
+    schema = Schema(keys.dtype, sizes)
+    if kv.index is not None and kv.index.needs_finite:
         for name, tensor in state.items():
             if name.startswith(("window.", "store.")) and tensor.is_floating_point():
                 check_squares(name, tensor)
     with _named("window."):
-        regions.window.check_saved(window, form)
-        regions.window.load_state_dict(window, device)
-        regions.window.check_loaded(form)
-    _check_room(regions)
-    form = form.extended({"N": regions.window.start, "T": regions.window.end})
+        kv.window.check_saved(window, schema)
+        kv.window.load_state_dict(window, device)
+        kv.window.check_loaded(schema)
+    _check_room(kv)
+    schema = schema.extended({"N": kv.window.start, "T": kv.window.end})
     with _named("index."):
-        _load_index(regions, _part(state, "index."), form, device)
-    if not regions.window.start:
+        _load_index(kv, _part(state, "index."), schema, device)
+    if not kv.window.start:
         if rows or "built" in state:
             raise damaged("there is a store of a layer without cold tokens")
         return
     nbytes = sum(x.nbytes for x in rows.values())
-    store = regions.store = regions.make_store(FirstRows(device, nbytes, rows.get("keys")))
+    store = kv.store = kv.make_store(FirstRows(device, nbytes, rows.get("keys")))
     with _named("store."):
-        store.check_saved(rows, form)
+        store.check_saved(rows, schema)
         store.load_state_dict(rows, device)
-        store.check_loaded(form)
-    if len(store) != regions.window.start:
-        raise damaged(f"the store has {len(store)} tokens, not {regions.window.start}")
-    form.check("built", state["built"].reshape(-1), "1", torch.bool)
+        store.check_loaded(schema)
+    if len(store) != kv.window.start:
+        raise damaged(f"the store has {len(store)} tokens, not {kv.window.start}")
+    schema.check("built", state["built"].reshape(-1), "1", torch.bool)
     if not bool(state["built"]):
         # A save builds the index.
         raise damaged("built is False")
-    regions.built = True
+    kv.built = True
     sums = _part(state, "rest.")
-    wanted = regions.config.needs_means and regions.config.rest_blocks is None
+    wanted = kv.config.needs_means and kv.config.rest_blocks is None
     # Of coded rows they are made anew.
     if sums and wanted and not store.codes_rows:
         with _named("rest."):
-            regions.rest = regions.new_sums()
-            regions.rest.check_saved(sums, form)
-            regions.rest.load_state_dict(sums, device)
-            regions.rest.check_loaded(form)
+            kv.sums = kv.new_sums()
+            kv.sums.check_saved(sums, schema)
+            kv.sums.load_state_dict(sums, device)
+            kv.sums.check_loaded(schema)
 
 
-def _check_room(regions: Regions) -> None:
+def _check_room(kv: LayerKV) -> None:
     """ValueError where there is no memory for the window that the saved options ask for."""
-    window, length = regions.window, regions.config.sink + regions.most_recent
+    window, length = kv.window, kv.config.sink + kv.most_recent
     heads = window.keys.shape[:2]
     nbytes = heads.numel() * length * window.row_dim * window.keys.element_size()
     if nbytes < _LARGE_WINDOW:
@@ -533,23 +531,23 @@ def _check_room(regions: Regions) -> None:
         ) from error
 
 
-def _load_index(regions: Regions, index: Tensors, form: Form, device: torch.device) -> None:
-    if regions.needs_positions:
-        form.check("positions", index["positions"], "B n", torch.int32)
-        form.check("start", index["start"].reshape(-1), "1", torch.int64)
+def _load_index(kv: LayerKV, index: Tensors, schema: Schema, device: torch.device) -> None:
+    if kv.needs_positions:
+        schema.check("positions", index["positions"], "B n", torch.int32)
+        schema.check("start", index["start"].reshape(-1), "1", torch.int64)
         first, count = int(index["start"]), index["positions"].shape[1]
         # A crop leaves positions of tokens that are gone.
-        if first < 0 or (count and first + count < form["T"]):
-            raise damaged(f"positions start at {first}, {count} of {form['T']} tokens")
-        regions.positions.put(index["positions"].to(device)[:, None], first)
+        if first < 0 or (count and first + count < schema["T"]):
+            raise damaged(f"positions start at {first}, {count} of {schema['T']} tokens")
+        kv.positions.put(index["positions"].to(device)[:, None], first)
         index = {name: x for name, x in index.items() if name not in ("positions", "start")}
-    if regions.index is None:
+    if kv.index is None:
         if index:
             raise damaged(f"there is an unknown {min(index)[:80]}")
-    elif index or regions.window.start:
-        regions.index.check_saved(index, form)
-        regions.index.load_state_dict(index, device)
-        regions.index.check_loaded(form)
+    elif index or kv.window.start:
+        kv.index.check_saved(index, schema)
+        kv.index.load_state_dict(index, device)
+        kv.index.check_loaded(schema)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Logits of rest tokens in Triton: a program for each mean, selection and tile of query heads."""
+"""Logits of mean tokens in Triton: a program for each mean, selection and tile of query heads."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from hf_kvret_kernels._triton_shared import capped_scores, head_tile, load_rows, score_factors
 
 if TYPE_CHECKING:
-    from hf_kvret_kernels.rest_tokens import RestMeans
+    from hf_kvret_kernels.mean_tokens import BlockMeans
 
 # Numbers of queries that a program holds, and ids that it counts at a time.
 _HELD, _IDS = 4096, 1024
@@ -72,14 +72,14 @@ def _logits_kernel(
     tl.store(logits + rows * tokens + r, scores + log_left, mask=group < G)
 
 
-def rest_logits(
+def mean_logits(
     query: torch.Tensor,
-    means: RestMeans,
+    means: BlockMeans,
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.rest_tokens.rest_logits``."""
+    """See ``hf_kvret_kernels.mean_tokens.mean_logits``."""
     batch, query_heads, queries, dim = query.shape
     kv_heads, tokens = means.keys.shape[1:3]
     heads, count = ids.shape[1], ids.shape[3]
