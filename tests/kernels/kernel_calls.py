@@ -89,7 +89,7 @@ def calls(operation: str) -> Iterator[functools.partial]:
             yield functools.partial(prompt.prompt_attention, *arguments)
     elif operation == "step_attention":
         yield from _calls_of_steps()
-    elif operation == "rest_tokens":
+    elif operation == "mean_tokens":
         yield from _calls_of_rest_tokens()
     else:
         yield from _calls_of_paris()

@@ -39,7 +39,7 @@ EXPECTED = {
     "higgs": {"_higgs_kernel", "_minmax_kernel", "_decode_kernel", "_attend_kernel"},
     "merge": {"_merge_kernel"},
     "prompt_attention": {"_attend_kernel"},
-    "rest_tokens": {"_logits_kernel"},
+    "mean_tokens": {"_logits_kernel"},
     "step_attention": {"_finish_kernel"},
     "paged": {"_gather_kernel", "_copy_kernel"},
     "proxy": {

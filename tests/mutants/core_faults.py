@@ -114,9 +114,9 @@ FAULTS = (
         "        super().reorder(rows)",
     ),
     Fault(
-        "cropped-tokens-stay-in-the-rest",
+        "cropped-tokens-stay-in-the-sums",
         "hf_kvret/layer/layer_kv.py",
-        "            self.rest.crop(cold)",
+        "            self.sums.crop(cold)",
         "            pass",
     ),
     Fault(

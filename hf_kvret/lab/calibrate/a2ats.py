@@ -25,7 +25,7 @@ from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
 # fp32 numbers of queries that are worked on at once.
-_PIECE_NUMBERS = 1 << 26
+_CHUNK_NUMBERS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,16 @@ class CodebookStudy(LayerStudy):
         )
 
     def _queries(self, tokens: LayerTokens, rotated: bool) -> Iterator[torch.Tensor]:
-        """Queries in the space of the metric, ``[1, Hq, m, D]``, all of them in pieces.
+        """Queries in the space of the metric, ``[1, Hq, m, D]``, all of them in chunks.
 
         Those of latent attention are absorbed, as an index sees them: longer than the model's own.
         """
         queries = tokens.query if rotated else tokens.query_before
         rope = self.rope.to(queries.device)
         heads = None if tokens.latent is None else ModuleHeads(tokens.latent)
-        step = max(1, _PIECE_NUMBERS // (queries.shape[1] * tokens.key.shape[3]))
-        for piece in queries.split(step, dim=2):
-            rows = piece if heads is None else heads.absorb(piece)
+        step = max(1, _CHUNK_NUMBERS // (queries.shape[1] * tokens.key.shape[3]))
+        for chunk in queries.split(step, dim=2):
+            rows = chunk if heads is None else heads.absorb(chunk)
             yield rows if rotated else at_distance(rows, rope, self.options.window)
 
     def _all_keys(self, held_out: bool) -> torch.Tensor:

@@ -18,7 +18,7 @@ from hf_kvret_kernels import codebook as codebook_ops
 
 # fp32 numbers of points that are worked on at once, and of a temporary.
 _MOST_NUMBERS = 1 << 26
-_PIECE_NUMBERS = 1 << 22
+_CHUNK_NUMBERS = 1 << 22
 # Bits of an int64 sum, without the sign.
 _BITS = 62
 
@@ -211,12 +211,12 @@ def _squared_distances(
 ) -> torch.Tensor:
     """``[h, n]``: squared distance of each point to its codeword, from differences."""
     result = torch.empty_like(points[..., 0])
-    step = max(1, _PIECE_NUMBERS // points.shape[2])
+    step = max(1, _CHUNK_NUMBERS // points.shape[2])
     for head in range(len(points)):
         for start in range(0, points.shape[1], step):
-            piece = slice(start, start + step)
-            nearest = codebook[head].index_select(0, codes[head, piece])
-            result[head, piece] = (points[head, piece] - nearest).square_().sum(-1)
+            chunk = slice(start, start + step)
+            nearest = codebook[head].index_select(0, codes[head, chunk])
+            result[head, chunk] = (points[head, chunk] - nearest).square_().sum(-1)
     return result
 
 
@@ -229,7 +229,7 @@ def _means(
     means = codebook.clone()
     empty = torch.empty(h, C, dtype=torch.bool, device=points.device)
     bits = 2.0 ** (_BITS - n.bit_length())
-    step = max(1, _PIECE_NUMBERS // D)
+    step = max(1, _CHUNK_NUMBERS // D)
     for head in range(h):
         share = weights[head].double() / weights[head].max()
         unit = bits / points[head].abs().max().double().clamp(min=1e-300)
@@ -237,9 +237,9 @@ def _means(
         counts.index_add_(0, codes[head], (share * bits).round_().long())
         sums = torch.zeros(C, D, dtype=torch.int64, device=points.device)
         for start in range(0, n, step):
-            piece = slice(start, start + step)
-            terms = points[head, piece].double() * (share[piece] * unit).unsqueeze(1)
-            sums.index_add_(0, codes[head, piece], terms.round_().long())
+            chunk = slice(start, start + step)
+            terms = points[head, chunk].double() * (share[chunk] * unit).unsqueeze(1)
+            sums.index_add_(0, codes[head, chunk], terms.round_().long())
         empty[head] = counts == 0
         centroids = sums.double() / unit / (counts.clamp(min=1).double() / bits).unsqueeze(1)
         means[head] = torch.where(empty[head].unsqueeze(1), means[head], centroids.float())
