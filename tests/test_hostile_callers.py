@@ -64,7 +64,7 @@ def test_a_device_map_copies_masks_and_changes_nothing(
 
 def test_a_mask_that_lost_its_meaning_is_never_read_as_another() -> None:
     with torch._C.DisableTorchFunctionSubclass():
-        bare = retrieval_mask(2, 5, 5).as_subclass(torch.Tensor)
+        bare = retrieval_mask(batch_size=2, q_length=5, kv_length=5).as_subclass(torch.Tensor)
     with pytest.raises(ValueError, match=r"hf_kvret\.restore\(model\)"):
         base_mask(bare, "sdpa", torch.device("cpu"))
 
