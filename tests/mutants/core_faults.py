@@ -55,13 +55,13 @@ FAULTS = (
     ),
     Fault(
         "drafts-see-the-future",
-        "hf_kvret/layer/step.py",
+        "hf_kvret/layer/operations.py",
         "offset = window.tokens()[0].shape[2] - queries if queries > 1 else None",
         "offset = None",
     ),
     Fault(
         "groups-of-heads-seen-as-drafts",
-        "hf_kvret/layer/step.py",
+        "hf_kvret/layer/operations.py",
         "if isinstance(finish, Partials) and groups is None:",
         "if isinstance(finish, Partials):",
     ),

@@ -1,0 +1,149 @@
+"""A decode step, operation by operation: search, attention to what it names, window, merge.
+
+Each operation is a kernel of the device or its twin in plain torch. The order lets them overlap:
+a store that works elsewhere begins first, and the window is launched before its result is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_kvret.contracts.chunks import chunk_len
+from hf_kvret.contracts.index import ColdTokens, Index, blamed_on
+from hf_kvret.contracts.store import AttentionResult
+from hf_kvret.layer.exact_attention import attend_cold, merge
+from hf_kvret.layer.layer_kv import LayerKV
+from hf_kvret.layer.queries import AttentionCall, HeadGroups
+from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.mean_tokens import MeanTokens, mean_logits
+from hf_kvret_kernels.merge import Partials
+from hf_kvret_kernels.prompt_attention import prompt_partials
+from hf_kvret_kernels.relevance import count_ids
+from hf_kvret_kernels.step_attention import step_attention
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """An index and the query that it gets; attributes as of ``StepRecord``."""
+
+    query: torch.Tensor
+    index: Index
+    cold: ColdTokens
+    groups: HeadGroups | None
+
+
+class Result(NamedTuple):
+    """What a step computes; attributes as of ``StepRecord``, ``out`` as of ``attend_step``."""
+
+    out: torch.Tensor
+    ids: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    means: MeanTokens | None = None
+
+
+def attend_by_operations(
+    kv: LayerKV,
+    query: torch.Tensor,
+    call: AttentionCall,
+    cold: ColdTokens | None,
+    search: Search | None,
+) -> Result:
+    """Attention of ``query [B, Hq, Q, Dk]`` to window and cold tokens, operation by operation.
+
+    ``search`` None: all of ``cold`` are attended to.
+    """
+    if cold is None:
+        return Result(_with_window(kv, query, call)[0])
+    if search is None:
+        window, queries = kv.window, query.shape[2]
+        heads = window.keys.shape[1]
+        length = chunk_len(queries, window.keys, heads * window.row_dim)
+        out, lse = _with_window(kv, query, call, partial(attend_cold, query, cold, length))
+        kv.selected.add_(cold.valid.sum() * heads * queries)
+        return Result(out, None, lse)
+    try:
+        return _attend_to_search(kv, query, call, search)
+    except WrongIdError as error:
+        raise blamed_on(search.index, "search", error) from error
+
+
+def _attend_to_search(
+    kv: LayerKV, query: torch.Tensor, call: AttentionCall, search: Search
+) -> Result:
+    index, cold, groups = search.index, search.cold, search.groups
+    ids = index.search(search.query, cold)
+    # First, so that a store elsewhere works while the device does all the rest.
+    finish = cold.store.begin(search.query, ids, cold.scale, cold.softcap)
+    if index.looks_back:
+        index.after_search(ids)
+    means = _mean_tokens(kv, search.query, ids, cold)
+    if isinstance(finish, Partials) and groups is None:
+        # Launched already: one launch more does all that is left.
+        out, lse = step_attention(
+            query,
+            *kv.window.tokens(),
+            finish,
+            **_window_arguments(kv, query, call),
+            sink_logits=call.sink_logits,
+            ids=ids,
+            selected=kv.selected,
+            means=means,
+        )
+        return Result(out, ids, lse, means)
+    count_ids(ids, kv.selected)
+
+    def attend() -> AttentionResult:
+        parts = [finish()]
+        if means is not None:
+            partials = means.partials()
+            parts.append((partials.outs, partials.lses))
+        out, lse = merge(parts) if len(parts) > 1 else parts[0]
+        return (out, lse) if groups is None else (groups.unfold(out), groups.unfold(lse))
+
+    out, lse = _with_window(kv, query, call, attend)
+    return Result(out, ids, lse, means)
+
+
+def _with_window(
+    kv: LayerKV,
+    query: torch.Tensor,
+    call: AttentionCall,
+    attend_to_cold: Callable[[], AttentionResult] | None = None,
+) -> AttentionResult:
+    """Attention to the window, which is launched first, and to what ``attend_to_cold`` does."""
+    arguments = _window_arguments(kv, query, call)
+    near = prompt_partials(query, *kv.window.tokens(), **arguments)
+    parts = [(near.outs, near.lses)]
+    if attend_to_cold is not None:
+        parts.append(attend_to_cold())
+    return merge(parts, call.sink_logits, query.dtype)
+
+
+def _window_arguments(kv: LayerKV, query: torch.Tensor, call: AttentionCall) -> dict[str, Any]:
+    """How queries see the window."""
+    window, scoring, queries = kv.window, call.scoring, query.shape[2]
+    # One query sees all that is held; there may be room behind it.
+    offset = window.tokens()[0].shape[2] - queries if queries > 1 else None
+    valid = window.validity(scoring.valid)
+    return {
+        "scale": scoring.scale,
+        "causal_offset": offset,
+        "valid": valid,
+        "softcap": scoring.softcap,
+    }
+
+
+def _mean_tokens(
+    kv: LayerKV, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens
+) -> MeanTokens | None:
+    """The means of all cold tokens, by blocks, with the weight of those that ids leave out."""
+    means = kv.means(cold)
+    if means is None:
+        return None
+    logits = mean_logits(query, means, ids, scale=cold.scale, softcap=cold.softcap)
+    return MeanTokens(logits, means.values)
