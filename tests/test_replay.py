@@ -205,7 +205,7 @@ def test_nothing_is_left_of_it_after_generate(
     assert step() is None
     layer = output.past_key_values.retrieval_layers[0]
     assert layer.kv is not None
-    assert layer.kv.window.place is None
+    assert layer.kv.window.capture is None
 
 
 def test_a_crop_a_reorder_and_a_fork_in_between_are_noticed(shallow: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ BUS_PROGRAMS = 64
 _streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
-def chunk_len(queries: int, keys: torch.Tensor, row_numbers: int) -> int:
+def chunk_len(queries: int, keys: torch.Tensor, row_elements: int) -> int:
     """Tokens of a chunk that ``queries`` new tokens attend to at once.
 
     Twice the number of queries, within 4096 to 32768, and at most 256 MiB of rows (but at least
@@ -28,9 +28,9 @@ def chunk_len(queries: int, keys: torch.Tensor, row_numbers: int) -> int:
     Args:
         queries: for each row of the batch.
         keys: any ``[B, Hkv, *, D]`` with the batch and dtype of the rows.
-        row_numbers: that a token's keys and values have as they are attended to, of all heads.
+        row_elements: that a token's keys and values have as they are attended to, of all heads.
     """
-    row_bytes = len(keys) * row_numbers * keys.element_size()
+    row_bytes = len(keys) * row_elements * keys.element_size()
     tokens = min(max(2 * queries, _LEAST_LEN), _MOST_LEN)
     return max(1, min(tokens, _MOST_BYTES // row_bytes))
 

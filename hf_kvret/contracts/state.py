@@ -19,12 +19,12 @@ class Field:
 
     Attributes:
         name: of the attribute.
-        kind: type of a saved number.
+        type: of a saved number.
         is_saved: whether ``state_dict`` has it.
     """
 
     name: str
-    kind: Callable[[Any], Any] = float
+    type: Callable[[Any], Any] = float
 
     def __init__(self, key: str | None = None, is_saved: bool = True) -> None:
         self._key = key
@@ -132,26 +132,26 @@ class NumberField(Field):
         default: float,
         key: str | None,
         is_saved: bool,
-        anew: bool,
+        reset_on_fork: bool,
         least: float | None,
         most: float | str | None,
     ) -> None:
         super().__init__(key, is_saved)
-        self.default, self.kind, self.anew = default, type(default), anew
+        self.default, self.type, self.reset_on_fork = default, type(default), reset_on_fork
         self.least, self.most = least, most
 
     def check(self, value: float, schema: Schema) -> None:
-        """ValueError for a saved ``value`` that is not of the kind, or out of range."""
+        """ValueError for a saved ``value`` of another type, or out of range."""
         least, most = self.least, self.most
-        if self.kind is bool:
+        if self.type is bool:
             least, most = 0, 1
         most = schema.get(most) if isinstance(most, str) else most
-        whole = self.kind is float or value == value // 1
+        whole = self.type is float or value == value // 1
         fits = (least is None or value >= least) and (most is None or value <= most)
         if not whole or not fits:
             raise damaged(
                 f"{self.name.lstrip('_')} is {value}, not "
-                f"{'a whole number ' if self.kind is not float else ''}"
+                f"{'a whole number ' if self.type is not float else ''}"
                 f"from {'any' if least is None else least} to {'any' if most is None else most}"
             )
 
@@ -159,7 +159,7 @@ class NumberField(Field):
         return self.default
 
     def forked(self, value: float) -> float:
-        return self.default if self.anew else value
+        return self.default if self.reset_on_fork else value
 
 
 class PartField(Field):
@@ -287,7 +287,7 @@ def number(
     *,
     key: str | None = None,
     saved: bool = True,
-    anew: bool = False,
+    reset_on_fork: bool = False,
     least: float | None = None,
     most: float | str | None = None,
 ) -> Any:
@@ -297,11 +297,11 @@ def number(
         default: in a new state.
         key: as of ``tensor``; numbers with the same key are saved in one tensor, in this order.
         saved: whether it is saved.
-        anew: a fork starts with the default, for example counters of a report.
+        reset_on_fork: a fork starts with the default, for example counters of a report.
         least: smallest value of a saved one; None: any.
         most: largest one, or the letter of a size (see ``Schema``); None: any.
     """
-    return NumberField(default, key, saved, anew, least, most)
+    return NumberField(default, key, saved, reset_on_fork, least, most)
 
 
 def part(
@@ -407,8 +407,8 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         for key, names in self._numbers():
             values = [getattr(self, name) for name in names]
             content = values if len(values) > 1 else values[0]
-            kinds = {self.fields[name].kind for name in names}
-            dtype = torch.float64 if float in kinds else torch.int64
+            types = {self.fields[name].type for name in names}
+            dtype = torch.float64 if float in types else torch.int64
             tensors[key] = torch.tensor(content, dtype=dtype)
         return tensors
 
@@ -426,14 +426,14 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
             return
         for key, names in self._numbers():
             for name, value in zip(names, state[key].reshape(-1).tolist(), strict=True):
-                setattr(self, name, self.fields[name].kind(value))
+                setattr(self, name, self.fields[name].type(value))
         self.loaded()
 
     def loaded(self) -> None:  # noqa: B027 - most states need nothing else
         """Hook: derive attributes from tensors just loaded. ValueError where they are invalid."""
 
     def saved_sizes(self, schema: Schema) -> dict[str, int]:
-        """Sizes of this kind of state alone, for ``dims`` of its fields and of its parts."""
+        """Sizes that this state alone has, for ``dims`` of its fields and of its parts."""
         return {}
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
@@ -472,7 +472,7 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
 
     @staticmethod
     def _check_numbers(key: str, fields: list[Any], saved: torch.Tensor, schema: Schema) -> None:
-        dtype = torch.float64 if float in {field.kind for field in fields} else torch.int64
+        dtype = torch.float64 if float in {field.type for field in fields} else torch.int64
         schema.check(key, saved.reshape(-1) if len(fields) == 1 else saved, f"{len(fields)}", dtype)
         for field, value in zip(fields, saved.reshape(-1).tolist(), strict=True):
             field.check(value, schema)

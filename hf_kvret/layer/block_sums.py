@@ -183,13 +183,13 @@ def _counted(block: TokenBlock, sink_slots: torch.Tensor | None) -> torch.Tensor
     """``[B, n]`` bool, False for tokens that are not valid, or sinks; None: all are neither."""
     if sink_slots is None:
         return block.valid
-    places, length = sink_slots - block.start, len(block)
+    columns, length = sink_slots - block.start, len(block)
     # A column more, for sinks elsewhere.
-    marks = block.keys.new_ones(len(places), length + 1, dtype=torch.bool)
+    marks = block.keys.new_ones(len(columns), length + 1, dtype=torch.bool)
     if block.valid is not None:
         marks[:, :length] = block.valid
-    outside = (places < 0) | (places >= length)
-    return marks.scatter_(1, places.masked_fill(outside, length), False)[:, :length]
+    outside = (columns < 0) | (columns >= length)
+    return marks.scatter_(1, columns.masked_fill(outside, length), False)[:, :length]
 
 
 def _sum(rows: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def attend_exactly(
     # Sinks are in the window, and exact there whatever the store does to its rows.
     cold_valid = None if store is None else kv.retrievable(valid)
     # Requested first: a store that reads over the bus starts now, behind the work below.
-    length = chunk_len(query.shape[2], key, call.row_numbers(key, value))
+    length = chunk_len(query.shape[2], key, call.row_elements(key, value))
     chunks = () if store is None else all_of(store, store.chunks(length, past), past)
     new_valid = None if valid is None else valid[:, past:]
     new = call.keys_and_values(key, value)

@@ -33,14 +33,14 @@ class LatentHeads(Protocol):
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[B, H, m, n + r]`` and values ``[B, H, m, v]`` of ``rows [B, 1, m, R + r]``."""
 
-    def expanded_numbers(self, rows: torch.Tensor) -> int:
-        """Numbers that keys and values of one row have, of all heads."""
+    def expanded_elements(self, rows: torch.Tensor) -> int:
+        """Elements of the keys and values of one row, of all heads."""
 
     def expands(self, queries: int) -> bool:
         """Whether to expand rows takes fewer operations than to absorb so many queries."""
 
 
-def expanding_pays(queries: int, rank: int, head_numbers: int) -> bool:
+def expanding_pays(queries: int, rank: int, head_elements: int) -> bool:
     """Whether to expand rows takes fewer operations than to absorb so many queries.
 
     Of a row and head, expanding takes R (n + v) products, and 2 R - n - v fewer for each query.
@@ -48,9 +48,9 @@ def expanding_pays(queries: int, rank: int, head_numbers: int) -> bool:
     Args:
         queries: that attend to each row.
         rank: R.
-        head_numbers: n + v, numbers that a head makes of a latent.
+        head_elements: n + v, elements that a head makes of a latent.
     """
-    return queries * (2 * rank - head_numbers) > rank * head_numbers
+    return queries * (2 * rank - head_elements) > rank * head_elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +78,14 @@ class LatentCall(AttentionCall):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.heads.expand(keys)
 
-    def row_numbers(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        return self.heads.expanded_numbers(keys)
+    def row_elements(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        return self.heads.expanded_elements(keys)
 
 
 class LatentLayer(RetrievalLayer):
     """Cache of a layer with latent attention: one KV head, whose value is the start of the key."""
 
-    # Of the tokens that wait for their attention.
+    # Rows of the tokens whose attention is pending.
     _new_rows: torch.Tensor | None = None
 
     def update(
@@ -99,7 +99,7 @@ class LatentLayer(RetrievalLayer):
         rows = torch.cat((key_states, value_states), dim=-1)
         super().update(rows, rows[..., : key_states.shape[3]])
         self._new_rows = rows
-        self._given = (value_states.data_ptr(), key_states.shape, value_states.shape)
+        self._update_key = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
         setattr(handle, HANDLE, self)
         return handle, value_states
@@ -107,13 +107,13 @@ class LatentLayer(RetrievalLayer):
     def rows_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, self._new_rows = self._new_rows, None
         if rows is None:
-            # They were taken in before.
+            # The layer holds them already.
             rows = torch.cat((key, value), dim=-1)
         return rows, rows[..., : key.shape[3]]
 
 
 class ModuleHeads:
-    """See ``core.latent.LatentHeads``; of one call: weights may change between calls.
+    """See ``LatentHeads``; of one call: weights may change between calls.
 
     Args:
         module: the attention of a layer, with ``kv_b_proj`` and dims named as in transformers.
@@ -124,7 +124,7 @@ class ModuleHeads:
         self._rank: int = module.kv_lora_rank
         self._nope: int = module.qk_nope_head_dim
         self._value_dim: int = module.v_head_dim
-        self._made: Affine | None = None
+        self._affine_map: Affine | None = None
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         nope, rope = query[..., : self._nope], query[..., self._nope :]
@@ -149,7 +149,7 @@ class ModuleHeads:
         """As ``expand``, of latents ``[B, 1, m, R]`` and rotated keys ``[B, 1, m, r]``."""
         return latent.expand(self._module, latents, rope_keys)
 
-    def expanded_numbers(self, rows: torch.Tensor) -> int:
+    def expanded_elements(self, rows: torch.Tensor) -> int:
         of_head = self._nope + rows.shape[3] - self._rank + self._value_dim
         return self._matrices(rows).shape[0] * of_head
 
@@ -161,6 +161,6 @@ class ModuleHeads:
         return self._affine(like).matrix.reshape(-1, self._nope + self._value_dim, self._rank)
 
     def _affine(self, like: torch.Tensor) -> Affine:
-        if self._made is None:
-            self._made = affine(self._module.kv_b_proj, like, self._rank)
-        return self._made
+        if self._affine_map is None:
+            self._affine_map = affine(self._module.kv_b_proj, like, self._rank)
+        return self._affine_map

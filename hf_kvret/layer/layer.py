@@ -18,7 +18,7 @@ from hf_kvret.contracts.index import Index, Scoring
 from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
-from hf_kvret.layer.layer_kv import LayerKV, MakeStore, saved_rows
+from hf_kvret.layer.layer_kv import LayerKV, MakeStore, kv_to_save, load_kv, saved_rows
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import Subscriber
 from hf_kvret.layer.step import attend_step
@@ -91,11 +91,11 @@ def without_autocast(
     def called(
         self: _Owner, first: torch.Tensor, /, *args: _Params.args, **kwargs: _Params.kwargs
     ) -> _Result:
-        kind = first.device.type
+        device = first.device.type
         # The meta device has no autocast to ask for.
-        if first.is_meta or not torch.is_autocast_enabled(kind):
+        if first.is_meta or not torch.is_autocast_enabled(device):
             return method(self, first, *args, **kwargs)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(device, enabled=False):
             return method(self, first, *args, **kwargs)
 
     return called
@@ -142,7 +142,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.below: RetrievalLayer | None = None
         self.edits = self.final_len = 0
         self.layer_info = LayerInfo()
-        self._given: tuple[int, torch.Size, torch.Size] | None = None
+        self._update_key: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
         self._make_index = make_index
         self.make_store = make_store
@@ -151,9 +151,9 @@ class RetrievalLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the ``LayerKV`` for tokens shaped like these, ``[B, Hkv, *, D]``."""
-        made = self.config, self._make_index(), partial(new_store, LayerReference(self))
-        rows = key_states, value_states
-        self.kv = LayerKV(*made, *rows, self.needs_positions, self._value_in_key)
+        index, store = self._make_index(), partial(new_store, LayerReference(self))
+        rows, options = (key_states, value_states), (self.needs_positions, self._value_in_key)
+        self.kv = LayerKV(self.config, index, store, *rows, *options)
         self.is_initialized = True
 
     def update(
@@ -178,7 +178,7 @@ class RetrievalLayer(CacheLayerMixin):
             self.kv.check_tokens(key_states, value_states)
         self.pending_attention = True
         self.edits += 1
-        self._given = (value_states.data_ptr(), key_states.shape, value_states.shape)
+        self._update_key = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
         setattr(handle, HANDLE, self)
         return handle, value_states
@@ -252,7 +252,7 @@ class RetrievalLayer(CacheLayerMixin):
             raise AttributeError("batch_size")
         return self.kv.batch_size
 
-    # Its steps look at lengths and places, which the compiler would trace anew at every flush.
+    # Its steps look at lengths, which the compiler would trace again at every flush.
     @not_compiled
     @without_autocast
     def attend(
@@ -267,15 +267,15 @@ class RetrievalLayer(CacheLayerMixin):
         """
         if self.kv is None:
             raise RuntimeError("attention came before any update of this layer")
-        if (value.data_ptr(), key.shape, value.shape) != self._given:
+        if (value.data_ptr(), key.shape, value.shape) != self._update_key:
             raise ValueError(
                 "this model changes keys or values between its cache and its attention, so what "
                 "was cached is not what it attends to: use cache_implementation='dynamic'"
             )
-        place = self.kv.window.place
-        if place is not None:
-            # The mask that was captured is of this step alone, the place is filled for each.
-            call = dataclasses.replace(call, scoring=call.scoring.of(place.slots))
+        capture = self.kv.window.capture
+        if capture is not None:
+            # The captured mask is of this step alone; that of ``capture`` is filled for each.
+            call = dataclasses.replace(call, scoring=call.scoring.of(capture.slots))
         rows = self.rows_of(key, value)
         new = query.shape[2]
         past = self.kv.length - (0 if self.pending_attention else new)
@@ -292,16 +292,16 @@ class RetrievalLayer(CacheLayerMixin):
         """Each query retrieves."""
         kv = self.kv
         assert kv is not None, "see attend"
-        asking = call.to_rows(query) if call.makes_rows else query
+        row_query = call.to_rows(query) if call.makes_rows else query
         if self.pending_attention:
             if not kv.built:
                 # Of the prompt alone, as in a fork that was made before.
                 self._settle()
             if kv.watches:
-                self._show(asking, key, call)
+                self._on_forward(row_query, key, call)
             kv.take_step(key, value, call.scoring.valid)
         self._scoring = call.scoring
-        out = attend_step(kv, asking, call, self.subscribers, self.layer_info.number)
+        out = attend_step(kv, row_query, call, self.subscribers, self.layer_info.number)
         out = out.to(query.dtype)
         return call.from_rows(out) if call.makes_rows else out
 
@@ -318,9 +318,9 @@ class RetrievalLayer(CacheLayerMixin):
         assert kv is not None, "see attend"
         as_it_is = not past or call.expands(query.shape[2])
         watched = self.pending_attention and kv.watches
-        asking = call.to_rows(query) if watched or not as_it_is else query
+        row_query = call.to_rows(query) if watched or not as_it_is else query
         if watched:
-            self._show(asking, key, call)
+            self._on_forward(row_query, key, call)
         self._scoring = call.scoring
         # A device attends to a first prompt while the host makes room for it.
         whole = call.prompt() if not past else None
@@ -331,10 +331,10 @@ class RetrievalLayer(CacheLayerMixin):
         self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
         if as_it_is:
             return attend_exactly(kv, query, key, value, past, call).to(query.dtype)
-        out = attend_exactly(kv, asking, key, value, past, call.of_rows())
+        out = attend_exactly(kv, row_query, key, value, past, call.of_rows())
         return call.from_rows(out.to(query.dtype))
 
-    def _show(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
+    def _on_forward(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
         """Pass tokens to an index that watches, and to a store that needs their positions."""
         assert self.kv is not None, "an update has made them"
         try:
@@ -401,11 +401,11 @@ class RetrievalLayer(CacheLayerMixin):
         """Nothing: the store decides where rows live."""
 
     def fork(self) -> Self:
-        """An independent copy that shares the cold part; counts start anew."""
+        """An independent copy that shares the cold part; counts start at 0."""
         if self.pending_attention:
             raise RuntimeError("fork() between update and attention: finish the forward pass first")
-        made = self._make_index, self.make_store, self.needs_positions, self._value_in_key
-        twin = type(self)(self.config, *made)
+        options = self._make_index, self.make_store, self.needs_positions, self._value_in_key
+        twin = type(self)(self.config, *options)
         twin.layer_info = self.layer_info
         self._settle()
         if self.kv is not None:
@@ -441,7 +441,7 @@ class RetrievalLayer(CacheLayerMixin):
         if self.pending_attention:
             raise RuntimeError("save between update and attention: finish the forward pass first")
         self._settle()
-        return {} if self.kv is None else self.kv.state_dict()
+        return {} if self.kv is None else kv_to_save(self.kv)
 
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
@@ -451,7 +451,7 @@ class RetrievalLayer(CacheLayerMixin):
         rows = saved_rows(state, self.config.sink, self._value_in_key, device)
         self.lazy_initialization(*rows)
         if self.kv is not None:
-            self.kv.load_state_dict(state, device, self._query_heads(rows[0]))
+            load_kv(self.kv, state, device, self._query_heads(rows[0]))
 
     def _query_heads(self, keys: torch.Tensor) -> int | None:
         """Query heads for ``keys [B, Hkv, *, D]`` of a saved layer; None where nobody knows.
@@ -486,8 +486,8 @@ class LayerStack:
 
     def __init__(self, layers: list[Any]) -> None:
         self._layers = layers
-        kinds = (RetrievalLayer, DynamicLayer)
-        self._attending = [layer for layer in layers if isinstance(layer, kinds)]
+        attending = (RetrievalLayer, DynamicLayer)
+        self._attending = [layer for layer in layers if isinstance(layer, attending)]
         self.lowest = self._attending[0]
         ours = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
         for layer, below in zip(ours[1:], ours, strict=False):
@@ -499,11 +499,11 @@ class LayerStack:
         """Nothing is under way."""
         self._newest: RetrievalLayer | None = None
         # The newest recurrent layer, below the lowest attention layer, that got tokens this pass.
-        self._ahead: int | None = None
+        self._leading_state: int | None = None
 
     def begin_pass(self) -> None:
         """Note the thread of a new pass; RuntimeError where the last one did not end."""
-        self._ahead = None
+        self._leading_state = None
         if self.fault() is not None:
             self._check_thread()
             self.check_pass()
@@ -521,10 +521,10 @@ class LayerStack:
 
     def note_state(self, number: int) -> None:
         """Note a layer whose state is ahead until the lowest attention layer gets the tokens."""
-        if self._ahead is not None and number < self._ahead:
+        if self._leading_state is not None and number < self._leading_state:
             self.check_pass()
         if number < self._layers.index(self.lowest):
-            self._ahead = number
+            self._leading_state = number
 
     def enter(self, layer: Any, method: str) -> None:
         """Note ``layer`` as the one that gets tokens; ``method`` is the cache's name.
@@ -565,8 +565,8 @@ class LayerStack:
         lengths = [layer.get_seq_length() for layer in self._attending]
         if len(set(lengths)) > 1:
             return f"the layers hold different numbers of tokens ({', '.join(map(str, lengths))})"
-        if self._ahead is not None:
-            return f"the state of layer {self._ahead} is ahead of the layers that attend"
+        if self._leading_state is not None:
+            return f"the state of layer {self._leading_state} is ahead of the layers that attend"
         return None
 
     def _check_thread(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
 from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, blamed_on
 from hf_kvret.contracts.schema import Schema, check_squares, damaged
-from hf_kvret.contracts.state import Tensors
+from hf_kvret.contracts.state import State, Tensors
 from hf_kvret.contracts.store import FirstRows, Store, all_of
 from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.layer.block_sums import BlockSums
@@ -145,10 +145,10 @@ class LayerKV:
         """
         start, end = self.length, self.length + keys.shape[2]
         new_valid = None if valid is None else valid[:, start:end]
-        place = self.window.place
-        if place is not None and new_valid is not None:
+        capture = self.window.capture
+        if capture is not None and new_valid is not None:
             # Replays are for other slots than the captured step, so read the validity by column.
-            new_valid = place.mask.index_select(1, place.column)
+            new_valid = capture.mask.index_select(1, capture.column)
         if self.needs_positions:
             if positions is None:
                 raise ValueError(self.needs_positions)
@@ -326,11 +326,9 @@ class LayerKV:
         ids = ids.expand(self.batch_size, heads, 1, -1).contiguous()
         keys, values = self.store.gather(ids)
         self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), length)
-        self.store.crop(cold)
-        if self.sums is not None:
-            self.sums.crop(cold)
-        if self.index is not None:
-            self.index.crop(cold)
+        for state in (self.store, self.sums, self.index):
+            if state is not None:
+                state.crop(cold)
         # An index without tokens is like a new one: the next prompt builds it.
         self.built = self.built and cold > 0
         self._forget_cold()
@@ -339,14 +337,9 @@ class LayerKV:
     @_keeps_tensors
     def reorder(self, rows: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
-        self.window.reorder(rows)
-        if self.index is not None:
-            self.index.reorder(rows)
-        self.positions.reorder(rows)
-        if self.sums is not None:
-            self.sums.reorder(rows)
-        if self.store is not None:
-            self.store.reorder(rows)
+        for state in (self.window, self.positions, self.index, self.sums, self.store):
+            if state is not None:
+                state.reorder(rows)
         self._forget_cold()
         self.changes += 1
 
@@ -355,24 +348,13 @@ class LayerKV:
         """An independent copy that shares the cold part; ``make_store`` as for a new one."""
         index = None if self.index is None else self.index.fork()
         keys, values = self.window.keys, self.window.values
-        kinds = self.needs_positions, self.window.value_in_key
-        twin = type(self)(self.config, index, make_store, keys, values, *kinds)
+        options = self.needs_positions, self.window.value_in_key
+        twin = type(self)(self.config, index, make_store, keys, values, *options)
         twin.window, twin.positions = self.window.fork(), self.positions.fork()
         twin.store = None if self.store is None else self.store.fork()
         twin.sums = None if self.sums is None else self.sums.fork()
         twin.built, twin._retrievable = self.built, self._retrievable
         return twin
-
-    def state_dict(self) -> Tensors:
-        """See ``kv_to_save``."""
-        return kv_to_save(self)
-
-    @_keeps_tensors
-    def load_state_dict(
-        self, state: Tensors, device: torch.device, query_heads: int | None = None
-    ) -> None:
-        """Become the layer whose ``state_dict`` this is; see ``load_kv``."""
-        load_kv(self, state, device, query_heads)
 
     def new_sums(self) -> BlockSums:
         """Empty sums of tokens like these."""
@@ -438,38 +420,40 @@ def kv_to_save(kv: LayerKV) -> Tensors:
 def saved_rows(
     state: Tensors, sink: int, value_in_key: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[B, Hkv, *, Dk]`` and values of a saved layer's window, for which kv are made.
+    """Keys ``[B, Hkv, *, Dk]`` and values of a saved layer's window, to make a ``LayerKV`` for.
 
     Raises:
         KeyError: names a missing tensor.
         ValueError: they do not fit one another, or ``sink``.
     """
-    sides = [state["window.keys"]] + ([] if value_in_key else [state["window.values"]])
-    schema = Schema(sides[0].dtype, {})
-    for name, side in zip(("keys", "values"), sides, strict=False):
-        schema.check(f"window.{name}", side, f"B H c {name}", schema.dtype)
-        if 0 in (*side.shape[:2], side.shape[3]):
-            raise damaged(f"window.{name} is {list(side.shape)}")
+    names = ("keys",) if value_in_key else ("keys", "values")
+    tensors = [state[f"window.{name}"] for name in names]
+    schema = Schema(tensors[0].dtype, {})
+    for name, tensor in zip(names, tensors, strict=True):
+        schema.check(f"window.{name}", tensor, f"B H c {name}", schema.dtype)
+        if 0 in (*tensor.shape[:2], tensor.shape[3]):
+            raise damaged(f"window.{name} is {list(tensor.shape)}")
     schema.check("window.sink_slots", state["window.sink_slots"], f"B {sink}", torch.int64)
-    keys = sides[0].to(device)
-    values = keys[..., :value_in_key] if value_in_key else sides[1].to(device)
+    keys = tensors[0].to(device)
+    values = keys[..., :value_in_key] if value_in_key else tensors[1].to(device)
     check_dtypes(keys=keys, values=values)
     return keys, values
 
 
+@_keeps_tensors
 def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int | None) -> None:
-    """Make new ``kv`` those whose ``kv_to_save`` is ``state``.
+    """Make ``kv``, which holds nothing, the one whose ``kv_to_save`` is ``state``.
 
-    ``query_heads`` where they are known.
+    ``query_heads`` of the layer, None where they are not known.
 
     Raises:
         KeyError: names a missing tensor.
         ValueError: a tensor does not fit the others.
     """
-    window, rows = _part(state, "window."), _part(state, "store.")
-    strange = state.keys() - {f"{a}.{b}" for a in _PARTS for b in _part(state, f"{a}.")}
-    if strange - {"built"}:
-        raise damaged(f"there is an unknown {min(strange - {'built'})[:80]}")
+    names = {f"{a}.{b}" for a in _PARTS for b in _part(state, f"{a}.")}
+    unknown = state.keys() - names - {"built"}
+    if unknown:
+        raise damaged(f"there is an unknown {min(unknown)[:80]}")
     keys, values = kv.window.keys, kv.window.values
     sizes = {"B": keys.shape[0], "H": keys.shape[1], "D": keys.shape[3], "V": values.shape[3]}
     sizes |= {"S": kv.config.sink, "I": kv.window.value_in_key}
@@ -479,24 +463,19 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
         for name, tensor in state.items():
             if name.startswith(("window.", "store.")) and tensor.is_floating_point():
                 check_squares(name, tensor)
-    with _named("window."):
-        kv.window.check_saved(window, schema)
-        kv.window.load_state_dict(window, device)
-        kv.window.check_loaded(schema)
+    _load("window.", kv.window, state, schema, device)
     _check_room(kv)
     schema = schema.extended({"N": kv.window.start, "T": kv.window.end})
     with _named("index."):
         _load_index(kv, _part(state, "index."), schema, device)
+    rows = _part(state, "store.")
     if not kv.window.start:
         if rows or "built" in state:
             raise damaged("there is a store of a layer without cold tokens")
         return
     nbytes = sum(x.nbytes for x in rows.values())
     store = kv.store = kv.make_store(FirstRows(device, nbytes, rows.get("keys")))
-    with _named("store."):
-        store.check_saved(rows, schema)
-        store.load_state_dict(rows, device)
-        store.check_loaded(schema)
+    _load("store.", store, state, schema, device)
     if len(store) != kv.window.start:
         raise damaged(f"the store has {len(store)} tokens, not {kv.window.start}")
     schema.check("built", state["built"].reshape(-1), "1", torch.bool)
@@ -504,22 +483,18 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
         # A save builds the index.
         raise damaged("built is False")
     kv.built = True
-    sums = _part(state, "rest.")
-    wanted = kv.config.needs_means and kv.config.rest_blocks is None
-    # Of coded rows they are made anew.
-    if sums and wanted and not store.codes_rows:
-        with _named("rest."):
-            kv.sums = kv.new_sums()
-            kv.sums.check_saved(sums, schema)
-            kv.sums.load_state_dict(sums, device)
-            kv.sums.check_loaded(schema)
+    needs_sums = kv.config.needs_means and kv.config.rest_blocks is None
+    # Sums of coded rows are made from what the store reads back.
+    if _part(state, "rest.") and needs_sums and not store.codes_rows:
+        kv.sums = kv.new_sums()
+        _load("rest.", kv.sums, state, schema, device)
 
 
 def _check_room(kv: LayerKV) -> None:
     """ValueError where there is no memory for the window that the saved options ask for."""
     window, length = kv.window, kv.config.sink + kv.most_recent
-    heads = window.keys.shape[:2]
-    nbytes = heads.numel() * length * window.row_dim * window.keys.element_size()
+    row_bytes = window.row_dim * window.keys.element_size()
+    nbytes = window.keys.shape[:2].numel() * length * row_bytes
     if nbytes < _LARGE_WINDOW:
         return
     try:
@@ -548,6 +523,15 @@ def _load_index(kv: LayerKV, index: Tensors, schema: Schema, device: torch.devic
         kv.index.check_saved(index, schema)
         kv.index.load_state_dict(index, device)
         kv.index.check_loaded(schema)
+
+
+def _load(prefix: str, part: State, state: Tensors, schema: Schema, device: torch.device) -> None:
+    """Load the tensors of ``state`` that begin with ``prefix`` into ``part``."""
+    tensors = _part(state, prefix)
+    with _named(prefix):
+        part.check_saved(tensors, schema)
+        part.load_state_dict(tensors, device)
+        part.check_loaded(schema)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ class AttentionCall:
         positions: ``[B, Q]`` integers, RoPE positions of the new tokens; None if not passed.
     """
 
-    # Whether ``keys_and_values`` are made anew, of memory of their own.
+    # Whether ``keys_and_values`` makes tensors with memory of their own.
     makes_rows: ClassVar[bool] = False
 
     scoring: Scoring
@@ -53,8 +53,8 @@ class AttentionCall:
         """What queries as they are attend to, of rows ``[B, Hkv, n, D]``."""
         return keys, values
 
-    def row_numbers(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """Numbers of one token's ``keys_and_values``, of all heads; of any rows like its own."""
+    def row_elements(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Elements of one token's ``keys_and_values``, of all heads; rows are examples."""
         return keys.shape[1] * (keys.shape[3] + values.shape[3])
 
 

@@ -73,7 +73,7 @@ def _attend_on_host(
     and where the rows don't lie where the library reads them.
     """
     window = kv.window
-    if not query.is_cpu or query.dtype != window.keys.dtype or window.place is not None:
+    if not query.is_cpu or query.dtype != window.keys.dtype or window.capture is not None:
         return None
     if PREFERRED.get() is not None or host_step.why_not():
         return None

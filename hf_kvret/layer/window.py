@@ -18,7 +18,7 @@ _STEP = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class Capture:
     """Where the token of a captured step goes, in tensors that are refilled before each replay.
 
     Attributes:
@@ -53,7 +53,7 @@ class Window(State):
     Attributes:
         value_in_key: Dv where values are the first numbers of keys, and not held; else 0.
         sinks_full: whether all sinks of all rows are there.
-        place: set while a decode step is captured. Its tensors then say where the token goes and
+        capture: set while a decode step is captured. Its tensors then say where the token goes and
             which columns count; whole buffers are read, so nothing captured depends on the length.
         host: describes the buffers to the CPU library; None where they are new to it.
     """
@@ -77,7 +77,7 @@ class Window(State):
             self._values = values.new_zeros(batch, heads, sink, values.shape[-1])
         self.sink_slots = torch.full((batch, sink), -1, dtype=torch.long, device=keys.device)
         self.sinks_full = sink == 0
-        self.place: Place | None = None
+        self.capture: Capture | None = None
         self.host: HostWindow | None = None
 
     @property
@@ -103,9 +103,9 @@ class Window(State):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add the newest tokens, ``[B, Hkv, n, D]``."""
-        if self.place is not None:
+        if self.capture is not None:
             for buffer, rows in self._sides(keys, values):
-                buffer.index_copy_(2, self.place.column, rows)
+                buffer.index_copy_(2, self.capture.column, rows)
             self.length += 1
             return
         first = self.sink + self.length
@@ -192,7 +192,7 @@ class Window(State):
 
         While a step is captured, the whole buffers; ``validity`` masks unused columns.
         """
-        if self.place is not None:
+        if self.capture is not None:
             return self.keys, self.values
         part = slice(0, self.sink + self.length)
         return self.keys[:, :, part], self.values[:, :, part]
@@ -203,8 +203,8 @@ class Window(State):
         ``valid [B, T]`` covers all slots up to ``end``; None means that all are valid. With
         ``past``, tokens from that slot on count as not valid.
         """
-        if self.place is not None:
-            return self.place.mask
+        if self.capture is not None:
+            return self.capture.mask
         if valid is None and self.sinks_full and (past is None or past >= self.end):
             return None
         if past is not None:

@@ -51,7 +51,7 @@ class MissedMass(Subscriber):
         """
         if self.exact:
             return makes_estimates(kv.index)
-        return kv.window.place is not None or self._steps % MEASURED_STEPS == 0
+        return kv.window.capture is not None or self._steps % MEASURED_STEPS == 0
 
     def __call__(self, record: StepRecord) -> None:
         """Measure a step that has its ``lse``.
@@ -174,15 +174,15 @@ def missed_logits(
     """
     heads = ids.shape[1]
     valid = cold.valid[:, None, None]
-    # A place more, for ids of -1: as if it were selected.
+    # One element more, for ids of -1: as if it were selected.
     taken = slot_marks(ids, len(cold))
     taken[..., -1:].fill_(True)
     taken[..., :-1].logical_or_(~valid)
     if estimates.ids is None:
         taken = taken[..., :-1]
     else:
-        places = estimates.ids.long().masked_fill(estimates.ids < 0, len(cold))
-        taken = taken.gather(-1, places)
+        columns = estimates.ids.long().masked_fill(estimates.ids < 0, len(cold))
+        taken = taken.gather(-1, columns)
     known = estimates.logits.unflatten(1, (heads, -1))
     known = known.masked_fill(taken.unsqueeze(2), float("-inf"))
     selected = (ids >= 0).sum(-1)

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from hf_kvret.contracts.index import CapturableIndex, capture_obstacle_of
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.layer.window import Place
+from hf_kvret.layer.window import Capture
 from hf_kvret.observe.counters import counters_of
 
 
@@ -58,9 +58,9 @@ class LayerStep:
             return capture_obstacle_of(index) if kv.watches else None
         return capture_obstacle_of(index) or kv.store.capture_obstacle
 
-    def set_place(self, place: Place | None) -> None:
+    def set_capture(self, capture: Capture | None) -> None:
         """Set where the token of a captured step goes; None: behind the others, as usual."""
-        self.kv.window.place = place
+        self.kv.window.capture = capture
 
     def before_capture(self) -> None:
         """Prepare for capturing a step; waits for pending copies."""
@@ -114,13 +114,13 @@ class SlidingStep:
             return False
         return int(layer.keys.shape[-2]) == layer.sliding_window - 1
 
-    def set_place(self, place: Place | None) -> None:
+    def set_capture(self, capture: Capture | None) -> None:
         """None: the step is over; copy its results to where the next one reads."""
         layer = self.layer
-        if place is not None and self._buffers is not None and layer.keys is not self._buffers[0]:
+        if capture is not None and self._buffers is not None and layer.keys is not self._buffers[0]:
             # Usual steps ran in between and replaced the tensors.
             self._buffers = None
-        if place is None and self._buffers is not None:
+        if capture is None and self._buffers is not None:
             keys, values = self._buffers
             keys.copy_(layer.keys)
             values.copy_(layer.values)

@@ -165,7 +165,7 @@ class ResidentStore(WrappedStore):
     # None in a store that was just loaded.
     _buffer: SlotBuffer | None = part(saved=False, optional=True)
     # Whether the buffer has served a step since the rows last changed.
-    _served: bool = number(False, saved=False, anew=True)
+    _served: bool = number(False, saved=False, reset_on_fork=True)
 
     def __init__(self, device: torch.device, slots: int | float = 1.0) -> None:
         super().__init__(PagedStore(HostMemory(device)))

@@ -28,7 +28,7 @@ class Outer(State):
     maybe: Inner | None = part(Inner, key="", optional=True)
     flag: bool = number(False, key="counts")
     ratio: float = number(math.inf, key="counts")
-    uses: int = number(0, saved=False, anew=True)
+    uses: int = number(0, saved=False, reset_on_fork=True)
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options

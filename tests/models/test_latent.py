@@ -138,7 +138,7 @@ def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> N
         weights = expected.softmax(-1)
         means = weights @ rows[..., :16]
         torch.testing.assert_close(heads.leave(means), weights @ values, rtol=1e-4, atol=1e-4)
-    assert heads.expanded_numbers(rows) == 4 * (24 + 16)
+    assert heads.expanded_elements(rows) == 4 * (24 + 16)
 
 
 @pytest.mark.parametrize("questions", [12, 40])

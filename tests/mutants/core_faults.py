@@ -104,7 +104,7 @@ FAULTS = (
     Fault(
         "sinks-counted-as-rest",
         "hf_kvret/layer/block_sums.py",
-        "return marks.scatter_(1, places.masked_fill(outside, length), False)[:, :length]",
+        "return marks.scatter_(1, columns.masked_fill(outside, length), False)[:, :length]",
         "return marks[:, :length]",
     ),
     Fault(
@@ -116,8 +116,8 @@ FAULTS = (
     Fault(
         "cropped-tokens-stay-in-the-sums",
         "hf_kvret/layer/layer_kv.py",
-        "            self.sums.crop(cold)",
-        "            pass",
+        "        for state in (self.store, self.sums, self.index):",
+        "        for state in (self.store, self.index):",
     ),
     Fault(
         "wrong-ids-of-nobody",

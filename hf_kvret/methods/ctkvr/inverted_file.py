@@ -34,8 +34,8 @@ class InvertedFile(State):
 
     queue: CentroidQueue | None = part(lambda: CentroidQueue(0, 0), key="", optional=True)
     listed_len: int = number(0, key="listed", least=0, most="N")
-    list_builds: int = number(0, saved=False, anew=True)
-    keys_scored: int = number(0, saved=False, anew=True)
+    list_builds: int = number(0, saved=False, reset_on_fork=True)
+    keys_scored: int = number(0, saved=False, reset_on_fork=True)
     # Share of the tokens in any list, [B] fp32, at the last check.
     _coverage: torch.Tensor | None = tensor(
         key="covered", optional=True, shared=True, dims="B", dtype=torch.float32

@@ -61,8 +61,8 @@ class LRQKIndex(CapturableIndex, Index):
     _flushed: bool = number(False, key="due")
     # Queries since the last reprojection: drafts must not trigger one every time.
     _since: float = number(math.inf, key="due", least=0)
-    _reprojections: int = number(0, saved=False, anew=True)
-    _reprojected_rows: int = number(0, saved=False, anew=True)
+    _reprojections: int = number(0, saved=False, reset_on_fork=True)
+    _reprojected_rows: int = number(0, saved=False, reset_on_fork=True)
 
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options

@@ -92,7 +92,7 @@ def test_a_record_goes_on_where_it_stopped(tmp_path: Path, tried: list[str]) -> 
     assert tried == ["b", "a", "c"] and said == ["b: equal", "a: equal", "c: equal"]
     assert Record.read(path) == kept and list(json.loads(path.read_text())["types"]) == list("abc")
     assert (kept.setups["c"].torch, kept.trials["c"].rows) == (torch.__version__, [[1, 2, 3]])
-    try_types(["a"], path, anew=True, report=said.append)
+    try_types(["a"], path, reset_on_fork=True, report=said.append)
     assert tried[-1] == "a"
 
 
