@@ -7,6 +7,7 @@ import json
 import lzma
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_kvret.models.compatibility import check_config, head_dims
 
@@ -96,11 +97,13 @@ def test_heads_that_share_a_latent_start_so_too(scripts: Any, tiny_model_dir: Pa
 
 
 def test_every_weight_of_the_latent_model_learns_in_its_way(
-    scripts: Any, tiny_model_dir: Path, tiny_text: Path
+    scripts: Any, tiny_model_dir: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import latent_start
     import training_loop
 
+    # Products in bfloat16 are slow on a CPU.
+    monkeypatch.setattr(torch, "autocast", lambda *_: nullcontext())
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     model = latent_start.build_latent_model(tokenizer).train()
@@ -194,12 +197,23 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     monkeypatch.setattr(script, "LONGEST", 64)
     monkeypatch.setattr(script, "STAGES", ((0, 2, 32), (3 * 64, 1, 64)))
     monkeypatch.setattr(training_loop, "CHECKPOINT_EVERY", 2)
-    recipe = training_loop.Recipe(script.build_books_model, script.Books, muon=script.MUON)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+
+    def build(tokenizer: Any) -> LlamaForCausalLM:
+        return LlamaForCausalLM(config)
+
+    recipe = training_loop.Recipe(build, script.Books, muon=script.MUON)
     args = argparse.Namespace(tokens=6 * 64, lr=2e-2, seed=0)
 
     def run(checkpoint: str, breaks_at: int | None = None) -> Any:
         torch.manual_seed(0)
-        model = script.build_books_model(tokenizer).train()
+        model = build(tokenizer).train()
         draws = script.Books(tokenizer, {"a": text[: 64 * 8]}, 0)
         draw = draws.draw
 
