@@ -151,7 +151,7 @@ def _lrqk(shape: StepShape) -> None:
 
     query = torch.empty(shape.batch, shape.query_heads, 1, LRQK_RANK, device=_META)
     proxies, valid = shape.tokens(LRQK_RANK, dtype=_HALF), shape.valid()
-    triton_scores.top_places(query, proxies, shape.heads, LRQK_K, valid, None, None)
+    triton_scores.top_indices(query, proxies, shape.heads, LRQK_K, valid, None, None)
 
 
 def _a2ats(shape: StepShape) -> None:
@@ -193,7 +193,7 @@ def _flat(shape: StepShape) -> None:
     from hf_kvret_kernels.relevance import triton
 
     scores = torch.empty(shape.batch, shape.query_heads, 1, shape.cold_len, device=_META)
-    triton.top_places(scores, shape.heads, FLAT_K)
+    triton.top_indices(scores, shape.heads, FLAT_K)
 
 
 def _count(shape: StepShape) -> None:

@@ -281,8 +281,8 @@ def sum_up(sums_ptr, partials, CHUNKS: tl.constexpr):
     peaks = tl.full((CHUNKS,), float("-inf"), tl.float32)
     totals = tl.zeros((CHUNKS,), tl.float32)
     for start in range(0, partials, CHUNKS):
-        places = start + tl.arange(0, CHUNKS)
-        part = tl.load(sums_ptr + places, mask=places < partials, other=float("-inf"))
+        indices = start + tl.arange(0, CHUNKS)
+        part = tl.load(sums_ptr + indices, mask=indices < partials, other=float("-inf"))
         peak = tl.maximum(peaks, part)
         base = finite_base(peak)
         totals = totals * tl.exp(peaks - base) + tl.exp(part - base)
@@ -297,29 +297,29 @@ CHANGING_STRIDES = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_tabl
 
 
 @triton.jit
-def selection_place(index, heads, queries):
+def selection_index(index, heads, queries):
     """``(batch row, selecting head, query)`` of selection ``index`` of ``[B, H, Q]``."""
     return index // (queries * heads), (index // queries) % heads, index % queries
 
 
 @triton.jit
 def head_tile(index, heads, queries, TILE: tl.constexpr, TILES: tl.constexpr):
-    """``(batch row, selecting head, query, places [TILE] in its group)`` of a program.
+    """``(batch row, selecting head, query, indices [TILE] in its group)`` of a program.
 
     Programs are ``[B, H, TILES, Q]``; the last tile may reach beyond the group.
     """
-    b, part, q = selection_place(index, heads * TILES, queries)
+    b, part, q = selection_index(index, heads * TILES, queries)
     return b, part // TILES, q, (part % TILES).to(tl.int32) * TILE + tl.arange(0, TILE)
 
 
 @triton.jit
-def load_ids(ids_row, places, inside, stride, tokens):
-    """Ids ``[K]`` at ``places [K]`` int32 of a row whose ids are ``stride`` apart, and a mask.
+def load_ids(ids_row, indices, inside, stride, tokens):
+    """Ids ``[K]`` at ``indices [K]`` int32 of a row whose ids are ``stride`` apart, and a mask.
 
     The mask is False outside ``inside``, for -1, and for what is none of the ``tokens``: such ids
     are never to be followed. They come as uint32: one comparison then finds both ends.
     """
-    ids = tl.load(ids_row + places.to(tl.int64) * stride, mask=inside, other=-1)
+    ids = tl.load(ids_row + indices.to(tl.int64) * stride, mask=inside, other=-1)
     ids = ids.to(tl.uint32, bitcast=True)
     return ids, ids < tokens.to(tl.uint32)
 
@@ -494,7 +494,7 @@ def finish_merge(peak, mass, total):
 
 @triton.jit
 def fill_empty(ids_ptr, first_empty, count, block, blocks, BLOCK: tl.constexpr):
-    """Write -1 to places ``first_empty .. count`` of a row of int32; each block writes a part."""
+    """Write -1 to elements ``first_empty .. count`` of a row of int32; each block writes a part."""
     nothing = tl.full((BLOCK,), -1, tl.int32)
     for start in range(first_empty + block * BLOCK, count, blocks * BLOCK):
         slots = start + tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ from hf_kvret_kernels._triton_shared import (
     TL_DTYPES,
     load_ids,
     row_pointers,
-    selection_place,
+    selection_index,
     side_pointers,
 )
 
@@ -55,7 +55,7 @@ def _gather_kernel(
     DTYPE: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
-    b, h, q = selection_place(index, heads, queries)
+    b, h, q = selection_index(index, heads, queries)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q * stride_ids_q
     inside = columns < count
@@ -152,7 +152,7 @@ def _copy_kernel(
     for index in range(tl.program_id(0), work, tl.num_programs(0)):
         block = index // tiles
         inside = (index % tiles) * TILE + offsets
-        row, head, column = selection_place(block, heads, columns)
+        row, head, column = selection_index(block, heads, columns)
         table_row = table + row.to(tl.int64) * stride_table_b
         page = tl.load(table_row + (first + column).to(tl.int64) * stride_table)
         address = tl.load(page_address + page).to(tl.pointer_type(DTYPE))

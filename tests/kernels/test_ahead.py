@@ -115,7 +115,7 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
         "places of groups",
         39_000,
         (),
-        [functools.partial(relevance.top_places, each, 2, 1000) for each in heads],
+        [functools.partial(relevance.top_indices, each, 2, 1000) for each in heads],
     )
     half = torch.bfloat16
     query, buffer = torch.zeros(2, 8, 1, 128, dtype=half), torch.zeros(2, 2, 800, 128, dtype=half)

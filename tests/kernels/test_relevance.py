@@ -90,7 +90,7 @@ def test_the_tokens_that_matter_most_are_taken(
     backend, device = place
     scores = some_scores(batch, heads * group, queries, tokens).round()
     scores[0, :, 0, tokens // 3 :] = -INF
-    found = relevance.top_places(scores.to(device), heads, count, backend=backend).cpu()
+    found = relevance.top_indices(scores.to(device), heads, count, backend=backend).cpu()
     assert found.shape == (batch, heads, queries, count) and found.dtype == torch.int32
     grouped = scores.unflatten(1, (heads, group)).transpose(2, 3)
     expected = relevance_by_hand(grouped).round(decimals=4)
@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_named() -> None:
         relevance.group_relevance(scores, 3)
     for count in (0, 10):
         with pytest.raises(ValueError, match=f"count={count}: 1 to 9"):
-            relevance.top_places(scores, 2, count)
+            relevance.top_indices(scores, 2, count)
     grouped, ids = scores.view(1, 2, 1, 2, 9), torch.zeros(1, 2, 1, 9, dtype=torch.int32)
     with pytest.raises(ValueError, match="G above 0"):
         relevance.best_ids(grouped[:, :, :, :0], ids, 3)

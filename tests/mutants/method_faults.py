@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "ids-of-another-dtype",
         "hf_kvret/methods/flat/index.py",
-        "return top_places(scores, keys.shape[1], cold.budget)",
-        "return top_places(scores, keys.shape[1], cold.budget).long()",
+        "return top_indices(scores, keys.shape[1], cold.budget)",
+        "return top_indices(scores, keys.shape[1], cold.budget).long()",
     ),
     Fault(
         "padding-selected",

@@ -133,7 +133,7 @@ class PaperLRQKIndex(Index):
             self._omega = self._omega.plus(OmegaProducts.of(keys[:, :, 0], proxies))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        return proxy.top_places(
+        return proxy.top_indices(
             self._solve(query, cold),
             self._proxies.rows,
             query.shape[1],

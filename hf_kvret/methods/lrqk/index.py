@@ -130,7 +130,7 @@ class LRQKIndex(CapturableIndex, Index):
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         proxies, offset = self._query_proxies(query, cold)
-        return proxy.top_places(
+        return proxy.top_indices(
             proxies,
             self._proxies.rows,
             self._heads(),

@@ -72,9 +72,9 @@ def top_keys(
             )
             # Ascending positions: what was found before comes first, and tokens stay in order.
             best = top_k(scores, count)
-            absent, places = best < 0, best.clamp(min=0).long()
-            values[:, :, part] = scores.gather(-1, places).masked_fill_(absent, float("-inf"))
-            older = ids[:, :, part].gather(-1, places.clamp(max=count - 1))
+            absent, indices = best < 0, best.clamp(min=0).long()
+            values[:, :, part] = scores.gather(-1, indices).masked_fill_(absent, float("-inf"))
+            older = ids[:, :, part].gather(-1, indices.clamp(max=count - 1))
             result = torch.where(best < count, older, best + (start - count))
             ids[:, :, part] = result.masked_fill_(absent, -1)
     order = values.sort(dim=-1, descending=True, stable=True).indices
@@ -173,15 +173,15 @@ def _relevance_kernel(
     b, h = index // heads, index % heads
     here = (pair % row_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = here < centroids
-    places = (tl.program_id(0) % key_blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = places < chunk
-    key_rows = key_ptr + b * key_stride_b + h * key_stride_h + places * key_stride_n
+    indices = (tl.program_id(0) % key_blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = indices < chunk
+    key_rows = key_ptr + b * key_stride_b + h * key_stride_h + indices * key_stride_n
     limits = here
     if CAUSAL:
         limits_ptr += b * limits_stride_b
         limits = tl.load(limits_ptr + here * limits_stride_c, mask=row_mask, other=-1)
     valid_ptr += b * valid_stride_b
-    score_mask = counted_keys(valid_ptr, valid_stride_n, limits, start + places, inside, CAUSAL)
+    score_mask = counted_keys(valid_ptr, valid_stride_n, limits, start + indices, inside, CAUSAL)
     query_ptr += b * query_stride_b + h * query_stride_h
     lse_ptr += index * lse_stride_h
     best = tl.full((BLOCK_M, BLOCK_N), float("-inf"), tl.float32)
@@ -197,7 +197,7 @@ def _relevance_kernel(
     best = tl.where(score_mask, best, float("-inf"))
     found_ptr += index * found_stride_h
     tl.store(
-        found_ptr + here[:, None] * found_stride_c + places[None, :],
+        found_ptr + here[:, None] * found_stride_c + indices[None, :],
         best,
         mask=row_mask[:, None] & inside[None, :],
     )
@@ -305,13 +305,13 @@ def _denominators_kernel(
     first = tl.program_id(1) * split_len
     last = tl.minimum(first + split_len, chunk)
     for begin in range(first, last, BLOCK_N):
-        places = (begin + tl.arange(0, BLOCK_N)).to(tl.int64)
-        inside = places < last
-        key_rows = key_ptr + places * key_stride_n
+        tokens = (begin + tl.arange(0, BLOCK_N)).to(tl.int64)
+        inside = tokens < last
+        key_rows = key_ptr + tokens * key_stride_n
         dots = products(
             query_rows, row_mask, key_rows, inside, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT_DTYPE
         )
-        score_mask = counted_keys(valid_ptr, valid_stride_n, limits, start + places, inside, CAUSAL)
+        score_mask = counted_keys(valid_ptr, valid_stride_n, limits, start + tokens, inside, CAUSAL)
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(score_mask, scores, float("-inf"))
         _, _, peak, total = softmax_step(scores, peak, total)
@@ -454,8 +454,8 @@ def _similarity_kernel(
     """The largest cosine of the group, for a block of centroids of one head and all queries."""
     index = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = index // heads, index % heads
-    places = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = places < length
+    indices = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = indices < length
     centroids_ptr += b * stride_b + h * stride_h
     inverse_ptr += b * inverse_stride_b + h * inverse_stride_h
     for start in range(0, queries, BLOCK_Q):
@@ -467,7 +467,7 @@ def _similarity_kernel(
             dots = products(
                 query_ptr + row * D,
                 query_mask,
-                centroids_ptr + places * stride_c + g * stride_g,
+                centroids_ptr + indices * stride_c + g * stride_g,
                 inside,
                 D,
                 BLOCK_D,
@@ -477,12 +477,12 @@ def _similarity_kernel(
             )
             norms = tl.maximum(tl.load(norms_ptr + row, mask=query_mask, other=1.0), 1e-12)
             inverse = tl.load(
-                inverse_ptr + places * inverse_stride_c + g * inverse_stride_g,
+                inverse_ptr + indices * inverse_stride_c + g * inverse_stride_g,
                 mask=inside,
                 other=0.0,
             )
             best = tl.maximum(best, dots / norms[:, None] * inverse[None, :])
-        target = (index * queries + query_index)[:, None] * length + places[None, :]
+        target = (index * queries + query_index)[:, None] * length + indices[None, :]
         tl.store(cosines_ptr + target, best, mask=query_mask[:, None] & inside[None, :])
 
 
@@ -510,18 +510,18 @@ def _take_kernel(
 ):
     """Unpack a chunk of one of ``lists`` lists; ``list_count`` are requested for each head."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < rho
+    indices = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = indices < rho
     b, h = row // list_count // heads, row // list_count % heads
     centroid = tl.load(index_ptr + row)
-    held = places < tl.where((centroid >= 0) & (centroid < lists), rho, 0)
+    held = indices < tl.where((centroid >= 0) & (centroid < lists), rho, 0)
     low_ptr += b * low_stride_b + h * low_stride_h + centroid * low_stride_m
-    ids = tl.load(low_ptr + places * low_stride_r, mask=held, other=0).to(tl.int32) & 65535
+    ids = tl.load(low_ptr + indices * low_stride_r, mask=held, other=0).to(tl.int32) & 65535
     if HAS_HIGH:
         high_ptr += b * high_stride_b + h * high_stride_h + centroid * high_stride_m
-        high = tl.load(high_ptr + places * high_stride_r, mask=held, other=0)
+        high = tl.load(high_ptr + indices * high_stride_r, mask=held, other=0)
         ids = ids | (high.to(tl.int32) << 16)
-    tl.store(ids_ptr + row * rho + places, ids - 1, mask=inside)
+    tl.store(ids_ptr + row * rho + indices, ids - 1, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "queries", "count", "length", "blocks"])
@@ -540,13 +540,13 @@ def _mark_kernel(
 ):
     """The earliest place of each valid token that is named; rows of marks start at ``first``."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + (first + row) * count + places, mask=places < count, other=-1)
+    indices = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + (first + row) * count + indices, mask=indices < count, other=-1)
     id_mask = (ids >= 0) & (ids < length)
     tokens = ids.to(tl.int64)
     valid_ptr += ((first + row) // queries) * valid_stride_b
     id_mask = id_mask & (tl.load(valid_ptr + tokens * valid_stride_n, mask=id_mask, other=0) != 0)
-    tl.atomic_min(marks_ptr + row * length + tokens, places, mask=id_mask, sem="relaxed")
+    tl.atomic_min(marks_ptr + row * length + tokens, indices, mask=id_mask, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first", "count", "length", "blocks"])
@@ -562,13 +562,13 @@ def _keep_kernel(
 ):
     """The ids that stand where their token's mark says; a token that is not valid has none."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < count
-    source = (first + row) * count + places
+    indices = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = indices < count
+    source = (first + row) * count + indices
     ids = tl.load(ids_ptr + source, mask=inside, other=-1)
     id_mask = (ids >= 0) & (ids < length)
     mark = tl.load(marks_ptr + row * length + ids.to(tl.int64), mask=id_mask, other=-1)
-    tl.store(united_ptr + source, tl.where(mark == places, ids, -1), mask=inside)
+    tl.store(united_ptr + source, tl.where(mark == indices, ids, -1), mask=inside)
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,12 +53,12 @@ def code_counts(codes: torch.Tensor, C: int, valid: torch.Tensor | None) -> torc
     B, H, _ = codes.shape
     check_valid_codes(codes, C, valid)
     if valid is None:
-        places, ones = codes.long(), torch.ones_like(codes, dtype=torch.int32)
+        indices, ones = codes.long(), torch.ones_like(codes, dtype=torch.int32)
     else:
         token_mask = valid[:, None].expand_as(codes)
-        places, ones = codes.long().masked_fill(~token_mask, 0), token_mask.int()
+        indices, ones = codes.long().masked_fill(~token_mask, 0), token_mask.int()
     counts = torch.zeros(B, H, C, dtype=torch.int32, device=codes.device)
-    return counts.scatter_add_(2, places, ones)
+    return counts.scatter_add_(2, indices, ones)
 
 
 def best_shares(table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -80,11 +80,11 @@ def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None)
     B, Hq, Q, C = table.shape
     H, n = codes.shape[1:]
     check_valid_codes(codes, C, valid)
-    places = codes.long()
+    indices = codes.long()
     if valid is not None:
-        places = places.masked_fill(~valid[:, None], 0)
+        indices = indices.masked_fill(~valid[:, None], 0)
     groups = table.reshape(B, H, Hq // H * Q, C)
-    scores = groups.gather(3, places[:, :, None].expand(B, H, Hq // H * Q, n))
+    scores = groups.gather(3, indices[:, :, None].expand(B, H, Hq // H * Q, n))
     if valid is not None:
         scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
     return scores.view(B, Hq, Q, n)

@@ -35,7 +35,7 @@ from hf_kvret_kernels._triton_shared import (
     partial_buffers,
     row_pointers,
     score_factors,
-    selection_place,
+    selection_index,
     softmax_step,
     split_plan,
     tile_heads,
@@ -377,7 +377,7 @@ def _copy_kernel(
 ):
     index = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    b, h, q_index = selection_place(index, heads, queries)
+    b, h, q_index = selection_index(index, heads, queries)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     inside = positions < count
     ids, id_mask = load_ids(ids_row, positions, inside, stride_ids_k, tokens)

@@ -99,9 +99,9 @@ def _store_groups(
 ):
     """Store ``codes [ROWS, NUMBERS]`` of the groups that are numbered ``index [ROWS]``."""
     WORDS: tl.constexpr = NUMBERS // PER_WORD
-    row, place = index // row_groups, index % row_groups
+    row, offset = index // row_groups, index % row_groups
     row_words = row_groups * WORDS
-    target = codes_ptr + row * row_words * PLANES + place * WORDS
+    target = codes_ptr + row * row_words * PLANES + offset * WORDS
     target = target[:, None] + tl.arange(0, WORDS)[None, :]
     store_codes(
         target, codes, inside[:, None], row_words, ROWS, NUMBERS, CODE_BITS, PER_WORD, PLANES
@@ -281,9 +281,9 @@ def _decode_kernel(
     SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < groups
-    row, place = index // row_groups, index % row_groups
-    first = codes_ptr + row * codes_stride + place * GROUP_WORDS
-    scales = scales_ptr + row * scales_stride + place * SCALE_BYTES
+    row, offset = index // row_groups, index % row_groups
+    first = codes_ptr + row * codes_stride + offset * GROUP_WORDS
+    scales = scales_ptr + row * scales_stride + offset * SCALE_BYTES
     x = load_numbers(
         first[:, None],
         scales[:, None],

@@ -53,15 +53,15 @@ def _logits_kernel(
     query_heads = h * G + group
     q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
     q = load_rows(q_rows + columns[None, :], group < G, columns, DIM, BLOCK, True).to(tl.float32)
-    place = (b * (heads // SHARE) + h // SHARE) * tokens + r
-    key = tl.load(keys + place * DIM + columns, mask=columns < DIM, other=0.0)
+    offset = (b * (heads // SHARE) + h // SHARE) * tokens + r
+    key = tl.load(keys + offset * DIM + columns, mask=columns < DIM, other=0.0)
     scores = capped_scores(tl.sum(q * key[None, :], axis=1), inner, outer, SOFTCAP)
 
     ids_row = ids_ptr + ((b * heads + h) * queries + q_index) * count
     chosen = tl.zeros([IDS], tl.int32)
     for start in range(0, count, IDS):
-        places = start + tl.arange(0, IDS)
-        ids = tl.load(ids_row + places, mask=places < count, other=-1)
+        indices = start + tl.arange(0, IDS)
+        ids = tl.load(ids_row + indices, mask=indices < count, other=-1)
         own = ids >= 0
         if block_len > 0:
             own = own & (ids // block_len == r)

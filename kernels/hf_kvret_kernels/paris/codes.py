@@ -37,7 +37,7 @@ def rotated_dim(head_dim: int) -> int:
 
 @functools.cache
 def rotation_blocks(dim: int) -> tuple[tuple[int, int], ...]:
-    """First and last + 1 place of each block of a vector of P = ``dim``, the largest first.
+    """First and last + 1 element of each block of a vector of P = ``dim``, the largest first.
 
     Blocks are the powers of two that add up to P: 576 is 512 + 64. Each is rotated by itself.
     """
@@ -51,7 +51,7 @@ def rotation_blocks(dim: int) -> tuple[tuple[int, int], ...]:
 
 @functools.cache
 def rotation_stride(dim: int) -> int:
-    """Place i of the blocks takes coordinate ``i * stride % dim`` of a vector of P = ``dim``.
+    """Element i of the blocks takes coordinate ``i * stride % dim`` of a vector of P = ``dim``.
 
     So each block gets its share of every part of the vector. Parts differ: a latent and a rotated
     key that lie in one row have scales of their own, and a block of one part alone would earn as

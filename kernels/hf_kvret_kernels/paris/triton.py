@@ -211,7 +211,7 @@ def _bonus_kernel(
 ):
     """PART subspaces of one table: their centroids are sorted by similarity.
 
-    They are of the block of DIM places from FIRST on, which is rotated by itself.
+    They are of the block of DIM elements from FIRST on, which is rotated by itself.
     """
     CENTROIDS: tl.constexpr = 1 << M
     WHOLE: tl.constexpr = SUBSPACES * M
@@ -223,19 +223,19 @@ def _bonus_kernel(
         tl.store(histogram_ptr + row * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
         tl.store(tickets_ptr + row, 0)
     ids = tl.arange(0, CENTROIDS)[None, :]
-    place = ((row * WORDS + table // PER_WORD) * SUBSPACES + subspaces) * CENTROIDS
-    points_ptr += place * PER_WORD + table % PER_WORD
+    offset = ((row * WORDS + table // PER_WORD) * SUBSPACES + subspaces) * CENTROIDS
+    points_ptr += offset * PER_WORD + table % PER_WORD
     if table < TABLES:
         source = row * TABLES + table
         if ROTATE:
-            places = tl.arange(0, DIM)[None, :]
-            columns = source_columns(FIRST + places, WHOLE, STRIDE)
+            indices = tl.arange(0, DIM)[None, :]
+            columns = source_columns(FIRST + indices, WHOLE, STRIDE)
             inside = columns < head_dim
             x = tl.load(query_ptr + source * head_dim + columns, mask=inside, other=0.0)
-            x = x.to(tl.float32) * tl.load(signs_ptr + FIRST + places)
+            x = x.to(tl.float32) * tl.load(signs_ptr + FIRST + indices)
             x = walsh_hadamard(x, DIM, LOG_DIM, 1) * scale
-            own = places // (M * PART) == part
-            tl.store(planes_ptr + source * WHOLE + _plane(FIRST + places, WHOLE), x, mask=own)
+            own = indices // (M * PART) == part
+            tl.store(planes_ptr + source * WHOLE + _plane(FIRST + indices, WHOLE), x, mask=own)
             # The program reads what all its threads have written.
             tl.debug_barrier()
         sims = tl.zeros((PART, CENTROIDS), dtype=tl.float32)
@@ -432,9 +432,9 @@ def _collide_kernel(
             valid_ptr, b, tokens, length, valid_stride_b, valid_stride_n, VALID_UNIT
         )
     column = tl.arange(0, CHUNK)[None, :]
-    places = b * sign_stride_b + h * sign_stride_h + tokens.to(tl.int64)[:, None] * BYTES + column
+    indices = b * sign_stride_b + h * sign_stride_h + tokens.to(tl.int64)[:, None] * BYTES + column
     if CHUNK == BYTES:
-        byte = tl.load(sign_ptr + places, mask=inside[:, None], other=0).to(tl.int32)
+        byte = tl.load(sign_ptr + indices, mask=inside[:, None], other=0).to(tl.int32)
 
     best = tl.zeros((BLOCK,), dtype=tl.int32)
     words_ptr += row * WORDS * ENTRIES
@@ -447,7 +447,7 @@ def _collide_kernel(
             # The tables of a whole token don't fit into registers on their way to shared memory.
             for first in range(0, BYTES, CHUNK):
                 here = inside[:, None] & (first + column < BYTES)
-                byte = tl.load(sign_ptr + places + first, mask=here, other=0).to(tl.int32)
+                byte = tl.load(sign_ptr + indices + first, mask=here, other=0).to(tl.int32)
                 entry = first * OF_BYTE + tl.arange(0, OF_CHUNK)
                 table = tl.load(words_ptr + w * ENTRIES + entry, mask=entry < ENTRIES, other=0)
                 total = _add_points(total, table, byte, column, M, BLOCK, CHUNK)
@@ -517,12 +517,12 @@ def _plan(
     for start in range(0, blocks, BLOCKS):
         others = start + tl.arange(0, BLOCKS)
         mask = others < blocks
-        place = reaching_ptr + others * BINS + threshold
-        above = tl.load(place + 1, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
-        equal = tl.load(place, mask=mask, other=0, cache_modifier=".cg").to(tl.int32) - above
-        above_place = before_ptr + 2 * others
-        tl.store(above_place, above_before + tl.cumsum(above, axis=0) - above, mask=mask)
-        tl.store(above_place + 1, equal_before + tl.cumsum(equal, axis=0) - equal, mask=mask)
+        address = reaching_ptr + others * BINS + threshold
+        above = tl.load(address + 1, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
+        equal = tl.load(address, mask=mask, other=0, cache_modifier=".cg").to(tl.int32) - above
+        above_address = before_ptr + 2 * others
+        tl.store(above_address, above_before + tl.cumsum(above, axis=0) - above, mask=mask)
+        tl.store(above_address + 1, equal_before + tl.cumsum(equal, axis=0) - equal, mask=mask)
         above_before += tl.sum(above, axis=0)
         equal_before += tl.sum(equal, axis=0)
 
@@ -612,8 +612,8 @@ def rerank(
         return Estimates(nothing, nothing[..., :1])
     magnitude = codes.magnitude
     # Their words are those of four bytes of signs.
-    places = (*magnitude.stride()[:2], magnitude.storage_offset(), magnitude.data_ptr())
-    in_words = width % 4 == 0 and all(place % 4 == 0 for place in places)
+    layout = (*magnitude.stride()[:2], magnitude.storage_offset(), magnitude.data_ptr())
+    in_words = width % 4 == 0 and all(step % 4 == 0 for step in layout)
     if in_words:
         magnitude = magnitude.view(torch.int32)
     in_chunks = not _is_whole(width) or tables > _TABLES
@@ -709,23 +709,23 @@ def _rerank_kernel(
     byte_ids = byte_ids[None, :, :]
     # Of the first token where there is none: what comes of it is dropped.
     rows = tl.where(id_mask, ids, 0).to(tl.int64)
-    places = rows[:, None, None] * BYTES + byte_ids
+    indices = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
     weight_ptr += b * weight_stride_b + h * weight_stride_h
-    byte = tl.load(sign_ptr + places).to(tl.int32)
+    byte = tl.load(sign_ptr + indices).to(tl.int32)
     if IN_WORDS:
         word = split_words(magnitude_ptr, rows, BYTES, BYTES)
     else:
         word = tl.zeros(SHAPE, dtype=tl.int32)
         for i in tl.static_range(3):
-            part = tl.load(magnitude_ptr + 3 * places + i).to(tl.int32)
+            part = tl.load(magnitude_ptr + 3 * indices + i).to(tl.int32)
             word += part << (8 * i)
     # Of the byte's subspace, or of its two.
-    low = tl.load(weight_ptr + places * PER_BYTE).to(tl.float32)
+    low = tl.load(weight_ptr + indices * PER_BYTE).to(tl.float32)
     high = low
     if PER_BYTE == 2:
-        high = tl.load(weight_ptr + places * 2 + 1).to(tl.float32)
+        high = tl.load(weight_ptr + indices * 2 + 1).to(tl.float32)
 
     pairs = pairs_of_levels(levels_ptr, LEVELS)
     for first in tl.static_range(0, TABLES, 4):
@@ -744,14 +744,14 @@ def _rerank_kernel(
                 v = (level ^ turn).to(tl.float32, bitcast=True)
                 if PER_BYTE == 2:
                     v *= low if half < 2 else high
-                place = q + (2 * half + odd) * BYTES
-                sum0 += v * tl.load(place)
+                address = q + (2 * half + odd) * BYTES
+                sum0 += v * tl.load(address)
                 if first + 1 < TABLES:
-                    sum1 += v * tl.load(place + DIM)
+                    sum1 += v * tl.load(address + DIM)
                 if first + 2 < TABLES:
-                    sum2 += v * tl.load(place + 2 * DIM)
+                    sum2 += v * tl.load(address + 2 * DIM)
                 if first + 3 < TABLES:
-                    sum3 += v * tl.load(place + 3 * DIM)
+                    sum3 += v * tl.load(address + 3 * DIM)
         for g in tl.static_range(4):
             if first + g < TABLES:
                 total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
@@ -770,10 +770,10 @@ def _rerank_kernel(
     tables = tl.arange(0, ROWS)
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score_mask = (tables < TABLES)[:, None] & (slots < count)[None, :]
-    place = scores_ptr + (row * TABLES + tables)[:, None] * count + slots[None, :]
-    scores = tl.load(place, mask=score_mask, other=float("-inf"))
-    place = sums_ptr + (row * TABLES + tables) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(place, log_sum_exps(scores), mask=tables < TABLES)
+    address = scores_ptr + (row * TABLES + tables)[:, None] * count + slots[None, :]
+    scores = tl.load(address, mask=score_mask, other=float("-inf"))
+    address = sums_ptr + (row * TABLES + tables) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(address, log_sum_exps(scores), mask=tables < TABLES)
 
 
 @triton.jit(do_not_specialize=["count", "tokens"])
@@ -824,7 +824,7 @@ def _rerank_wide_kernel(
     byte_ids = byte_ids[None, :, :]
     # Of the first token where there is none: what comes of it is dropped.
     rows = tl.where(id_mask, ids, 0).to(tl.int64)
-    places = rows[:, None, None] * BYTES + byte_ids
+    indices = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
     weight_ptr += b * weight_stride_b + h * weight_stride_h
@@ -841,19 +841,19 @@ def _rerank_wide_kernel(
         q2 = q_ptr + tl.minimum(row * TABLES + first + 2, last) * DIM
         q3 = q_ptr + tl.minimum(row * TABLES + first + 3, last) * DIM
         for start in range(0, BYTES, CHUNK):
-            byte = tl.load(sign_ptr + places + start).to(tl.int32)
+            byte = tl.load(sign_ptr + indices + start).to(tl.int32)
             if IN_WORDS:
                 word = split_words(magnitude_ptr + 3 * (start // 4), rows, BYTES, CHUNK)
             else:
                 word = tl.zeros(SHAPE, dtype=tl.int32)
                 for i in tl.static_range(3):
-                    part = tl.load(magnitude_ptr + 3 * (places + start) + i).to(tl.int32)
+                    part = tl.load(magnitude_ptr + 3 * (indices + start) + i).to(tl.int32)
                     word += part << (8 * i)
             # Of the byte's subspace, or of its two.
-            low = tl.load(weight_ptr + (places + start) * PER_BYTE).to(tl.float32)
+            low = tl.load(weight_ptr + (indices + start) * PER_BYTE).to(tl.float32)
             high = low
             if PER_BYTE == 2:
-                high = tl.load(weight_ptr + (places + start) * 2 + 1).to(tl.float32)
+                high = tl.load(weight_ptr + (indices + start) * 2 + 1).to(tl.float32)
             for half in tl.static_range(4):
                 numbers = tl.reshape((word >> (6 * half)) & (LEVELS * LEVELS - 1), (BLOCK * CHUNK,))
                 pair = tl.reshape(tl.gather(pairs, numbers, 0), SHAPE)
@@ -886,10 +886,10 @@ def _rerank_wide_kernel(
     for start in range(0, TABLES, ROWS):
         tables = start + tl.arange(0, ROWS)
         score_mask = (tables < TABLES)[:, None] & (slots < count)[None, :]
-        place = scores_ptr + (row * TABLES + tables)[:, None] * count + slots[None, :]
-        scores = tl.load(place, mask=score_mask, other=float("-inf"))
-        place = sums_ptr + (row * TABLES + tables) * tl.num_programs(0) + tl.program_id(0)
-        tl.store(place, log_sum_exps(scores), mask=tables < TABLES)
+        address = scores_ptr + (row * TABLES + tables)[:, None] * count + slots[None, :]
+        scores = tl.load(address, mask=score_mask, other=float("-inf"))
+        address = sums_ptr + (row * TABLES + tables) * tl.num_programs(0) + tl.program_id(0)
+        tl.store(address, log_sum_exps(scores), mask=tables < TABLES)
 
 
 @triton.jit

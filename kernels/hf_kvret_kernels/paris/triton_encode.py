@@ -105,22 +105,22 @@ def _rotate_kernel(
     LOG_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """DIM places of a block, from FIRST on, of WHOLE of a rotated vector."""
+    """DIM elements of a block, from FIRST on, of WHOLE of a rotated vector."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    places = FIRST + tl.arange(0, DIM)[None, :]
-    cols = source_columns(places, WHOLE, STRIDE)
+    indices = FIRST + tl.arange(0, DIM)[None, :]
+    cols = source_columns(indices, WHOLE, STRIDE)
     inside = (rows < length) & (cols < head_dim)
     x = tl.load(x_ptr + rows * x_stride + cols * x_stride_d, mask=inside, other=0.0).to(tl.float32)
-    x = walsh_hadamard(x * tl.load(signs_ptr + places), DIM, LOG_DIM, BLOCK) * scale
-    tl.store(out_ptr + rows * WHOLE + places, x, mask=rows < length)
+    x = walsh_hadamard(x * tl.load(signs_ptr + indices), DIM, LOG_DIM, BLOCK) * scale
+    tl.store(out_ptr + rows * WHOLE + indices, x, mask=rows < length)
 
 
 @triton.jit
-def source_columns(places, WHOLE: tl.constexpr, STRIDE: tl.constexpr):
-    """The coordinates that come to ``places`` of the blocks, see ``codes.rotation_stride``."""
-    columns = places
+def source_columns(indices, WHOLE: tl.constexpr, STRIDE: tl.constexpr):
+    """The coordinates that come to ``indices`` of the blocks, see ``codes.rotation_stride``."""
+    columns = indices
     if STRIDE > 1:
-        columns = places * STRIDE % WHOLE
+        columns = indices * STRIDE % WHOLE
     return columns
 
 
@@ -157,15 +157,15 @@ def _encode_kernel(
     LOG_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """DIM places of a block, from FIRST on, of WHOLE of the codes of a block of tokens."""
+    """DIM elements of a block, from FIRST on, of WHOLE of the codes of a block of tokens."""
     BYTES: tl.constexpr = DIM // 8
     SUBSPACES: tl.constexpr = DIM // M
     # 64 bits: a long cache has more elements than 32 bits count.
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    places = FIRST + tl.arange(0, DIM)[None, :]
-    cols = source_columns(places, WHOLE, STRIDE)
+    indices = FIRST + tl.arange(0, DIM)[None, :]
+    cols = source_columns(indices, WHOLE, STRIDE)
     inside = (tokens < length) & (cols < head_dim)
 
     keys_ptr += b * keys_stride_b + h * keys_stride_h
@@ -174,7 +174,7 @@ def _encode_kernel(
     if HAS_MEAN:
         mean_ptr += (b * heads + h) * head_dim
         x -= tl.load(mean_ptr + cols + tokens * 0, mask=inside, other=0.0)
-    x = walsh_hadamard(x * tl.load(signs_ptr + places), DIM, LOG_DIM, BLOCK) * scale
+    x = walsh_hadamard(x * tl.load(signs_ptr + indices), DIM, LOG_DIM, BLOCK) * scale
 
     x_b = tl.reshape(x, (BLOCK, SUBSPACES, M))
     r = tl.sqrt(tl.sum(x_b * x_b, axis=2))
@@ -191,21 +191,21 @@ def _encode_kernel(
     alpha = tl.sum(u * v, axis=2)
     weight = r / tl.where(alpha > 0, alpha, 1.0)
     weight_ptr += b * weight_stride_b + h * weight_stride_h
-    places = tokens * (WHOLE // M) + FIRST // M + tl.arange(0, SUBSPACES)[None, :]
-    tl.store(weight_ptr + places, weight.to(weight_ptr.dtype.element_ty), mask=tokens < length)
+    indices = tokens * (WHOLE // M) + FIRST // M + tl.arange(0, SUBSPACES)[None, :]
+    tl.store(weight_ptr + indices, weight.to(weight_ptr.dtype.element_ty), mask=tokens < length)
 
     bit = tl.arange(0, 8)[None, None, :]
     bits = tl.reshape((x >= 0).to(tl.int32), (BLOCK, BYTES, 8))
     byte = tl.sum(bits << bit, axis=2)
-    places = tokens * (WHOLE // 8) + FIRST // 8 + tl.arange(0, BYTES)[None, :]
+    indices = tokens * (WHOLE // 8) + FIRST // 8 + tl.arange(0, BYTES)[None, :]
     sign_ptr += b * sign_stride_b + h * sign_stride_h
-    tl.store(sign_ptr + places, byte.to(tl.uint8), mask=tokens < length)
+    tl.store(sign_ptr + indices, byte.to(tl.uint8), mask=tokens < length)
 
     word = tl.sum(tl.reshape(level_ids, (BLOCK, BYTES, 8)) << (3 * bit), axis=2)
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
     for i in tl.static_range(3):
         part = ((word >> (8 * i)) & 255).to(tl.uint8)
-        tl.store(magnitude_ptr + 3 * places + i, part, mask=tokens < length)
+        tl.store(magnitude_ptr + 3 * indices + i, part, mask=tokens < length)
 
 
 # Tokens of a program.
@@ -259,8 +259,8 @@ def _count_kernel(
     if HAS_VALID:
         mask_ptr = valid_ptr + b * valid_stride_b + tokens * valid_stride_n
         token_mask = token_mask & (tl.load(mask_ptr, mask=token_mask, other=0) != 0)
-    place = sign_ptr + b * sign_stride_b + h * sign_stride_h + tokens * BYTES + column
-    byte = tl.load(place, mask=token_mask, other=0).to(tl.int32)
+    address = sign_ptr + b * sign_stride_b + h * sign_stride_h + tokens * BYTES + column
+    byte = tl.load(address, mask=token_mask, other=0).to(tl.int32)
     # As many bins again: what is not counted goes to the first of those.
     bins = tl.arange(0, 2 * CENTROIDS)
     counts_ptr += tl.program_id(1).to(tl.int64) * (BYTES * 8 // M) * CENTROIDS

@@ -84,7 +84,7 @@ def _attend_kernel(
         ONCE, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
     )  # fmt: skip
     result, log_total = finish_softmax(acc, peak, total)
-    targets, real = query_places(block, b, h, heads, queries, G, BLOCK_M)
+    targets, real = query_indices(block, b, h, heads, queries, G, BLOCK_M)
     targets = targets * tl.num_programs(2) + split
     value_columns = tl.arange(0, BLOCK_DV)
     tl.store(
@@ -460,18 +460,18 @@ def _visit_keys(
     for start in range(first, last, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         inside = tokens < last
-        place = tl.cast(start, tl.int64)
+        offset = tl.cast(start, tl.int64)
         if VALID:
-            inside = inside & (tl.load(valid_rows + place * STRIDES[2], mask=inside, other=0) != 0)
-        k_place = k_rows + place * STRIDES[0]
-        k = load_rows(k_place, inside, key_columns, MAIN, BLOCK_DK, MASKED)
+            inside = inside & (tl.load(valid_rows + offset * STRIDES[2], mask=inside, other=0) != 0)
+        k_address = k_rows + offset * STRIDES[0]
+        k = load_rows(k_address, inside, key_columns, MAIN, BLOCK_DK, MASKED)
         if IN_KEY:
             v = k
         else:
-            v = load_rows(v_rows + place * STRIDES[1], inside, value_columns, DV, BLOCK_DV, MASKED)
+            v = load_rows(v_rows + offset * STRIDES[1], inside, value_columns, DV, BLOCK_DV, MASKED)
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k).to(DOT_DTYPE), input_precision="ieee")
         if REST:
-            rest = key + (place + rows[:, None]) * STRIDES[0]
+            rest = key + (offset + rows[:, None]) * STRIDES[0]
             rest = _load_rest(rest, inside, DK, MAIN, REST, MASKED)
             rest = tl.trans(rest).to(DOT_DTYPE)
             dots = tl.dot(q_rest.to(DOT_DTYPE), rest, dots, input_precision="ieee")
@@ -525,14 +525,14 @@ def _visit_once(
     tokens = first + tl.arange(0, BLOCK_N)
     inside = tokens < last
     seen = inside
-    place = tl.cast(first, tl.int64)
+    offset = tl.cast(first, tl.int64)
     q = load_rows(q_rows + key_columns[None, :], real, key_columns, MAIN, BLOCK_DK, False)
     if not IN_KEY:
-        v_rows = value + place * STRIDES[1] + rows[:, None] * STRIDES[1] + value_columns[None, :]
+        v_rows = value + offset * STRIDES[1] + rows[:, None] * STRIDES[1] + value_columns[None, :]
         v = load_rows(v_rows, inside, value_columns, DV, BLOCK_DV, True)
     if VALID:
-        seen &= tl.load(valid + place * STRIDES[2] + rows * STRIDES[2], mask=inside, other=0) != 0
-    k_rows = key + place * STRIDES[0] + rows[:, None] * STRIDES[0]
+        seen &= tl.load(valid + offset * STRIDES[2] + rows * STRIDES[2], mask=inside, other=0) != 0
+    k_rows = key + offset * STRIDES[0] + rows[:, None] * STRIDES[0]
     k = load_rows(k_rows + key_columns[None, :], inside, key_columns, MAIN, BLOCK_DK, True)
     if REST:
         q_rest = _load_rest(q_rows, real, DK, MAIN, REST, False)
@@ -660,8 +660,8 @@ def attend_tile(
 
 
 @triton.jit
-def query_places(block, b, h, heads, queries, G: tl.constexpr, ROWS: tl.constexpr):
-    """Places ``[ROWS]`` int64 in ``[B, Hq, Q]`` of a tile's query rows, and which there are."""
+def query_indices(block, b, h, heads, queries, G: tl.constexpr, ROWS: tl.constexpr):
+    """Indices ``[ROWS]`` int64 in ``[B, Hq, Q]`` of a tile's query rows, and which there are."""
     rows = block * ROWS + tl.arange(0, ROWS)
     q_index = rows // G
     return (b * heads * G + h * G + rows % G) * queries + q_index, q_index < queries

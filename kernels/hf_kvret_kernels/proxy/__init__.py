@@ -18,7 +18,7 @@ from hf_kvret_kernels._dispatch import (
 )
 from hf_kvret_kernels.proxy import naive
 
-__all__ = ["MOST_RANK", "ROW_DTYPES", "relevance", "top_places"]
+__all__ = ["MOST_RANK", "ROW_DTYPES", "relevance", "top_indices"]
 
 # A program of the Triton kernel holds whole rows of proxies.
 MOST_RANK = 256
@@ -65,7 +65,7 @@ def relevance(
         return triton_scores.relevance(query, rows, heads, valid, offset, softcap)
 
 
-def top_places(
+def top_indices(
     query: torch.Tensor,
     rows: torch.Tensor,
     heads: int,
@@ -93,11 +93,11 @@ def top_places(
     if not 1 <= count <= rows.shape[2]:
         raise ValueError(f"count={count}: 1 to {rows.shape[2]} of {rows.shape[2]} tokens")
     if choose_backend(backend, query) == "naive":
-        return naive.top_places(query, rows, heads, count, valid, offset, softcap)
+        return naive.top_indices(query, rows, heads, count, valid, offset, softcap)
     from hf_kvret_kernels.proxy import triton_scores
 
     with launching_on(query):
-        return triton_scores.top_places(query, rows, heads, count, valid, offset, softcap)
+        return triton_scores.top_indices(query, rows, heads, count, valid, offset, softcap)
 
 
 def _check(

@@ -30,7 +30,7 @@ def relevance(
     return scores if heads == Hq else group_relevance(scores, heads)
 
 
-def top_places(
+def top_indices(
     query: torch.Tensor,
     rows: torch.Tensor,
     heads: int,
@@ -39,5 +39,5 @@ def top_places(
     offset: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.proxy.top_places``."""
+    """See ``hf_kvret_kernels.proxy.top_indices``."""
     return top_k(relevance(query, rows, heads, valid, offset, softcap), count)

@@ -69,7 +69,7 @@ def relevance(
     return best
 
 
-def top_places(
+def top_indices(
     query: torch.Tensor,
     rows: torch.Tensor,
     heads: int,
@@ -78,7 +78,7 @@ def top_places(
     offset: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.proxy.top_places``."""
+    """See ``hf_kvret_kernels.proxy.top_indices``."""
     scores, lse = _scores(query, rows, heads, valid, offset, softcap)
     if lse is None:
         return top_k(scores, count)
@@ -243,20 +243,20 @@ def _scores_kernel(
     first = tl.program_id(0) * BLOCK_N
     batch = tl.program_id(2).to(tl.int64)
     index = batch * tl.num_programs(1) + tl.program_id(1)
-    places = tl.arange(0, BLOCK_N)
+    indices = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_R)
-    inside = places < length - first
+    inside = indices < length - first
     token_mask = inside
     if HAS_VALID:
         mask_ptr = valid_ptr + batch * valid_stride_b * VALID_UNIT
-        mask_ptr += first.to(tl.int64) * valid_stride_n + places.to(tl.int64) * valid_stride_n
+        mask_ptr += first.to(tl.int64) * valid_stride_n + indices.to(tl.int64) * valid_stride_n
         end = tl.cdiv(length, VALID_UNIT) * VALID_UNIT
-        valid = tl.load(mask_ptr, mask=places < end - first, other=0)
+        valid = tl.load(mask_ptr, mask=indices < end - first, other=0)
         token_mask = token_mask & (valid != 0)
     rows_ptr += batch * rows_stride_b + tl.program_id(1).to(tl.int64) * rows_stride_f
     rows_ptr = tl.multiple_of(rows_ptr + first.to(tl.int64) * R, ALIGN)
     mask = inside[:, None] & (columns < R)[None, :]
-    proxies = tl.load(rows_ptr + (places[:, None] * R + columns[None, :]), mask=mask, other=0)
+    proxies = tl.load(rows_ptr + (indices[:, None] * R + columns[None, :]), mask=mask, other=0)
     for start in tl.range(0, readers, BLOCK_M, num_stages=1):
         readers_here = start + tl.arange(0, BLOCK_M)
         reader_mask = readers_here < readers
@@ -273,7 +273,7 @@ def _scores_kernel(
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(token_mask[None, :], scores, float("-inf"))
         tl.store(
-            scores_ptr + first + target[:, None] * length + places[None, :],
+            scores_ptr + first + target[:, None] * length + indices[None, :],
             scores,
             mask=reader_mask[:, None] & inside[None, :],
         )
@@ -295,13 +295,13 @@ def _total_kernel(sums_ptr, lse_ptr, blocks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, blocks, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        part = tl.load(sums_ptr + row * blocks + places, mask=places < blocks, other=float("-inf"))
+        block = start + tl.arange(0, BLOCK)
+        part = tl.load(sums_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
         peaks = tl.maximum(peaks, part)
     base = finite_base(tl.max(peaks, 0))
     totals = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, blocks, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        part = tl.load(sums_ptr + row * blocks + places, mask=places < blocks, other=float("-inf"))
+        block = start + tl.arange(0, BLOCK)
+        part = tl.load(sums_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
         totals += tl.exp(part - base)
     tl.store(lse_ptr + row, log_total(base, tl.sum(totals, 0)))

@@ -17,7 +17,7 @@ from hf_kvret_kernels._dispatch import (
 )
 from hf_kvret_kernels.relevance import naive
 
-__all__ = ["best_ids", "count_ids", "group_relevance", "top_places"]
+__all__ = ["best_ids", "count_ids", "group_relevance", "top_indices"]
 
 
 def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") -> torch.Tensor:
@@ -43,7 +43,7 @@ def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") 
         return triton.group_relevance(scores, heads)
 
 
-def top_places(
+def top_indices(
     scores: torch.Tensor, heads: int, count: int, *, backend: str = "auto"
 ) -> torch.Tensor:
     """``[B, H, Q, count]`` int32: places of the tokens that matter most to a group's heads.
@@ -63,11 +63,11 @@ def top_places(
     if not 1 <= count <= scores.shape[-1]:
         raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
     if choose_backend(backend, scores) == "naive":
-        return naive.top_places(scores, heads, count)
+        return naive.top_indices(scores, heads, count)
     from hf_kvret_kernels.relevance import triton
 
     with launching_on(scores):
-        return triton.top_places(scores, heads, count)
+        return triton.top_indices(scores, heads, count)
 
 
 def best_ids(

@@ -22,8 +22,8 @@ def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
     return log_shares(scores).view(B, heads, Hq // heads, Q, n).amax(dim=2)
 
 
-def top_places(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
-    """See ``hf_kvret_kernels.relevance.top_places``."""
+def top_indices(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
+    """See ``hf_kvret_kernels.relevance.top_indices``."""
     return top_k(group_relevance(scores, heads), count)
 
 

@@ -36,8 +36,8 @@ def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tenso
     return top_k.best_ids(scores, count, ids, _chunk_sums(scores))
 
 
-def top_places(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
-    """See ``hf_kvret_kernels.relevance.top_places``."""
+def top_indices(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
+    """See ``hf_kvret_kernels.relevance.top_indices``."""
     if scores.shape[1] == heads:
         return top_k.top_k(scores, count)
     scores = scores.contiguous()
@@ -151,13 +151,13 @@ def _share_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < length
-    places = tl.arange(0, CHUNKS)
+    indices = tl.arange(0, CHUNKS)
     first = (row // queries) * G * queries + row % queries
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for g in range(G):
         source = first + g * queries
         sums_row = sums_ptr + source * chunks
-        part = tl.load(sums_row + places, mask=places < chunks, other=float("-inf"))
+        part = tl.load(sums_row + indices, mask=indices < chunks, other=float("-inf"))
         scores = tl.load(scores_ptr + source * length + tokens, mask=inside, other=float("-inf"))
         best = best_share(best, scores, log_sum_exp(part))
     tl.store(best_ptr + row * length + tokens, best, mask=inside)
@@ -166,6 +166,6 @@ def _share_kernel(
 @triton.jit(do_not_specialize=["length"])
 def _count_kernel(ids_ptr, total_ptr, stride, length, BLOCK: tl.constexpr):
     """How many of a block are not -1, added to the total."""
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + places.to(tl.int64) * stride, mask=places < length, other=-1)
+    indices = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + indices.to(tl.int64) * stride, mask=indices < length, other=-1)
     tl.atomic_add(total_ptr, tl.sum((ids >= 0).to(tl.int64), axis=0), sem="relaxed")

@@ -84,7 +84,7 @@ def assign(
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Returns:
-        ``places [B, H, R]`` int32, the slot of each request, -1 for none; and
+        ``indices [B, H, R]`` int32, the slot of each request, -1 for none; and
         ``fetched [B, H, R]`` int32, the slot that is to be filled with this request's row, -1
         where the row is there or another request for the same token fills it.
 

@@ -32,12 +32,12 @@ _NEVER = tl.constexpr(2**31 - 1)
 def assign(slots: SlotMap, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.resident.assign``."""
     batch, heads, count = ids.shape
-    places = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    fetch_slots = torch.empty_like(places)
+    indices = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    fetch_slots = torch.empty_like(indices)
     slots.clock.add_(1)
     if ids.numel() == 0:
-        return places, fetch_slots
-    victims = torch.empty_like(places)
+        return indices, fetch_slots
+    victims = torch.empty_like(indices)
     _assign_kernel[(batch * heads,)](
         ids,
         slots.table,
@@ -45,7 +45,7 @@ def assign(slots: SlotMap, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor
         slots.stamp,
         slots.clock,
         victims,
-        places,
+        indices,
         fetch_slots,
         *ids.stride(),
         *slots.table.stride()[:2],
@@ -58,7 +58,7 @@ def assign(slots: SlotMap, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor
         num_warps=_WARPS,
         enable_fp_fusion=True,
     )
-    return places, fetch_slots
+    return indices, fetch_slots
 
 
 def fetch(

@@ -35,7 +35,7 @@ from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention.triton import (
     TilePlan,
     attend_tile,
-    query_places,
+    query_indices,
     tile_constants,
     tile_numbers,
     tile_plan,
@@ -114,12 +114,12 @@ def _finish_kernel(
     block, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     b, h = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
-    rows, row_mask = query_places(block, b, h, heads, queries, G, ROWS)
+    rows, row_mask = query_indices(block, b, h, heads, queries, G, ROWS)
     columns = tl.arange(0, BLOCK_DV)
 
     program = (split * tl.num_programs(1) + pair) * tl.num_programs(0) + block
-    places = program * IDS + tl.arange(0, IDS)
-    ids = tl.load(ids_ptr + places, mask=places < count, other=-1)
+    indices = program * IDS + tl.arange(0, IDS)
+    ids = tl.load(ids_ptr + indices, mask=indices < count, other=-1)
     first = split * share
     last = tl.minimum(first + share, other_splits)
     logs, means = load_partials(
@@ -137,7 +137,7 @@ def _finish_kernel(
         near, near_peak * LN_2, near_mass, peak, mass, total, ROWS, BLOCK_M, BLOCK_DV
     )
 
-    tile_rows, tile_mask = query_places(block, b, h, heads, queries, G, BLOCK_M)
+    tile_rows, tile_mask = query_indices(block, b, h, heads, queries, G, BLOCK_M)
     targets = tile_rows * splits + split
     tl.store(
         outs + targets[:, None] * DV + columns[None, :],
@@ -150,10 +150,10 @@ def _finish_kernel(
         _count(ids, ids_ptr, selected_ptr, (program + programs) * IDS, count, programs * IDS, IDS)
     # All threads' stores come before the ticket, which the last program takes after all others.
     tl.debug_barrier()
-    place = tickets + pair * tl.num_programs(0) + block
-    ticket = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu")
+    address = tickets + pair * tl.num_programs(0) + block
+    ticket = tl.atomic_add(address, 1, sem="acq_rel", scope="gpu")
     if ticket == splits - 1:
-        tl.store(place, 0)
+        tl.store(address, 0)
         _merge_own(
             outs, lses, sinks_ptr, mean_logits, mean_values, out_ptr, lse_ptr, rows, row_mask,
             h * G + (block * ROWS + tl.arange(0, ROWS)) % G,
@@ -244,8 +244,8 @@ def _count(ids, ids_ptr, selected_ptr, first, count, step, IDS: tl.constexpr):
     """How many of ``ids [IDS]``, and of blocks from ``first`` on, are not -1, added to a total."""
     found = (ids >= 0).to(tl.int32)
     for start in range(first, count, step):
-        places = start + tl.arange(0, IDS)
-        more = tl.load(ids_ptr + places, mask=places < count, other=-1)
+        indices = start + tl.arange(0, IDS)
+        more = tl.load(ids_ptr + indices, mask=indices < count, other=-1)
         found += (more >= 0).to(tl.int32)
     tl.atomic_add(selected_ptr, tl.sum(found, axis=0).to(tl.int64), sem="relaxed")
 

@@ -208,10 +208,10 @@ def _top_k_at_once(
     blocks = triton.cdiv(length, size.block)
     # Of each block's best.
     orders = torch.empty(*lead, blocks, count, dtype=torch.int32, device=device)
-    places = torch.empty_like(orders)
+    indices = torch.empty_like(orders)
     if tickets is None:
         tickets = torch.zeros(lead, dtype=torch.int32, device=device)
-    written = out, orders, places, tickets
+    written = out, orders, indices, tickets
     launch = _single_launch(scores, ids, sums, written, length, count, size)
     # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
     launch.kernel[(batch * heads * queries, blocks)](*launch.arguments, **launch.constants)
@@ -364,10 +364,10 @@ def _best_kernel(
     """A block of the candidates of one selection, scored by G query heads."""
     row = tl.program_id(0).to(tl.int64)
     block, blocks = tl.program_id(1), tl.num_programs(1)
-    places = block * BLOCK + tl.arange(0, BLOCK)
-    inside = places < length
+    indices = block * BLOCK + tl.arange(0, BLOCK)
+    inside = indices < length
     scores_ptr += (row // queries // heads) * stride_b + (row // queries % heads) * stride_h
-    scores_ptr += (row % queries) * stride_q + places.to(tl.int64) * stride_n
+    scores_ptr += (row % queries) * stride_q + indices.to(tl.int64) * stride_n
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for g in range(G):
         score = tl.load(scores_ptr, mask=inside, other=float("-inf"))
@@ -381,7 +381,7 @@ def _best_kernel(
     selection, slots, taken = choose(order, count)
     start = (row * blocks + block) * count
     tl.store(orders_ptr + start + slots, order, mask=selection)
-    tl.store(places_ptr + start + slots, places, mask=selection)
+    tl.store(places_ptr + start + slots, indices, mask=selection)
     own = tl.arange(0, BLOCK)
     nothing = tl.full((BLOCK,), NOTHING, tl.int32)
     tl.store(orders_ptr + start + own, nothing, mask=(own >= taken) & (own < count))
@@ -430,10 +430,10 @@ def _bins_of(order):
 
 
 @triton.jit
-def _load_orders(orders_ptr, row, places, length, units, UNIT: tl.constexpr):
+def _load_orders(orders_ptr, row, indices, length, units, UNIT: tl.constexpr):
     """Of these places of a row; ``NOTHING`` behind its end."""
-    orders_ptr += row * units * UNIT + places
-    return tl.load(orders_ptr, mask=places < units * UNIT, other=NOTHING)
+    orders_ptr += row * units * UNIT + indices
+    return tl.load(orders_ptr, mask=indices < units * UNIT, other=NOTHING)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -466,9 +466,9 @@ def _count_kernel(
     """Orders of a block of a row, and how many lie in each bin."""
     row = tl.program_id(0).to(tl.int64)
     b, h, q = row // queries // heads, row // queries % heads, row % queries
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < length
-    scores_ptr += b * stride_b + h * stride_h + q * stride_q + places.to(tl.int64) * stride_n
+    indices = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = indices < length
+    scores_ptr += b * stride_b + h * stride_h + q * stride_q + indices.to(tl.int64) * stride_n
     sums_ptr += b * sum_stride_b + h * sum_stride_h + q * sum_stride_q
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for _ in range(G):
@@ -480,7 +480,7 @@ def _count_kernel(
             best = best_share(best, score, sum_up(sums_ptr, chunks, CHUNKS))
             sums_ptr += sum_stride_g
     order = order_of(best)
-    tl.store(orders_ptr + row * units * UNIT + places, order, mask=places < units * UNIT)
+    tl.store(orders_ptr + row * units * UNIT + indices, order, mask=indices < units * UNIT)
 
     bins = tl.arange(0, _BINS)
     bin_counts = tl.histogram(_bins_of(order), _BINS)
@@ -522,8 +522,8 @@ def _border_kernel(
     """Places of a block in the threshold's bin, and how many of it lie above."""
     row = tl.program_id(0).to(tl.int64)
     block, blocks = tl.program_id(1), tl.num_programs(1)
-    places = block * BLOCK + tl.arange(0, BLOCK)
-    order = _load_orders(orders_ptr, row, places, length, units, UNIT)
+    indices = block * BLOCK + tl.arange(0, BLOCK)
+    order = _load_orders(orders_ptr, row, indices, length, units, UNIT)
     border = tl.load(plan_ptr + row * _PLAN)
     bins = tl.where(order == NOTHING, -2, _bins_of(order))
     before_ptr += row * blocks
@@ -536,7 +536,7 @@ def _border_kernel(
         # In the order of arrival, on which nothing depends.
         ahead = tl.atomic_add(counters_ptr + 2, number, sem="relaxed")
         slots = ahead + tl.cumsum(on_border, axis=0) - on_border
-        tl.store(border_ptr + slots, places, mask=on_border > 0)
+        tl.store(border_ptr + slots, indices, mask=on_border > 0)
     # All that the program has written is there for whoever takes a later ticket.
     tl.debug_barrier()
     if tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == blocks - 1:
@@ -579,10 +579,10 @@ def _settle(
         for start in range(0, number, CHUNK):
             here = start + tl.arange(0, CHUNK)
             inside = here < number
-            places = tl.load(border_ptr + here, mask=inside, other=0, cache_modifier=".cg")
-            order = tl.load(orders_ptr + places, mask=inside, other=NOTHING)
-            taken = inside & ((order > threshold) | ((order == threshold) & (places <= last)))
-            tl.atomic_add(before_ptr + places // BLOCK, 1, mask=taken, sem="relaxed")
+            indices = tl.load(border_ptr + here, mask=inside, other=0, cache_modifier=".cg")
+            order = tl.load(orders_ptr + indices, mask=inside, other=NOTHING)
+            taken = inside & ((order > threshold) | ((order == threshold) & (indices <= last)))
+            tl.atomic_add(before_ptr + indices // BLOCK, 1, mask=taken, sem="relaxed")
         tl.debug_barrier()
     tl.store(plan_ptr + 3, threshold)
     tl.store(plan_ptr + 4, last)
@@ -618,12 +618,12 @@ def _highest(
         for start in range(0, number, CHUNK):
             here = start + tl.arange(0, CHUNK)
             inside = here < number
-            places = tl.load(border_ptr + here, mask=inside, other=0, cache_modifier=".cg")
-            order = tl.load(orders_ptr + places, mask=inside, other=NOTHING)
+            indices = tl.load(border_ptr + here, mask=inside, other=0, cache_modifier=".cg")
+            order = tl.load(orders_ptr + indices, mask=inside, other=NOTHING)
             key = order
             if BY_PLACE:
                 inside = inside & (order == threshold)
-                key = -1 - places
+                key = -1 - indices
             key = key.to(tl.uint32, bitcast=True) ^ 0x80000000
             if level > 0:
                 inside = inside & ((key >> (32 - 8 * level)) == prefix)
@@ -658,17 +658,17 @@ def _compact_kernel(
     """Places of a block that are taken, behind those of the blocks before it."""
     row = tl.program_id(0).to(tl.int64)
     block, blocks = tl.program_id(1), tl.num_programs(1)
-    places = block * BLOCK + tl.arange(0, BLOCK)
-    order = _load_orders(orders_ptr, row, places, length, units, UNIT)
+    indices = block * BLOCK + tl.arange(0, BLOCK)
+    order = _load_orders(orders_ptr, row, indices, length, units, UNIT)
     plan_ptr += row * _PLAN
     threshold, last = tl.load(plan_ptr + 3), tl.load(plan_ptr + 4)
-    selection = (order > threshold) | ((order == threshold) & (places <= last))
+    selection = (order > threshold) | ((order == threshold) & (indices <= last))
     selection = selection & (order != NOTHING)
     taken = selection.to(tl.int32)
     slots = tl.load(before_ptr + row * blocks + block) + tl.cumsum(taken, axis=0) - taken
-    result = places
+    result = indices
     if HAS_IDS:
-        result = tl.load(ids_ptr + row * length + places, mask=selection, other=-1)
+        result = tl.load(ids_ptr + row * length + indices, mask=selection, other=-1)
     out_ptr += row * count
     tl.store(out_ptr + slots, result, mask=selection)
     fill_empty(out_ptr, tl.load(plan_ptr + 2), count, block, blocks, BLOCK)

@@ -121,7 +121,7 @@ def test_nothing_is_reported_of_a_way_that_is_wrong_and_others_go_on(
     [
         (["--ops", "codebook.encod"], "--ops codebook.encod: choose of codebook.encode, "),
         (["--ops", ","], "--ops is empty"),
-        (["--ops", "proxy,proxy.top_places"], "proxy.top_places is named twice"),
+        (["--ops", "proxy,proxy.top_indices"], "proxy.top_indices is named twice"),
         (["--backends", "cuda"], "--backends: unknown: cuda; choose among auto, naive, triton"),
         (["--backends", ","], "--backends: none is named"),
         (["--backends", "triton"], "--backends triton: on cpu these operations have "),

@@ -34,7 +34,7 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         for name in ("encode", "score_table", "lookup_scores")
     },
     "codebook.lookup": ("a2ats", {"budget_of": "union"}, (f"{KERNELS}codebook.lookup",)),
-    "proxy.top_places": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.top_places",)),
+    "proxy.top_indices": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.top_indices",)),
     "top_k": ("a2ats", {}, ("hf_kvret.methods.a2ats.index.top_k", "kernel_codebook.top_k")),
     "centroid.top_keys": ("ctkvr", {}, (f"{KERNELS}centroid.key_lists",)),
     "centroid.similarity": ("ctkvr", {}, (f"{KERNELS}centroid.similarity",)),

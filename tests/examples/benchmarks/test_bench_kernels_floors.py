@@ -35,7 +35,7 @@ COUNTED = {
     "codebook.score_table": Work(12 * 64 + 3 * 32 * 32, 12 * 32 * 4, 12 * 32 * 16),
     "codebook.lookup": Work(12 * 32 * 4 + 600 * 2 + 200, 1200 * 4),
     "codebook.lookup_scores": Work(12 * 32 * 4 + 600 * 2 + 200, 600 * 4),
-    "proxy.top_places": Work(600 * 8 + 12 * 16 + 200, 60 * 4, 1200 * 4),
+    "proxy.top_indices": Work(600 * 8 + 12 * 16 + 200, 60 * 4, 1200 * 4),
     "top_k": Work(600 * 4, 60 * 4),
     # 6 centroids of 2 heads for each KV head, lists of 25.
     "centroid.top_keys": Work(600 * 32 + 72 * 32 + 200, 36 * 25 * 4, 72 * 100 * 16),
