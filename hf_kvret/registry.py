@@ -50,7 +50,7 @@ from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.models.compatibility import check_model, text_key
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
 from hf_kvret.replay import DecodeGraph
-from hf_kvret_model_patches import decode_graph, generation, latent, mappings, passes
+from hf_kvret_model_patches import generation, latent, mappings
 
 # The attention implementation that `generate` switches a model to. A model loaded with a method's
 # name as its attention implementation uses that method's cache by default.
@@ -93,9 +93,16 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
     for name in (ATTENTION_NAME, *_methods):
         mappings.add(name, retrieval_attention, retrieval_mask)
         OUR_NAMES.add(name)
-    generation.apply(tuple(_methods), _prepare_cache, _refuse_batch, _around_generate, name_cache)
-    decode_graph.apply(_decode_call)
-    passes.apply(keep_cache, check_pass)
+    hooks = generation.Hooks(
+        name_arguments=name_cache,
+        around=_around_generate,
+        prepare_cache=_prepare_cache,
+        check_batch=_refuse_batch,
+        before_pass=keep_cache,
+        after_pass=check_pass,
+        choose_call=_decode_call,
+    )
+    generation.apply(tuple(_methods), hooks)
 
 
 def unregister() -> None:
@@ -107,8 +114,6 @@ def unregister() -> None:
     for model in list(_attached):
         restore(model)
     generation.restore()
-    decode_graph.restore()
-    passes.restore()
     latent.restore()
     for name in (ATTENTION_NAME, *_methods):
         mappings.remove(name)

@@ -317,6 +317,8 @@ class _Rotation(NamedTuple):
 class _Frame:
     """What hooks saw since an attention module was entered."""
 
+    is_latent = False
+
     def __init__(self, layer: int, module: nn.Module, callback: Callback, hidden: object) -> None:
         self.module: Any = module
         self.owner = f"layer {layer} ({type(module).__name__})"
@@ -382,8 +384,7 @@ class _Frame:
         tables = (None, None) if self.rotation is None else (self.rotation.cos, self.rotation.sin)
         tensors = *self._tokens(query, key, value), *tables, self.hidden, position_ids
         detached: list[Any] = [None if x is None else x.detach() for x in tensors]
-        module = self.module if isinstance(self, _LatentFrame) else None
-        self._report(LayerTokens(*detached, latent=module))
+        self._report(LayerTokens(*detached, self.module if self.is_latent else None))
 
     def _tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -427,6 +428,7 @@ class _LatentFrame(_Frame):
         latents: keys and values were made of them.
     """
 
+    is_latent = True
     latents: torch.Tensor | None = None
 
     def _before(
