@@ -383,8 +383,8 @@ class _Frame:
         self.has_attended = True
         tables = (None, None) if self.rotation is None else (self.rotation.cos, self.rotation.sin)
         tensors = *self._tokens(query, key, value), *tables, self.hidden, position_ids
-        detached: list[Any] = [None if x is None else x.detach() for x in tensors]
-        self._report(LayerTokens(*detached, self.module if self.is_latent else None))
+        values: list[Any] = [None if x is None else x.detach() for x in tensors]
+        self._report(LayerTokens(*values, *([self.module] if self.is_latent else [])))
 
     def _tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
