@@ -83,8 +83,7 @@ class ShardWriter:
         # safetensors gives its files to their owner alone; the folder has the rights of the umask.
         path.chmod(self._folder.stat().st_mode & 0o666)
         version = secrets.token_hex(VERSION_LEN // 2)
-        with path.open("rb+") as file:
-            self.files.append(self._replacement.keep(file, version, SUFFIX))
+        self.files.append(self._replacement.keep(path, version, SUFFIX))
 
     def _alone(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, contiguous, with memory that no other of the shard has."""
