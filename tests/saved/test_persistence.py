@@ -368,6 +368,5 @@ def test_a_missing_tensor_is_named(
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "gemma3", "smollm3"])
 def test_another_models_shape_is_refused(saved: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="was saved from another model") as raised:
+    with pytest.raises(ValueError, match=rf"saved from another model: made for a llama .* {name}"):
         FlatKVCache.from_pretrained(saved, MODELS[name].config())
-    assert "this model" in str(raised.value)
