@@ -60,7 +60,7 @@ class RetrievalCache(Cache):
     Attributes:
         stack: the layers, and the forward pass under way.
         identity: the model that filled it; None while it is empty, and where nobody saw which.
-        met: identity of the model that was last compared with it.
+        last_identity: that of the model that was last compared with it.
         tokens: ids of the tokens in it, as far as it saw them.
         model_state: what the model must keep of the conversation in its next pass.
 
@@ -100,7 +100,7 @@ class RetrievalCache(Cache):
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
         self.identity: CacheIdentity | None = None
-        self.met: CacheIdentity | None = None
+        self.last_identity: CacheIdentity | None = None
         self.tokens = TokenRecord()
         self.model_state = ModelState()
         super().__init__(layers=layers)
@@ -223,9 +223,9 @@ class RetrievalCache(Cache):
         if not self.get_seq_length():
             self.forget_origin()
             self.identity = current
-        elif self.identity is not None and current is not self.met:
+        elif self.identity is not None and current is not self.last_identity:
             check_identity(self.identity, current, owner)
-        self.met = current
+        self.last_identity = current
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""

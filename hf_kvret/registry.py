@@ -14,18 +14,16 @@ from transformers import PreTrainedModel
 
 from hf_kvret.attention.attention import retrieval_attention
 from hf_kvret.attention.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
-from hf_kvret.attention.cache_use import (
-    check_end,
-    check_foreign,
-    check_pass,
-    keep_cache,
-    log_dense,
-)
 from hf_kvret.attention.call_checks import (
     check_call,
+    check_end,
+    check_foreign,
     check_one_cache,
     check_options_are_read,
+    check_pass,
     check_shapes,
+    keep_cache,
+    log_dense,
 )
 from hf_kvret.attention.masks import retrieval_mask
 from hf_kvret.attention.model_state import (

@@ -111,7 +111,7 @@ def _begin(
     is_step = start > 0 and given is not None and given.shape[1] == 1
     if is_step and record.checked_owner() is module:
         return
-    is_known = cache.met is not None and newest_identity(module) is cache.met
+    is_known = cache.last_identity is not None and newest_identity(module) is cache.last_identity
     if not (is_known and (is_step or is_using(cache))):
         cache.meet(module)
     record.checked_owner = weakref.ref(module)

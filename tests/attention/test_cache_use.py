@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import hf_kvret
-from hf_kvret.attention.cache_use import check_end
+from hf_kvret.attention.call_checks import check_end
 from hf_kvret.attention.requests import Request
 from hf_kvret.models.versions import CACHE_NAME, as_argument, cache_argument, cache_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
