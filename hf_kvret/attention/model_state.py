@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from hf_kvret.attention.requests import Request, current_request, is_using
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compiled import not_compiled
-from hf_kvret.models.kept_state import is_shift, kept, put, take
-from hf_kvret.models.position_shift import shifts
+from hf_kvret.models.kept_state import is_shift, kept, put, shifts, take
 from hf_kvret.models.versions import cache_argument
 from hf_kvret.saved.identity import without_wrapper
 from hf_kvret_model_patches.decoders import decoder_of

@@ -13,14 +13,13 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.contracts.schema import check_finite
-from hf_kvret.layer.layer import LayerStack, RetrievalLayer
-from hf_kvret.layer.model_state import ModelState
+from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.ranks import check_save
 from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
 from hf_kvret.saved import foreign_layers
@@ -35,7 +34,7 @@ from hf_kvret.saved.description import (
 from hf_kvret.saved.folder import Replacement, replacing
 from hf_kvret.saved.identity import CacheIdentity, facts_difference
 from hf_kvret.saved.shards import ShardWriter
-from hf_kvret.saved.token_record import UNKNOWN, InputDigest, TokenRecord
+from hf_kvret.saved.token_record import UNKNOWN, InputDigest
 
 _log = logging.getLogger(__name__)
 
@@ -44,31 +43,8 @@ _MOST_NUMBER = 2**63 - 1
 _MODEL_STATE = "model_state."
 
 
-class FilledCache(Protocol):
-    """What saving and loading know of a ``RetrievalCache``; see there."""
-
-    name: ClassVar[str]
-    Config: ClassVar[type[RetrievalConfig]]
-    needs_artifact: ClassVar[bool]
-    layers: list[Any]
-    stack: LayerStack
-    identity: CacheIdentity | None
-    tokens: TokenRecord
-    model_state: ModelState
-    model_shape: dict[str, Any]
-    saved_digests: dict[str, str]
-
-    def __init__(self, config: PreTrainedConfig, options: RetrievalConfig) -> None: ...
-
-    @property
-    def retrieval_layers(self) -> list[RetrievalLayer]: ...
-
-    def get_seq_length(self) -> int: ...
-
-    def options_to_load(self) -> RetrievalConfig: ...
-
-
-CacheType = TypeVar("CacheType", bound=FilledCache)
+# A ``RetrievalCache``, whose module imports this one.
+FilledCache: TypeAlias = Any
 
 
 def save(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
@@ -117,12 +93,12 @@ def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
 
 
 def load(
-    cls: type[CacheType],
+    cls: type[FilledCache],
     directory: Path,
     config: PreTrainedConfig,
     device: torch.device,
     changes: dict[str, Any],
-) -> tuple[CacheType, str]:
+) -> tuple[FilledCache, str]:
     """The cache in ``directory``, and the digest of its ``cache.json``; see ``from_pretrained``."""
     while True:
         description = Description.read(directory)
@@ -176,12 +152,12 @@ def _fill(
 
 
 def _empty_cache(
-    cls: type[CacheType],
+    cls: type[FilledCache],
     directory: Path,
     content: Mapping[str, Any],
     config: PreTrainedConfig,
     changes: dict[str, Any],
-) -> tuple[CacheType, str]:
+) -> tuple[FilledCache, str]:
     """A new cache with the saved options and ``changes``, and the hint of ``_options_to_load``."""
     if content["method"] != cls.name:
         raise ValueError(

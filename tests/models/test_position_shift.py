@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_kvret.lab.coverage.pictures import padded, picture_model, picture_prompt
-from hf_kvret.models.position_shift import UNKNOWN, shifts
+from hf_kvret.models.kept_state import UNKNOWN, shifts
 
 GRIDS = ((8, 12), (4, 4))
 
