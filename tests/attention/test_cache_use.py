@@ -43,11 +43,6 @@ LONGROPE = {
 }
 
 
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
 def phi(kind: str = "phi3") -> PreTrainedModel:
     """A model that reads its text anew at ``LIMIT`` tokens, with other frequencies of its RoPE."""
     return TinyModel(kind, partial(_phi_config, kind), (0, 1), "drops its cache").build()

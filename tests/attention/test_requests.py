@@ -28,11 +28,6 @@ RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 PARIS: dict[str, Any] = {"cache_implementation": "paris", "cache_config": COVERING_OPTIONS}
 
 
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
 class Fails(LogitsProcessor):
     """Raises at the first token."""
 

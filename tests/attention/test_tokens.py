@@ -20,11 +20,6 @@ from hf_kvret.testing.scenario import prompt, ragged
 from ..filled_caches import RUN, as_it_is, forked, held_ids, new_cache, saved
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return MODELS["llama"].build()
-
-
 @pytest.mark.parametrize("go_on", [as_it_is, forked, saved])
 @pytest.mark.parametrize("slot", [0, 31, 52])
 def test_another_document_is_refused_at_the_first_token_that_differs(
