@@ -27,8 +27,8 @@ from hf_kvret.attention.call_checks import (
 )
 from hf_kvret.attention.masks import retrieval_mask
 from hf_kvret.attention.model_state import (
+    keep_prepared,
     keep_state,
-    note_prepared,
     remove_hooks,
     state_of_call,
 )
@@ -161,8 +161,8 @@ def restore(model: PreTrainedModel) -> None:
     """Give ``model`` back the attention it had. Harmless on a model that was never switched."""
     supports = getattr(model, "_supports_sdpa", False)
     text = model.config.get_text_config(decoder=True)
-    parts = [getattr(model.config, key, None) for key in model.config.sub_configs]
-    for config in (text, *filter(None, parts), model.config):
+    inner = [getattr(model.config, key, None) for key in model.config.sub_configs]
+    for config in (text, *filter(None, inner), model.config):
         if config._attn_implementation in OUR_NAMES:
             base = recorded_base(config) or ("sdpa" if supports else "eager")
             config._attn_implementation = {"": base}
@@ -182,14 +182,14 @@ def _around_generate(
     failed = True
     with request(model, arguments) as call, state_of_call(call):
         cache = cache_argument(arguments)
-        retrieves, held = _retrieves(call), 0
+        retrieves, past_len = _retrieves(call), 0
         if retrieves:
-            held = 0 if cache is None else cache.get_seq_length()
-            check_shapes(call, held)
+            past_len = 0 if cache is None else cache.get_seq_length()
+            check_shapes(call, past_len)
         try:
             yield partial(check_end, call)
             if retrieves and isinstance(arguments.get("custom_generate"), str):
-                check_foreign(call, held)
+                check_foreign(call, past_len)
             failed, call.has_retrieved = False, call.cache is not None
         finally:
             cache, call.cache = call.cache, None
@@ -220,7 +220,7 @@ def _prepare_cache(
     the model's attention if a retrieval cache is used.
     """
     call = current_request(model)
-    note_prepared(call)
+    keep_prepared(call)
     name = generation_config.cache_implementation
     cache: Any = model_kwargs.get(CACHE_NAME)
     if generation_config.is_assistant:

@@ -46,7 +46,7 @@ def check_call(
 
     Args:
         call: is about to begin.
-        cache: that it uses; other inputs than text are noted in it.
+        cache: that it uses; it records digests of inputs that are no text.
         generation_config: the call's own copy.
         prepared_mask: the attention mask as ``generate`` prepared it; it masks padding tokens.
     """
@@ -123,7 +123,7 @@ def check_options_are_read(
     """ValueError for a ``cache_config`` of this ``call`` that no cache of ours reads."""
     options = generation_config.cache_config
     # The model's own is a default for calls that name a cache_implementation.
-    is_read = generation_config.cache_implementation is not None or not call.gives("cache_config")
+    is_read = generation_config.cache_implementation is not None or not call.sets("cache_config")
     if not options or is_read:
         return
     reason = "no cache was asked for" if cache is None else f"the cache is a {type(cache).__name__}"
@@ -165,8 +165,8 @@ def _check_length(call: Request, cache: RetrievalCache) -> None:
     cache_len = cache.get_seq_length()
     name, prompt = call.prompt()
     length = 0 if prompt is None else prompt.shape[1] if prompt.ndim > 1 else len(prompt)
-    given = (call.arguments.get(one) for one in ("attention_mask", "position_ids"))
-    widths = [x.shape[-1] if isinstance(x, torch.Tensor) and x.ndim else None for x in given]
+    tensors = (call.arguments.get(name) for name in ("attention_mask", "position_ids"))
+    widths = [x.shape[-1] if isinstance(x, torch.Tensor) and x.ndim else None for x in tensors]
     has_positions = widths == [cache_len + length, length]
     if cache_len and length <= cache_len and not has_positions:
         raise ValueError(
@@ -181,13 +181,13 @@ def _check_use_cache(
 ) -> None:
     """ValueError for ``use_cache=False``, with which each pass would append the whole text."""
     if generation_config.use_cache is False:
-        given = "the cache" if is_callers else f"cache_implementation={cache.name!r}"
+        owner = "the cache" if is_callers else f"cache_implementation={cache.name!r}"
         remedy = (
             "drop one"
-            if call.gives("use_cache")
+            if call.sets("use_cache")
             else "the model's generation_config says it, so pass use_cache=True"
         )
-        raise ValueError(f"use_cache=False contradicts {given}: {remedy}")
+        raise ValueError(f"use_cache=False contradicts {owner}: {remedy}")
 
 
 def _check_output_attentions(generation_config: Any) -> None:
@@ -286,7 +286,7 @@ def check_pass(model: Any, output: Any) -> None:
     if cache is not None and cache is not call.cache:
         raise ValueError(
             f"{type(model).__name__} ran a forward pass without the cache of this call: its output "
-            f"has a {type(cache).__name__}. {_place(call)}{_NEW_CACHE}"
+            f"has a {type(cache).__name__}. {_hint(call)}{_NEW_CACHE}"
         )
     if call.cache.get_seq_length() <= call.start_len:
         raise ValueError(
@@ -306,12 +306,12 @@ def check_end(call: Request, result: Any) -> None:
         raise ValueError(
             f"generate read {least} tokens or more, and the cache of this call holds {added} of "
             f"them: {type(call.model).__name__} ran forward passes without it. "
-            f"{_place(call)}{_NEW_CACHE}"
+            f"{_hint(call)}{_NEW_CACHE}"
         )
 
 
 def _least_added(call: Request, tokens: torch.Tensor) -> int:
-    """How many tokens the cache must have been given for ``tokens [B, T]`` to be the result."""
+    """Number of tokens that the cache needs for ``tokens [B, T]`` to be the result."""
     if call.arguments.get("custom_generate") is not None:
         # It may give back what it likes.
         return 1
@@ -326,14 +326,14 @@ def _least_added(call: Request, tokens: torch.Tensor) -> int:
     return max(0, length - cached_len) + new - 1
 
 
-def check_foreign(call: Request, held: int) -> None:
+def check_foreign(call: Request, past_len: int) -> None:
     """ValueError where a ``generate`` from a folder or from the hub never used the cache.
 
-    That runs in place of transformers' own, before any cache is made. ``held``: tokens that the
-    cache, if one was given, held before.
+    It runs in place of transformers' own, before any cache is made. ``past_len``: tokens in the
+    caller's cache before, if there was one.
     """
     cache = cache_argument(call.arguments)
-    grew = cache is not None and cache.get_seq_length() > held
+    grew = cache is not None and cache.get_seq_length() > past_len
     if call.cache is None and not grew and not call.is_delegated:
         raise ValueError(
             f"custom_generate={call.arguments['custom_generate']!r} ran without the retrieval "
@@ -342,8 +342,8 @@ def check_foreign(call: Request, held: int) -> None:
         )
 
 
-def _place(call: Request) -> str:
-    """Where to look, if the caller brought a loop of their own."""
+def _hint(call: Request) -> str:
+    """A hint where the cache may get lost; another one for a loop of the caller's own."""
     return (
         "custom_generate must hand on the cache that it is given, or "
         if call.arguments.get("custom_generate") is not None

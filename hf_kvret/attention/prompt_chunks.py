@@ -80,11 +80,11 @@ def auto_chunk(token_bytes: int, batch: int, length: int, free_bytes: int | None
 
 
 def fit_chunk(length: int, chunk: int, max_draft: int) -> int | None:
-    """The size near ``chunk`` that cuts ``length`` tokens into pieces of more than ``max_draft``.
+    """The size near ``chunk`` that cuts ``length`` tokens into chunks of more than ``max_draft``.
 
-    Pieces of up to ``max_draft`` tokens would retrieve instead of attending to everything, and the
-    last piece of a prompt is shorter than the others. So the size is reduced, in steps of 64
-    tokens if one of these works, until the last piece is long enough or empty. If no smaller size
+    Chunks of up to ``max_draft`` tokens would retrieve instead of attending to everything, and the
+    last chunk of a prompt is shorter than the others. So the size is reduced, in steps of 64
+    tokens if one of these works, until the last chunk is long enough or empty. If no smaller size
     works it is increased. It is always above ``max_draft``. None: in one pass.
     """
     if length <= chunk:
@@ -198,7 +198,7 @@ def drafts(generation_config: Any) -> bool:
 
 
 def _check_chunk(chunk: int, length: int, max_draft: int) -> None:
-    """Warn, once, if ``chunk`` cuts a prompt into pieces so short that they retrieve."""
+    """Warn, once, if ``chunk`` cuts a prompt into chunks so short that they retrieve."""
     retrieve = length > chunk and (chunk <= max_draft or 0 < length % chunk <= max_draft)
     if not retrieve or (chunk, max_draft) in _warned:
         return
@@ -256,14 +256,14 @@ def forget_chunk(generation_config: Any) -> None:
 
 def recurs(cache: RetrievalCache) -> bool:
     """Whether any layer has state other than keys and values."""
-    kinds = (RetrievalLayer, DynamicLayer)
+    plain = (RetrievalLayer, DynamicLayer)
     return any(
-        isinstance(x, LinearAttentionLayer) or not isinstance(x, kinds) for x in cache.layers
+        isinstance(x, LinearAttentionLayer) or not isinstance(x, plain) for x in cache.layers
     )
 
 
 def expected_new_tokens(generation_config: Any, context_len: int) -> int:
-    """New tokens after ``context_len`` tokens, those held and those of the prompt.
+    """New tokens after ``context_len`` tokens, those of the cache and those of the prompt.
 
     ``max_new_tokens`` is often a limit that is never reached, and memory that is kept free for it
     would take away from what is sure. So as many as there are then, but ``LEAST_NEW_TOKENS`` at

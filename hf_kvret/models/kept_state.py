@@ -60,17 +60,17 @@ def kept(model: Any) -> tuple[Kept, ...]:
     """
     if not isinstance(model, nn.Module):
         return ()
-    known = _kept.get(model)
-    if known is None:
+    result = _kept.get(model)
+    if result is None:
         base = f"{getattr(model, 'base_model_prefix', '')}."
-        known = _kept[model] = tuple(
+        result = _kept[model] = tuple(
             Kept(
                 f"{path}.{attribute}".removeprefix(base).removeprefix("."), path, attribute, origin
             )
             for path, module in model.named_modules()
             for attribute, origin in _kept_by(module)
         )
-    return known
+    return result
 
 
 def _kept_by(module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -202,19 +202,19 @@ def shifts(
     axes = axes.expand(-1, rows, -1)
     end = start + axes.shape[2]
     if mask is None:
-        seen = torch.ones(rows, end, dtype=torch.bool, device=axes.device)
+        valid = torch.ones(rows, end, dtype=torch.bool, device=axes.device)
     else:
-        seen = (mask != 0).to(axes.device)
+        valid = (mask != 0).to(axes.device)
     # Tokens of a sequence before each index from `start` on, and in all.
-    tokens = torch.nn.functional.pad(seen.cumsum(1), (1, 0))[:, start:]
-    seen = seen[:, start:]
+    tokens = torch.nn.functional.pad(valid.cumsum(1), (1, 0))[:, start:]
+    valid = valid[:, start:]
     first = tokens[:, :1] - 1 + (0 if before is None else before.to(axes.device))
     # The highest position before each token, and in all.
-    highest = torch.cat([first, torch.where(seen, axes.amax(0), first)], 1).cummax(1).values
+    highest = torch.cat([first, torch.where(valid, axes.amax(0), first)], 1).cummax(1).values
     lowest = axes.amin(0)
-    inside = seen & ((lowest <= highest[:, :-1]) | (lowest != axes.amax(0)))
+    inside = valid & ((lowest <= highest[:, :-1]) | (lowest != axes.amax(0)))
     result = highest + 1 - tokens
     # The first token that a cut takes away tells where the next one would stand.
-    result[:, :-1] = torch.where(seen, lowest - tokens[:, :-1], result[:, :-1])
+    result[:, :-1] = torch.where(valid, lowest - tokens[:, :-1], result[:, :-1])
     result[:, :-1].masked_fill_(inside, UNKNOWN)
     return result.to(torch.int32)

@@ -324,7 +324,7 @@ def _restore_origin(
             ids, shape = tensors["tokens.ids"], [cache.retrieval_layers[0].batch_size, length]
             if ids.dtype != torch.int32 or list(ids.shape) != shape or int(ids.min()) < UNKNOWN:
                 raise ValueError(f"ids of {ids.dtype} {list(ids.shape)} for tokens of {shape}")
-            cache.tokens.note(ids.to(device), 0)
+            cache.tokens.write(ids.to(device), 0)
             cache.tokens.passes = tuple(
                 InputDigest(int(start), int(end), str(sha256))
                 for start, end, sha256 in tokens["passes"]

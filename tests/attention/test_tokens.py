@@ -270,5 +270,5 @@ def test_a_step_notes_a_token_without_looking_at_it(llama: Any) -> None:
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.Tensor, name, counted)
-                cache.tokens.note(ids[:, 39:], 39)
+                cache.tokens.write(ids[:, 39:], 39)
     assert not reads
