@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_kvret.contracts.index import Index, makes_estimates
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.latent import LatentLayer
-from hf_kvret.layer.layer import LayerOfModel, LayerStack, RetrievalLayer
+from hf_kvret.layer.layer import LayerInfo, LayerStack, RetrievalLayer
 from hf_kvret.layer.model_state import ModelState
 from hf_kvret.models.compatibility import (
     check_config,
@@ -95,7 +95,7 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             positions, rank = self.needs_positions(options, number), latent_rank(config)
             layers[number] = layer_class(options, make_index, make_store, positions, rank)
-            layers[number].of_model = LayerOfModel(number, shapes[number])
+            layers[number].layer_info = LayerInfo(number, shapes[number])
         self._check_estimates(options, ours[0])
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
@@ -297,7 +297,7 @@ class RetrievalCache(Cache):
         """
         self.stack.check_pass()
         options = forked(self.options, changes)
-        self._check_estimates(options, self.retrieval_layers[0].of_model.number)
+        self._check_estimates(options, self.retrieval_layers[0].layer_info.number)
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]

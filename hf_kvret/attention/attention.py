@@ -80,7 +80,7 @@ def retrieval_attention(
         return attend_with_base(
             base, module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    total = layer.get_seq_length() + (key.shape[2] if layer.waiting else 0)
+    total = layer.get_seq_length() + (key.shape[2] if layer.pending_attention else 0)
     try:
         _check_keywords(kwargs, dropout)
         if not query.dtype == key.dtype == value.dtype:
@@ -88,7 +88,7 @@ def retrieval_attention(
         valid = token_validity(attention_mask, query.shape[2], total, query.device)
     except ValueError:
         # Nothing was stored yet, so the cache can be used again once the mistake is corrected.
-        layer.waiting = False
+        layer.pending_attention = False
         raise
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")

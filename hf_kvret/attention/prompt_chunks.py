@@ -205,7 +205,7 @@ def _check_chunk(chunk: int, length: int, max_draft: int) -> None:
     _warned.add((chunk, max_draft))
     better = fit_chunk(length, chunk, max_draft)
     _log.warning(
-        "prefill_chunk_size=%d cuts a prompt of %d tokens into pieces of which some have no more "
+        "prefill_chunk_size=%d cuts a prompt of %d tokens into chunks of which some have no more "
         "than max_draft=%d: these retrieve, as drafted tokens do, instead of attending to "
         "everything. Take %s, or leave it out and let the cache's prefill_chunk choose",
         chunk,

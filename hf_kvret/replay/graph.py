@@ -209,9 +209,9 @@ class DecodeGraph:
         return None
 
     def _forward(self, frame: Frame) -> Any:
-        """The model's output for the frame's inputs, with the token placed by ``frame.place``."""
+        """The model's output for the frame's inputs, with the token placed by ``frame.capture``."""
         for layer in self._all:
-            layer.set_place(frame.place)
+            layer.set_capture(frame.capture)
         # A replay would write the ids where they were at the capture; see `__call__`.
         self._cache.tokens.begin(self, self._cache.get_seq_length())
         try:
@@ -219,7 +219,7 @@ class DecodeGraph:
         finally:
             self._cache.tokens.owner = None
             for layer in self._all:
-                layer.set_place(None)
+                layer.set_capture(None)
 
     @property
     def _all(self) -> list[LayerStep | SlidingStep]:
@@ -234,7 +234,7 @@ class DecodeGraph:
     @property
     def _window(self) -> Window:
         """The window of the lowest layer: all have the same length and sinks."""
-        return self._layers[0].regions.window
+        return self._layers[0].kv.window
 
     def _give_up(self, reason: str, quietly: bool = False, lasting: bool = False) -> None:
         if lasting:

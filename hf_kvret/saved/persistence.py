@@ -246,8 +246,8 @@ def _check_consistency(directory: Path, cache: FilledCache, config: PreTrainedCo
     fault = cache.stack.fault() or _shape_fault(cache) or _value_fault(cache, config)
     if fault is not None:
         raise ValueError(f"{directory} is damaged or crafted: {fault}; save the cache again")
-    regions = [layer.regions for layer in cache.retrieval_layers]
-    indexes = [each.index for each in regions if each is not None]
+    kv = [layer.kv for layer in cache.retrieval_layers]
+    indexes = [each.index for each in kv if each is not None]
     if any(index is not None and index.needs_finite for index in indexes):
         # What one layer makes of them reaches the next one.
         for number, layer in enumerate(cache.layers):
@@ -262,10 +262,10 @@ def _value_fault(cache: FilledCache, config: PreTrainedConfig) -> str | None:
     """Why values have another width than the model's; None where they don't."""
     value_dim = getattr(config.get_text_config(decoder=True), "v_head_dim", None)
     for layer in cache.retrieval_layers:
-        regions, shape = layer.regions, layer.of_model.shape
-        if regions is None or shape is None or regions.window.value_in_key:
+        kv, shape = layer.kv, layer.layer_info.shape
+        if kv is None or shape is None or kv.window.value_in_key:
             continue
-        dim = regions.window.values.shape[3]
+        dim = kv.window.values.shape[3]
         if dim not in (shape.head_dim, value_dim):
             return f"there are values of {dim} numbers, and this model's have {shape.head_dim}"
     return None
@@ -273,20 +273,20 @@ def _value_fault(cache: FilledCache, config: PreTrainedConfig) -> str | None:
 
 def _shape_fault(cache: FilledCache) -> str | None:
     """Why the layers are not of one model; None where nothing tells it."""
-    regions = [layer.regions for layer in cache.retrieval_layers]
+    kv = [layer.kv for layer in cache.retrieval_layers]
     foreign = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
-    batches = {each.batch_size for each in regions if each is not None}
+    batches = {each.batch_size for each in kv if each is not None}
     batches |= {batch for layer in foreign if (batch := foreign_layers.batch_size(layer))}
     if len(batches) > 1:
         return f"the layers hold batches of {', '.join(map(str, sorted(batches)))}"
-    dtypes = {each.window.keys.dtype for each in regions if each is not None}
+    dtypes = {each.window.keys.dtype for each in kv if each is not None}
     if len(dtypes) > 1:
         return f"the layers hold tokens in {', '.join(sorted(map(str, dtypes)))}"
     sizes_by_layer: dict[Any, Any] = {}
-    for layer, each in zip(cache.retrieval_layers, regions, strict=True):
+    for layer, each in zip(cache.retrieval_layers, kv, strict=True):
         if each is not None:
             sizes = each.window.keys.shape[1::2], each.window.values.shape[3]
-            if sizes_by_layer.setdefault(layer.of_model.shape, sizes) != sizes:
+            if sizes_by_layer.setdefault(layer.layer_info.shape, sizes) != sizes:
                 return "layers that the model has alike hold tokens of different sizes"
     for layer in foreign:
         for name, sizes in foreign_layers.fixed_sizes(layer).items():

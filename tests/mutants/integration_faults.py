@@ -26,7 +26,7 @@ FAULTS = (
     Fault(
         "refused-call-leaves-the-layer-waiting",
         "hf_kvret/attention/attention.py",
-        "        layer.waiting = False\n        raise",
+        "        layer.pending_attention = False\n        raise",
         "        raise",
     ),
     Fault(
