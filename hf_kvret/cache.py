@@ -58,9 +58,9 @@ class RetrievalCache(Cache):
         **changes: single options, by name, on top of ``options`` or of the defaults.
 
     Attributes:
-        stack: the layers, and the forward pass under way.
+        stack: the layers, and the running forward pass.
         identity: the model that filled it; None while it is empty, and where nobody saw which.
-        met: identity of the model that was last compared with it.
+        last_identity: that of the model that was last compared with it.
         tokens: ids of the tokens in it, as far as it saw them.
         model_state: what the model must keep of the conversation in its next pass.
 
@@ -93,14 +93,14 @@ class RetrievalCache(Cache):
         for number in ours:
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
-            kinds = self.needs_positions(options, number), latent_rank(config)
-            layers[number] = layer_class(options, make_index, make_store, *kinds)
+            positions, rank = self.needs_positions(options, number), latent_rank(config)
+            layers[number] = layer_class(options, make_index, make_store, positions, rank)
             layers[number].layer_info = LayerInfo(number, shapes[number])
         self._check_estimates(options, ours[0])
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
         self.identity: CacheIdentity | None = None
-        self.met: CacheIdentity | None = None
+        self.last_identity: CacheIdentity | None = None
         self.tokens = TokenRecord()
         self.model_state = ModelState()
         super().__init__(layers=layers)
@@ -165,7 +165,7 @@ class RetrievalCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note new tokens ``[B, Hkv, n, D]`` of one layer; see ``RetrievalLayer.update``.
+        """Take in new tokens ``[B, Hkv, n, D]`` of one layer; see ``RetrievalLayer.update``.
 
         Raises:
             RuntimeError: a layer was updated but its attention was never called, so the model does
@@ -210,7 +210,7 @@ class RetrievalCache(Cache):
         self.tokens.reset()
 
     def meet(self, model: PreTrainedModel, owner: str = "past_key_values") -> None:
-        """Note ``model`` as the one that fills the cache; ValueError if another one did.
+        """Record ``model`` as the one that fills the cache; ValueError if another one did.
 
         ``generate`` does it by itself; after ``attach`` so do passes of several tokens, and the
         first with a model. A filled cache of which nobody saw the model stays without.
@@ -223,24 +223,24 @@ class RetrievalCache(Cache):
         if not self.get_seq_length():
             self.forget_origin()
             self.identity = current
-        elif self.identity is not None and current is not self.met:
+        elif self.identity is not None and current is not self.last_identity:
             check_identity(self.identity, current, owner)
-        self.met = current
+        self.last_identity = current
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row b of the batch becomes the old row ``beam_idx[b]``."""
+        """Sequence b of the batch becomes the old sequence ``beam_idx[b]``."""
         super().reorder_cache(beam_idx)
         self.tokens.reorder(beam_idx)
         self.model_state.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch ``repeats`` times."""
+        """Repeat every sequence of the batch ``repeats`` times."""
         super().batch_repeat_interleave(repeats)
         self.tokens.repeat(repeats)
         self.model_state.repeat(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` of the batch."""
+        """Keep the sequences ``indices`` of the batch."""
         super().batch_select_indices(indices)
         self.tokens.reorder(indices)
         self.model_state.reorder(indices)
@@ -382,11 +382,11 @@ class RetrievalCache(Cache):
                 changed option that the saved index depends on; several ranks, no whole ``model``.
         """
         check_load(model)
-        place = Path(directory)
-        cache, digest = persistence.load(cls, place, config, torch.device(device), changes)
+        path = Path(directory)
+        cache, digest = persistence.load(cls, path, config, torch.device(device), changes)
         if model is not None and cache.identity is not None:
             cache.meet(model, f"the cache in {directory}")
-        persistence.note_saved(cache, place, digest)
+        persistence.note_saved(cache, path, digest)
         return cache
 
 
@@ -394,7 +394,7 @@ class RetrievalCache(Cache):
 def _log_missing_kernels() -> None:
     """Warn once a process where decode steps lack the C++ kernels, and no GPU does their work."""
     reason = host_attention.why_not()
-    # A machine with kernels is not asked for its GPU.
+    # Where there are kernels, nobody looks for a GPU.
     if reason and not torch.cuda.is_available():
         _log.warning(
             "decode steps on this CPU are slower than they could be: torch stands in for the C++ "

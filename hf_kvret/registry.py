@@ -14,23 +14,21 @@ from transformers import PreTrainedModel
 
 from hf_kvret.attention.attention import retrieval_attention
 from hf_kvret.attention.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
-from hf_kvret.attention.cache_use import (
+from hf_kvret.attention.call_checks import (
+    check_call,
     check_end,
     check_foreign,
+    check_one_cache,
+    check_options_are_read,
     check_pass,
+    check_shapes,
     keep_cache,
     log_dense,
 )
-from hf_kvret.attention.call_checks import (
-    check_call,
-    check_one_cache,
-    check_options_are_read,
-    check_shapes,
-)
 from hf_kvret.attention.masks import retrieval_mask
 from hf_kvret.attention.model_state import (
+    keep_prepared,
     keep_state,
-    note_prepared,
     remove_hooks,
     state_of_call,
 )
@@ -50,7 +48,7 @@ from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.models.compatibility import check_model, text_key
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
 from hf_kvret.replay import DecodeGraph
-from hf_kvret_model_patches import decode_graph, generation, latent, mappings, passes
+from hf_kvret_model_patches import generation, latent, mappings
 
 # The attention implementation that `generate` switches a model to. A model loaded with a method's
 # name as its attention implementation uses that method's cache by default.
@@ -93,9 +91,16 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
     for name in (ATTENTION_NAME, *_methods):
         mappings.add(name, retrieval_attention, retrieval_mask)
         OUR_NAMES.add(name)
-    generation.apply(tuple(_methods), _prepare_cache, _refuse_batch, _around_generate, name_cache)
-    decode_graph.apply(_decode_call)
-    passes.apply(keep_cache, check_pass)
+    hooks = generation.Hooks(
+        name_arguments=name_cache,
+        around=_around_generate,
+        prepare_cache=_prepare_cache,
+        check_batch=_refuse_batch,
+        before_pass=keep_cache,
+        after_pass=check_pass,
+        choose_call=_decode_call,
+    )
+    generation.apply(tuple(_methods), hooks)
 
 
 def unregister() -> None:
@@ -107,8 +112,6 @@ def unregister() -> None:
     for model in list(_attached):
         restore(model)
     generation.restore()
-    decode_graph.restore()
-    passes.restore()
     latent.restore()
     for name in (ATTENTION_NAME, *_methods):
         mappings.remove(name)
@@ -158,8 +161,8 @@ def restore(model: PreTrainedModel) -> None:
     """Give ``model`` back the attention it had. Harmless on a model that was never switched."""
     supports = getattr(model, "_supports_sdpa", False)
     text = model.config.get_text_config(decoder=True)
-    parts = [getattr(model.config, key, None) for key in model.config.sub_configs]
-    for config in (text, *filter(None, parts), model.config):
+    inner = [getattr(model.config, key, None) for key in model.config.sub_configs]
+    for config in (text, *filter(None, inner), model.config):
         if config._attn_implementation in OUR_NAMES:
             base = recorded_base(config) or ("sdpa" if supports else "eager")
             config._attn_implementation = {"": base}
@@ -179,14 +182,14 @@ def _around_generate(
     failed = True
     with request(model, arguments) as call, state_of_call(call):
         cache = cache_argument(arguments)
-        retrieves, held = _retrieves(call), 0
+        retrieves, past_len = _retrieves(call), 0
         if retrieves:
-            held = 0 if cache is None else cache.get_seq_length()
-            check_shapes(call, held)
+            past_len = 0 if cache is None else cache.get_seq_length()
+            check_shapes(call, past_len)
         try:
             yield partial(check_end, call)
             if retrieves and isinstance(arguments.get("custom_generate"), str):
-                check_foreign(call, held)
+                check_foreign(call, past_len)
             failed, call.has_retrieved = False, call.cache is not None
         finally:
             cache, call.cache = call.cache, None
@@ -217,7 +220,7 @@ def _prepare_cache(
     the model's attention if a retrieval cache is used.
     """
     call = current_request(model)
-    note_prepared(call)
+    keep_prepared(call)
     name = generation_config.cache_implementation
     cache: Any = model_kwargs.get(CACHE_NAME)
     if generation_config.is_assistant:

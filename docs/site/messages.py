@@ -80,7 +80,6 @@ PASSED_ON = (
     "lab/report/report.py",
     "lab/report/verification.py",
     "lab/plan/command.py",
-    "saved/foreign_layers.py",
     "saved/shards.py",
     "testing/tape.py",
 )

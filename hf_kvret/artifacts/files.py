@@ -108,9 +108,7 @@ def write_folder(
     content = save(_contiguous(tensors))
     with replacing(directory, DESCRIPTION, _STEM) as new:
         digest = hashlib.sha256(content).hexdigest()
-        with new.new_file() as file:
-            file.write(content)
-            name = new.keep(file, digest[:VERSION_LEN], _SUFFIX)
+        name = new.keep(content, digest[:VERSION_LEN], _SUFFIX)
         new.put_beside(CARD, card.encode())
         obsolete = [TENSORS] if _names_fixed_file(directory) else []
         new.commit(_description_text(description, tensors, name, digest), obsolete)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_kvret.attention.base_attention import attend_with_base, base_name
-from hf_kvret.attention.masks import base_mask, mask_info, slot_validity
+from hf_kvret.attention.masks import base_mask, mask_info, token_validity
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.exact_attention import merge
@@ -85,7 +85,7 @@ def retrieval_attention(
         _check_keywords(kwargs, dropout)
         if not query.dtype == key.dtype == value.dtype:
             check_dtypes(queries=query, keys=key, values=value)
-        valid = slot_validity(attention_mask, query.shape[2], total, query.device)
+        valid = token_validity(attention_mask, query.shape[2], total, query.device)
     except ValueError:
         # Nothing was stored yet, so the cache can be used again once the mistake is corrected.
         layer.pending_attention = False

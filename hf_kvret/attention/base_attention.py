@@ -29,7 +29,7 @@ def record_base(config: PreTrainedConfig, name: str) -> None:
 
 
 def recorded_base(config: PreTrainedConfig) -> str | None:
-    """The implementation that ``record_base`` noted for ``config``, or None."""
+    """The implementation that ``record_base`` recorded for ``config``, or None."""
     return _bases.get(id(config))
 
 
@@ -91,7 +91,7 @@ class _Overlay:
 
 def _modeling(module: nn.Module) -> list[ModuleType]:
     """The modules of Python that a class and its ancestors stand in; a notebook's may be first."""
-    homes = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    homes = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
     return [home for home in homes if home is not None]
 
 

@@ -2,11 +2,17 @@
 
 ``check_shapes`` comes before all others, because transformers itself reads prompt and mask as it
 prepares a call. ``check_call`` does the rest, before the first token.
+
+A model may drop the cache that ``generate`` hands to it, or put another in its place: some do at a
+certain length, some in training mode, and so may a wrapper around a model. The answer can still be
+right, but nothing is retrieved, or the cache holds another text. So ``check_pass`` compares every
+pass with the call, and ``check_end`` the number of tokens in the cache.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -14,14 +20,20 @@ import torch
 
 from hf_kvret.attention.prompt_check import check_origin
 from hf_kvret.attention.prompt_chunks import drafts
-from hf_kvret.attention.requests import Request
+from hf_kvret.attention.requests import Request, current_request
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compatibility import model_layers
-from hf_kvret.models.versions import cache_argument
+from hf_kvret.models.versions import CACHE_NAME, cache_argument, cache_of
 
 _log = logging.getLogger(__name__)
 
 _REMEDY = "give it at least a token (tokenizer.bos_token_id), or leave the row out of the batch"
+_NEW_CACHE = (
+    "use cache_implementation='dynamic' for this model, and report it; the retrieval cache of this "
+    "call can't go on: begin with a new one, or cache.reset()"
+)
+# Caches whose reason for retrieving nothing was logged.
+_logged: weakref.WeakSet[RetrievalCache] = weakref.WeakSet()
 
 
 def check_call(
@@ -34,7 +46,7 @@ def check_call(
 
     Args:
         call: is about to begin.
-        cache: that it uses; other inputs than text are noted in it.
+        cache: that it uses; it records digests of inputs that are no text.
         generation_config: the call's own copy.
         prepared_mask: the attention mask as ``generate`` prepared it; it masks padding tokens.
     """
@@ -111,7 +123,7 @@ def check_options_are_read(
     """ValueError for a ``cache_config`` of this ``call`` that no cache of ours reads."""
     options = generation_config.cache_config
     # The model's own is a default for calls that name a cache_implementation.
-    is_read = generation_config.cache_implementation is not None or not call.gives("cache_config")
+    is_read = generation_config.cache_implementation is not None or not call.sets("cache_config")
     if not options or is_read:
         return
     reason = "no cache was asked for" if cache is None else f"the cache is a {type(cache).__name__}"
@@ -153,8 +165,8 @@ def _check_length(call: Request, cache: RetrievalCache) -> None:
     cache_len = cache.get_seq_length()
     name, prompt = call.prompt()
     length = 0 if prompt is None else prompt.shape[1] if prompt.ndim > 1 else len(prompt)
-    given = (call.arguments.get(one) for one in ("attention_mask", "position_ids"))
-    widths = [x.shape[-1] if isinstance(x, torch.Tensor) and x.ndim else None for x in given]
+    tensors = (call.arguments.get(name) for name in ("attention_mask", "position_ids"))
+    widths = [x.shape[-1] if isinstance(x, torch.Tensor) and x.ndim else None for x in tensors]
     has_positions = widths == [cache_len + length, length]
     if cache_len and length <= cache_len and not has_positions:
         raise ValueError(
@@ -169,13 +181,13 @@ def _check_use_cache(
 ) -> None:
     """ValueError for ``use_cache=False``, with which each pass would append the whole text."""
     if generation_config.use_cache is False:
-        given = "the cache" if is_callers else f"cache_implementation={cache.name!r}"
+        owner = "the cache" if is_callers else f"cache_implementation={cache.name!r}"
         remedy = (
             "drop one"
-            if call.gives("use_cache")
+            if call.sets("use_cache")
             else "the model's generation_config says it, so pass use_cache=True"
         )
-        raise ValueError(f"use_cache=False contradicts {given}: {remedy}")
+        raise ValueError(f"use_cache=False contradicts {owner}: {remedy}")
 
 
 def _check_output_attentions(generation_config: Any) -> None:
@@ -241,3 +253,107 @@ def _warn_of_top_k(call: Request, cache: RetrievalCache, generation_config: Any)
             top_k,
             cache.name,
         )
+
+
+def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> None:
+    """Give back a cache that a model drops as it prepares a pass, empty, to read the text anew.
+
+    Phi-3 does so where the text outgrows the short factors of its RoPE. transformers' own cache
+    would be a new one there. Nothing happens where the text is not at hand, as after a prompt of
+    embeddings: then ``check_pass`` raises. ``arguments``, the keywords of
+    ``prepare_inputs_for_generation``, are changed in place; ``input_ids`` are the text so far.
+    """
+    call = current_request(model)
+    cache = call.cache
+    if cache is None or cache_argument(arguments) is not None:
+        return
+    if cache.get_seq_length():
+        if input_ids.shape[1] <= cache.get_seq_length():
+            return
+        cache.reset()
+        cache.meet(call.model)
+        cache.expect(input_ids.shape[1], input_ids.shape[1])
+        arguments["next_sequence_length"] = None
+    arguments[CACHE_NAME] = cache
+
+
+def check_pass(model: Any, output: Any) -> None:
+    """ValueError where a pass of ``generate`` used another cache than that of the call, or none."""
+    call = current_request(model)
+    if call.cache is None:
+        return
+    cache = cache_of(output)
+    if cache is not None and cache is not call.cache:
+        raise ValueError(
+            f"{type(model).__name__} ran a forward pass without the cache of this call: its output "
+            f"has a {type(cache).__name__}. {_hint(call)}{_NEW_CACHE}"
+        )
+    if call.cache.get_seq_length() <= call.start_len:
+        raise ValueError(
+            f"{type(model).__name__} added no token to the cache of this call in a forward pass: "
+            "its layers don't get the cache, as with gradient checkpointing in training mode. Call "
+            f"model.eval() and model.gradient_checkpointing_disable(), or {_NEW_CACHE}"
+        )
+
+
+def check_end(call: Request, result: Any) -> None:
+    """ValueError where at the end of ``generate`` the cache lacks more than the newest token."""
+    tokens = getattr(result, "sequences", result)
+    if call.cache is None or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+        return
+    added, least = call.cache.get_seq_length() - call.start_len, _least_added(call, tokens)
+    if added < least:
+        raise ValueError(
+            f"generate read {least} tokens or more, and the cache of this call holds {added} of "
+            f"them: {type(call.model).__name__} ran forward passes without it. "
+            f"{_hint(call)}{_NEW_CACHE}"
+        )
+
+
+def _least_added(call: Request, tokens: torch.Tensor) -> int:
+    """Number of tokens that the cache needs for ``tokens [B, T]`` to be the result."""
+    if call.arguments.get("custom_generate") is not None:
+        # It may give back what it likes.
+        return 1
+    ids, embedded = call.prompt_ids(), call.arguments.get("inputs_embeds")
+    new = tokens.shape[1] - (0 if ids is None else ids.shape[1])
+    prompt = embedded if isinstance(embedded, torch.Tensor) else ids
+    length = 0 if prompt is None else prompt.shape[1]
+    mask = call.arguments.get("attention_mask")
+    # A mask of all tokens beside the ids of the new ones.
+    is_new_alone = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > length
+    cached_len = 0 if is_new_alone else call.start_len
+    return max(0, length - cached_len) + new - 1
+
+
+def check_foreign(call: Request, past_len: int) -> None:
+    """ValueError where a ``generate`` from a folder or from the hub never used the cache.
+
+    It runs in place of transformers' own, before any cache is made. ``past_len``: tokens in the
+    caller's cache before, if there was one.
+    """
+    cache = cache_argument(call.arguments)
+    grew = cache is not None and cache.get_seq_length() > past_len
+    if call.cache is None and not grew and not call.is_delegated:
+        raise ValueError(
+            f"custom_generate={call.arguments['custom_generate']!r} ran without the retrieval "
+            "cache: it must hand on the cache, or cache_implementation, to the model's generate; "
+            "leave custom_generate out, or use cache_implementation='dynamic'"
+        )
+
+
+def _hint(call: Request) -> str:
+    """A hint where the cache may get lost; another one for a loop of the caller's own."""
+    return (
+        "custom_generate must hand on the cache that it is given, or "
+        if call.arguments.get("custom_generate") is not None
+        else "It drops the cache in prepare_inputs_for_generation or in its forward: "
+    )
+
+
+def log_dense(cache: RetrievalCache) -> None:
+    """Log, once for a ``cache``, that it was too short to retrieve anything."""
+    reason = cache.why_dense()
+    if reason is not None and cache not in _logged:
+        _logged.add(cache)
+        _log.info("%s", reason)

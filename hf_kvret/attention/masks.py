@@ -1,6 +1,6 @@
-"""One internal form of attention mask: a ``[B, T]`` view that can build the base's mask on demand.
+"""Attention masks in one layout: a ``[B, T]`` view that can build the base's mask on demand.
 
-The mask function runs once per forward pass and kind of layer, before it is known which cache a
+The mask function runs once per forward pass and type of layer, before it is known which cache a
 layer gets. So it returns padding as ``[B, T]`` bool (all True where there is none) with a
 ``MaskInfo`` attached, and the attention function takes what it needs: padding for a retrieval
 layer, the base implementation's own mask for everything else.
@@ -26,16 +26,16 @@ from hf_kvret.attention.base_attention import recorded_base
 from hf_kvret.models.compiled import not_compiled
 
 _INFO = "hf_kvret_mask"
-# The attention of a model without a record: most models have it.
-_USUAL = "sdpa"
+# Most models have this attention; it stands for that of a model without a record.
+_DEFAULT_BASE = "sdpa"
 # Building a block mask calls a compiler, so it can't be stopped on the way.
 _ALWAYS_FINISHED = ("flex_attention",)
 _trues: dict[torch.device, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
-class MaskForm:
-    """The form of a mask.
+class MaskLayout:
+    """The layout of a mask.
 
     Attributes:
         shape: ``(B, 1, Q, T)`` of a finished mask; None where there is padding or no mask.
@@ -71,9 +71,9 @@ class MaskInfo:
         return self._base_masks[base, device]
 
     @cached_property
-    def form(self) -> MaskForm:
-        """The form of the mask that the model's own attention would have made."""
-        return base_form(self.arguments)
+    def layout(self) -> MaskLayout:
+        """The layout of the mask that the model's own attention would have made."""
+        return base_layout(self.arguments)
 
     @cached_property
     def lets_see_as_causal(self) -> bool:
@@ -86,7 +86,7 @@ class MaskInfo:
         return self.causal or torch.equal(sdpa_mask(**arguments), sdpa_mask(**plain))
 
     def newest_row(self) -> torch.Tensor:
-        """``[B, T]`` bool: what the newest query sees under this mask, whatever its kind."""
+        """``[B, T]`` bool: what the newest query sees under this mask, whatever its type."""
         mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
         return mask[:, 0, -1]
 
@@ -95,8 +95,8 @@ class _FinishedError(Exception):
     """A mask function begins to build a mask of four dims."""
 
 
-def base_form(arguments: dict[str, Any]) -> MaskForm:
-    """The form of the mask that the model's own attention would make; no mask is built.
+def base_layout(arguments: dict[str, Any]) -> MaskLayout:
+    """The layout of the mask that the model's own attention would make; no mask is built.
 
     As transformers itself, it looks at the values of padding, where these decide.
 
@@ -104,20 +104,20 @@ def base_form(arguments: dict[str, Any]) -> MaskForm:
         arguments: what transformers passes to a mask function.
     """
     config = arguments.get("config")
-    base = (None if config is None else recorded_base(config)) or _USUAL
+    base = (None if config is None else recorded_base(config)) or _DEFAULT_BASE
     batch, new, total = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
-    finished = MaskForm((batch, 1, new, total))
+    finished = MaskLayout((batch, 1, new, total))
     if base in _ALWAYS_FINISHED:
         return finished
     make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
     if make is None:
-        return MaskForm()
+        return MaskLayout()
     try:
         # A mask of four dims is made of what the function says of each query and key.
         padding = make(**{**arguments, "mask_function": _stop})
     except _FinishedError:
         return finished
-    return MaskForm(padding=padding)
+    return MaskLayout(padding=padding)
 
 
 def _stop(*indices: Any) -> NoReturn:
@@ -139,9 +139,9 @@ def retrieval_mask(**arguments: Any) -> torch.Tensor:
     attention_mask = arguments.get("attention_mask")
     earlier = mask_info(attention_mask)
     if earlier is not None:
-        if earlier.form.shape is not None:
+        if earlier.layout.shape is not None:
             return attention_mask  # type: ignore[return-value]
-        attention_mask = earlier.form.padding
+        attention_mask = earlier.layout.padding
     arguments = {"mask_function": causal_mask_function, **arguments}
     arguments["attention_mask"] = attention_mask
     if isinstance(arguments.get("q_offset"), torch.Tensor):
@@ -154,9 +154,9 @@ def retrieval_mask(**arguments: Any) -> torch.Tensor:
         carrier = _all_true(arguments["batch_size"], kv_length, device)
     else:
         pad_len = kv_offset + kv_length - padding.shape[1]
-        slots = torch.nn.functional.pad(padding, (0, pad_len)) if pad_len > 0 else padding
-        carrier = slots[:, kv_offset : kv_offset + kv_length].contiguous()
-        # A new view: several kinds of layer may share the padding tensor, each with its own info.
+        padded = torch.nn.functional.pad(padding, (0, pad_len)) if pad_len > 0 else padding
+        carrier = padded[:, kv_offset : kv_offset + kv_length].contiguous()
+        # A new view: several types of layer may share the padding tensor, each with its own info.
         carrier = carrier.view(carrier.shape)
     is_plain = arguments["mask_function"] is causal_mask_function
     causal = is_plain and arguments.get("local_size") is None
@@ -180,7 +180,7 @@ class MaskCarrier(torch.Tensor):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = _operation(func)
-        if name not in _COPIES and name not in _FORM:
+        if name not in _COPIES and name not in _METADATA:
             raise ValueError(
                 f"this model computes with its attention mask ({name}), which a retrieval cache "
                 "replaces by its own format: use cache_implementation='dynamic', after "
@@ -190,8 +190,8 @@ class MaskCarrier(torch.Tensor):
         # torch.compile needs the dims that the memory of a tensor has.
         is_traced = torch.compiler.is_compiling() or TracingContext.try_get() is not None
         info = mask_info(source) if name in _DIMS and not is_traced else None
-        if info is not None and info.form.shape is not None:
-            whole = torch.empty((), device="meta").expand(info.form.shape)
+        if info is not None and info.layout.shape is not None:
+            whole = torch.empty((), device="meta").expand(info.layout.shape)
             return func(whole, *args[1:], **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(result, cls) and isinstance(source, cls):
@@ -204,7 +204,7 @@ _COPIES = frozenset({"to", "cpu", "cuda", "clone", "detach", "contiguous", "data
 # Operations that read how many elements there are along which dim.
 _DIMS = frozenset({"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"})
 # Operations that read metadata and never the values.
-_FORM = _DIMS | frozenset(
+_METADATA = _DIMS | frozenset(
     {
         *("stride", "is_contiguous"),
         *("dtype", "itemsize", "element_size", "nbytes", "is_floating_point", "is_complex"),
@@ -263,15 +263,15 @@ def base_mask(mask: torch.Tensor | None, base: str, device: torch.device) -> tor
     return mask
 
 
-def slot_validity(
+def token_validity(
     mask: torch.Tensor | None, new: int, total: int, device: torch.device
 ) -> torch.Tensor | None:
-    """``[B, total]`` bool validity of all slots, from the mask passed to a retrieval layer.
+    """``[B, total]`` bool validity of all tokens, from the mask passed to a retrieval layer.
 
     Args:
         mask: our carrier, or None (no mask function ran: nothing is padded).
         new: number of new queries.
-        total: number of slots, the new ones included.
+        total: number of tokens, the new ones included.
         device: where the layer's tokens are.
 
     Raises:

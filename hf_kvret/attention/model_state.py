@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 from hf_kvret.attention.requests import Request, current_request, is_using
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compiled import not_compiled
-from hf_kvret.models.kept_state import is_shift, kept, put, take
-from hf_kvret.models.position_shift import shifts
+from hf_kvret.models.kept_state import is_shift, kept, put, shifts, take
 from hf_kvret.models.versions import cache_argument
 from hf_kvret.saved.identity import without_wrapper
 from hf_kvret_model_patches.decoders import decoder_of
 
 # The model that a hooked module is part of.
-_wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 _turns: weakref.WeakKeyDictionary[nn.Module, _Turn] = weakref.WeakKeyDictionary()
 _turns_lock = threading.Lock()
 # Seconds after which a thread that waits looks whether the other one is still there.
@@ -37,10 +36,10 @@ class _Turn:
     """The thread that may use what one model keeps: passes of different threads take turns.
 
     Attributes:
-        module: the outermost one of the pass under way; None between passes.
+        module: the outermost one of the running pass; None between passes.
         before: what the model kept when the preparation of a call began.
         start: tokens in the cache before the pass.
-        is_told: the caller gave position ids.
+        has_positions: the caller gave position ids.
         positions: position ids as the innermost hooked module got them.
     """
 
@@ -50,7 +49,7 @@ class _Turn:
         self.module: nn.Module | None = None
         self.before: dict[str, Any] = {}
         self.start = 0
-        self.is_told = False
+        self.has_positions = False
         self.positions: torch.Tensor | None = None
 
     @property
@@ -106,7 +105,7 @@ def keep_state(model: PreTrainedModel) -> None:
     if not kept(model):
         return
     for module in _hooked(model):
-        _wholes[module] = weakref.ref(model)
+        _models[module] = weakref.ref(model)
         add_hooks(module, _before_pass, _after_pass)
 
 
@@ -118,7 +117,7 @@ def add_hooks(module: nn.Module, before: Callable[..., Any], after: Callable[...
 
 
 def remove_hooks(model: PreTrainedModel) -> None:
-    """Take away all that ``add_hooks`` put on ``model`` and its parts. Twice is harmless."""
+    """Take away all that ``add_hooks`` put on ``model`` and in it. Twice is harmless."""
     for module in {model, *_hooked(without_wrapper(model))}:
         for key in [key for key, hook in module._forward_pre_hooks.items() if _is_ours(hook)]:
             del module._forward_pre_hooks[key]
@@ -138,21 +137,21 @@ def _hooked(model: PreTrainedModel) -> set[nn.Module]:
     return {model, model.base_model, decoder_of(model)}
 
 
-def _whole(module: Any) -> nn.Module:
+def _model_of(module: Any) -> nn.Module:
     """The model that ``module`` is part of; itself in a copy of a model, which has our hooks."""
-    reference = _wholes.get(module)
-    whole = None if reference is None else reference()
-    if whole is None:
-        whole = module
-        _wholes.update({part: weakref.ref(module) for part in _hooked(module)})
-    return whole
+    reference = _models.get(module)
+    model = None if reference is None else reference()
+    if model is None:
+        model = module
+        _models.update({part: weakref.ref(module) for part in _hooked(module)})
+    return model
 
 
 @contextmanager
 def state_of_call(call: Request) -> Iterator[None]:
     """Context of a call of ``generate``: it prepares positions with what its cache keeps.
 
-    Until ``note_prepared`` other threads with the same model wait.
+    Until ``keep_prepared`` other threads with the same model wait.
     """
     model = call.model
     # A function from a folder may call `generate` itself, in any thread.
@@ -182,8 +181,8 @@ def _for_prompt(state: dict[str, Any], call: Request) -> dict[str, Any]:
     }
 
 
-def note_prepared(call: Request) -> None:
-    """Note what ``generate`` has set on the model for the first pass of ``call``."""
+def keep_prepared(call: Request) -> None:
+    """Keep, in ``call``, what ``generate`` has set on the model for the first pass."""
     model = call.model
     if not kept(model):
         return
@@ -195,14 +194,14 @@ def note_prepared(call: Request) -> None:
     turn.end()
 
 
-# As in `prompt_check`: a compiled model would trace them.
+# A compiled model would trace the hooks.
 @not_compiled
 def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Give the model what the cache keeps, at the outermost of its modules.
 
     A pass with another cache only takes its turn: it writes what the model keeps, too.
     """
-    cache, model = _cache_of(args, kwargs), _whole(module)
+    cache, model = _cache_of(args, kwargs), _model_of(module)
     turn = _turn_of(model)
     is_outermost = not turn.is_mine or turn.module in (None, module)
     if is_outermost:
@@ -216,13 +215,13 @@ def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             turn.end()
             raise
         turn.start = cache.get_seq_length()
-        turn.is_told = kwargs.get("position_ids") is not None
+        turn.has_positions = kwargs.get("position_ids") is not None
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         turn.positions = kwargs["position_ids"]
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache | None:
-    """The retrieval cache that a pass was given, by name or by position."""
+    """The retrieval cache among the arguments of a pass, by name or by position."""
     values = (cache_argument(kwargs), *args)
     return next((value for value in values if isinstance(value, RetrievalCache)), None)
 
@@ -240,27 +239,27 @@ def _state_of_pass(model: Any, cache: RetrievalCache) -> dict[str, Any]:
 def _after_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Note what the model keeps now, and let other threads go on; also after a pass that failed."""
-    cache, model = _cache_of(args, kwargs), _whole(module)
+    """Keep the model's state in its cache, and let other threads go on, also after a failure."""
+    cache, model = _cache_of(args, kwargs), _model_of(module)
     turn = _turn_of(model)
     if not turn.is_mine or turn.module is not module:
         return
     try:
         # A pass that failed has no output, and the cache has not gone on.
         if output is not None and cache is not None:
-            _note(model, cache, turn, kwargs.get("attention_mask"))
+            _keep(model, cache, turn, kwargs.get("attention_mask"))
     finally:
         turn.end()
 
 
-def _note(model: nn.Module, cache: RetrievalCache, turn: _Turn, mask: Any) -> None:
-    """Note what ``model`` keeps after a pass, whose attention mask was ``mask``."""
+def _keep(model: nn.Module, cache: RetrievalCache, turn: _Turn, mask: Any) -> None:
+    """Keep what ``model`` keeps after a pass, whose attention mask was ``mask``, in ``cache``."""
     state, now = cache.model_state, take(model)
     start, end = turn.start, cache.get_seq_length()
     rows = cache.retrieval_layers[0].batch_size
     shift = next((name for name in now if is_shift(name)), None)
     # Positions of a caller's own loop may have passed the model by.
-    is_own = turn.is_told and end - start > 1 and not is_using(cache)
+    is_own = turn.has_positions and end - start > 1 and not is_using(cache)
     positions, cuts = turn.positions, None
     if positions is not None and positions.shape[-1] != end - start:
         positions = None

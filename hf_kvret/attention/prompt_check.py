@@ -1,4 +1,4 @@
-"""What models are given, noted in their cache and compared by ``generate`` with what it holds."""
+"""A cache records its model, tokens and other inputs, and ``generate`` compares them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_origin(
     call: Request, cache: RetrievalCache, outlives: bool, prepared: torch.Tensor | None = None
 ) -> None:
     """ValueError where ``call`` of ``generate`` has another model, text or other input than filled
-    its ``cache``. What is new and no text is noted.
+    its ``cache``. Digests of new inputs that are no text are recorded.
 
     Args:
         call: is about to begin.
@@ -47,7 +47,7 @@ def check_origin(
     """
     cache.meet(call.model)
     record, cache_len = cache.tokens, cache.get_seq_length()
-    # A pass or a call that broke off may have noted more.
+    # A pass or a call that broke off may have recorded more.
     record.owner = None
     record.crop(cache_len)
     embeddings = call.arguments.get(EMBEDDINGS)
@@ -58,7 +58,7 @@ def check_origin(
     mask = call.mask(prepared)
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         mask = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
-    # As `generate` itself finds that only the new tokens were given.
+    # `generate` itself finds so that a prompt has the new tokens alone.
     is_whole = mask.shape[1] == prompt.shape[1]
     first = 0 if is_whole else cache_len
     inputs = _other_inputs(call.arguments) if outlives or record.passes else {}
@@ -71,7 +71,7 @@ def check_origin(
 
 
 def watch(model: PreTrainedModel) -> None:
-    """Have the passes of ``model`` noted in their caches. Doing it twice is harmless."""
+    """Have the passes of ``model`` recorded in their caches. Doing it twice is harmless."""
     # Adapters of PEFT call the decoder past the model's hooks.
     for module in (model, decoder_of(model)):
         add_hooks(module, _before_pass, _after_pass)
@@ -82,7 +82,7 @@ def _cache_of(kwargs: dict[str, Any]) -> Any:
     return cache_argument(kwargs) if cache is None else cache
 
 
-# The hooks themselves may stand in a graph, with other caches; what is noted is no part of it.
+# The hooks themselves may stand in a graph, with other caches; recording is no part of it.
 def _before_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -98,20 +98,20 @@ def _before_pass(
 def _begin(
     module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    kind: Any = type(module)
-    name = cache_name_of(kind)
+    cls: Any = type(module)
+    name = cache_name_of(cls)
     if any([other in kwargs for other in CACHE_NAMES if other != name]):
         name_cache(kwargs, name)
     start, record = cache.get_seq_length(), cache.tokens
     if not record.begin(module, start):
         return
-    # Steps of one token with the module that is known are not compared: that would cost more than
-    # to note them.
-    given = _given(args, kwargs)
-    is_step = start > 0 and given is not None and given.shape[1] == 1
+    # Steps of one token with the same module are not compared: that would cost more than to record
+    # them.
+    tokens = _tokens(args, kwargs)
+    is_step = start > 0 and tokens is not None and tokens.shape[1] == 1
     if is_step and record.checked_owner() is module:
         return
-    is_known = cache.met is not None and newest_identity(module) is cache.met
+    is_known = cache.last_identity is not None and newest_identity(module) is cache.last_identity
     if not (is_known and (is_step or is_using(cache))):
         cache.meet(module)
     record.checked_owner = weakref.ref(module)
@@ -129,29 +129,29 @@ def _after_pass(
 def _end(
     module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Note what a pass was given, unless it failed or is a part of another."""
+    """Record the inputs of a pass, unless it failed or is a part of another."""
     record = cache.tokens
     if record.owner is not module:
         return
     record.owner = None
-    start, end, given = record.start, cache.get_seq_length(), _given(args, kwargs)
-    # Of other counts: the model adds tokens of its own.
-    if output is None or given is None or given.shape[1] != end - start:
+    start, end, tokens = record.start, cache.get_seq_length(), _tokens(args, kwargs)
+    # Where counts differ, the model adds tokens of its own.
+    if output is None or tokens is None or tokens.shape[1] != end - start:
         return
-    if not given.is_floating_point():
-        record.note(given, start)
-    # `generate` was told all of them at once.
+    if not tokens.is_floating_point():
+        record.write(tokens, start)
+    # `generate` recorded all of them at once.
     inputs = _other_inputs(kwargs) if end - start > 1 and not is_using(cache) else {}
     if inputs:
         record.passes += (InputDigest.of(inputs, start, end, start),)
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """``[B, n]`` ids or ``[B, n, width]`` embeddings that a model was given."""
-    given = kwargs.get(EMBEDDINGS)
-    if given is None:
-        given = kwargs.get("input_ids", args[0] if args else None)
-    return given if isinstance(given, torch.Tensor) and given.ndim > 1 else None
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """``[B, n]`` ids or ``[B, n, width]`` embeddings among the arguments of a model."""
+    tokens = kwargs.get(EMBEDDINGS)
+    if tokens is None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+    return tokens if isinstance(tokens, torch.Tensor) and tokens.ndim > 1 else None
 
 
 def _other_inputs(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -169,15 +169,15 @@ def _check_ids(cache: RetrievalCache, ids: torch.Tensor, mask: torch.Tensor) -> 
     difference = cache.tokens.difference(ids, mask, cache_len)
     if difference is None:
         return
-    row, slot, prompt_id, cache_id = difference
+    row, position, prompt_id, cache_id = difference
     # Layers with a sliding window or a state can't be cut.
     can_cut = len(cache.retrieval_layers) == len(cache.layers)
-    cut = f"cut the cache to what they share with cache.crop({slot - cache_len}), or "
+    cut = f"cut the cache to what they share with cache.crop({position - cache_len}), or "
     raise ValueError(
-        f"the prompt differs from the tokens in past_key_values: in row {row} at position {slot} "
-        f"it has id {prompt_id}, the cache holds {cache_id}. Pass the conversation that the cache "
-        f"holds and the new tokens behind it, with the attention_mask of its padding, or "
-        f"{cut if can_cut else ''}begin anew with cache.reset()"
+        f"the prompt differs from the tokens in past_key_values: in row {row} at position "
+        f"{position} it has id {prompt_id}, the cache holds {cache_id}. Pass the conversation "
+        "that the cache holds and the new tokens behind it, with the attention_mask of its padding"
+        f", or {cut if can_cut else ''}begin anew with cache.reset()"
     )
 
 

@@ -256,14 +256,14 @@ def forget_chunk(generation_config: Any) -> None:
 
 def recurs(cache: RetrievalCache) -> bool:
     """Whether any layer has state other than keys and values."""
-    kinds = (RetrievalLayer, DynamicLayer)
+    plain = (RetrievalLayer, DynamicLayer)
     return any(
-        isinstance(x, LinearAttentionLayer) or not isinstance(x, kinds) for x in cache.layers
+        isinstance(x, LinearAttentionLayer) or not isinstance(x, plain) for x in cache.layers
     )
 
 
 def expected_new_tokens(generation_config: Any, context_len: int) -> int:
-    """New tokens after ``context_len`` tokens, those held and those of the prompt.
+    """New tokens after ``context_len`` tokens, those of the cache and those of the prompt.
 
     ``max_new_tokens`` is often a limit that is never reached, and memory that is kept free for it
     would take away from what is sure. So as many as there are then, but ``LEAST_NEW_TOKENS`` at

@@ -23,7 +23,7 @@ class Request:
         arguments: by name, as the caller gave them.
         cache: the retrieval cache that the call uses, once that is known.
         switched: the call switched the model's attention to ours.
-        start_len: tokens that the cache held before the call.
+        start_len: tokens in the cache before the call.
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
         prepared_state: what ``generate`` had the model keep for the first pass; None after that.
@@ -75,7 +75,7 @@ class Request:
             mask = prepared[:: 1 if prompt is None else max(1, len(prepared) // len(prompt))]
         return mask
 
-    def gives(self, name: str) -> bool:
+    def sets(self, name: str) -> bool:
         """Whether the caller set ``name``, by keyword or in a generation config of this call."""
         return name in self.arguments or self.configured(name) is not None
 
@@ -87,7 +87,7 @@ class Request:
 
 
 # All running calls, in any thread; the newest last.
-_under_way: list[tuple[int, Request]] = []
+_running: list[tuple[int, Request]] = []
 _lock = threading.Lock()
 
 
@@ -96,13 +96,13 @@ def request(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[Reque
     """A new ``Request``, the current one of its model and thread until the call is over."""
     entry = threading.get_ident(), Request(model, arguments)
     with _lock:
-        _under_way.append(entry)
+        _running.append(entry)
     try:
         yield entry[1]
     finally:
         with _lock:
-            _under_way.remove(entry)
-            for owner, outer in _under_way:
+            _running.remove(entry)
+            for owner, outer in _running:
                 if owner == entry[0] and outer.model is model:
                     outer.is_delegated |= entry[1].has_retrieved or entry[1].is_delegated
 
@@ -114,7 +114,7 @@ def current_request(model: PreTrainedModel) -> Request:
     """
     thread = threading.get_ident()
     with _lock:
-        for owner, newest in reversed(_under_way):
+        for owner, newest in reversed(_running):
             if owner == thread and newest.model is model:
                 return newest
     return Request(model, {})
@@ -123,11 +123,11 @@ def current_request(model: PreTrainedModel) -> Request:
 def is_served(model: PreTrainedModel) -> bool:
     """Whether a running call of ``generate``, in any thread, uses a retrieval cache."""
     with _lock:
-        return any(one.model is model and one.cache is not None for _, one in _under_way)
+        return any(one.model is model and one.cache is not None for _, one in _running)
 
 
 def is_using(cache: RetrievalCache) -> bool:
     """Whether a running call of ``generate`` in this thread uses ``cache``."""
     thread = threading.get_ident()
     with _lock:
-        return any(owner == thread and one.cache is cache for owner, one in _under_way)
+        return any(owner == thread and one.cache is cache for owner, one in _running)

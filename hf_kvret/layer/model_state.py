@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from hf_kvret.models.kept_state import LONGEST, checked, is_shift
-from hf_kvret.models.position_shift import UNKNOWN
+from hf_kvret.models.kept_state import LONGEST, UNKNOWN, checked, is_shift
 
 
 class _ShiftedPass(NamedTuple):

@@ -50,7 +50,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
     Raises:
         TypeError: no configuration of a model.
-        ValueError: encoder-decoders, encoders, latent attention (MLA) of some kinds, keys that
+        ValueError: encoder-decoders, encoders, latent attention (MLA) of some types, keys that
             layers share, models without a full-attention layer of its own; the message says why
             and what to use instead.
     """
@@ -93,15 +93,19 @@ def check_config(config: PreTrainedConfig) -> None:
 
 def _check_layers(config: PreTrainedConfig) -> None:
     """ValueError unless some layer's cache holds full attention and nothing else."""
-    kinds = [type(layer) for layer in model_layers(config)]
-    if DynamicLayer in kinds:
+    types = [type(layer) for layer in model_layers(config)]
+    if DynamicLayer in types:
         return
     name = config.model_type
-    hybrids = [kind for kind in kinds if issubclass(kind, DynamicLayer) and _whole(kind)]
+    hybrids = [
+        cls
+        for cls in types
+        if issubclass(cls, DynamicLayer) and not getattr(cls, "is_sliding", False)
+    ]
     if hybrids:
         raise ValueError(
             f"{name} keeps full attention and something else in one cache layer "
-            f"({hybrids[0].__name__}, {len(hybrids)} of {len(kinds)} layers): not supported yet; "
+            f"({hybrids[0].__name__}, {len(hybrids)} of {len(types)} layers): not supported yet; "
             f"{_OWN_CACHE}"
         )
     raise ValueError(
@@ -188,7 +192,7 @@ def latent_rank(config: PreTrainedConfig) -> int:
 
 
 class AttentionShape(NamedTuple):
-    """Heads of one layer, and numbers in a key that its cache holds."""
+    """Heads of one layer, and elements of a key that its cache holds."""
 
     heads: int
     kv_heads: int
@@ -248,18 +252,13 @@ def model_layers(config: PreTrainedConfig) -> list:
 
 def retrieval_layers(config: PreTrainedConfig) -> list[int]:
     """Numbers of the layers that retrieve: those whose attention is full."""
-    kinds = enumerate(model_layers(config))
-    return [number for number, layer in kinds if type(layer) is DynamicLayer]
+    layers = enumerate(model_layers(config))
+    return [number for number, layer in layers if type(layer) is DynamicLayer]
 
 
 def _encodes(text: PreTrainedConfig) -> bool:
     """Whether this is an encoder that could decode, with is_decoder=False (BERT)."""
     return hasattr(text, "add_cross_attention") and getattr(text, "is_decoder", True) is False
-
-
-def _whole(kind: type) -> bool:
-    """Whether a cache layer of this kind keeps all tokens."""
-    return not getattr(kind, "is_sliding", False)
 
 
 def by_layer(text: PreTrainedConfig, name: str) -> list:
@@ -287,8 +286,8 @@ def switches(model_class: type[PreTrainedModel]) -> bool:
     ``python -`` or of ``exec`` has none; its nearest ancestor with a source tells then, and False
     stands where there is none.
     """
-    home = next((kind for kind in _models(model_class) if has_source(kind)), None)
-    # transformers keeps the answer on the class that was asked, and classes inherit it.
+    home = next((cls for cls in _models(model_class) if has_source(cls)), None)
+    # transformers keeps the answer on the class, and classes inherit it.
     return home is not None and bool(home._can_set_attn_implementation())
 
 
@@ -297,15 +296,15 @@ def knows(model_class: type[PreTrainedModel]) -> bool:
     return any(map(has_source, _models(model_class)))
 
 
-def has_source(kind: type) -> bool:
+def has_source(cls: type) -> bool:
     """Whether the module of a class has a source file."""
     try:
-        return bool(inspect.getsource(sys.modules[kind.__module__]))
+        return bool(inspect.getsource(sys.modules[cls.__module__]))
     except (KeyError, OSError, TypeError):
         return False
 
 
 def _models(model_class: type[PreTrainedModel]) -> list[Any]:
     """The class and its ancestors that are of some type of model."""
-    kinds = [kind for kind in model_class.__mro__ if issubclass(kind, PreTrainedModel)]
-    return [kind for kind in kinds if kind is not PreTrainedModel]
+    classes = [cls for cls in model_class.__mro__ if issubclass(cls, PreTrainedModel)]
+    return [cls for cls in classes if cls is not PreTrainedModel]

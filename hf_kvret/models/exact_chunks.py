@@ -33,12 +33,12 @@ class Span:
     """Positions of a prompt that is to be cut: what decides about rotations.
 
     Attributes:
-        held: tokens that the cache holds before it.
+        past_len: tokens that the cache holds before it.
         chunk_end: one more than the greatest position in the first chunk.
         end: one more than the greatest of all.
     """
 
-    held: int = 0
+    past_len: int = 0
     chunk_end: int = 0
     end: int = 0
 
@@ -67,15 +67,17 @@ def depends_on_length(config: PreTrainedConfig) -> bool:
 
 def _rotation_changes(text: PreTrainedConfig, span: Span) -> str | None:
     """Why a prompt's chunks would be rotated otherwise than the whole; None if they are not."""
-    for kind, limit in _limits(text):
-        if kind == _GROWING and span.end >= limit:
+    for rotation, limit in _limits(text):
+        if rotation == _GROWING and span.end >= limit:
             # A pass that ends at the limit itself keeps what an earlier request grew to.
-            return f"its {kind} rotation changes with the length of a pass from {limit} tokens on"
+            return (
+                f"its {rotation} rotation changes with the length of a pass from {limit} tokens on"
+            )
         # Every chunk beyond the limit is rotated as the whole. But some models (Phi-3) read again
         # what they hold, where a text grows beyond the limit in one pass.
-        is_cut = span.chunk_end <= limit or 0 < span.held <= limit
-        if kind != _GROWING and limit < span.end and is_cut:
-            return f"its {kind} rotation is another one beyond {limit} tokens"
+        is_cut = span.chunk_end <= limit or 0 < span.past_len <= limit
+        if rotation != _GROWING and limit < span.end and is_cut:
+            return f"its {rotation} rotation is another one beyond {limit} tokens"
     return None
 
 
@@ -84,11 +86,11 @@ def _limits(text: PreTrainedConfig) -> Iterator[tuple[str, int]]:
     most = getattr(text, "max_position_embeddings", None) or 0
     original = getattr(text, "original_max_position_embeddings", None) or most
     for parameters in _rotations(text):
-        kind = parameters.get("rope_type", parameters.get("type")) or ""
-        if _GROWING in kind:
+        rotation = parameters.get("rope_type", parameters.get("type")) or ""
+        if _GROWING in rotation:
             yield _GROWING, most
-        elif kind == "longrope" or "long_mscale" in parameters:
-            yield kind, parameters.get("original_max_position_embeddings") or original
+        elif rotation == "longrope" or "long_mscale" in parameters:
+            yield rotation, parameters.get("original_max_position_embeddings") or original
 
 
 def _rotations(text: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
@@ -97,5 +99,5 @@ def _rotations(text: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
         parameters = getattr(text, name, None)
         if not isinstance(parameters, Mapping):
             continue
-        parts = [part for part in parameters.values() if isinstance(part, Mapping)]
-        yield from parts or [parameters]
+        by_type = [value for value in parameters.values() if isinstance(value, Mapping)]
+        yield from by_type or [parameters]

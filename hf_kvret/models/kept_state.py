@@ -15,14 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+UNKNOWN = torch.iinfo(torch.int32).min
+"""In place of a shift: a cut there goes through a picture, and text has no position behind it."""
+
 SHIFT = "rope_deltas"
-"""``[B, 1]`` int64, or None: how far positions run ahead of the count of a row's tokens."""
+"""``[B, 1]`` int64, or None: the highest position of a text, plus one, minus its tokens.
+
+Vision models number the tokens of a picture by its rows and columns, so that text behind it goes on
+from a position that is not the count of tokens."""
 
 FREQUENCIES = "inv_freq"
 """``[D / 2]`` floats: the frequencies that a rotary embedding rotates by."""
 
 LONGEST = "max_seq_len_cached"
 """The length of text that the frequencies are for: a number, or a tensor without dimensions."""
+
+# Of the axes of positions, the last three are time, height and width.
+_SHIFT_AXES = 3
 
 
 class Kept(NamedTuple):
@@ -51,17 +60,17 @@ def kept(model: Any) -> tuple[Kept, ...]:
     """
     if not isinstance(model, nn.Module):
         return ()
-    known = _kept.get(model)
-    if known is None:
+    result = _kept.get(model)
+    if result is None:
         base = f"{getattr(model, 'base_model_prefix', '')}."
-        known = _kept[model] = tuple(
+        result = _kept[model] = tuple(
             Kept(
                 f"{path}.{attribute}".removeprefix(base).removeprefix("."), path, attribute, origin
             )
             for path, module in model.named_modules()
             for attribute, origin in _kept_by(module)
         )
-    return known
+    return result
 
 
 def _kept_by(module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -92,11 +101,6 @@ def grows(model: nn.Module) -> bool:
 def take(model: nn.Module) -> dict[str, Any]:
     """What ``model`` keeps now, by name: the very values, not copies."""
     return {one.name: _value(model.get_submodule(one.path), one) for one in kept(model)}
-
-
-def fresh(model: nn.Module) -> dict[str, Any]:
-    """What a model keeps that has seen no text yet."""
-    return {one.name: _origin(model.get_submodule(one.path), one) for one in kept(model)}
 
 
 def put(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -173,3 +177,44 @@ def checked(name: str, value: torch.Tensor, rows: int, length: int) -> torch.Ten
             "keeps: the file is damaged; save the cache again"
         )
     return value
+
+
+def shifts(
+    positions: torch.Tensor,
+    mask: torch.Tensor | None,
+    start: int,
+    before: torch.Tensor | None,
+    rows: int,
+) -> torch.Tensor:
+    """The shift by length to which a text may be cut, from ``start`` on: ``[rows, n + 1]`` int32.
+
+    The result is on the device of ``positions``. Nothing is read on the host.
+
+    Args:
+        positions: of ``n`` tokens: ``[B, n]``, or ``[axes, B, n]``, of which the last three count;
+            ``B`` is ``rows`` or 1.
+        mask: ``[rows, start + n]``, 0 for padding; None where there is none.
+        start: tokens before these.
+        before: ``[rows, 1]``, the shift before them; None for 0.
+        rows: of the batch.
+    """
+    axes = (positions if positions.ndim == 3 else positions[None])[-_SHIFT_AXES:].long()
+    axes = axes.expand(-1, rows, -1)
+    end = start + axes.shape[2]
+    if mask is None:
+        valid = torch.ones(rows, end, dtype=torch.bool, device=axes.device)
+    else:
+        valid = (mask != 0).to(axes.device)
+    # Tokens of a sequence before each index from `start` on, and in all.
+    tokens = torch.nn.functional.pad(valid.cumsum(1), (1, 0))[:, start:]
+    valid = valid[:, start:]
+    first = tokens[:, :1] - 1 + (0 if before is None else before.to(axes.device))
+    # The highest position before each token, and in all.
+    highest = torch.cat([first, torch.where(valid, axes.amax(0), first)], 1).cummax(1).values
+    lowest = axes.amin(0)
+    inside = valid & ((lowest <= highest[:, :-1]) | (lowest != axes.amax(0)))
+    result = highest + 1 - tokens
+    # The first token that a cut takes away tells where the next one would stand.
+    result[:, :-1] = torch.where(valid, lowest - tokens[:, :-1], result[:, :-1])
+    result[:, :-1].masked_fill_(inside, UNKNOWN)
+    return result.to(torch.int32)

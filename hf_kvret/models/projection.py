@@ -39,7 +39,7 @@ class Affine:
 
 
 def affine(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
-    """What ``projection`` does to vectors of ``inputs`` numbers, of dtype and device of ``like``.
+    """What ``projection`` does to vectors of ``inputs`` elements, of dtype and device of ``like``.
 
     The matrix of a plain linear layer is its weight itself.
 
@@ -89,8 +89,8 @@ def _unit(projection: nn.Module) -> float:
 def _check_linear(projection: nn.Module, result: Affine, like: torch.Tensor) -> None:
     """ValueError if a vector, long or short and negative, has another image than ``result`` gives.
 
-    Its numbers are alike or zero by chance, which quantized inputs keep, too. Dropout is chance, so
-    nothing is said of a module in training.
+    Its elements are alike or zero by chance, which quantized inputs keep, too. A module in training
+    is not checked, as dropout is chance.
     """
     on_gpu = like.device.type != "cpu"
     if any(module.training for module in projection.modules()):

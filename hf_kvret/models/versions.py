@@ -82,15 +82,15 @@ def name_cache(arguments: MutableMapping[str, Any], name: str = CACHE_NAME) -> N
 
 
 @functools.cache
-def cache_name_of(kind: type[nn.Module]) -> str:
-    """What the forward passes of modules of this ``kind`` call the cache.
+def cache_name_of(cls: type[nn.Module]) -> str:
+    """What the forward passes of modules of a class call the cache.
 
     The name of this version, unless only the other is among its parameters: code from a hub may
     know the old name alone.
     """
-    parameters = inspect.signature(kind.forward).parameters
-    known = [name for name in CACHE_NAMES if name in parameters]
-    return CACHE_NAME if CACHE_NAME in known or not known else known[0]
+    parameters = inspect.signature(cls.forward).parameters
+    names = [name for name in CACHE_NAMES if name in parameters]
+    return CACHE_NAME if CACHE_NAME in names or not names else names[0]
 
 
 def _following(release: str) -> str:

@@ -107,7 +107,7 @@ class DecodeGraph:
                 tokens.crop(start)
                 output = self._step(inputs)
                 if len(tokens) <= start:
-                    tokens.note(inputs["input_ids"], start)
+                    tokens.write(inputs["input_ids"], start)
                 return output
             _tell(self.reason)
         return self._usual(inputs)

@@ -127,7 +127,7 @@ def verify_cache(directory: Path) -> list[str]:
     Raises:
         MemoryError: there is too little for a tensor.
         OSError: a file is missing, or can't be read.
-        ValueError: damage, with its place.
+        ValueError: damage; the message says where.
     """
     description = Description.read(directory)
     content, tensors = description.content, description.tensors(directory)
@@ -161,8 +161,8 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 def _check(content: dict[str, Any]) -> None:
     """ValueError for what ``encoded`` does not make."""
-    for name, kind in _TYPES.items():
-        if name not in content or not isinstance(content[name], kind):
+    for name, type_ in _TYPES.items():
+        if name not in content or not isinstance(content[name], type_):
             raise ValueError(f"{name} is missing")
     if content.get("checksum") != checksum(content):
         raise ValueError("its checksum is another one")

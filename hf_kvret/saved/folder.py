@@ -5,9 +5,7 @@ name, the *naming* file, says which of them count. A save writes new data files,
 replaces the naming file in one step; only then are older files removed::
 
     with replacing(folder, "cache.json", "cache") as save:
-        with save.new_file() as file:
-            ...                                   # file.write(...)
-        name = save.keep(file, version, ".safetensors")
+        name = save.keep(content, version, ".safetensors")
         save.commit(json.dumps({"files": {"tensors": name}}).encode())
 
 No file is written through a symbolic link (a folder that is one is followed), and nothing is
@@ -25,7 +23,6 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 try:
     import fcntl
@@ -58,31 +55,29 @@ class Replacement:
         self._suffixes: set[str] = set()
         self._beside: dict[str, Path] = {}
 
-    def new_file(self) -> IO[bytes]:
-        """A new, empty file to write to, whose name says that it is unfinished."""
-        file = _new_file(self.directory, self._stem)
-        self._loose.add(Path(file.name))
-        return file
-
     def new_folder(self) -> Path:
         """A new, empty folder for files that other libraries write; gone after the save."""
-        path = _unfinished_path(self.directory, self._stem)
+        path = self._unfinished_path()
         path.mkdir()
-        self._loose.add(path)
         return path
 
-    def keep(self, file: IO[bytes], version: str, suffix: str) -> str:
-        """Sync and close a file of ``new_file``; returns its name, for the naming file.
+    def keep(self, content: bytes | Path, version: str, suffix: str) -> str:
+        """Make a data file; returns its name, for the naming file.
 
         Args:
-            file: with its whole content, open or closed.
+            content: of the file, or a file in ``new_folder``, which is moved.
             version: ``VERSION_LEN`` hexadecimal digits, which no file of other content has.
             suffix: of the name, ``".safetensors"`` for instance.
         """
         if not re.fullmatch(f"[0-9a-f]{{{VERSION_LEN}}}", version):
             raise ValueError(f"version={version!r}: give {VERSION_LEN} hexadecimal digits")
-        _finish(file)
-        path, name = Path(file.name), f"{self._stem}-{version}{suffix}"
+        if isinstance(content, Path):
+            path = content
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+        else:
+            path = self._write(content)
+        name = f"{self._stem}-{version}{suffix}"
         target = self.directory / name
         is_new = not target.exists()
         check_replaceable(target)
@@ -97,10 +92,7 @@ class Replacement:
     def put_beside(self, name: str, content: bytes) -> None:
         """Have ``commit`` replace a file of a fixed name that nothing depends on, as a card."""
         check_replaceable(self.directory / name)
-        with self.new_file() as file:
-            file.write(content)
-            _finish(file)
-        self._beside[name] = Path(file.name)
+        self._beside[name] = self._write(content)
 
     def commit(self, content: bytes, obsolete: Iterable[str] = ()) -> None:
         """Replace the naming file; what it names counts from here on, older files are removed.
@@ -113,19 +105,17 @@ class Replacement:
             obsolete: names of files, other than versioned ones, that only the older naming file
                 meant.
         """
-        with self.new_file() as file:
-            file.write(content)
-            _finish(file)
+        path = self._write(content)
         if self._named:
             # They are there before the file that names them, also after a power cut.
             _sync_folder(self.directory)
         unnamed = self._loose
         try:
             # A Ctrl-C may come when it has happened: what is named then must stay.
-            self._loose = {Path(file.name), *self._beside.values()}
-            os.replace(file.name, self.directory / self.naming)
+            self._loose = {path, *self._beside.values()}
+            os.replace(path, self.directory / self.naming)
         except BaseException:
-            if os.path.lexists(file.name):
+            if os.path.lexists(path):
                 self._loose = unnamed
             raise
         self.in_place = True
@@ -141,9 +131,27 @@ class Replacement:
         for path in self._loose:
             _remove(path)
 
+    def _unfinished_path(self) -> Path:
+        """A new name in the folder, removed where the save fails."""
+        name = f".{self._stem}-{secrets.token_hex(8)}{_UNFINISHED}"
+        path = self.directory / name
+        self._loose.add(path)
+        return path
+
+    def _write(self, content: bytes) -> Path:
+        """Bring ``content`` to the disk, in a file whose name says that it is unfinished."""
+        path = self._unfinished_path()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        # O_EXCL: never through a link; the usual rights, which the umask cuts.
+        with open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666)) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return path
+
     def _remove_older(self, obsolete: Iterable[str]) -> None:
         versioned = re.compile(rf"{re.escape(self._stem)}-[0-9a-f]{{{VERSION_LEN}}}(\..+)")
-        unfinished = _unfinished_names(self._stem)
+        unfinished = re.compile(rf"\.{re.escape(self._stem)}-[0-9a-f]{{16}}{_UNFINISHED}")
         for path in list(self.directory.iterdir()):
             name = path.name
             match = versioned.fullmatch(name)
@@ -170,7 +178,7 @@ def replacing(directory: Path, naming: str, stem: str) -> Iterator[Replacement]:
         OSError: as the system says, a full disk for instance, with what to do about it.
         ValueError: what would be replaced is a symbolic link, or no file.
     """
-    with _with_remedy(directory, new := Replacement(directory, naming, stem)), _begun(new):
+    with _begin(directory, new := Replacement(directory, naming, stem)):
         yield new
 
 
@@ -180,21 +188,8 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError, ValueError: as ``replacing``.
     """
-    with _with_remedy(path, new := Replacement(path.parent, path.name, path.name)), _begun(new):
+    with _begin(path, new := Replacement(path.parent, path.name, path.name)):
         new.commit(content)
-
-
-@contextmanager
-def _begun(new: Replacement) -> Iterator[None]:
-    """Context of a replacement, alone in its folder; what it wrote is gone if it fails."""
-    make_folder(new.directory)
-    with _locked(new.directory):
-        check_replaceable(new.directory / new.naming)
-        try:
-            yield
-        except BaseException:
-            new.abandon()
-            raise
 
 
 def check_replaceable(path: Path) -> None:
@@ -212,38 +207,12 @@ def check_replaceable(path: Path) -> None:
         raise ValueError(f"{path} is no ordinary file, and is not replaced: give another folder")
 
 
-def make_folder(directory: Path) -> None:
+def _make_folder(directory: Path) -> None:
     """Make ``directory`` and the folders above it, where they are missing, and sync them."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
         _sync_folder(path.parent)
-
-
-def _unfinished_path(directory: Path, stem: str) -> Path:
-    return directory / f".{stem}-{secrets.token_hex(8)}{_UNFINISHED}"
-
-
-def _new_file(directory: Path, stem: str) -> IO[bytes]:
-    path = _unfinished_path(directory, stem)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    # O_EXCL: never through a link; the usual rights, which the umask cuts.
-    return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
-
-
-def _unfinished_names(stem: str) -> re.Pattern[str]:
-    return re.compile(rf"\.{re.escape(stem)}-[0-9a-f]{{16}}{re.escape(_UNFINISHED)}")
-
-
-def _finish(file: IO[bytes]) -> None:
-    """Bring a file's content to the disk."""
-    if file.closed:
-        with open(file.name, "rb+") as again:
-            os.fsync(again.fileno())
-        return
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
 
 
 def _sync_folder(directory: Path) -> None:
@@ -291,14 +260,24 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _with_remedy(place: Path, new: Replacement) -> Iterator[None]:
-    """OSErrors of ``new``, which replaces ``place``, say what is left and what to do."""
+def _begin(target: Path, new: Replacement) -> Iterator[None]:
+    """Context of a replacement, alone in its folder; what it wrote is gone if it fails.
+
+    OSErrors say what is left of ``target``, the folder or file that it replaces, and what to do.
+    """
     try:
-        yield
+        _make_folder(new.directory)
+        with _locked(new.directory):
+            check_replaceable(new.directory / new.naming)
+            try:
+                yield
+            except BaseException:
+                new.abandon()
+                raise
     except OSError as error:
         number = error.errno
         if number is None:
-            # Not the system's, but of the caller, who says what to do.
+            # It is the caller's own, and says what to do.
             raise
         if number in _SPACE:
             remedy = "free space on this disk (or raise the limit on file sizes)"
@@ -308,12 +287,12 @@ def _with_remedy(place: Path, new: Replacement) -> Iterator[None]:
             remedy = "look after the disk"
         why = error.strerror or error
         message = (
-            f"{place} could not be written ({why}), what was there before is as it was: {remedy}, "
+            f"{target} could not be written ({why}), what was there before is as it was: {remedy}, "
             "or give another place"
         )
         if new.in_place:
             message = (
-                f"{place} was written, and the new content is in place, but may not survive a "
+                f"{target} was written, and the new content is in place, but may not survive a "
                 f"power cut ({why}): {remedy}, and save again"
             )
         # OSError(number, ...) is of the class for that number, as FileExistsError.

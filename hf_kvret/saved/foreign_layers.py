@@ -1,4 +1,4 @@
-"""Cache layers of transformers in a saved cache: only known attributes, of known kinds.
+"""Cache layers of transformers in a saved cache: only known attributes, of known types.
 
 A file never says which attribute is set: what is here does, by class. A layer with an attribute
 that is not listed can't be saved.
@@ -22,10 +22,10 @@ from transformers.cache_utils import (
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.models.versions import LAYERS_KNOW_DTYPE, DummyLayer
 
-_FLOATS = {"float64", "float32", "float16", "bfloat16"}
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
 _TENSOR, _FLAG, _COUNT, _DTYPE = "tensor", "flag", "count", "dtype"
 _STATES, _FLAGS, _COUNTS = "tensor by state", "flag by state", "count by state"
-# Of the model, and so in a new layer: compared. Then what a new layer makes itself.
+# A new layer has the first from the model, so that they are compared, and makes the second itself.
 _MODEL, _MADE = "of the model", "made anew"
 
 _DYNAMIC = {
@@ -62,7 +62,7 @@ _LINEAR = {
 }
 
 
-_KNOWN: dict[type, dict[str, str]] = {
+_ATTRIBUTES: dict[type, dict[str, str]] = {
     DynamicSlidingWindowLayer: _SLIDING,
     DynamicIndexedLayer: _INDEXED,
     LinearAttentionLayer: _LINEAR,
@@ -70,36 +70,35 @@ _KNOWN: dict[type, dict[str, str]] = {
     LinearAttentionAndSlidingWindowAttentionLayer: _SLIDING | _LINEAR,
     DummyLayer: {"keys": _TENSOR, "values": _TENSOR, "is_initialized": _FLAG},
 }
-_PLAIN = {_FLAG, _COUNT, _DTYPE, _FLAGS, _COUNTS, _MODEL}
-# Only there once tokens came.
+# Attributes that a layer has once tokens came.
 _LATE = {"dtype", "indexer_dtype"}
 
 
-def parts_of(layer: Any) -> tuple[Tensors, dict[str, Any]]:
+def layer_state(layer: Any) -> tuple[Tensors, dict[str, Any]]:
     """Tensors of a layer on the CPU, and its plain values, by name.
 
     Raises:
         TypeError: a layer, or an attribute of it, that is not known.
     """
-    known = _known(layer)
+    attributes = _attributes(layer)
     tensors: Tensors = {}
     values: dict[str, Any] = {}
     for name, value in vars(layer).items():
-        kind = known.get(name)
-        if kind is None:
+        type_ = attributes.get(name)
+        if type_ is None:
             raise TypeError(
                 f"cannot save the attribute {name} of a {type(layer).__name__}, which this "
                 "hf_kvret does not know: upgrade hf_kvret, or use an earlier transformers"
             )
-        if kind == _TENSOR and value is not None:
-            tensors[name] = _saved(value)
-        elif kind == _STATES:
-            tensors |= {f"{name}.{i}": _saved(x) for i, x in value.items() if x is not None}
-        elif kind in (_FLAGS, _COUNTS):
+        if type_ == _TENSOR and value is not None:
+            tensors[name] = _on_cpu(value)
+        elif type_ == _STATES:
+            tensors |= {f"{name}.{i}": _on_cpu(x) for i, x in value.items() if x is not None}
+        elif type_ in (_FLAGS, _COUNTS):
             values[name] = list(value.values())
-        elif kind == _DTYPE:
+        elif type_ == _DTYPE:
             values[name] = None if value is None else str(value).removeprefix("torch.")
-        elif kind in (_FLAG, _COUNT, _MODEL):
+        elif type_ in (_FLAG, _COUNT, _MODEL):
             values[name] = value
     return tensors, values
 
@@ -107,29 +106,31 @@ def parts_of(layer: Any) -> tuple[Tensors, dict[str, Any]]:
 def restore(
     layer: Any, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Give a new ``layer`` what ``parts_of`` took from one.
+    """Give a new ``layer`` what ``layer_state`` took from one.
 
     Raises:
         ValueError: a value is missing, unknown, or does not fit the others.
     """
-    known = _known(layer)
+    attributes = _attributes(layer)
     states = range(int(getattr(layer, "number_of_states", 0)))
-    names = {name for name, kind in known.items() if kind in (_TENSOR, _MADE)}
-    names |= {f"{name}.{i}" for name, kind in known.items() if kind == _STATES for i in states}
-    strange = [*sorted(set(tensors) - names), *sorted(set(values) - set(known))]
-    if strange:
-        raise ValueError(f"a {type(layer).__name__} of this model has no {strange[0][:80]}")
-    there = {name: tensor.to(device) for name, tensor in tensors.items()}
-    for name, kind in known.items():
-        if kind == _TENSOR and (name in vars(layer) or name in there):
-            setattr(layer, name, there.get(name))
-        elif kind == _STATES:
-            setattr(layer, name, {i: there.get(f"{name}.{i}") for i in states})
-        elif kind in _PLAIN and (name in values or name not in _LATE):
-            _set_plain(layer, name, kind, values, len(states))
-    rows = there.get("keys")
-    if LAYERS_KNOW_DTYPE and rows is not None and "dtype" not in values:
-        layer.dtype = rows.dtype
+    names = {name for name, type_ in attributes.items() if type_ in (_TENSOR, _MADE)}
+    names |= {
+        f"{name}.{i}" for name, type_ in attributes.items() if type_ == _STATES for i in states
+    }
+    unknown = [*sorted(set(tensors) - names), *sorted(set(values) - set(attributes))]
+    if unknown:
+        raise ValueError(f"a {type(layer).__name__} of this model has no {unknown[0][:80]}")
+    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+    for name, type_ in attributes.items():
+        if type_ == _TENSOR and (name in vars(layer) or name in moved):
+            setattr(layer, name, moved.get(name))
+        elif type_ == _STATES:
+            setattr(layer, name, {i: moved.get(f"{name}.{i}") for i in states})
+        elif type_ not in (_TENSOR, _MADE) and (name in values or name not in _LATE):
+            _set_plain(layer, name, type_, values, len(states))
+    keys = moved.get("keys")
+    if LAYERS_KNOW_DTYPE and keys is not None and "dtype" not in values:
+        layer.dtype = keys.dtype
     for prefix in ("", "indexer_"):
         is_used = getattr(layer, f"{prefix}keys", None) is not None
         if is_used or getattr(layer, f"{prefix}dtype", None) is not None:
@@ -139,32 +140,32 @@ def restore(
     _check(layer)
 
 
-def _set_plain(layer: Any, name: str, kind: str, values: Mapping[str, Any], states: int) -> None:
+def _set_plain(layer: Any, name: str, type_: str, values: Mapping[str, Any], states: int) -> None:
+    """Set an attribute that is no tensor; ValueError for a value that no layer has."""
     if name not in values:
         raise ValueError(f"a {type(layer).__name__} needs {name}")
     value = values[name]
-    if kind == _MODEL:
-        if type(value) is not int or value != getattr(layer, name):
-            raise ValueError(f"{name} is {str(value)[:40]}, this model's {getattr(layer, name)}")
-        return
-    if kind in (_FLAGS, _COUNTS):
-        one = _is_flag if kind == _FLAGS else _is_count_or_none
-        if not isinstance(value, list) or len(value) != states or not all(map(one, value)):
-            raise ValueError(f"{name} is {str(value)[:40]}")
-        setattr(layer, name, dict(enumerate(value)))
-    elif kind == _DTYPE:
-        if value is not None and (not isinstance(value, str) or value not in _FLOATS):
-            raise ValueError(f"{name} is {str(value)[:40]}, none of {', '.join(sorted(_FLOATS))}")
-        setattr(layer, name, None if value is None else getattr(torch, value))
-    else:
-        if not (_is_flag(value) if kind == _FLAG else _is_count(value)):
-            raise ValueError(f"{name} is {str(value)[:40]}")
-        setattr(layer, name, value)
+    by_state = value if isinstance(value, list) and len(value) == states else [object()]
+    is_right = {
+        _MODEL: type(value) is int and value == getattr(layer, name, None),
+        _FLAG: isinstance(value, bool),
+        _COUNT: _is_count(value),
+        _DTYPE: value is None or (isinstance(value, str) and value in _FLOATS),
+        _FLAGS: all(isinstance(one, bool) for one in by_state),
+        _COUNTS: all(one is None or _is_count(one) for one in by_state),
+    }
+    if not is_right[type_]:
+        raise ValueError(f"{name} is {str(value)[:40]}, which no layer of this model has")
+    if type_ in (_FLAGS, _COUNTS):
+        value = dict(enumerate(value))
+    elif type_ == _DTYPE and value is not None:
+        value = getattr(torch, value)
+    setattr(layer, name, value)
 
 
 def _check(layer: Any) -> None:
     """ValueError where values of a layer do not fit one another."""
-    batch_of(layer)
+    batch_size(layer)
     if isinstance(layer, DynamicLayer):
         _check_rows(layer)
     if isinstance(layer, DynamicIndexedLayer):
@@ -183,7 +184,9 @@ def _check_rows(layer: Any) -> None:
         return
     fits = keys is not None and values is not None and keys.ndim == values.ndim == 4
     if not fits or keys.shape[:3] != values.shape[:3]:
-        raise ValueError(f"keys {_form(keys)} and values {_form(values)} do not belong together")
+        raise ValueError(
+            f"keys {_described(keys)} and values {_described(values)} do not belong together"
+        )
     if not keys.dtype == values.dtype == getattr(layer, "dtype", keys.dtype):
         raise ValueError(f"keys are {keys.dtype}, values {values.dtype}, not of the layer's dtype")
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -202,13 +205,15 @@ def _check_indexer(layer: Any) -> None:
         raise ValueError("an indexer has tokens, its layer none")
     length = layer.keys.shape[2]
     if keys is None or keys.ndim != 3 or keys.shape[1] != length:
-        raise ValueError(f"indexer_keys {_form(keys)} are not of {length} tokens")
+        raise ValueError(f"indexer_keys {_described(keys)} are not of {length} tokens")
     if keys.dtype != getattr(layer, "indexer_dtype", None) or len(keys) != len(layer.keys):
-        raise ValueError(f"indexer_keys {_form(keys)} do not fit the keys {_form(layer.keys)}")
+        raise ValueError(
+            f"indexer_keys {_described(keys)} do not fit the keys {_described(layer.keys)}"
+        )
     if positions is not None and (
         positions.ndim != 3 or positions.is_floating_point() or positions.shape[2] != length
     ):
-        raise ValueError(f"indexer_position_ids {_form(positions)} are not of {length} tokens")
+        raise ValueError(f"indexer_position_ids {_described(positions)} are not of {length} tokens")
 
 
 def _check_states(layer: Any) -> None:
@@ -221,17 +226,17 @@ def _check_states(layer: Any) -> None:
             raise ValueError("recurrent_states are not as is_recurrent_states_initialized says")
         for state in (conv, recurrent):
             if state is not None and (state.ndim < 2 or not state.is_floating_point()):
-                raise ValueError(f"a state {_form(state)} is not of a layer")
+                raise ValueError(f"a state {_described(state)} is not of a layer")
         if conv is None:
             continue
         if not size or conv.shape[-1] < size or (conv.shape[-1] > size and not layer.record_past):
-            raise ValueError(f"conv_states {_form(conv)} are not of conv_kernel_size {size}")
+            raise ValueError(f"conv_states {_described(conv)} are not of conv_kernel_size {size}")
         if layer.dtype is not None and conv.dtype != layer.dtype:
             raise ValueError(f"conv_states are {conv.dtype}, not {layer.dtype}")
 
 
-def batch_of(layer: Any) -> int | None:
-    """Rows of the batch that a layer holds; None where it holds nothing."""
+def batch_size(layer: Any) -> int | None:
+    """Sequences that a layer holds; None where it holds nothing."""
     tensors = [getattr(layer, "keys", None)]
     for name in ("conv_states", "recurrent_states"):
         tensors += getattr(layer, name, {}).values()
@@ -241,49 +246,41 @@ def batch_of(layer: Any) -> int | None:
     return sizes.pop() if sizes else None
 
 
-def forms_of(layer: Any) -> dict[str, tuple[Any, ...]]:
+def fixed_sizes(layer: Any) -> dict[str, tuple[Any, ...]]:
     """Dtype and sizes of a layer's tensors that do not grow with the tokens, by name."""
-    forms: dict[str, tuple[Any, ...]] = {}
+    sizes: dict[str, tuple[Any, ...]] = {}
     for name in ("keys", "values"):
-        rows = getattr(layer, name, None)
-        if rows is not None and rows.ndim == 4:
-            forms[name] = (rows.dtype, rows.shape[1], rows.shape[3])
+        tensor = getattr(layer, name, None)
+        if tensor is not None and tensor.ndim == 4:
+            sizes[name] = (tensor.dtype, tensor.shape[1], tensor.shape[3])
     keys = getattr(layer, "indexer_keys", None)
     if keys is not None:
-        forms["indexer_keys"] = (keys.dtype, keys.shape[2])
+        sizes["indexer_keys"] = (keys.dtype, keys.shape[2])
     for name in ("conv_states", "recurrent_states"):
         for i, state in getattr(layer, name, {}).items():
             if state is not None:
                 last = None if name == "conv_states" else state.shape[-1]
-                forms[f"{name}.{i}"] = (state.dtype, *state.shape[1:-1], last)
-    return forms
+                sizes[f"{name}.{i}"] = (state.dtype, *state.shape[1:-1], last)
+    return sizes
 
 
-def _known(layer: Any) -> dict[str, str]:
-    known = _KNOWN.get(type(layer))
-    if known is None:
+def _attributes(layer: Any) -> dict[str, str]:
+    attributes = _ATTRIBUTES.get(type(layer))
+    if attributes is None:
         raise TypeError(
             f"cannot save or load a {type(layer).__name__}, which this hf_kvret does not know: "
             "upgrade hf_kvret"
         )
-    return known
+    return attributes
 
 
-def _saved(tensor: torch.Tensor) -> torch.Tensor:
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def _form(tensor: torch.Tensor | None) -> str:
+def _described(tensor: torch.Tensor | None) -> str:
     return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 48
-
-
-def _is_count_or_none(value: Any) -> bool:
-    return value is None or _is_count(value)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# What of a quantization's settings changes the numbers that a model computes.
+# These settings of a quantization change what a model computes.
 _QUANTIZATION = (
     *("quant_method", "bits", "group_size", "sym", "zero_point", "version", "fmt"),
     *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
@@ -53,9 +53,9 @@ class CacheIdentity:
 
     Attributes:
         name: hub id or name of the model, for display only.
-        facts: facts that must agree, by name: type, counts and widths, kinds of layers, RoPE,
+        facts: facts that must agree, by name: type, counts and widths, types of layers, RoPE,
             ``dtype``, ``quantization.<setting>``, and ``adapters`` that are active.
-        weights: digests of 16 numbers each, or of codes of quantized weights, by parameter.
+        weights: digests of 16 elements each, or of codes of quantized weights, by parameter.
     """
 
     name: str
@@ -84,7 +84,7 @@ class CacheIdentity:
 def identity_of(model: PreTrainedModel) -> CacheIdentity:
     """The identity of ``model`` as it is now; the same object as long as nothing changes.
 
-    Reads a few hundred numbers of its weights, among them those of active adapters.
+    Reads a few hundred elements of its weights, among them those of active adapters.
     """
     model = without_wrapper(model)
     decoder = decoder_of(model)
@@ -99,7 +99,7 @@ def identity_of(model: PreTrainedModel) -> CacheIdentity:
 
 
 def newest_identity(module: nn.Module) -> CacheIdentity | None:
-    """What ``identity_of`` last gave for a model or its decoder; None if it was not asked."""
+    """The last result of ``identity_of`` for a model or its decoder; None without one."""
     return _newest.get(without_wrapper(module))
 
 
@@ -169,12 +169,13 @@ def _weights(
 def _digests(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, str]:
     """Hex digests of 16 elements of up to ``count`` of ``tensors``, of those that can be read."""
     plain = ((name, plain_tensor(tensor)) for name, tensor in tensors.items())
-    parts = {name: part for name, part in plain if part is not None}
+    readable = {name: tensor for name, tensor in plain if tensor is not None}
     digests = {}
-    for name in chosen(parts, count):
-        part = parts[name]
-        digest = hashlib.sha256(f"{part.dtype} {tuple(part.shape)}".encode())
-        digest.update(sampled(part.view(_INTEGERS[part.element_size()])).cpu().numpy().tobytes())
+    for name in chosen(readable, count):
+        tensor = readable[name]
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        integers = tensor.view(_INTEGERS[tensor.element_size()])
+        digest.update(sampled(integers).cpu().numpy().tobytes())
         digests[name] = digest.hexdigest()[:16]
     return digests
 
@@ -198,15 +199,15 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def chosen(names: Iterable[str], count: int) -> list[str]:
     """Up to ``count`` of ``names``, sorted; the same ones at every call."""
-    # Ordered by the hash of the name: 32 of some hundred then cover all kinds of layers.
+    # Ordered by the hash of the name: 32 of some hundred then cover all types of layers.
     by_hash = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     return sorted(by_hash[:count])
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """``[16]`` elements of a plain tensor, at fixed places."""
-    places = torch.arange(1, SAMPLED_NUMBERS + 1, device=tensor.device) * _STRIDE
-    return tensor.take(places % tensor.numel())
+    """``[16]`` elements of a plain tensor, at fixed positions."""
+    positions = torch.arange(1, SAMPLED_NUMBERS + 1, device=tensor.device) * _STRIDE
+    return tensor.take(positions % tensor.numel())
 
 
 def base_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -253,7 +254,7 @@ def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"config is a {type(config).__name__}: pass model.config")
     text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or []
+    types = getattr(text, "layer_types", None) or []
     shapes = layer_shapes(config)
     facts: dict[str, Any] = {
         "model_type": text.model_type,
@@ -262,12 +263,12 @@ def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
         "num_attention_heads": one_or_all([shape.heads for shape in shapes]),
         "num_key_value_heads": one_or_all([shape.kv_heads for shape in shapes]),
         "head_dim": one_or_all([shape.head_dim for shape in shapes]),
-        # Some versions list the kinds of layers where all have full attention, others don't.
-        "layer_types": list(kinds) if set(kinds) - {"full_attention"} else None,
+        # Some versions list the types of layers where all have full attention, others don't.
+        "layer_types": list(types) if set(types) - {"full_attention"} else None,
         "no_rope_layers": list(getattr(text, "no_rope_layers", None) or ()) or None,
         **_rope_facts(text),
         "vocab_size": text.vocab_size,
-        # How a row is divided, what heads make of it, and in which order RoPE leaves its numbers.
+        # How a row is divided, what heads make of it, and in which order RoPE leaves its elements.
         **({name: getattr(text, name, None) for name in _LATENT} if is_latent(config) else {}),
     }
     return {name: value for name, value in facts.items() if value is not None}
@@ -277,12 +278,12 @@ def _rope_facts(text: PreTrainedConfig) -> dict[str, Any]:
     """RoPE parameters by dotted name, numbers as floats, defaults that not all versions write
     left out."""
     rope = getattr(text, "rope_parameters", None) or {}
-    parts = {kind: part for kind, part in rope.items() if isinstance(part, Mapping)}
-    parts[""] = {name: value for name, value in rope.items() if name not in parts}
+    by_type = {type_: x for type_, x in rope.items() if isinstance(x, Mapping)}
+    by_type[""] = {name: value for name, value in rope.items() if name not in by_type}
     facts = {}
-    for kind, part in sorted(parts.items()):
-        prefix = f"rope.{kind}." if kind else "rope."
-        for name, value in sorted(part.items()):
+    for type_, parameters in sorted(by_type.items()):
+        prefix = f"rope.{type_}." if type_ else "rope."
+        for name, value in sorted(parameters.items()):
             default = name == "partial_rotary_factor" and value == 1
             # `type` is the old name of `rope_type`, which transformers always sets.
             if value is not None and name != "type" and not default:
@@ -314,8 +315,8 @@ def _in_words(name: str, theirs: Any, ours: Any) -> str:
     if name == "model_type":
         return f"made for a {_shown(theirs)} model, this one is {ours}"
     if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
-        place = next(i for i in range(len(ours)) if theirs[i] != ours[i])
-        name, theirs, ours = f"{name}[{place}]", theirs[place], ours[place]
+        i = next(i for i in range(len(ours)) if theirs[i] != ours[i])
+        name, theirs, ours = f"{name}[{i}]", theirs[i], ours[i]
     if name in _COUNTS:
         return f"made for {_shown(theirs)} {_COUNTS[name]}, this model has {ours}"
     return f"made for {_shown(name)}={_shown(theirs)}, this model has {_shown(ours)}"

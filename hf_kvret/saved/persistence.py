@@ -13,15 +13,13 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.contracts.schema import check_finite
-from hf_kvret.contracts.state import Tensors
-from hf_kvret.layer.layer import LayerStack, RetrievalLayer
-from hf_kvret.layer.model_state import ModelState
+from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.ranks import check_save
 from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
 from hf_kvret.saved import foreign_layers
@@ -34,57 +32,26 @@ from hf_kvret.saved.description import (
     is_of_cache,
 )
 from hf_kvret.saved.folder import Replacement, replacing
-from hf_kvret.saved.identity import CacheIdentity
+from hf_kvret.saved.identity import CacheIdentity, facts_difference
 from hf_kvret.saved.shards import ShardWriter
-from hf_kvret.saved.token_record import UNKNOWN, InputDigest, TokenRecord
+from hf_kvret.saved.token_record import UNKNOWN, InputDigest
 
 _log = logging.getLogger(__name__)
 
 _MOST_NUMBER = 2**63 - 1
-# Begins the names of what the model keeps of the conversation, where it keeps any.
+# Prefix of the names of tensors that the model keeps of the conversation, where it keeps any.
 _MODEL_STATE = "model_state."
 
 
-class FilledCache(Protocol):
-    """What saving and loading know of a ``RetrievalCache``; see there."""
-
-    name: ClassVar[str]
-    Config: ClassVar[type[RetrievalConfig]]
-    needs_artifact: ClassVar[bool]
-    layers: list[Any]
-    stack: LayerStack
-    identity: CacheIdentity | None
-    tokens: TokenRecord
-    model_state: ModelState
-    model_shape: dict[str, Any]
-    saved_digests: dict[str, str]
-
-    def __init__(self, config: PreTrainedConfig, options: RetrievalConfig) -> None: ...
-
-    @property
-    def retrieval_layers(self) -> list[RetrievalLayer]: ...
-
-    def get_seq_length(self) -> int: ...
-
-    def options_to_load(self) -> RetrievalConfig: ...
-
-
-CacheType = TypeVar("CacheType", bound=FilledCache)
+# A ``RetrievalCache``, whose module imports this one.
+FilledCache: TypeAlias = Any
 
 
 def save(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
-    """Write ``cache`` to ``directory``, which is made if needed, and note that it lies there.
-
-    Args:
-        cache: to be saved.
-        directory: where to.
-        overwrite: as in ``save_pretrained``.
+    """Write ``cache`` to ``directory``, and note that it lies there; see ``save_pretrained``.
 
     Raises:
-        FileExistsError: a cache is there that may not be replaced.
-        OSError: the disk is full, for instance; says whether what was there before is as it was.
         TypeError: a cache layer of transformers that is not known.
-        ValueError: what would be replaced is not of a cache; a process group of several ranks.
     """
     check_save()
     # Numbers are on the CPU also where another default device was set; as in `load`.
@@ -107,7 +74,7 @@ def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
         if isinstance(layer, RetrievalLayer):
             tensors = layer.state_dict()
         else:
-            tensors, values = foreign_layers.parts_of(layer)
+            tensors, values = foreign_layers.layer_state(layer)
         writer.add(f"layers.{number}.", tensors)
         layers.append({"type": type(layer).__name__, "values": values})
     origin, tensors = _saved_origin(cache)
@@ -126,16 +93,13 @@ def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
 
 
 def load(
-    cls: type[CacheType],
+    cls: type[FilledCache],
     directory: Path,
     config: PreTrainedConfig,
     device: torch.device,
     changes: dict[str, Any],
-) -> tuple[CacheType, str]:
-    """The cache in ``directory`` as a ``cls``, and the digest of what was read.
-
-    Arguments as in ``from_pretrained``.
-    """
+) -> tuple[FilledCache, str]:
+    """The cache in ``directory``, and the digest of its ``cache.json``; see ``from_pretrained``."""
     while True:
         description = Description.read(directory)
         try:
@@ -160,12 +124,13 @@ def _fill(
     """Give a new ``cache`` what is saved; ``hint``: more to say where a layer won't fit."""
     tensors, content = description.tensors(directory), description.content
     for number, layer in enumerate(cache.layers):
-        values, part = content["layers"][number]["values"], tensors.part(f"layers.{number}.")
+        values = content["layers"][number]["values"]
+        state = tensors.with_prefix(f"layers.{number}.")
         try:
             if isinstance(layer, RetrievalLayer):
-                layer.load_state_dict(part, device)
+                layer.load_state_dict(state, device)
             else:
-                foreign_layers.restore(layer, values, part, device)
+                foreign_layers.restore(layer, values, state, device)
         except KeyError as missing:
             raise ValueError(
                 f"{directory} has no layers.{number}.{missing.args[0]}: it is damaged or from "
@@ -175,32 +140,24 @@ def _fill(
             more = f"; {hint}" if hint else ""
             raise ValueError(f"{directory}: layer {number}: {error}{more}") from error
     _check_consistency(directory, cache, config)
-    _restore_origin(cache, content, tensors.others("layers."), device)
-    _restore_model_state(directory, cache, tensors.part(_MODEL_STATE), device)
-
-
-def _restore_model_state(
-    directory: Path, cache: FilledCache, state: Tensors, device: torch.device
-) -> None:
-    """Give ``cache`` the ``state`` that its model keeps; ValueError for what none does."""
-    if not state:
-        return
-    length = cache.get_seq_length()
-    # Before the first token there is no batch.
-    rows = cache.retrieval_layers[0].batch_size if length else 0
-    try:
-        cache.model_state.load_state_dict(state, rows, length, device)
-    except ValueError as error:
-        raise ValueError(f"{directory}: what the model kept of the text: {error}") from error
+    _restore_origin(cache, content, tensors.without_prefix("layers."), device)
+    if state := tensors.with_prefix(_MODEL_STATE):
+        length = cache.get_seq_length()
+        # Before the first token there is no batch.
+        rows = cache.retrieval_layers[0].batch_size if length else 0
+        try:
+            cache.model_state.load_state_dict(state, rows, length, device)
+        except ValueError as error:
+            raise ValueError(f"{directory}: what the model kept of the text: {error}") from error
 
 
 def _empty_cache(
-    cls: type[CacheType],
+    cls: type[FilledCache],
     directory: Path,
     content: Mapping[str, Any],
     config: PreTrainedConfig,
     changes: dict[str, Any],
-) -> tuple[CacheType, str]:
+) -> tuple[FilledCache, str]:
     """A new cache with the saved options and ``changes``, and the hint of ``_options_to_load``."""
     if content["method"] != cls.name:
         raise ValueError(
@@ -215,7 +172,9 @@ def _empty_cache(
             raise
         raise ValueError(f"{hint} (without it: {error})") from error
     types = [layer["type"] for layer in content["layers"]]
-    _check_model(directory, cache, content["model"], types)
+    shape = {**cache.model_shape, "layers": [type(layer).__name__ for layer in cache.layers]}
+    if why := facts_difference({**content["model"], "layers": types}, shape):
+        raise ValueError(f"{directory} was saved from another model: {why}")
     return cache, hint
 
 
@@ -229,7 +188,8 @@ def _check_overwrite(cache: FilledCache, directory: Path, overwrite: bool | None
             f"{directory / DESCRIPTION} is not of a saved cache, or damaged, and would be "
             "replaced: give another folder, or remove it"
         )
-    if overwrite or (overwrite is None and cache.saved_digests.get(_place(directory)) == there):
+    is_own = cache.saved_digests.get(os.path.realpath(directory)) == there
+    if overwrite or (overwrite is None and is_own):
         return
     if overwrite is None:
         raise FileExistsError(
@@ -241,49 +201,7 @@ def _check_overwrite(cache: FilledCache, directory: Path, overwrite: bool | None
 
 def note_saved(cache: FilledCache, directory: Path, digest: str) -> None:
     """Note that ``directory`` holds what ``cache`` wrote there, or was loaded from."""
-    cache.saved_digests[_place(directory)] = digest
-
-
-def _place(directory: Path) -> str:
-    return os.path.realpath(directory)
-
-
-def _check_model(
-    directory: Path, cache: FilledCache, saved_shape: dict[str, Any], saved_types: list[str]
-) -> None:
-    """ValueError for a cache saved from a model of another shape or with other layer types."""
-    shape = cache.model_shape
-    differences = [
-        _first_difference(name, saved_shape.get(name), shape[name])
-        for name in shape
-        if shape[name] != saved_shape.get(name)
-    ]
-    if differences:
-        theirs, ours = (
-            ", ".join(f"{difference[0]} {difference[side]}" for difference in differences)
-            for side in (1, 2)
-        )
-        raise ValueError(
-            f"{directory} was saved from another model: it has {theirs}, this model {ours}"
-        )
-    types = [type(layer).__name__ for layer in cache.layers]
-    if types != saved_types:
-        raise ValueError(
-            f"{directory} was saved from another model: its cache layers are "
-            f"{_summary(saved_types)}, this model's are {_summary(types)}"
-        )
-
-
-def _first_difference(name: str, theirs: Any, ours: Any) -> tuple[str, Any, Any]:
-    """``name`` and its two values; of lists by layer, of the first layer that differs."""
-    if not (isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours)):
-        return name, theirs, ours
-    place = next(place for place, value in enumerate(theirs) if value != ours[place])
-    return f"{name}[{place}]", theirs[place], ours[place]
-
-
-def _summary(types: list[str]) -> str:
-    return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types))
+    cache.saved_digests[os.path.realpath(directory)] = digest
 
 
 def _options_to_load(
@@ -335,12 +253,13 @@ def _check_consistency(directory: Path, cache: FilledCache, config: PreTrainedCo
         for number, layer in enumerate(cache.layers):
             if isinstance(layer, RetrievalLayer):
                 continue
-            for name, tensor in foreign_layers.parts_of(layer)[0].items():
+            for name, tensor in foreign_layers.layer_state(layer)[0].items():
                 if tensor.is_floating_point():
                     check_finite(f"{directory}: layer {number}: {name}", tensor)
 
 
 def _value_fault(cache: FilledCache, config: PreTrainedConfig) -> str | None:
+    """Why values have another width than the model's; None where they don't."""
     value_dim = getattr(config.get_text_config(decoder=True), "v_head_dim", None)
     for layer in cache.retrieval_layers:
         kv, shape = layer.kv, layer.layer_info.shape
@@ -353,26 +272,26 @@ def _value_fault(cache: FilledCache, config: PreTrainedConfig) -> str | None:
 
 
 def _shape_fault(cache: FilledCache) -> str | None:
-    """What tells that layers are not of one model; None where nothing does."""
+    """Why the layers are not of one model; None where nothing tells it."""
     kv = [layer.kv for layer in cache.retrieval_layers]
     foreign = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
     batches = {each.batch_size for each in kv if each is not None}
-    batches |= {batch for layer in foreign if (batch := foreign_layers.batch_of(layer))}
+    batches |= {batch for layer in foreign if (batch := foreign_layers.batch_size(layer))}
     if len(batches) > 1:
         return f"the layers hold batches of {', '.join(map(str, sorted(batches)))}"
     dtypes = {each.window.keys.dtype for each in kv if each is not None}
     if len(dtypes) > 1:
         return f"the layers hold tokens in {', '.join(sorted(map(str, dtypes)))}"
-    forms: dict[Any, Any] = {}
+    sizes_by_layer: dict[Any, Any] = {}
     for layer, each in zip(cache.retrieval_layers, kv, strict=True):
         if each is not None:
-            form = each.window.keys.shape[1::2], each.window.values.shape[3]
-            if forms.setdefault(layer.layer_info.shape, form) != form:
-                return "layers that the model has alike hold tokens of different forms"
+            sizes = each.window.keys.shape[1::2], each.window.values.shape[3]
+            if sizes_by_layer.setdefault(layer.layer_info.shape, sizes) != sizes:
+                return "layers that the model has alike hold tokens of different sizes"
     for layer in foreign:
-        for name, form in foreign_layers.forms_of(layer).items():
-            if forms.setdefault((type(layer), name), form) != form:
-                return f"{name} of layers of one kind have different forms"
+        for name, sizes in foreign_layers.fixed_sizes(layer).items():
+            if sizes_by_layer.setdefault((type(layer), name), sizes) != sizes:
+                return f"{name} of layers of one type have different sizes"
     return None
 
 
@@ -405,7 +324,7 @@ def _restore_origin(
             ids, shape = tensors["tokens.ids"], [cache.retrieval_layers[0].batch_size, length]
             if ids.dtype != torch.int32 or list(ids.shape) != shape or int(ids.min()) < UNKNOWN:
                 raise ValueError(f"ids of {ids.dtype} {list(ids.shape)} for tokens of {shape}")
-            cache.tokens.note(ids.to(device), 0)
+            cache.tokens.write(ids.to(device), 0)
             cache.tokens.passes = tuple(
                 InputDigest(int(start), int(end), str(sha256))
                 for start, end, sha256 in tokens["passes"]

@@ -72,7 +72,7 @@ class ShardWriter:
             self._shard[f"{prefix}{name}"] = self._alone(tensor)
 
     def finish(self) -> None:
-        """Write what is left, or a shard without tensors where there is nothing."""
+        """Write the tensors that remain, or a shard without tensors where there are none."""
         if self.files and not self._shard:
             return
         self.checksums |= {name: checksum(name, tensor) for name, tensor in self._shard.items()}
@@ -83,8 +83,7 @@ class ShardWriter:
         # safetensors gives its files to their owner alone; the folder has the rights of the umask.
         path.chmod(self._folder.stat().st_mode & 0o666)
         version = secrets.token_hex(VERSION_LEN // 2)
-        with path.open("rb+") as file:
-            self.files.append(self._replacement.keep(file, version, SUFFIX))
+        self.files.append(self._replacement.keep(path, version, SUFFIX))
 
     def _alone(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, contiguous, with memory that no other of the shard has."""
@@ -113,23 +112,23 @@ class SavedTensors:
         for path in paths:
             with _opened(path) as shard:
                 self._paths |= dict.fromkeys(shard.keys(), path)
-        strange = self._paths.keys() ^ checksums.keys()
-        if strange:
+        unpaired = self._paths.keys() ^ checksums.keys()
+        if unpaired:
             raise ValueError(
                 f"{', '.join(path.name for path in paths[:8])} does not hold what the cache has: "
-                f"of {min(strange)[:80]} there is only one of tensor and checksum; {_AGAIN}"
+                f"of {min(unpaired)[:80]} there is only one of tensor and checksum; {_AGAIN}"
             )
 
     def names(self) -> list[str]:
         """Names of all tensors."""
         return list(self._paths)
 
-    def part(self, prefix: str) -> Tensors:
+    def with_prefix(self, prefix: str) -> Tensors:
         """The tensors whose names begin with ``prefix``, without it."""
         names = [name for name in self._paths if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.read(name) for name in names}
 
-    def others(self, prefix: str) -> Tensors:
+    def without_prefix(self, prefix: str) -> Tensors:
         """The tensors whose names begin with anything else."""
         return {name: self.read(name) for name in self._paths if not name.startswith(prefix)}
 
@@ -154,7 +153,7 @@ class SavedTensors:
 
 
 def checksum(name: str, tensor: torch.Tensor) -> str:
-    """8 hexadecimal digits of a contiguous CPU tensor: of its name, dtype, shape and numbers."""
+    """8 hexadecimal digits of a contiguous CPU tensor: of its name, dtype, shape and elements."""
     head = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
     content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return f"{crc32(memoryview(content), head):08x}"

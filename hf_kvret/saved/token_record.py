@@ -12,7 +12,7 @@ from hf_kvret.contracts.state import State, part
 from hf_kvret.contracts.token_buffer import TokenBuffer
 
 UNKNOWN = -1
-"""What stands in place of the id of a token that was not given as one."""
+"""In place of the id of a token that came as something else."""
 
 EMBEDDINGS = "inputs_embeds"
 """The input of a model that has a vector for each token."""
@@ -23,7 +23,7 @@ def _nobody() -> None:
 
 
 class InputDigest(NamedTuple):
-    """SHA-256 of what is no text in the pass that filled the slots ``start`` to ``end - 1``."""
+    """SHA-256 of a pass' inputs that are no text, for its tokens ``start`` to ``end - 1``."""
 
     start: int
     end: int
@@ -33,12 +33,12 @@ class InputDigest(NamedTuple):
     def of(
         cls, inputs: Mapping[str, torch.Tensor], start: int, end: int, first: int = 0
     ) -> InputDigest:
-        """That of ``inputs`` by name, whose embeddings begin at the slot ``first``; reads them."""
+        """That of ``inputs`` by name, whose embeddings begin at the token ``first``; reads them."""
         digest = hashlib.sha256()
         for name, value in sorted(inputs.items()):
-            part = value[:, start - first : end - first] if name == EMBEDDINGS else value
-            digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
-            flat = part.detach().cpu().contiguous().flatten()
+            tensor = value[:, start - first : end - first] if name == EMBEDDINGS else value
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            flat = tensor.detach().cpu().contiguous().flatten()
             digest.update(flat.view(torch.uint8).numpy().data)
         return cls(start, end, digest.hexdigest())
 
@@ -46,16 +46,15 @@ class InputDigest(NamedTuple):
 class TokenRecord(State):
     """Ids of the tokens in a cache, as far as it saw them, and digests of its other inputs.
 
-    Ids are copied when they are noted, without waiting for the device, and read when they are
-    compared or saved. Slots that nobody noted are ``UNKNOWN``: tokens that came as embeddings, or
-    by hand.
+    Ids are copied when they are written, without waiting for the device, and read when they are
+    compared or saved. Tokens that came as embeddings, or by hand, are ``UNKNOWN``.
 
     Attributes:
         passes: digests of the passes with inputs that are no text, in their order.
-        owner: who notes the pass under way, its outermost module; None between passes.
+        owner: the outermost module of the running pass, which writes its ids; None between passes.
         checked_owner: gives the module that last began a pass, after it was compared with what
             filled the cache; or None.
-        start: slot of the first token of that pass.
+        start: index of the first token of that pass.
     """
 
     # [B, 1, n] int32, as a token buffer has heads.
@@ -79,7 +78,7 @@ class TokenRecord(State):
         self.passes, self.checked_owner = (), _nobody
 
     def crop(self, length: int) -> None:
-        """Forget the slots from ``length`` on, and digests of passes that filled some of them."""
+        """Forget tokens from ``length`` on, and digests of passes that had some of them."""
         super().crop(length)
         self.passes = tuple(one for one in self.passes if one.end <= length)
 
@@ -89,7 +88,7 @@ class TokenRecord(State):
             return
         if len(rows) != len(self._ids.rows):
             self.passes = ()
-        # As in `note`.
+        # As in `write`.
         with torch.inference_mode(False):
             super().reorder(rows.to(self._ids.rows.device))
 
@@ -100,18 +99,15 @@ class TokenRecord(State):
             self.reorder(rows.repeat_interleave(repeats))
 
     def begin(self, owner: Any, start: int) -> bool:
-        """Begin a pass from slot ``start`` on; False inside of one, which its owner notes."""
+        """Begin a pass at token ``start``; False inside of one, which its owner writes."""
         if self.owner not in (None, owner) and self.start == start:
             return False
         self.owner, self.start = owner, start
         self._ids.crop(start)
         return True
 
-    def note(self, ids: torch.Tensor, start: int) -> None:
-        """Note that the cache was given ``ids`` ``[B, n]`` for the slots from ``start`` on.
-
-        What was noted of these slots is forgotten; those before that were not noted are unknown.
-        """
+    def write(self, ids: torch.Tensor, start: int) -> None:
+        """Write ``ids`` ``[B, n]`` of the tokens from ``start`` on; earlier gaps are unknown."""
         # Memory made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             if self._ids.is_allocated and len(self._ids.rows) != len(ids):
@@ -123,7 +119,7 @@ class TokenRecord(State):
             self._ids.reserve(ids.shape[1], like).copy_(ids.detach()[:, None])
 
     def ids(self, length: int) -> torch.Tensor | None:
-        """``[B, length]`` int32 of the slots from 0 on; None if nothing was ever noted."""
+        """``[B, length]`` int32 of the tokens from 0 on; None if nothing was ever written."""
         if not self._ids.is_allocated:
             return None
         ids = self._ids.rows[:, 0, :length]
@@ -132,14 +128,14 @@ class TokenRecord(State):
     def difference(
         self, prompt: torch.Tensor, mask: torch.Tensor, length: int
     ) -> tuple[int, int, int, int] | None:
-        """Where a prompt first has another id: row, slot, and the ids of prompt and cache there.
+        """Where a prompt first has another id: row, token index, and the ids of prompt and cache.
 
         None if they agree. Unknown tokens, and what the prompt masks, differ from nothing.
 
         Args:
             prompt: ``[B, T]`` ids; each row may stand for several rows of the cache.
             mask: ``[B, T]``, padding is 0.
-            length: tokens that the cache holds; all slots if the prompt has as many.
+            length: tokens that the cache holds.
         """
         ids = self.ids(length)
         if ids is None or len(ids) % len(prompt):
@@ -149,6 +145,6 @@ class TokenRecord(State):
         differs = (ids != prompt) & (ids != UNKNOWN) & (mask != 0).to(ids.device)
         if not differs.any():
             return None
-        slot = int(differs.any(dim=0).nonzero()[0])
-        row = int(differs[:, slot].nonzero()[0])
-        return row, slot, int(prompt[row, slot]), int(ids[row, slot])
+        index = int(differs.any(dim=0).nonzero()[0])
+        row = int(differs[:, index].nonzero()[0])
+        return row, index, int(prompt[row, index]), int(ids[row, index])

@@ -1,22 +1,33 @@
-"""The one patch of transformers: names for ``cache_implementation``.
+"""The patch of ``generate``: names for ``cache_implementation``, and hooks in a call.
 
-transformers has no registration for them. It checks the name against a tuple and turns it
-into a cache in ``GenerationMixin._prepare_cache_for_generation``; both are changed here, and
-every other name goes the way it always went. ``generate`` is wrapped for what only the whole call
-shows: what it was given, and that it failed. Continuous batching is wrapped to be refused.
+transformers has no registration for such names. It checks the name against a tuple and turns it
+into a cache in ``GenerationMixin._prepare_cache_for_generation``; both are changed here, and every
+other name goes the way it always went. ``generate`` is wrapped as a whole for its arguments, its
+result and its failure. Continuous batching is wrapped to be refused.
+
+In all its modes ``generate`` calls ``prepare_inputs_for_generation`` before a pass, and
+``_update_model_kwargs_for_generation`` with the output behind it. Models that override the first
+call that of transformers. Passes that a logits processor makes go through neither.
+
+Before its loop ``generate`` asks ``_valid_auto_compile_criteria`` whether to compile decode steps,
+and then ``get_compiled_call`` for what to call. Where the hook has a callable, the first answers
+yes and the second hands it out. Beam search and assisted decoding don't ask, and call the model.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.utils import GenerationMixin
 
-from hf_kvret_model_patches.wrappers import WrappedFunction, once, signature_with
+from hf_kvret_model_patches.wrappers import Function, WrappedFunction, once, signature_with
 
 _NAMES = "ALL_CACHE_IMPLEMENTATIONS"
 
@@ -25,9 +36,44 @@ _prepare_cache = WrappedFunction(GenerationMixin, "_prepare_cache_for_generation
 # All ways to continuous batching make a manager by the first, and let it work by the second.
 _make_manager = WrappedFunction(GenerationMixin, "init_continuous_batching")
 _start_manager = WrappedFunction(ContinuousBatchingManager, "start")
+_prepare_inputs = WrappedFunction(GenerationMixin, "prepare_inputs_for_generation")
+_update_kwargs = WrappedFunction(GenerationMixin, "_update_model_kwargs_for_generation")
+_criteria = WrappedFunction(GenerationMixin, "_valid_auto_compile_criteria")
+_compiled = WrappedFunction(PreTrainedModel, "get_compiled_call")
 
 # The names that were added to those of transformers and of other libraries.
 _added: tuple[str, ...] = ()
+# The call that a thread's hook chose, between the question and the answer.
+_chosen = threading.local()
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions that a call of ``generate`` runs; by default they do nothing.
+
+    Attributes:
+        name_arguments: ``(keywords)``; it may rename keywords of ``generate``.
+        around: ``(model, arguments)``, the arguments by name; gives the context of the whole call,
+            and what that yields is called with the result.
+        prepare_cache: ``(model, generation_config, model_kwargs)``; True where it has put a cache
+            into ``model_kwargs`` and transformers has nothing left to do.
+        check_batch: ``(model, generation_config)``, before continuous batching; it may raise.
+        before_pass: ``(model, input_ids, keywords)``; it may change the keywords that inputs are
+            prepared from.
+        after_pass: ``(model, output)``.
+        choose_call: ``(model, generation_config, model_kwargs)``; gives the callable for decode
+            steps, or None, which leaves the decision to transformers.
+    """
+
+    name_arguments: Callable[[dict[str, Any]], None] = lambda keywords: None
+    around: Callable[[Any, dict[str, Any]], AbstractContextManager[Callable[[Any], None]]] = (
+        lambda model, arguments: nullcontext(lambda result: None)
+    )
+    prepare_cache: Callable[[Any, Any, dict[str, Any]], bool] = lambda *arguments: False
+    check_batch: Callable[[Any, Any], None] = lambda *arguments: None
+    before_pass: Callable[[Any, Any, dict[str, Any]], None] = lambda *arguments: None
+    after_pass: Callable[[Any, Any], None] = lambda *arguments: None
+    choose_call: Callable[[Any, Any, dict[str, Any]], Function | None] = lambda *arguments: None
 
 
 def known_names() -> tuple[str, ...]:
@@ -40,67 +86,91 @@ def foreign_names() -> set[str]:
     return set(known_names()) - set(_added)
 
 
-def apply(
-    names: tuple[str, ...],
-    prepare: Callable[[Any, Any, dict[str, Any]], bool],
-    check_batch: Callable[[Any, Any], None],
-    around: Callable[[Any, dict[str, Any]], AbstractContextManager[Callable[[Any], None]]],
-    name_arguments: Callable[[dict[str, Any]], None],
-) -> None:
-    """Accept ``names``, and ask ``prepare`` before transformers makes a cache.
+def apply(names: tuple[str, ...], hooks: Hooks) -> None:
+    """Accept ``names`` as ``cache_implementation``, and call ``hooks``.
 
-    ``check_batch(model, generation_config)`` is called before continuous batching and may raise.
-    ``prepare(model, generation_config, model_kwargs)`` returns True when it has put a cache into
-    ``model_kwargs`` and transformers has nothing left to do. All of ``generate`` runs within
-    ``around(model, arguments)``, the arguments by name, and what that yields is called with the
-    result. ``name_arguments(keywords)`` may rename keywords of ``generate`` before. Applying again
-    replaces the names and the hooks.
+    Applying again replaces the names and the hooks.
     """
 
-    def generate(whole: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        name_arguments(kwargs)
-        signature = signature_with(whole, "generation_config")
-        given = signature.bind_partial(model, *args, **kwargs).arguments
-        arguments = {**given, **given.get("kwargs", {})}
-        with around(model, arguments) as finish:
-            result = whole(model, *args, **kwargs)
+    def generate(inner: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks.name_arguments(kwargs)
+        signature = signature_with(inner, "generation_config")
+        values = signature.bind_partial(model, *args, **kwargs).arguments
+        with hooks.around(model, {**values, **values.get("kwargs", {})}) as finish:
+            result = inner(model, *args, **kwargs)
             finish(result)
             return result
 
     def prepare_cache(
-        original: Callable[..., Any],
+        inner: Function,
         model: Any,
-        generation_config: Any,
+        config: Any,
         model_kwargs: dict[str, Any],
         *args: Any,
-        **kwargs: Any,
+        **kw: Any,
     ) -> Any:
-        if prepare(model, generation_config, model_kwargs):
+        if hooks.prepare_cache(model, config, model_kwargs):
             return None
-        return original(model, generation_config, model_kwargs, *args, **kwargs)
+        return inner(model, config, model_kwargs, *args, **kw)
 
-    def make_manager(make: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        signature = signature_with(make, "generation_config")
-        given = signature.bind_partial(model, *args, **kwargs).arguments
-        check_batch(model, given.get("generation_config"))
-        return make(model, *args, **kwargs)
+    def make_manager(inner: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+        signature = signature_with(inner, "generation_config")
+        values = signature.bind_partial(model, *args, **kwargs).arguments
+        hooks.check_batch(model, values.get("generation_config"))
+        return inner(model, *args, **kwargs)
 
-    def start_manager(start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-        check_batch(manager.model, manager.generation_config)
-        return start(manager, *args, **kwargs)
+    def start_manager(inner: Function, manager: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks.check_batch(manager.model, manager.generation_config)
+        return inner(manager, *args, **kwargs)
+
+    def prepare_inputs(
+        inner: Function, model: Any, input_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not args:
+            hooks.before_pass(model, input_ids, kwargs)
+        return inner(model, input_ids, *args, **kwargs)
+
+    def update_kwargs(inner: Function, model: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks.after_pass(model, outputs)
+        return inner(model, outputs, *args, **kwargs)
+
+    def criteria(
+        inner: Function,
+        model: Any,
+        model_kwargs: dict[str, Any],
+        config: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> bool:
+        _chosen.call = hooks.choose_call(model, config, model_kwargs)
+        return _chosen.call is not None or bool(inner(model, model_kwargs, config, *args, **kw))
 
     _generate.apply(once(generate))
     _prepare_cache.apply(once(prepare_cache))
     _make_manager.apply(once(make_manager))
     _start_manager.apply(once(start_manager))
+    _prepare_inputs.apply(prepare_inputs)
+    _update_kwargs.apply(update_kwargs)
+    _criteria.apply(once(criteria))
+    _compiled.apply(once(_compiled_call))
     _add(names)
 
 
 def restore() -> None:
     """Take our names and hooks away; what others added or wrapped stays. Harmless twice."""
-    for wrapped in (_generate, _prepare_cache, _make_manager, _start_manager):
+    for wrapped in (
+        *(_generate, _prepare_cache, _make_manager, _start_manager),
+        *(_prepare_inputs, _update_kwargs, _criteria, _compiled),
+    ):
         wrapped.restore()
     _add(())
+
+
+def _compiled_call(inner: Function, model: Any, *args: Any, **kwargs: Any) -> Function:
+    call: Function | None = getattr(_chosen, "call", None)
+    # Nothing holds it but its caller: with that goes its memory.
+    _chosen.call = None
+    return inner(model, *args, **kwargs) if call is None else call
 
 
 def _add(names: tuple[str, ...]) -> None:

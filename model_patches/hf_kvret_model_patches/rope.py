@@ -1,35 +1,48 @@
 """Rope: the rotation of queries and keys in one layer of a model, and its inverse.
 
-RoPE turns pairs of numbers of each head by an angle: position times a frequency of the pair's own.
-Scaled kinds change the frequencies, and YaRN also multiplies by an attention factor. Su et al.,
+RoPE turns pairs of elements of each head by an angle: position times a frequency of the pair's own.
+Scaled variants change the frequencies, and YaRN also multiplies by an attention factor. Su et al.,
 *RoFormer* (2021), section 3.4; Peng et al., *YaRN* (2023), section 3.4.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_kvret_model_patches import rope_config
+from hf_kvret_model_patches.taps import LATENT_ROTATIONS, ROTATION
 
 LAYOUTS = ("half", "interleaved", "none")
-"""How the R rotated numbers of a head are paired: ``"half"`` pairs number i with number i + R / 2,
+"""How the R rotated elements of a head are paired: ``"half"`` pairs element i with i + R / 2,
 ``"interleaved"`` pairs neighbours, ``"none"`` is for layers that don't rotate."""
+
+_SCALED = ("linear", "llama3", "yarn", "proportional")
+_CHANGING = {
+    "dynamic": "frequencies that change with the length of the text",
+    "longrope": "one set of frequencies for short texts and another for long ones",
+}
+# Their attention rotates in layers that slide and nowhere else; the second set does so only where
+# the config has a sliding window at all.
+_SLIDING_ONLY = {"cohere2"}
+_SLIDING_ONLY_IF_ANY = {"exaone4", "exaone4_5_text", "exaone_moe"}
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """How one layer rotates. Without frequencies it returns what it is given.
+    """The rotation of one layer. Without frequencies it changes nothing.
 
     Attributes:
-        inv_freq: ``[R / 2]`` fp32, radians for each position; R numbers of a head are rotated, the
+        inv_freq: ``[R / 2]`` fp32, radians for each position; R elements of a head are rotated, the
             others pass.
-        attention_factor: what the rotated numbers are multiplied by; 1 but for YaRN.
+        attention_factor: multiplies the rotated elements; 1 but for YaRN.
         layout: one of ``LAYOUTS``; ``"none"`` if and only if there are no frequencies.
-        last: whether the last R numbers are rotated, in place of the first: in rows of latent
+        last: whether the last R elements are rotated, in place of the first: in rows of latent
             attention, and in queries that meet them, absorbed or not.
 
     Raises:
@@ -73,16 +86,14 @@ class Rope:
         Raises:
             TypeError: ``config`` is not a transformers configuration.
             ValueError: no such layer; an unknown layout; frequencies that depend on the length of
-                the text (dynamic NTK, LongRoPE), or of an unknown kind.
+                the text (dynamic NTK, LongRoPE), or of an unknown type.
         """
+        text = _text_config(config, layer)
         if layout is None:
-            turns = rope_config.rotates(config, layer)
-            layout = rope_config.layout_of(config, layer) if turns else "none"
+            layout = _layout(text) if _rotates(text, layer) else "none"
         if layout == "none":
-            rope_config.text_config(config, layer)
             return cls(torch.empty(0, dtype=torch.float32, device="cpu"), 1.0, "none")
-        last = rope_config.rotates_last(config)
-        return cls(*rope_config.frequencies(config, layer), layout, last)
+        return cls(*_frequencies(text, layer), layout, _is_latent(text))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -92,7 +103,7 @@ class Rope:
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of each head that are rotated; 0 without RoPE."""
+        """Elements of each head that are rotated; 0 without RoPE."""
         return 2 * len(self.inv_freq)
 
     def to(self, device: torch.device | str) -> Rope:
@@ -148,15 +159,15 @@ class Rope:
             angles = angles[:, None]
         cos, sin = angles.cos() * factor, angles.sin() * (sign * factor)
         cut = x.shape[-1] - self.rotary_dim if self.last else self.rotary_dim
-        parts = x[..., :cut], x[..., cut:]
-        turned = parts[self.last].float()
+        halves = x[..., :cut], x[..., cut:]
+        turned = halves[self.last].float()
         if self.layout == "half":
             first, second = turned.chunk(2, dim=-1)
         else:
             first, second = turned[..., 0::2], turned[..., 1::2]
         pair = first * cos - second * sin, second * cos + first * sin
         turned = torch.cat(pair, -1) if self.layout == "half" else torch.stack(pair, -1).flatten(-2)
-        others = parts[not self.last].to(dtype)
+        others = halves[not self.last].to(dtype)
         return torch.cat([others, turned.to(dtype)][:: 1 if self.last else -1], dim=-1)
 
     def _check(self, x: torch.Tensor, positions: torch.Tensor) -> None:
@@ -182,3 +193,150 @@ class Rope:
                 f"x is on {x.device}, positions on {positions.device}, the rotation on "
                 f"{self.inv_freq.device}: use rope.to(x.device) and positions.to(x.device)"
             )
+
+
+def _text_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
+    """The configuration of one layer of the text decoder, or of all where layers are alike.
+
+    Raises:
+        TypeError: ``config`` is not a transformers configuration.
+        ValueError: the model has no layer of that number.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config is a {type(config).__name__}: pass model.config")
+    text = config.get_text_config(decoder=True)
+    if not 0 <= layer < text.num_hidden_layers:
+        raise ValueError(f"layer={layer}: the model has layers 0 to {text.num_hidden_layers - 1}")
+    return text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
+
+
+def _rotates(text: PreTrainedConfig, layer: int) -> bool:
+    """Whether queries and keys of the layer are rotated, as far as the configuration tells."""
+    if _parameters(text, layer)[0] is None:
+        return False
+    rope_layers = getattr(text, "no_rope_layers", None)
+    if rope_layers:
+        return bool(rope_layers[layer])  # the list's name lies: 1 is a layer with RoPE
+    slides = _layer_type(text, layer) == "sliding_attention"
+    if text.model_type in _SLIDING_ONLY:
+        return slides
+    if text.model_type in _SLIDING_ONLY_IF_ANY:
+        return slides or text.sliding_window is None
+    return True
+
+
+def _is_latent(text: PreTrainedConfig) -> bool:
+    """Whether attention is latent, where the last elements of a head are rotated."""
+    return bool(getattr(text, "kv_lora_rank", None))
+
+
+def _frequencies(text: PreTrainedConfig, layer: int) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies ``[rotary_dim / 2]``, fp32 on the CPU, and the factor on cos and sin.
+
+    Scaled frequencies come from transformers itself, so that they have the model's very bits: at
+    large positions the last bit of a frequency moves the angle.
+
+    Raises:
+        ValueError: no RoPE at all; a type of RoPE whose frequencies are not the same at all
+            lengths, or that we don't know.
+    """
+    parameters, is_by_type = _parameters(text, layer)
+    if parameters is None:
+        raise ValueError(
+            f"config.rope_parameters has nothing for layer {layer}: use layout='none' for it"
+        )
+    name = parameters.get("rope_type", "default")
+    # Sizes are computed on the CPU also where someone builds a model on another default device.
+    with torch.device("cpu"):
+        if name in _SCALED:
+            options = {"layer_type": _layer_type(text, layer)} if is_by_type else {}
+            inv_freq, factor = ROPE_INIT_FUNCTIONS[name](text, torch.device("cpu"), **options)
+            return inv_freq.float(), float(factor)
+        if name == "default":
+            return _plain_frequencies(text, parameters), 1.0
+    if name in _CHANGING:
+        raise ValueError(
+            f"rope_type={name!r} in layer {layer}: {_CHANGING[name]}, so a key cannot be "
+            "un-rotated once the text has grown: set config.rope_parameters to 'yarn', 'linear' "
+            "or 'default' before loading, or use a method that keeps rotated keys"
+        )
+    raise ValueError(
+        f"rope_type={name!r} in layer {layer} is not known; known are 'default', "
+        f"{', '.join(map(repr, _SCALED))}: use a method that keeps rotated keys"
+    )
+
+
+def _plain_frequencies(text: PreTrainedConfig, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """``theta ** (-2i / R)`` for i below R / 2, where R elements of each head are rotated."""
+    if _is_latent(text):
+        rotary_dim = text.qk_rope_head_dim
+    else:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return 1.0 / (parameters["rope_theta"] ** exponents)
+
+
+def _layout(text: PreTrainedConfig) -> str:
+    """How the model's own rotation pairs the elements of a head: ``"half"`` or ``"interleaved"``.
+
+    The configuration doesn't say it. So the rotation is taken from the modeling module that belongs
+    to the configuration's, and turns ``0, 1, 2, ...`` by 90 degrees.
+
+    Raises:
+        ValueError: there is no such module or rotation, or it pairs the elements in another way.
+    """
+    home = type(text).__module__.replace(".configuration_", ".modeling_")
+    names = LATENT_ROTATIONS if _is_latent(text) else (ROTATION,)
+    try:
+        module = importlib.import_module(home)
+        rotation = next(getattr(module, name) for name in names if hasattr(module, name))
+    except (ImportError, StopIteration) as error:
+        raise ValueError(
+            f"{home} has no {' or '.join(names)} to look at: give layout='half' or 'interleaved' "
+            "where you know it; check_rope(model) in hf_kvret_model_patches.rope_check finds it"
+        ) from error
+    turned = _quarter_turn(rotation)
+    # A pair (x, y) becomes (-y, x): the first two elements tell who their partners are. The second
+    # list is of a rotation that moves pairs of neighbours into two halves while it turns them.
+    if turned[:2] in ([-4.0, -5.0], [-1.0, -3.0]):
+        return "half"
+    if turned[:2] == [-1.0, 0.0]:
+        return "interleaved"
+    raise ValueError(
+        f"the rotation of {home} makes {turned} of 0 to 7 at 90 degrees; known are 'half', which "
+        "makes [-4, -5, -6, -7, 0, 1, 2, 3], and 'interleaved', which makes [-1, 0, -3, 2, ...]: "
+        "use a method that keeps rotated keys"
+    )
+
+
+def _quarter_turn(rotation: Any) -> list[float]:
+    """``0 .. 7`` turned by 90 degrees, or an empty list where ``rotation`` can't be called so."""
+    x = torch.arange(8.0, device="cpu").view(1, 1, 1, 8)
+    # Most rotations take tables as wide as a head, some of half that width or of complex numbers.
+    cos, sin = torch.zeros(1, 1, 8, device="cpu"), torch.ones(1, 1, 8, device="cpu")
+    half = cos[..., :4], sin[..., :4]
+    both = ((x, x, *tables) for tables in ((cos, sin), half, (torch.complex(*half),)))
+    # A few take queries or keys.
+    for arguments in (*both, (x, cos, sin)):
+        try:
+            result = rotation(*arguments)
+            query = result if isinstance(result, torch.Tensor) else result[0]
+        except (RuntimeError, TypeError, ValueError):
+            continue
+        return query.flatten().tolist()
+    return []
+
+
+def _layer_type(text: PreTrainedConfig, layer: int) -> str | None:
+    types = getattr(text, "layer_types", None)
+    return types[layer] if types else None
+
+
+def _parameters(text: PreTrainedConfig, layer: int) -> tuple[Mapping[str, Any] | None, bool]:
+    """The layer's RoPE parameters, None for none, and whether they are listed by type of layer."""
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters:
+        return None, False
+    is_by_type = any(isinstance(value, Mapping) for value in parameters.values())
+    return (parameters.get(_layer_type(text, layer)) if is_by_type else parameters), is_by_type

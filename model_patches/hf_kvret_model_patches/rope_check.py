@@ -25,8 +25,8 @@ def check_rope(
     The model runs twice over a few tokens, at its first positions and at its last. In every layer
     ``rotate`` must make queries and keys after RoPE of those before, and ``unrotate`` the other way
     round, within ``TOLERANCE``. Both layouts are tried, and the better one is returned: it counts
-    more than what ``Rope.of`` reads from configuration and code. Layers that were seen not to
-    rotate get a ``Rope`` with layout ``"none"``.
+    more than what ``Rope.of`` reads from configuration and code. Layers that don't rotate get
+    a ``Rope`` with layout ``"none"``.
 
     Args:
         input_ids: ``[B, n]`` integers; None for some that no model gives a meaning of its own.
@@ -65,8 +65,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
     """
     embedding = model.get_input_embeddings()
     hook = getattr(embedding, "_hf_hook", None)
-    for one in (hook, *getattr(hook, "hooks", ())):
-        device = getattr(one, "execution_device", None)
+    for candidate in (hook, *getattr(hook, "hooks", ())):
+        device = getattr(candidate, "execution_device", None)
         if device is not None:
             return torch.device(device)
     device = next(embedding.parameters()).device
@@ -92,8 +92,8 @@ class _Trial:
         """Take in one layer of one pass."""
         dtype = self._dtypes[layer] = tokens.key.dtype
         if dtype not in TOLERANCE:
-            names = ", ".join(str(known) for known in TOLERANCE)
-            raise ValueError(f"layer {layer} computes in {dtype}: load the model in {names}")
+            dtypes = ", ".join(map(str, TOLERANCE))
+            raise ValueError(f"layer {layer} computes in {dtype}: load the model in {dtypes}")
         errors = self.errors.setdefault(layer, {})
         device = tokens.key.device
         positions, valid = self.positions.to(device), self._valid.to(device)
@@ -128,15 +128,15 @@ class _Trial:
         return Rope.of(self._config, layer, layout)
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor, valid: torch.Tensor) -> float:
+def _error(result: torch.Tensor, expected: torch.Tensor, valid: torch.Tensor) -> float:
     """Root mean square of the valid tokens' relative errors, ``[B, H, n, D]``; infinite for NaN.
 
     Not the worst token: a key that lies in one pair alone meets the roundings of 16 bits unmixed.
     One token at a wrong position still counts for more than 0.1 here.
     """
-    wanted = wanted.float()
-    difference = (found - wanted).transpose(1, 2).flatten(2).norm(dim=-1)
-    size = wanted.transpose(1, 2).flatten(2).norm(dim=-1).clamp(min=1e-30)
+    expected = expected.float()
+    difference = (result - expected).transpose(1, 2).flatten(2).norm(dim=-1)
+    size = expected.transpose(1, 2).flatten(2).norm(dim=-1).clamp(min=1e-30)
     error = (difference / size)[valid].square().mean().sqrt()
     return float(error.nan_to_num(nan=float("inf")))
 

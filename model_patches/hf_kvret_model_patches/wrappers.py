@@ -74,29 +74,29 @@ class WrappedFunction:
         if isinstance(self._owner, dict):
             yield self._owner
             return
-        for kind in self._owner.__mro__:
-            if self._name in vars(kind):
-                yield _Namespace(kind)
+        for cls in self._owner.__mro__:
+            if self._name in vars(cls):
+                yield _Namespace(cls)
 
 
 @dataclass
 class _Namespace:
     """The attributes of a class itself, as a mapping that can be written."""
 
-    kind: type
+    cls: type
 
     def __getitem__(self, name: str) -> Any:
-        return vars(self.kind)[name]
+        return vars(self.cls)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.kind, name, value)
+        setattr(self.cls, name, value)
 
 
 def once(hook: Hook) -> Hook:
     """``hook``, which works once in a call where two wrappers of ours are in a chain.
 
     That happens where another library keeps the function that it wrapped in a place where
-    ``find_wrapper`` does not look. A call is told from those inside it by its first argument.
+    ``find_wrapper`` does not look. A call is known from those inside it by its first argument.
     """
     running = threading.local()
 
@@ -148,12 +148,12 @@ def _wrap(inner: Function, slot: _Slot) -> Function:
 
 def _chain(function: Any) -> Iterator[Any]:
     """``function`` and the functions that it may call in its turn, each once."""
-    seen: set[int] = set()
+    ids: set[int] = set()
     candidates = [function]
     while candidates:
         candidate = candidates.pop()
-        if callable(candidate) and id(candidate) not in seen:
-            seen.add(id(candidate))
+        if callable(candidate) and id(candidate) not in ids:
+            ids.add(id(candidate))
             yield candidate
             candidates += _callees(candidate)
 

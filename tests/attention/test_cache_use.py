@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import hf_kvret
-from hf_kvret.attention.cache_use import check_end
+from hf_kvret.attention.call_checks import check_end
 from hf_kvret.attention.requests import Request
 from hf_kvret.models.versions import CACHE_NAME, as_argument, cache_argument, cache_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -41,11 +41,6 @@ LONGROPE = {
     "short_mscale": 1.0,
     "long_mscale": 1.0,
 }
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
 
 
 def phi(kind: str = "phi3") -> PreTrainedModel:
@@ -139,18 +134,20 @@ def test_the_limit_is_crossed_in_a_second_turn() -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["argument", "generation config", "the model's own"])
-def test_a_cache_beside_use_cache_false_is_refused(llama: PreTrainedModel, how: str) -> None:
-    given: dict[str, Any] = {}
-    if how == "argument":
-        given = {"use_cache": False}
-    elif how == "generation config":
-        given = {"generation_config": type(llama.generation_config)(use_cache=False)}
+@pytest.mark.parametrize("source", ["argument", "generation config", "the model's own"])
+def test_a_cache_beside_use_cache_false_is_refused(llama: PreTrainedModel, source: str) -> None:
+    options: dict[str, Any] = {}
+    if source == "argument":
+        options = {"use_cache": False}
+    elif source == "generation config":
+        options = {"generation_config": type(llama.generation_config)(use_cache=False)}
     else:
         llama.generation_config.use_cache = False
     cache = new_cache(llama)
-    with pytest.raises(ValueError, match="use_cache=False"):
-        llama.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=3, **given, **GREEDY)
+    remedy = "generation_config says it.*use_cache=True" if not options else "contradicts.*drop one"
+    for given in ({"past_key_values": cache}, {"cache_implementation": "flat"}):
+        with pytest.raises(ValueError, match=f"use_cache=False.*{remedy}"):
+            llama.generate(prompt(1, 40), max_new_tokens=3, **given, **options, **GREEDY)
     assert cache.get_seq_length() == 0
 
 

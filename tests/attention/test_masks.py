@@ -17,12 +17,12 @@ from transformers.masking_utils import (
 from hf_kvret.attention import masks
 from hf_kvret.attention.base_attention import record_base
 from hf_kvret.attention.masks import (
-    MaskForm,
-    base_form,
+    MaskLayout,
+    base_layout,
     base_mask,
     mask_info,
     retrieval_mask,
-    slot_validity,
+    token_validity,
 )
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import ATTENTION_NAME
@@ -176,12 +176,12 @@ def test_one_padding_carries_the_masks_of_several_kinds_of_layer() -> None:
 
 
 def test_a_layer_gets_the_padding_and_none_means_all_valid() -> None:
-    assert slot_validity(None, 1, 12, CPU) is None
-    assert slot_validity(retrieval_mask(**_arguments(1, 12, None)), 1, 12, CPU) is None
+    assert token_validity(None, 1, 12, CPU) is None
+    assert token_validity(retrieval_mask(**_arguments(1, 12, None)), 1, 12, CPU) is None
     padding = _padding(12)
-    got = slot_validity(retrieval_mask(**_arguments(3, 12, padding)), 3, 12, CPU)
+    got = token_validity(retrieval_mask(**_arguments(3, 12, padding)), 3, 12, CPU)
     assert got is not None and torch.equal(got, padding)
-    longs = slot_validity(retrieval_mask(**_arguments(3, 12, padding.long())), 3, 12, CPU)
+    longs = token_validity(retrieval_mask(**_arguments(3, 12, padding.long())), 3, 12, CPU)
     assert longs is not None and longs.dtype == torch.bool and torch.equal(longs, padding)
 
 
@@ -189,14 +189,14 @@ def test_a_layer_gets_the_padding_and_none_means_all_valid() -> None:
 def test_a_mask_of_another_length_is_refused(columns: int) -> None:
     carrier = retrieval_mask(**_arguments(1, 12, _padding(columns)))
     with pytest.raises(ValueError, match=f"attention_mask has {columns} columns, the cache holds"):
-        slot_validity(carrier, 1, 12, CPU)
+        token_validity(carrier, 1, 12, CPU)
 
 
 def test_somebody_elses_mask_is_refused_by_a_layer_and_passed_to_the_base() -> None:
     foreign = torch.zeros(2, 1, 3, 12)
     assert base_mask(foreign, "sdpa", CPU) is foreign
     with pytest.raises(ValueError, match=r"shape \(2, 1, 3, 12\).* custom 4D masks are not"):
-        slot_validity(foreign, 3, 12, CPU)
+        token_validity(foreign, 3, 12, CPU)
 
 
 def test_attention_that_is_not_causal_is_refused_behind_cached_tokens() -> None:
@@ -205,9 +205,9 @@ def test_attention_that_is_not_causal_is_refused_behind_cached_tokens() -> None:
 
     arguments = _arguments(3, 12, None, mask_function=to_both_sides, use_vmap=True)
     with pytest.raises(ValueError, match="give the whole prompt in one forward pass"):
-        slot_validity(retrieval_mask(**arguments), 3, 12, CPU)
+        token_validity(retrieval_mask(**arguments), 3, 12, CPU)
     prompt = _arguments(12, 12, None, mask_function=to_both_sides, use_vmap=True)
-    assert slot_validity(retrieval_mask(**prompt), 12, 12, CPU) is None
+    assert token_validity(retrieval_mask(**prompt), 12, 12, CPU) is None
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -219,7 +219,7 @@ def test_a_function_that_comes_to_causal_attention_is_served(padded: bool) -> No
 
     padding = _padding(12) if padded else None
     arguments = _arguments(3, 12, padding, mask_function=past_image, use_vmap=True)
-    valid = slot_validity(retrieval_mask(**arguments), 3, 12, CPU)
+    valid = token_validity(retrieval_mask(**arguments), 3, 12, CPU)
     assert (valid is None) != padded
     assert valid is None or valid.tolist() == _padding(12).tolist()
 
@@ -229,7 +229,7 @@ def test_one_query_sees_what_any_mask_shows_it() -> None:
         return causal_mask_function(batch, head, q, kv) & (kv != 2)
 
     arguments = _arguments(1, 6, _padding(6), mask_function=hide_two, use_vmap=True)
-    seen = slot_validity(retrieval_mask(**arguments), 1, 6, CPU)
+    seen = token_validity(retrieval_mask(**arguments), 1, 6, CPU)
     assert seen is not None
     expected = [[True, True, False, True, True, True], [False, False, False, True, True, True]]
     assert seen.tolist() == expected
@@ -371,7 +371,7 @@ def test_padding_is_not_looked_at_where_nobody_asks_for_the_form(
     def forbidden(arguments: dict[str, Any]) -> None:
         raise AssertionError("the form was asked for")
 
-    monkeypatch.setattr("hf_kvret.attention.masks.base_form", forbidden)
+    monkeypatch.setattr("hf_kvret.attention.masks.base_layout", forbidden)
     carrier = _make("causal", _configs("sdpa")[1], _token_mask("padded"), 1)
     assert base_mask(carrier, "sdpa", CPU) is not None
     with pytest.raises(AssertionError, match="the form was asked for"):
@@ -381,10 +381,10 @@ def test_padding_is_not_looked_at_where_nobody_asks_for_the_form(
 def test_a_base_without_masks_has_none() -> None:
     _, ours = _configs("an attention that makes no masks")
     arguments = {"config": ours, "batch_size": 2, "q_length": 3, "kv_length": 9}
-    assert base_form(arguments) == MaskForm()
+    assert base_layout(arguments) == MaskLayout()
 
 
 def test_a_block_mask_is_finished() -> None:
     _, ours = _configs("flex_attention")
     arguments = {"config": ours, "batch_size": 2, "q_length": 3, "kv_length": 9}
-    assert base_form(arguments).shape == (2, 1, 3, 9)
+    assert base_layout(arguments).shape == (2, 1, 3, 9)

@@ -22,11 +22,6 @@ from ..filled_caches import RUN, as_it_is, filled, forked, saved
 OTHER = "filled by other weights"
 
 
-@pytest.fixture
-def llama() -> Any:
-    return MODELS["llama"].build()
-
-
 def changed(model: Any) -> Any:
     other = copy.deepcopy(model)
     with torch.no_grad():

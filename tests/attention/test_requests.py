@@ -28,11 +28,6 @@ RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 PARIS: dict[str, Any] = {"cache_implementation": "paris", "cache_config": COVERING_OPTIONS}
 
 
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
 class Fails(LogitsProcessor):
     """Raises at the first token."""
 
@@ -136,8 +131,10 @@ def test_options_that_no_cache_reads_are_refused(
     llama: PreTrainedModel, cache: type[DynamicCache] | None
 ) -> None:
     given = {} if cache is None else {"past_key_values": cache(config=llama.config)}
-    with pytest.raises(ValueError, match=r"cache_config=.*nothing would read it.*paris"):
-        llama.generate(prompt(1, 20), **RUN, cache_config={"top_k": 64}, **given)
+    options = {"cache_config": {"top_k": 64}}
+    for run in ({**RUN, **options}, {"generation_config": GenerationConfig(**RUN, **options)}):
+        with pytest.raises(ValueError, match=r"cache_config=.*nothing would read it.*paris"):
+            llama.generate(prompt(1, 20), **run, **given)
     assert llama.config._attn_implementation == "sdpa"
 
 
@@ -157,12 +154,6 @@ def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None
     assert torch.equal(llama.generate(prompt(1, 20), **RUN), expected)
 
 
-def test_options_in_a_generation_config_of_the_call_are_refused(llama: PreTrainedModel) -> None:
-    config = GenerationConfig(**RUN, cache_config={"top_k": 64})
-    with pytest.raises(ValueError, match="nothing would read it"):
-        llama.generate(prompt(1, 20), generation_config=config)
-
-
 def test_a_call_without_any_ids_is_refused_behind_a_filled_cache(llama: PreTrainedModel) -> None:
     cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
     llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
@@ -174,33 +165,34 @@ def test_options_of_transformers_own_caches_are_theirs(llama: PreTrainedModel) -
     llama.generate(prompt(1, 20), **RUN, cache_implementation="dynamic", cache_config={"nbits": 4})
 
 
-@pytest.mark.parametrize(("samples", "warned"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("source", "samples", "warned"),
+    [
+        ("call", False, True),
+        ("call", True, False),
+        ("config", False, True),
+        ("model", False, False),
+    ],
+)
 def test_a_budget_given_to_generate_is_warned_of(
-    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture, samples: bool, warned: bool
+    llama: PreTrainedModel,
+    caplog: pytest.LogCaptureFixture,
+    source: str,
+    samples: bool,
+    warned: bool,
 ) -> None:
+    run: dict[str, Any] = {"max_new_tokens": 2, "do_sample": samples}
+    if source == "call":
+        run["top_k"] = 64
+    elif source == "config":
+        run = {"generation_config": GenerationConfig(**run, top_k=64)}
+    else:
+        llama.generation_config.top_k = 64
     with caplog.at_level(logging.WARNING, "hf_kvret"):
-        llama.generate(prompt(1, 20), max_new_tokens=2, do_sample=samples, top_k=64, **PARIS)
-    told = [record.getMessage() for record in caplog.records if "top_k=64" in record.getMessage()]
-    assert len(told) == warned
-    assert all("cache_config={'top_k': ...}" in text for text in told)
-
-
-def test_a_budget_in_a_generation_config_of_the_call_is_warned_of(
-    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = GenerationConfig(max_new_tokens=2, do_sample=False, top_k=64)
-    with caplog.at_level(logging.WARNING, "hf_kvret"):
-        llama.generate(prompt(1, 20), generation_config=config, **PARIS)
-    assert "top_k=64 is generate's own" in caplog.text
-
-
-def test_models_own_top_k_is_not_warned_of(
-    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    llama.generation_config.top_k = 20
-    with caplog.at_level(logging.WARNING, "hf_kvret"):
-        llama.generate(prompt(1, 20), max_new_tokens=2, do_sample=False, **PARIS)
-    assert "top_k" not in caplog.text
+        llama.generate(prompt(1, 20), **run, **PARIS)
+    messages = [text for text in caplog.messages if "top_k=64 is generate's own" in text]
+    assert len(messages) == warned
+    assert all("cache_config={'top_k': ...}" in text for text in messages)
 
 
 def test_a_cache_that_stayed_dense_says_so_once(
@@ -233,14 +225,6 @@ def test_a_cache_that_retrieved_says_nothing(
     with caplog.at_level(logging.INFO, "hf_kvret"):
         llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
     assert cache.stats()["dense"] is None and "retrieved nothing" not in caplog.text
-
-
-def test_a_models_own_use_cache_is_not_blamed_on_the_user(llama: PreTrainedModel) -> None:
-    llama.generation_config.use_cache = False
-    with pytest.raises(ValueError, match=r"generation_config says it.*use_cache=True"):
-        llama.generate(prompt(1, 20), **RUN, **PARIS)
-    with pytest.raises(ValueError, match=r"contradicts.*drop one"):
-        llama.generate(prompt(1, 20), **RUN, **PARIS, use_cache=False)
 
 
 @pytest.mark.parametrize("asked", ["cache", "attention"])

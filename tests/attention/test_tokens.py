@@ -20,11 +20,6 @@ from hf_kvret.testing.scenario import prompt, ragged
 from ..filled_caches import RUN, as_it_is, forked, held_ids, new_cache, saved
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return MODELS["llama"].build()
-
-
 @pytest.mark.parametrize("go_on", [as_it_is, forked, saved])
 @pytest.mark.parametrize("slot", [0, 31, 52])
 def test_another_document_is_refused_at_the_first_token_that_differs(
@@ -275,5 +270,5 @@ def test_a_step_notes_a_token_without_looking_at_it(llama: Any) -> None:
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.Tensor, name, counted)
-                cache.tokens.note(ids[:, 39:], 39)
+                cache.tokens.write(ids[:, 39:], 39)
     assert not reads

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_kvret.layer.model_state import ModelState
-from hf_kvret.models.position_shift import UNKNOWN
+from hf_kvret.models.kept_state import UNKNOWN
 
 NAME = "rope_deltas"
 CPU = torch.device("cpu")

@@ -6,16 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-import hf_kvret
 from hf_kvret import FlatKVCache, LatentKVCache
-from hf_kvret.models import projection
-from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, LOGIT_TOLERANCE
+from hf_kvret.testing import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.scenario import prompt
 
 STEPS = 6
@@ -67,23 +64,3 @@ def in_all(change: Callable[[Any], object]) -> Change:
             change(one)
 
     return changed
-
-
-def attached_model() -> PreTrainedModel:
-    """Attached, so that ``model(...)`` takes any cache."""
-    built = LATENT_MODELS["deepseek_v3"].build()
-    hf_kvret.attach(built)
-    return built
-
-
-def noted_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The projections that are asked for their matrix from now on, in order."""
-    modules: list[nn.Module] = []
-    images = projection._images
-
-    def noted(module: nn.Module, *args: Any) -> projection.Affine:
-        modules.append(module)
-        return images(module, *args)
-
-    monkeypatch.setattr(projection, "_images", noted)
-    return modules

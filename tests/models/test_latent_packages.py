@@ -17,8 +17,10 @@ from transformers.cache_utils import Cache
 
 import hf_kvret
 from hf_kvret import FlatKVCache, LatentKVCache
-from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, LOGIT_TOLERANCE
+from hf_kvret.testing import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.scenario import prompt
+
+from .latent_projections import logits, projections
 
 # Importing any of them takes seconds.
 pytestmark = pytest.mark.slow
@@ -28,15 +30,6 @@ CACHES: list[Callable[[Any], Cache]] = [
     lambda config: FlatKVCache(config, **COVERING_OPTIONS),
     lambda config: LatentKVCache(config),
 ]
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return LATENT_MODELS["deepseek_v3"].build()
-
-
-def projections(model: PreTrainedModel) -> list[Any]:
-    return [layer.self_attn.kv_b_proj for layer in model.model.layers]
 
 
 @torch.no_grad()
@@ -135,26 +128,16 @@ def test_lora_learns_between_steps(lora: Any, model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("kind", ["torchao weights", "torchao both", "bitsandbytes"])
 def test_quantized_weights_give_what_stock_gives(kind: str, model: PreTrainedModel) -> None:
-    hf_kvret.attach(model)
-    plain = steps_of(model, DynamicCache(config=model.config))
+    plain = logits(model, DynamicCache(config=model.config), {})
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = quantized(kind, layer.self_attn.kv_b_proj)
-    expected = steps_of(model, DynamicCache(config=model.config))
+    expected = logits(model, DynamicCache(config=model.config), {})
     error = (expected - plain).abs().max().item()
     assert error > 10 * LOGIT_TOLERANCE
     # Where latents are rounded, too, the matrix alone has no part in that.
     allowed = error if kind == "torchao both" else LOGIT_TOLERANCE
     for make in CACHES:
-        assert (steps_of(model, make(model.config)) - expected).abs().max() < allowed
-
-
-@torch.no_grad()
-def steps_of(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
-    """``[STEPS, V]``: logits of the same tokens each time, one by one after a prompt."""
-    ids = prompt(1, 60 + STEPS)
-    model(ids[:, :60], past_key_values=cache)
-    steps = [model(ids[:, 60 + i, None], past_key_values=cache).logits for i in range(STEPS)]
-    return torch.cat(steps)[:, 0]
+        assert (logits(model, make(model.config), {}) - expected).abs().max() < allowed
 
 
 def quantized(kind: str, linear: nn.Linear) -> nn.Module:

@@ -22,25 +22,12 @@ from hf_kvret.testing import COVERING_OPTIONS, LOGIT_TOLERANCE
 
 from .latent_projections import (
     STEPS,
-    attached_model,
     check,
     in_all,
     logits,
-    noted_calls,
     projections,
     replaced,
 )
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return attached_model()
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The projections that were asked for their matrix, in order."""
-    return noted_calls(monkeypatch)
 
 
 def with_bias(linear: nn.Linear) -> nn.Module:

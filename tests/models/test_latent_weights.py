@@ -17,11 +17,9 @@ from hf_kvret.models import projection
 
 from .latent_projections import (
     STEPS,
-    attached_model,
     check,
     in_all,
     logits,
-    noted_calls,
     projections,
     replaced,
 )
@@ -46,11 +44,6 @@ class Adapter(nn.Module):
             low = self.dropout(x) @ getattr(self, f"down_{part}").T
             out = out + self.scaling[part] * low @ getattr(self, f"up_{part}").T
         return out
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return attached_model()
 
 
 @pytest.fixture
@@ -114,12 +107,6 @@ def test_a_change_and_back_is_seen_twice(adapted: PreTrainedModel) -> None:
     off = in_all(lambda module: setattr(module, "active", []))
     on = in_all(lambda module: setattr(module, "active", ["a"]))
     check(adapted, {1: off, 3: on, 4: off})
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The projections that were asked for their matrix, in order."""
-    return noted_calls(monkeypatch)
 
 
 def affine(module: nn.Module, dtype: torch.dtype = torch.float32) -> projection.Affine:

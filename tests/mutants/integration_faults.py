@@ -20,7 +20,7 @@ FAULTS = (
     Fault(
         "mask-may-be-computed-with",
         "hf_kvret/attention/masks.py",
-        "if name not in _COPIES and name not in _FORM:",
+        "if name not in _COPIES and name not in _METADATA:",
         "if False:",
     ),
     Fault(

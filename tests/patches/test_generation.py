@@ -1,4 +1,4 @@
-"""The one patch of transformers: applied twice, undone, and asked at the right moment."""
+"""The patch of ``generate``: applied twice, undone, beside other libraries, and its hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
 from transformers.generation.utils import GenerationMixin
@@ -17,172 +17,161 @@ import hf_kvret
 from hf_kvret.models.versions import CACHE_NAME, cache_of
 from hf_kvret.testing.models import MODELS
 from hf_kvret_model_patches import generation
+from hf_kvret_model_patches.generation import Hooks
 
-METHOD = "_prepare_cache_for_generation"
+METHODS = [
+    (GenerationMixin, "generate"),
+    (GenerationMixin, "_prepare_cache_for_generation"),
+    (ContinuousMixin, "init_continuous_batching"),
+    (ContinuousBatchingManager, "start"),
+    (GenerationMixin, "prepare_inputs_for_generation"),
+    (GenerationMixin, "_update_model_kwargs_for_generation"),
+    (GenerationMixin, "_valid_auto_compile_criteria"),
+    (PreTrainedModel, "get_compiled_call"),
+]
+IDS = torch.arange(5, 25)[None]
 
 
 @pytest.fixture(autouse=True)
 def bare() -> Iterator[None]:
-    """transformers without our names during the test."""
+    """transformers without us during the test."""
     hf_kvret.unregister()
     yield
     generation.restore()
     hf_kvret.register()
 
 
-def _ignore(model: Any, generation_config: Any) -> None:
-    """Lets every `generate_batch` pass."""
+@pytest.fixture
+def model() -> Any:
+    return MODELS["llama"].build()
 
 
-def _rename(arguments: dict[str, Any]) -> None:
-    """Leaves every name of an argument as it is."""
-
-
-def _around(model: Any, arguments: dict[str, Any]) -> AbstractContextManager[Callable[[Any], None]]:
-    """Lets every `generate` pass."""
-    return nullcontext(lambda result: None)
-
-
-def _never(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
-    return False
+def generate(model: Any, ids: torch.Tensor = IDS, **options: Any) -> Any:
+    return model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, **options)
 
 
 def test_restoring_puts_back_the_very_objects() -> None:
-    names, method = configuration_utils.ALL_CACHE_IMPLEMENTATIONS, getattr(GenerationMixin, METHOD)
+    names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    functions = [getattr(owner, name) for owner, name in METHODS]
     generation.restore()
-    generation.apply(("mine",), _never, _ignore, _around, _rename)
-    assert (*names, "mine") == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    assert generation.known_names() == (*names, "mine")
-    assert getattr(GenerationMixin, METHOD) is not method
+    for added in ("first", "second"):
+        generation.apply((added,), Hooks())
+        assert (*names, added) == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+        assert (*names, added) == generation.known_names()
+        # Applying again does not stack wrappers.
+        for (owner, name), function in zip(METHODS, functions, strict=True):
+            assert getattr(owner, name).__wrapped__ is function
+            assert getattr(owner, name).__name__ == name
     for _ in range(2):
         generation.restore()
         assert names == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-        assert getattr(GenerationMixin, METHOD) is method
+        assert [getattr(owner, name) for owner, name in METHODS] == functions
 
 
-def test_applying_again_replaces_names_and_hook_without_stacking() -> None:
-    names, method = configuration_utils.ALL_CACHE_IMPLEMENTATIONS, getattr(GenerationMixin, METHOD)
-    for name in ("first", "second"):
-        generation.apply((name,), _never, _ignore, _around, _rename)
-    assert (*names, "second") == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    assert getattr(GenerationMixin, METHOD).__wrapped__ is method
-    assert getattr(GenerationMixin, METHOD).__name__ == METHOD
+def test_registering_applies_it_and_importing_does_not() -> None:
+    functions = [getattr(owner, name) for owner, name in METHODS]
+    assert not hasattr(functions[1], "__wrapped__")
+    assert "paris" not in generation.known_names()
+    hf_kvret.register()
+    wrapped = [getattr(owner, name).__wrapped__ for owner, name in METHODS]
+    assert wrapped == functions and "paris" in generation.known_names()
+    hf_kvret.unregister()
+    assert [getattr(owner, name) for owner, name in METHODS] == functions
 
 
-def test_generate_runs_within_the_hook_and_is_put_back() -> None:
-    whole, seen = GenerationMixin.generate, []
+def test_generate_runs_within_the_hook_and_is_put_back(model: Any) -> None:
+    calls: list[Any] = []
 
     @contextmanager
     def around(model: Any, arguments: dict[str, Any]) -> Iterator[Callable[[torch.Tensor], None]]:
-        seen.append(sorted(arguments))
-        yield lambda tokens: seen.append(tokens.shape[1])
-        seen.append("done")
+        calls.append(sorted(arguments))
+        yield lambda tokens: calls.append(tokens.shape[1])
+        calls.append("done")
 
-    generation.apply(("mine",), _never, _ignore, around, _rename)
-    assert GenerationMixin.generate.__wrapped__ is whole
-    model = MODELS["llama"].build()
-    model.generate(torch.arange(5, 25)[None], max_new_tokens=2, do_sample=False)
-    assert {"self", "inputs", "max_new_tokens", "do_sample"} <= set(seen[0])
-    assert seen[1:] == [22, "done"]
+    generation.apply((), Hooks(around=around))
+    generate(model)
+    assert {"self", "inputs", "max_new_tokens", "do_sample"} <= set(calls[0])
+    assert calls[1:] == [24, "done"]
     with pytest.raises(ValueError, match="unknown_argument"):
-        model.generate(torch.arange(5, 25)[None], unknown_argument=1)
-    assert len(seen) == 4
-    generation.restore()
-    assert GenerationMixin.generate is whole
+        generate(model, unknown_argument=1)
+    assert len(calls) == 4
 
 
-def test_importing_applies_nothing() -> None:
-    assert not hasattr(getattr(GenerationMixin, METHOD), "__wrapped__")
-    assert "paris" not in generation.known_names()
-
-
-def test_a_new_name_validates_and_the_hook_makes_its_cache() -> None:
-    asked = []
+def test_a_new_name_validates_and_the_hook_makes_its_cache(model: Any) -> None:
+    calls = []
 
     def prepare(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
-        asked.append((type(model).__name__, config.cache_implementation, config.cache_config))
+        calls.append((type(model).__name__, config.cache_implementation, config.cache_config))
         if config.cache_implementation != "mine":
             return False
         kwargs[CACHE_NAME] = DynamicCache(config=model.config)
         return True
 
-    generation.apply(("mine",), prepare, _ignore, _around, _rename)
+    generation.apply(("mine",), Hooks(prepare_cache=prepare))
     GenerationConfig(cache_implementation="mine").validate()
-    model = MODELS["llama"].build()
-    ids = torch.arange(5, 25)[None]
-    run = {"max_new_tokens": 3, "do_sample": False}
-    expected = model.generate(ids, **run)
-    got = model.generate(ids, **run, cache_implementation="mine", cache_config={"some": [1, "x"]})
-    assert torch.equal(got, expected)
-    assert asked == [
+    expected = generate(model)
+    result = generate(model, cache_implementation="mine", cache_config={"some": [1, "x"]})
+    assert torch.equal(result, expected)
+    assert calls == [
         ("LlamaForCausalLM", None, None),
         ("LlamaForCausalLM", "mine", {"some": [1, "x"]}),
     ]
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static"])
-def test_other_names_reach_transformers(name: str) -> None:
-    generation.apply(("mine",), _never, _ignore, _around, _rename)
-    model = MODELS["llama"].build()
-    ids = torch.arange(5, 25)[None]
-    run = {"max_new_tokens": 3, "do_sample": False}
-    expected = model.generate(ids, **run)
-    got = model.generate(ids, **run, cache_implementation=name, return_dict_in_generate=True)
-    assert torch.equal(got.sequences, expected)
-    wanted = "DynamicCache" if name == "dynamic" else "StaticCache"
-    assert type(cache_of(got)).__name__ == wanted
+@pytest.mark.parametrize(("name", "cls"), [("dynamic", "DynamicCache"), ("static", "StaticCache")])
+def test_other_names_reach_transformers(name: str, cls: str, model: Any) -> None:
+    generation.apply(("mine",), Hooks())
+    expected = generate(model)
+    result = generate(model, cache_implementation=name, return_dict_in_generate=True)
+    assert torch.equal(result.sequences, expected)
+    assert type(cache_of(result)).__name__ == cls
 
 
 def test_names_of_others_stay_and_keep_their_order() -> None:
     before = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     try:
-        generation.apply(("mine",), _never, _ignore, _around, _rename)
+        generation.apply(("mine",), Hooks())
         configuration_utils.ALL_CACHE_IMPLEMENTATIONS += ("theirs",)
-        generation.apply(("mine", "more"), _never, _ignore, _around, _rename)
+        generation.apply(("mine", "more"), Hooks())
         assert generation.known_names() == (*before, "mine", "theirs", "more")
         assert generation.foreign_names() == {*before, "theirs"}
-        generation.apply(("more",), _never, _ignore, _around, _rename)
+        generation.apply(("more",), Hooks())
         assert generation.known_names() == (*before, "theirs", "more")
         # The other library puts back the tuple that it found.
         configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*before, "mine")
-        generation.apply(("mine",), _never, _ignore, _around, _rename)
+        generation.apply(("mine",), Hooks())
         generation.restore()
         assert generation.known_names() == before
     finally:
         configuration_utils.ALL_CACHE_IMPLEMENTATIONS = before
 
 
-METHODS = [
-    (GenerationMixin, "generate"),
-    (GenerationMixin, METHOD),
-    (ContinuousMixin, "init_continuous_batching"),
-    (ContinuousBatchingManager, "start"),
-]
-
-
 @pytest.mark.parametrize(("owner", "name"), METHODS)
 def test_what_was_wrapped_since_stays_when_applied_again_and_restored(
-    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, vars(owner)[name])
-    generation.apply(("mine",), _never, _ignore, _around, _rename)
-    inner = vars(owner)[name]
+    monkeypatch.setattr(owner, name, getattr(owner, name))
+    expected, calls = generate(model), []
+    generation.apply(("mine",), Hooks())
+    inner = getattr(owner, name)
 
     def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
         return inner(self, *args, **kwargs)
 
     setattr(owner, name, theirs)
-    generation.apply(("mine", "more"), _never, _ignore, _around, _rename)
-    assert vars(owner)[name] is theirs
+    generation.apply(("mine", "more"), Hooks(choose_call=lambda *args: calls.append(args)))
+    assert getattr(owner, name) is theirs
+    assert torch.equal(generate(model), expected) and len(calls) == 1
     generation.restore()
-    assert vars(owner)[name] is theirs
+    assert getattr(owner, name) is theirs
+    assert torch.equal(generate(model), expected) and len(calls) == 1
 
 
 @pytest.mark.parametrize("positional", [True, False])
 def test_a_wrapper_from_before_us_does_not_hide_what_generate_is_given(
-    positional: bool, monkeypatch: pytest.MonkeyPatch
+    positional: bool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, seen = GenerationMixin.generate, []
+    whole, calls = GenerationMixin.generate, []
 
     def theirs(*args: Any, **kwargs: Any) -> Any:
         return whole(*args, **kwargs)
@@ -190,13 +179,100 @@ def test_a_wrapper_from_before_us_does_not_hide_what_generate_is_given(
     def around(
         model: Any, arguments: dict[str, Any]
     ) -> AbstractContextManager[Callable[[Any], None]]:
-        seen.append(arguments)
+        calls.append(arguments)
         return nullcontext(lambda result: None)
 
     monkeypatch.setattr(GenerationMixin, "generate", theirs)
-    generation.apply(("mine",), _never, _ignore, around, _rename)
-    ids, run = torch.arange(5, 25)[None], {"max_new_tokens": 2, "do_sample": False}
-    model = MODELS["llama"].build()
-    model.generate(*([ids] if positional else []), **run, **({} if positional else {"inputs": ids}))
-    assert seen[0]["inputs"] is ids and seen[0]["max_new_tokens"] == 2
+    generation.apply((), Hooks(around=around))
+    run = {"max_new_tokens": 2, "do_sample": False}
+    model.generate(*([IDS] if positional else []), **run, **({} if positional else {"inputs": IDS}))
+    assert calls[0]["inputs"] is IDS and calls[0]["max_new_tokens"] == 2
     generation.restore()
+    assert GenerationMixin.generate is theirs
+
+
+def test_the_hooks_of_passes_see_every_pass_and_no_other(model: Any) -> None:
+    lengths: list[int] = []
+    outputs: list[Any] = []
+    hooks = Hooks(
+        before_pass=lambda model, ids, arguments: lengths.append(ids.shape[1]),
+        after_pass=lambda model, output: outputs.append(output),
+    )
+    generation.apply((), hooks)
+    generate(model)
+    assert lengths == [20, 21, 22, 23]
+    assert [output.logits.shape[1] for output in outputs] == [1, 1, 1, 1]
+    with torch.no_grad():
+        model(IDS)
+    assert len(outputs) == 4
+
+
+def test_the_hook_before_a_pass_may_change_what_inputs_are_made_of(model: Any) -> None:
+    lengths: list[int] = []
+    hooks = Hooks(
+        before_pass=lambda model, ids, arguments: arguments.update(logits_to_keep=3),
+        after_pass=lambda model, output: lengths.append(output.logits.shape[1]),
+    )
+    generation.apply((), hooks)
+    generate(model)
+    assert lengths[0] == 3
+
+
+def test_an_error_of_a_hook_ends_the_call(model: Any) -> None:
+    def after(model: Any, output: Any) -> None:
+        raise ValueError("not this output")
+
+    generation.apply((), Hooks(after_pass=after))
+    with pytest.raises(ValueError, match="not this output"):
+        generate(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl", "gemma3"])
+def test_the_cache_is_among_the_keywords_of_each_pass(name: str) -> None:
+    """``prepare_inputs_for_generation`` gets it by name, also from models that override it."""
+    caches: list[Any] = []
+    hooks = Hooks(before_pass=lambda model, ids, values: caches.append(values.get(CACHE_NAME)))
+    generation.apply((), hooks)
+    generate(MODELS[name].build())
+    assert len(caches) == 4 and all(cache is caches[0] for cache in caches)
+    assert caches[0] is not None
+
+
+def test_the_loop_calls_what_the_hook_chose_for_every_token_but_the_first(model: Any) -> None:
+    expected, lengths = generate(model), []
+
+    def choose(asking: Any, config: Any, kwargs: dict[str, Any]) -> Any:
+        assert asking is model
+        assert CACHE_NAME in kwargs
+
+        def call(**inputs: Any) -> Any:
+            lengths.append(inputs["input_ids"].shape[1])
+            return model(**inputs)
+
+        return call
+
+    generation.apply((), Hooks(choose_call=choose))
+    assert torch.equal(generate(model), expected)
+    assert lengths == [1] * 3
+
+
+def test_a_choice_is_handed_out_once(model: Any) -> None:
+    """A later call, which did not ask, gets what transformers compiles."""
+    generation.apply((), Hooks(choose_call=lambda *args: "ours"))  # type: ignore[arg-type,return-value]
+    assert model._valid_auto_compile_criteria({}, model.generation_config) is True
+    assert model.get_compiled_call(None) == "ours"
+    assert model.get_compiled_call(None) != "ours"
+
+
+def test_disable_compile_and_foreign_caches_are_left_alone(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_kvret.register()
+    graphs: list[Any] = []
+    monkeypatch.setattr("hf_kvret.registry.DecodeGraph", lambda *args: graphs.append(args))
+    generate(model)
+    generate(model, cache_implementation="flat", disable_compile=True)
+    assert graphs == []
+    with pytest.raises(AttributeError, match="reason"):
+        generate(model, cache_implementation="flat")
+    assert len(graphs) == 1

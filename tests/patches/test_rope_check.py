@@ -90,10 +90,8 @@ def test_ids_and_padding_of_ones_own_are_taken() -> None:
 
 
 def test_the_layout_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model whose code couldn't be asked."""
-    from hf_kvret_model_patches import rope_config
-
-    monkeypatch.delattr(rope_config, "layout_of")
+    """Also where the code of a model can't be looked at."""
+    monkeypatch.delattr("hf_kvret_model_patches.rope._layout")
     assert check_rope(MODELS["cohere"].build())[1].layout == "interleaved"
     assert check_rope(MODELS["llama"].build())[1].layout == "half"
 

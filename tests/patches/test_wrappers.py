@@ -16,7 +16,8 @@ from hf_kvret_model_patches.wrappers import WrappedFunction, find_wrapper, once,
 Wrapping = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def fresh() -> Any:
+@pytest.fixture
+def cls() -> Any:
     """A class whose method says who worked on a call, the outermost first."""
 
     class Base:
@@ -69,86 +70,80 @@ def by_partial(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def hidden(inner: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps the wrapped function where nobody looks."""
-    kept = SimpleNamespace(places=[{"inner": inner}])
-    return lambda self, word: f"theirs {kept.places[0]['inner'](self, word)}"
+    box = SimpleNamespace(items=[{"inner": inner}])
+    return lambda self, word: f"theirs {box.items[0]['inner'](self, word)}"
 
 
 SEEN: list[Wrapping] = [with_wraps, without_wraps, by_global, by_partial]
 ALL: list[Wrapping] = [*SEEN, hidden]
 
 
-def test_a_hook_works_on_every_call_and_is_replaced_and_taken_away() -> None:
-    kind = fresh()
-    base = kind.__mro__[1]
-    plain, speech = base.speak, WrappedFunction(kind, "speak")
+def test_a_hook_works_on_every_call_and_is_replaced_and_taken_away(cls: Any) -> None:
+    base = cls.__mro__[1]
+    plain, speech = base.speak, WrappedFunction(cls, "speak")
     speech.restore()
     for hook, expected in ((ours, "ours hi"), (newer, "newer hi")):
         speech.apply(hook)
-        assert kind().speak(word="hi") == base().speak("hi") == expected
+        assert cls().speak(word="hi") == base().speak("hi") == expected
     assert base.speak.__wrapped__ is plain and base.speak.__name__ == "speak"
-    assert "speak" not in vars(kind), "the wrapper stands where the function does"
+    assert "speak" not in vars(cls), "the wrapper stands where the function does"
     for _ in range(2):
         speech.restore()
         assert base.speak is plain
 
 
 @pytest.mark.parametrize("wrap", ALL)
-def test_what_another_library_wrapped_since_stays(wrap: Wrapping) -> None:
-    kind = fresh()
-    speech = WrappedFunction(kind, "speak")
+def test_what_another_library_wrapped_since_stays(wrap: Wrapping, cls: Any) -> None:
+    speech = WrappedFunction(cls, "speak")
     speech.apply(ours)
-    kind.speak = theirs = wrap(kind.speak)
+    cls.speak = theirs = wrap(cls.speak)
     speech.restore()
-    assert kind.speak is theirs and kind().speak("hi") == "theirs hi"
+    assert cls.speak is theirs and cls().speak("hi") == "theirs hi"
     speech.apply(once(newer))
-    assert sorted(kind().speak("hi").split()) == ["hi", "newer", "theirs"]
+    assert sorted(cls().speak("hi").split()) == ["hi", "newer", "theirs"]
 
 
 @pytest.mark.parametrize("wrap", SEEN)
-def test_a_wrapper_that_is_in_the_chain_is_not_put_there_again(wrap: Wrapping) -> None:
-    kind = fresh()
-    speech = WrappedFunction(kind, "speak")
+def test_a_wrapper_that_is_in_the_chain_is_not_put_there_again(wrap: Wrapping, cls: Any) -> None:
+    speech = WrappedFunction(cls, "speak")
     speech.apply(ours)
-    first = find_wrapper(kind.speak)
-    kind.speak = theirs = wrap(wrap(kind.speak))
+    first = find_wrapper(cls.speak)
+    cls.speak = theirs = wrap(wrap(cls.speak))
     for hook, word in ((ours, "ours"), (newer, "newer")):
         speech.apply(hook)
-        assert kind.speak is theirs and find_wrapper(kind.speak) is first
-        assert kind().speak("hi") == f"theirs theirs {word} hi"
+        assert cls.speak is theirs and find_wrapper(cls.speak) is first
+        assert cls().speak("hi") == f"theirs theirs {word} hi"
 
 
-def test_two_wrappers_in_a_chain_work_once() -> None:
-    kind = fresh()
-    speech = WrappedFunction(kind, "speak")
+def test_two_wrappers_in_a_chain_work_once(cls: Any) -> None:
+    speech = WrappedFunction(cls, "speak")
     speech.apply(once(ours))
-    inner = kind.speak
-    kind.speak = hidden(kind.speak)
+    inner = cls.speak
+    cls.speak = hidden(cls.speak)
     speech.apply(once(ours))
-    assert kind().speak("hi") == "ours theirs hi"
+    assert cls().speak("hi") == "ours theirs hi"
     # The other library puts back what it found.
-    kind.speak = inner
-    assert kind().speak("hi") == "ours hi"
+    cls.speak = inner
+    assert cls().speak("hi") == "ours hi"
 
 
-def test_a_call_within_a_call_is_worked_on_too() -> None:
-    kind = fresh()
-    speech = WrappedFunction(kind, "speak")
-    kind.__mro__[1].speak = lambda self, word: (
+def test_a_call_within_a_call_is_worked_on_too(cls: Any) -> None:
+    speech = WrappedFunction(cls, "speak")
+    cls.__mro__[1].speak = lambda self, word: (
         f"[{self.draft.speak(word)}] {word}" if self.draft else word
     )
     speech.apply(once(ours))
-    kind.speak = hidden(kind.speak)
+    cls.speak = hidden(cls.speak)
     speech.apply(once(ours))
-    model, draft = kind(), kind()
+    model, draft = cls(), cls()
     model.draft, draft.draft = draft, None
     assert model.speak("hi") == "ours theirs [ours theirs hi] hi"
 
 
-def test_a_call_that_failed_leaves_nothing_behind() -> None:
-    kind, speech = fresh(), None
-    speech = WrappedFunction(kind, "speak")
+def test_a_call_that_failed_leaves_nothing_behind(cls: Any) -> None:
+    speech = WrappedFunction(cls, "speak")
     speech.apply(once(ours))
-    speaker = kind()
+    speaker = cls()
     with pytest.raises(TypeError, match="argument"):
         speaker.speak()
     assert speaker.speak("hi") == "ours hi"
@@ -156,14 +151,15 @@ def test_a_call_that_failed_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("wrap", ALL)
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_wrappers_from_before_us_go_in_any_order(wrap: Wrapping, ours_first: bool) -> None:
-    kind = fresh()
-    base = kind.__mro__[1]
+def test_wrappers_from_before_us_go_in_any_order(
+    wrap: Wrapping, ours_first: bool, cls: Any
+) -> None:
+    base = cls.__mro__[1]
     plain = base.speak
     base.speak = theirs = wrap(plain)
-    speech = WrappedFunction(kind, "speak")
+    speech = WrappedFunction(cls, "speak")
     speech.apply(once(ours))
-    assert kind().speak("hi") == "ours theirs hi"
+    assert cls().speak("hi") == "ours theirs hi"
     if ours_first:
         speech.restore()
         assert base.speak is theirs
@@ -173,42 +169,39 @@ def test_wrappers_from_before_us_go_in_any_order(wrap: Wrapping, ours_first: boo
         speech.restore()
     assert base.speak is plain
     speech.apply(once(newer))
-    assert kind().speak("hi") == "newer hi"
+    assert cls().speak("hi") == "newer hi"
 
 
-def test_a_subclass_that_kept_the_wrapper_is_served_after_a_restore_and_not_twice() -> None:
-    kind = fresh()
-    speech = WrappedFunction(kind.__mro__[1], "speak")
+def test_a_subclass_that_kept_the_wrapper_is_served_after_a_restore_and_not_twice(cls: Any) -> None:
+    speech = WrappedFunction(cls.__mro__[1], "speak")
     speech.apply(once(ours))
-    kind.speak = with_wraps(kind.speak)
+    cls.speak = with_wraps(cls.speak)
     speech.restore()
-    assert kind().speak("hi") == "theirs hi"
+    assert cls().speak("hi") == "theirs hi"
     speech.apply(once(newer))
-    assert kind().speak("hi") == "theirs newer hi"
-    assert kind.__mro__[1]().speak("hi") == "newer hi"
+    assert cls().speak("hi") == "theirs newer hi"
+    assert cls.__mro__[1]().speak("hi") == "newer hi"
 
 
-def test_a_class_with_a_method_of_its_own_calls_the_wrapper_by_super() -> None:
-    kind = fresh()
-    WrappedFunction(kind, "speak").apply(ours)
+def test_a_class_with_a_method_of_its_own_calls_the_wrapper_by_super(cls: Any) -> None:
+    WrappedFunction(cls, "speak").apply(ours)
 
-    class Own(kind):
+    class Own(cls):
         def speak(self, word: str) -> str:
             return "own " + super().speak(word)
 
     assert Own().speak("hi") == "own ours hi"
 
 
-def test_the_module_loaded_anew_finds_its_older_wrapper() -> None:
-    kind = fresh()
-    plain = kind.speak
-    WrappedFunction(kind, "speak").apply(ours)
+def test_the_module_loaded_anew_finds_its_older_wrapper(cls: Any) -> None:
+    plain = cls.speak
+    WrappedFunction(cls, "speak").apply(ours)
     module = importlib.reload(wrappers)
-    speech = module.WrappedFunction(kind, "speak")
+    speech = module.WrappedFunction(cls, "speak")
     speech.apply(newer)
-    assert kind().speak("hi") == "newer hi"
+    assert cls().speak("hi") == "newer hi"
     speech.restore()
-    assert kind.speak is plain
+    assert cls.speak is plain
 
 
 def test_functions_of_a_module_are_wrapped_in_its_globals() -> None:
@@ -223,8 +216,8 @@ def test_functions_of_a_module_are_wrapped_in_its_globals() -> None:
 
 
 @pytest.mark.parametrize("wrap", SEEN)
-def test_parameters_are_named_through_wrappers_of_others(wrap: Wrapping) -> None:
-    speak = wrap(fresh().speak)
+def test_parameters_are_named_through_wrappers_of_others(wrap: Wrapping, cls: Any) -> None:
+    speak = wrap(cls.speak)
     assert list(signature_with(speak, "word").parameters) == ["self", "word"]
 
 

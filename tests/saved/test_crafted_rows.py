@@ -22,13 +22,6 @@ Tensors = dict[str, torch.Tensor]
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    model = MODELS["llama"].build()
-    attach(model)
-    return model
-
-
 def _saved(model: PreTrainedModel, cls: type[RetrievalCache], folder: Path, **options: Any) -> None:
     cache = cls(model.config, **{**OPTIONS, **options})
     with torch.no_grad():

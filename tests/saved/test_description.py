@@ -11,19 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache, attach
+from hf_kvret import FlatKVCache
 from hf_kvret.saved.description import is_of_cache
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
 from ..saved_files import read_saved, write_saved
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    model = MODELS["llama"].build()
-    attach(model)
-    return model
 
 
 @pytest.fixture

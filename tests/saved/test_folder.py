@@ -23,9 +23,7 @@ OLD, NEW = "a" * 12, "b" * 12
 
 def save(directory: Path, version: str, content: bytes = b"", **commit: Any) -> None:
     with replacing(directory, "it.json", "it") as new:
-        with new.new_file() as file:
-            file.write(content or version.encode())
-        name = new.keep(file, version, ".bin")
+        name = new.keep(content or version.encode(), version, ".bin")
         new.put_beside("card.md", version.encode())
         new.commit(json.dumps({"file": name}).encode(), **commit)
 
@@ -247,12 +245,9 @@ def test_a_full_disk_leaves_the_old(tmp_path: Path) -> None:
 def test_an_interrupted_save_leaves_the_old(tmp_path: Path) -> None:
     save(tmp_path, OLD)
     with pytest.raises(KeyboardInterrupt), replacing(tmp_path, "it.json", "it") as new:
-        with new.new_file() as file:
-            file.write(b"half")
-        new.keep(file, NEW, ".bin")
-        with new.new_file() as file:
-            file.write(b"half")
-            raise KeyboardInterrupt
+        new.keep(b"half", NEW, ".bin")
+        (new.new_folder() / "half").touch()
+        raise KeyboardInterrupt
     assert files(tmp_path) == whole(OLD)
     assert load(tmp_path) == OLD.encode()
 

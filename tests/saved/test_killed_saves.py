@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -178,26 +177,3 @@ def test_a_full_disk_leaves_the_old(
     named = json.loads((tmp_path / "cache.json").read_text())["files"]
     assert {path.name for path in tmp_path.iterdir()} == {"cache.json", *named}
     assert _check(model, tmp_path, old, new) == "old"
-
-
-def test_an_unwritable_folder_says_so(
-    old: FlatKVCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(folders.os, "open", refuse)
-    with pytest.raises(PermissionError, match="make the folder writable, or give another place"):
-        old.save_pretrained(tmp_path)
-
-
-def test_a_loaded_cache_may_be_saved_where_it_came_from(
-    model: PreTrainedModel, old: FlatKVCache, tmp_path: Path
-) -> None:
-    """Its tensors are its own, not pages of the file that is replaced."""
-    old.save_pretrained(tmp_path)
-    loaded = FlatKVCache.from_pretrained(tmp_path, model.config)
-    with torch.no_grad():
-        model(prompt(4, 30, salt=4), past_key_values=loaded)
-    loaded.save_pretrained(tmp_path)
-    assert _same(FlatKVCache.from_pretrained(tmp_path, model.config), loaded)

@@ -47,12 +47,7 @@ def _continue(model: PreTrainedModel, cache: RetrievalCache, batch: int = 2) -> 
     return model.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def saved(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
     cache = FlatKVCache(llama.config, **SMALL)
@@ -88,13 +83,11 @@ def test_every_method_is_saved_in_every_state(
     # One method needs latent attention.
     model = llama if name != "latent" else LATENT_MODELS["deepseek_v3"].build()
     attach(model)
-    kind = registered_methods()[name]
+    cls = registered_methods()[name]
     place = artifact_options(name, "llama")
     options = {**COVERING_OPTIONS, "top_k": 4, **place}
-    takes = kind.Config.takes
-    cache = kind(
-        model.config, **{one: value for one, value in options.items() if takes(one, value)}
-    )
+    takes = cls.Config.takes
+    cache = cls(model.config, **{key: x for key, x in options.items() if takes(key, x)})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for count in PASSES[state]:
@@ -111,7 +104,6 @@ def test_every_method_is_saved_in_every_state(
 def test_a_cache_that_was_cropped_to_nothing_is_as_new(
     llama: PreTrainedModel, cls: type[RetrievalCache]
 ) -> None:
-    attach(llama)
     caches = [cls(llama.config, **{**COVERING_OPTIONS, "top_k": 4}) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -345,14 +337,9 @@ def test_a_corrupt_description_is_refused(
         FlatKVCache.from_pretrained(tmp_path, llama.config)
 
 
-def test_another_format_or_method_is_refused(
-    llama: PreTrainedModel, saved: Path, tmp_path: Path
-) -> None:
+def test_another_method_is_refused(llama: PreTrainedModel, saved: Path) -> None:
     with pytest.raises(ValueError, match="holds a 'flat' cache, not 'paris': load it with the"):
         ParisKVCache.from_pretrained(saved, llama.config)
-    write_saved(_copy(saved, tmp_path), {**read_saved(saved)[0], "format_version": 99})
-    with pytest.raises(ValueError, match="has format version 99, this hf_kvret reads 1: save the"):
-        FlatKVCache.from_pretrained(tmp_path, llama.config)
 
 
 @pytest.mark.parametrize("missing", ["window.keys", "store.values", "index.keys", "built"])
@@ -368,6 +355,5 @@ def test_a_missing_tensor_is_named(
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "gemma3", "smollm3"])
 def test_another_models_shape_is_refused(saved: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="was saved from another model") as raised:
+    with pytest.raises(ValueError, match=rf"saved from another model: made for a llama .* {name}"):
         FlatKVCache.from_pretrained(saved, MODELS[name].config())
-    assert "this model" in str(raised.value)

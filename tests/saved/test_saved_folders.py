@@ -32,11 +32,6 @@ def _filled(model: PreTrainedModel, salt: int = 0) -> FlatKVCache:
 
 
 @pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
-@pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     return _saved("gemma3", tmp_path_factory)
 
@@ -110,20 +105,6 @@ def test_other_files_stay_and_those_of_the_older_cache_go(
     assert names == {"notes.txt", "cache.json", saved_file(tmp_path).name}
 
 
-def test_names_that_are_nearly_ours_stay(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """Also where an older cache is replaced."""
-    cache, names = _filled(llama), ("cache.safetensors", "cache-202411250228.zip", "cache.zip")
-    cache.save_pretrained(tmp_path)
-    for name in names:
-        (tmp_path / name).write_text("mine")
-    cache.save_pretrained(tmp_path)
-    with torch.no_grad():
-        llama(prompt(2, 3, salt=2), past_key_values=cache)
-    cache.save_pretrained(tmp_path)
-    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 3
-    assert len(list(tmp_path.iterdir())) == 5
-
-
 def test_a_save_whose_last_sync_fails_is_there_and_goes_on(
     llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,14 +128,6 @@ def test_a_save_whose_last_sync_fails_is_there_and_goes_on(
     assert loaded.get_seq_length() == cache.get_seq_length()
     cache.save_pretrained(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_folder_without_a_cache_may_have_such_a_file(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    (tmp_path / "cache.safetensors").write_text("mine")
-    _filled(llama).save_pretrained(tmp_path)
-    assert (tmp_path / "cache.safetensors").read_text() == "mine"
 
 
 def _verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

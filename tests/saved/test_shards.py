@@ -52,7 +52,7 @@ def test_tensors_of_every_dtype_and_shape_come_back(tmp_path: Path) -> None:
     tensors |= {"one": torch.tensor(3.5), "none": torch.zeros(2, 0, 3), "view": rows[:, 2:5]}
     tensors |= {"part": rows[1:], "same": rows, "again": rows, "bits": rows.bfloat16()}
     paths, checksums = _write(tmp_path, tensors)
-    read = SavedTensors(paths, checksums).part("0.")
+    read = SavedTensors(paths, checksums).with_prefix("0.")
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
@@ -68,7 +68,7 @@ def test_a_shard_holds_so_many_bytes_or_one_tensor(tmp_path: Path) -> None:
     groups = [sorted(load_file(path)) for path in paths]
     assert groups == [["0.a", "0.b"], ["0.c"], ["1.huge"], ["1.d"]]
     read = SavedTensors(paths, checksums)
-    assert sorted(read.part("0.")) == ["a", "b", "c"] and len(read.others("0.")) == 2
+    assert sorted(read.with_prefix("0.")) == ["a", "b", "c"] and len(read.without_prefix("0.")) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"it.json", *(x.name for x in paths)}
 
 
@@ -122,7 +122,7 @@ def test_every_bit_of_a_shard_is_watched(tmp_path: Path) -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         try:
-            read = SavedTensors([path], checksums).part("0.")
+            read = SavedTensors([path], checksums).with_prefix("0.")
         except ValueError as error:
             assert "save the cache again" in str(error)
         else:
@@ -132,7 +132,7 @@ def test_every_bit_of_a_shard_is_watched(tmp_path: Path) -> None:
 
 def test_what_is_read_does_not_change_with_the_file(tmp_path: Path) -> None:
     (path,), checksums = _write(tmp_path, {"x": torch.ones(5000)})
-    read = SavedTensors([path], checksums).part("0.")
+    read = SavedTensors([path], checksums).with_prefix("0.")
     with path.open("r+b") as file:
         file.seek(-10_000, os.SEEK_END)
         file.write(bytes(10_000))
