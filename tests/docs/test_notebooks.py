@@ -10,13 +10,9 @@ import base64
 import contextlib
 import dataclasses
 import hashlib
-import importlib
-import importlib.util
 import re
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import nbformat
@@ -25,24 +21,14 @@ import pytest
 import hf_kvret
 from hf_kvret.cli import make_parser
 
-from .test_docs import unknown_names
-from .test_docs_links import anchors
+from .pages import ROOT, site_tool
+from .test_pages import anchors, unknown_names
 
-ROOT = Path(__file__).parents[1]
 PATHS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def load(name: str, path: Path) -> ModuleType:
-    """A module of a file that no package holds."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-notebooks = load("hf_kvret_notebooks", ROOT / "docs" / "site" / "notebooks.py")
+notebooks = site_tool("notebooks")
 
 
 def code(notebook: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -17,22 +16,10 @@ import pytest
 
 import hf_kvret
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-SITE = DOCS / "site"
+from .pages import DOCS, ROOT, SITE, site_tool
 
-
-def tool(name: str) -> ModuleType:
-    """A script of the site, as a module; scripts import each other by name."""
-    sys.path.insert(0, str(SITE))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(SITE))
-
-
-messages = tool("messages")
-links = tool("links")
+messages = site_tool("messages")
+links = site_tool("links")
 
 
 def test_the_page_has_every_message_of_the_code() -> None:
@@ -213,7 +200,7 @@ def test_links_out_are_listed_and_marked_as_unchecked(
 
 def test_pages_are_staged_with_what_they_link_to(tmp_path: Path) -> None:
     pytest.importorskip("latex2mathml", reason="the extra docs is not installed")
-    stage = tool("build").Stage(tmp_path / "pages")
+    stage = site_tool("build").Stage(tmp_path / "pages")
     stage.fill()
     evaluation = (tmp_path / "pages" / "evaluation.md").read_text(encoding="utf-8")
     assert "](source/examples/studies/README.md)" in evaluation

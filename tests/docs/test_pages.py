@@ -1,4 +1,4 @@
-"""The documentation is true: its code runs, and names and commands in it are there.
+"""The documentation is true: code runs, names, commands and links are there, tables are the code's.
 
 A block of Python runs in the namespace of its page, in order. Pages may use ``model`` and
 ``inputs`` without making them, as if they were the reader's own, but for those that promise to be
@@ -9,9 +9,10 @@ looked up. By default run the pages that a newcomer meets; `.ci/docs` runs all.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
-import importlib.util
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_kvret
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
+from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
+from hf_kvret.lab.evaluate.demo import Demo
+from hf_kvret.lab.report.results import Results
+from hf_kvret.testing import MODELS
 
 from .pages import DOCS, PAGES, README, ROOT, blocks, name, prose, table
 
@@ -252,3 +257,188 @@ def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> 
     for page in PAGES:
         for script in re.findall(r"python (examples/\S+\.py)", page.read_text(encoding="utf-8")):
             assert (ROOT / script).is_file(), f"{name(page)}: {script}"
+
+
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, made as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.strip().replace(" ", "-") for title in kept}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(prose(page)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        goal = (page.parent / path).resolve() if path else page
+        if not goal.exists() or (anchor and anchor not in anchors(goal)):
+            broken.append(target)
+    assert not broken
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen, stack = set(), [README]
+    while stack:
+        page = stack.pop()
+        if page in seen or page.suffix != ".md" or not page.exists():
+            continue
+        seen.add(page)
+        for target in LINK.findall(prose(page)):
+            if not target.startswith("http") and target.partition("#")[0]:
+                stack.append((page.parent / target.partition("#")[0]).resolve())
+    assert not set(PAGES) - seen
+
+
+LITERAL = re.compile(r"^`([^`]*)`$")
+
+
+def test_the_lines_of_choose_make_caches() -> None:
+    """Each way by machine ends in arguments of ``generate``, or in none of ours."""
+    rows = table(DOCS / "choose.md", "machine", "model", "context")
+    ends = [cells[-1] for cells in rows if cells[-1] != "none: leave the argument out"]
+    lines = [ast.parse(f"f({end.strip('`')})", mode="eval").body for end in ends]
+    assert len(lines) >= 6
+    for call in lines:
+        assert isinstance(call, ast.Call)
+        given = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        config = hf_kvret.registered_methods()[given["cache_implementation"]].Config
+        config(**given.get("cache_config", {}))
+
+
+def options_of(page: Path) -> dict[str, list[str]]:
+    """The rows of the page's option table, by option."""
+    rows = table(page, "option", "default")
+    return {cells[0].strip("`"): cells for cells in rows}
+
+
+def check_column(rows: dict[str, list[str]], column: int, config: object) -> None:
+    for option, cells in rows.items():
+        literal = LITERAL.match(cells[column])
+        if literal:
+            assert ast.literal_eval(literal[1]) == getattr(config, option), option
+
+
+def fields(config: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
+
+
+def test_the_common_options_are_those_of_the_code() -> None:
+    rows = options_of(DOCS / "options.md")
+    assert set(rows) == fields(hf_kvret.RetrievalConfig)
+    assert all(LITERAL.match(cells[1]) for cells in rows.values())
+    check_column(rows, 1, hf_kvret.RetrievalConfig())
+
+
+@pytest.mark.parametrize("method", sorted(hf_kvret.registered_methods()))
+def test_a_method_page_names_the_options_of_its_config(method: str) -> None:
+    config = hf_kvret.registered_methods()[method].Config
+    rows = options_of(DOCS / "methods" / f"{method}.md")
+    defaults, common = config(), hf_kvret.RetrievalConfig()
+    changed = {
+        name
+        for name in fields(hf_kvret.RetrievalConfig)
+        if getattr(defaults, name) != getattr(common, name)
+    }
+    assert set(rows) == fields(config) - fields(hf_kvret.RetrievalConfig) | changed
+    check_column(rows, 1, config())
+    if hasattr(config, "paper"):
+        assert all(len(cells) == 4 for cells in rows.values())
+        check_column(rows, 2, config.paper())
+
+
+def test_the_schedule_of_paris_is_that_of_the_code() -> None:
+    page = DOCS / "methods" / "paris.md"
+    rows = table(page, "cold tokens", "β, candidates")
+    told = [(cells[0], float(cells[1]), float(cells[2])) for cells in rows]
+    schedule = hf_kvret.ParisKVCache.Config().schedule
+    assert [row[1:] for row in told] == [row[1:] for row in schedule]
+    assert [row[0] for row in told[:-1]] == [f"below {row[0]:,}" for row in schedule[:-1]]
+    published = hf_kvret.ParisKVCache.Config.paper().schedule
+    assert published[:-1] == schedule[: len(published) - 1]
+    assert published[-1][1:] == schedule[-2][1:]
+
+
+def test_every_method_has_a_page_and_every_page_a_method() -> None:
+    assert {page.stem for page in (DOCS / "methods").glob("*.md")} == set(
+        hf_kvret.registered_methods()
+    )
+
+
+def test_a_page_tells_which_methods_are_here() -> None:
+    rows = table(DOCS / "features.md", "method", "what finds the tokens")
+    told = {re.sub(r"\(.*|\W", "", cells[0]): cells[2] for cells in rows}
+    here = {method for method, state in told.items() if state == "here"}
+    assert here == set(hf_kvret.registered_methods())
+    assert all(state == "not yet" for method, state in told.items() if method not in here)
+
+
+def test_the_list_of_models_is_that_of_the_conformance_suite() -> None:
+    rows = table(DOCS / "models.md", "model type")
+    assert sorted(cells[0].strip("`") for cells in rows) == sorted(MODELS)
+
+
+README_TEXT = README.read_text(encoding="utf-8")
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of a markdown table, without its rule."""
+    rows = [line for line in table.splitlines() if line.startswith("|") and set(line) - set("|- ")]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README_TEXT.splitlines()) <= 78
+    assert README_TEXT.count("![") == 1
+
+
+def test_the_table_of_the_readme_is_of_the_results_of_what_the_demo_asks() -> None:
+    shown = re.search(r"<!-- demo table -->\n(.*?)<!-- end -->", README_TEXT, flags=re.DOTALL)
+    assert shown is not None
+    results = Results.load(ROOT / "docs" / "results" / "demo" / "demo.json")
+    header, *measured = cells(Demo.table(results).partition("recall / mass")[0])
+    assert cells(shown[1]) == [header, *(row for row in measured if row[0] in Demo().choices)]
+
+
+def test_the_bytes_of_the_readme_are_those_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    told = re.search(r"([\d.]+) against ([\d.]+) MiB for ([\d,]+) tokens", README_TEXT)
+    coded = re.search(r'`store="higgs-host"`\), the total is ([\d.]+) MiB', README_TEXT)
+    assert told and coded
+    where = ["--stores", "host,higgs-host", "--device-memory", "4GB"]
+    context = told[3].replace(",", "")
+    arguments = ["fits", str(REFERENCE_MODEL), "--context", context, "--caches", "full,paris"]
+    assert main([*arguments, *where, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    bytes_of = {row["cache"]: row["device_bytes"] + row["host_bytes"] for row in rows}
+    caches = ("paris:store=host", "full", "paris:store=higgs-host")
+    assert [f"{bytes_of[name] / 2**20:.1f}" for name in caches] == [told[1], told[2], coded[1]]
+
+
+def promises() -> list[tuple[str, str]]:
+    """Promises and what is named beside them."""
+    lines = [
+        line
+        for line in (DOCS / "promises.md").read_text(encoding="utf-8").splitlines()
+        if line[:2] == "| "
+    ]
+    rows = [tuple(part.strip() for part in line.strip("| ").split("|")) for line in lines]
+    return [(row[0], row[1]) for row in rows if row != ("promise", "test")]
+
+
+@pytest.mark.parametrize(("promise", "test"), promises())
+def test_a_promise_is_held_by_a_test(promise: str, test: str) -> None:
+    match = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)`", test)
+    assert match, f"{promise!r} names {test!r} instead of one test"
+    path, name = match.groups()
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_there_are_promises() -> None:
+    assert len(promises()) > 20
