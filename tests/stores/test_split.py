@@ -10,11 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvret import (
-    FlatKVCache,
-    ParisKVCache,
-    TokenBlock,
-)
+from hf_kvret import FlatKVCache, ParisKVCache, TokenBlock
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import PagedStore, StoreChoice
@@ -23,22 +19,15 @@ from hf_kvret.stores.places import choose
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
-CPU = torch.device("cpu")
-HEADS, KEY_DIM, VALUE_DIM, PAGE_LEN = 2, 4, 6, 4
+from .rows import CPU, HEADS, draw_ids, extend
+
+KEY_DIM, VALUE_DIM, PAGE_LEN = 4, 6, 4
 PAGE = HEADS * PAGE_LEN * (KEY_DIM + VALUE_DIM) * 4
 
 
 def _store(pages: float, page_len: int = PAGE_LEN) -> PagedStore:
     """An empty store with a budget for so many pages."""
     return PagedStore(SplitMemory(CPU, int(pages * PAGE)), page_len)
-
-
-def _append(stores: list[PagedStore], count: int, batch: int = 2, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(batch, HEADS, count, KEY_DIM, generator=generator)
-    values = torch.randn(batch, HEADS, count, VALUE_DIM, generator=generator)
-    for store in stores:
-        store.append(TokenBlock(keys, values, len(store)))
 
 
 def _check_alike(stores: list[PagedStore], query: torch.Tensor, ids: torch.Tensor) -> None:
@@ -71,7 +60,7 @@ def test_the_first_pages_of_every_row_are_on_the_device_as_far_as_they_fit(
     pages: float, near: int, far: int
 ) -> None:
     store = _store(pages)
-    _append([store], 9)
+    extend(store, count=9)
     assert _rows(store) == (near * PAGE, far * PAGE)
     assert [len(chunk) for chunk in store.paged_rows().chunks] == [n for n in (near, far) if n]
     assert store.bus_share == pytest.approx(far / 6)
@@ -84,22 +73,19 @@ def test_the_first_pages_of_every_row_are_on_the_device_as_far_as_they_fit(
 def test_answers_are_those_of_the_device_to_the_bit(pages: float) -> None:
     stores = [_store(pages), PagedStore(DeviceMemory(CPU), PAGE_LEN)]
     for step, count in enumerate((21, 4, 7, 30, 1, 1)):
-        _append(stores, count, seed=step)
+        extend(*stores, count=count, seed=step)
         for store in stores[:2]:
             store.reorder(torch.tensor([1, 0]))
-    held = len(stores[0])
     query = torch.randn(2, 2 * HEADS, 3, KEY_DIM)
-    ids = torch.rand(2, HEADS, 3, held).argsort(-1)[..., :40].int()
-    ids[torch.rand(ids.shape) < 0.2] = -1
-    _check_alike(stores, query, ids)
+    _check_alike(stores, query, draw_ids(len(stores[0]), 40, queries=3))
 
 
 def test_growing_uses_the_budget_up_and_then_the_host() -> None:
     store = _store(40)
-    _append([store], 4 * PAGE_LEN)
+    extend(store, count=4 * PAGE_LEN)
     shares = []
     for step in range(40):
-        _append([store], PAGE_LEN, seed=step)
+        extend(store, count=PAGE_LEN, seed=step)
         assert _rows(store)[0] <= 40 * PAGE
         shares.append(store.bus_share)
     assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] > 0.5
@@ -108,18 +94,18 @@ def test_growing_uses_the_budget_up_and_then_the_host() -> None:
 
 def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
     store = _store(10)
-    _append([store], 3 * PAGE_LEN)
+    extend(store, count=3 * PAGE_LEN)
     twin = store.fork()
-    _append([twin], 2 * PAGE_LEN)
+    extend(twin, count=2 * PAGE_LEN)
     assert _rows(twin) == (10 * PAGE, 0)
-    _append([store], PAGE_LEN)
+    extend(store, count=PAGE_LEN)
     assert _rows(store) == (6 * PAGE, 2 * PAGE)
     assert twin.bus_share == 0.0 and store.bus_share == 0.25
     assert twin.fork().nbytes() == twin.nbytes()
     del twin
     gc.collect()
     other = store.fork()
-    _append([other], 2 * PAGE_LEN)
+    extend(other, count=2 * PAGE_LEN)
     assert _rows(other) == (10 * PAGE, 2 * PAGE)
 
 
@@ -127,14 +113,14 @@ def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
 def test_no_more_than_the_budget_is_ever_held(seed: int) -> None:
     choose = random.Random(seed)
     first = _store(30)
-    _append([first], 9)
+    extend(first, count=9)
     stores, most = [first], 0
     for step in range(80):
         store = choose.choice(stores)
         batch = len(store.paged_rows().table)
         kind = choose.choice(["append", "append", "crop", "reorder", "fork", "drop"])
         if kind == "append":
-            _append([store], choose.randint(1, 12), batch, seed=step)
+            extend(store, count=choose.randint(1, 12), batch=batch, seed=step)
         elif kind == "crop" and len(store) > 9:
             store.crop(len(store) - choose.randint(1, 8))
         elif kind == "reorder":
@@ -159,7 +145,7 @@ def test_no_more_than_the_budget_is_ever_held(seed: int) -> None:
 )
 def test_rows_are_loaded_by_stores_that_lie_elsewhere(memory: HostMemory) -> None:
     store = _store(3)
-    _append([store], 19)
+    extend(store, count=19)
     loaded = PagedStore(memory, PAGE_LEN)
     loaded.load_state_dict(store.state_dict(), CPU)
     back = _store(2)
