@@ -15,7 +15,7 @@ from hf_kvret.lab.coverage.record import Record
 from hf_kvret.lab.coverage.scan import scan
 from hf_kvret.lab.coverage.table import BEGIN, END, Row, make_rows, markdown
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 AGAIN = "hf-kvret models --try hf_kvret/lab/coverage/trials.json --md docs/models.md"
 
 # What a message says, and the types that are refused with it. A type that transformers adds

@@ -15,7 +15,7 @@ import hf_kvret
 
 from .saved_files import read_saved, write_saved
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 make = SimpleNamespace(**runpy.run_path(str(FIXTURES / "make_saved.py")))
 CACHES = make.SAVED / "caches"
 EXPECTED = json.loads((make.SAVED / "expected.json").read_text(encoding="utf-8"))
