@@ -26,7 +26,7 @@ from hf_kvret import (
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.models.compatibility import retrieval_shapes
-from hf_kvret.stores.places import choose
+from hf_kvret.stores.placement import choose
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_kvret import FlatKVCache, attach, stores
 from hf_kvret.attention import prompt_chunks
 from hf_kvret.stores import paged
-from hf_kvret.stores.places import Choice
+from hf_kvret.stores.placement import Choice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 

@@ -68,7 +68,7 @@ def driver(simulation: Simulation) -> Iterator[None]:
     executor, function = interpreter.GridExecutor, interpreter.InterpretedFunction
     launches = importlib.import_module(".launches", __package__)
     pool = concurrent.futures.ThreadPoolExecutor
-    pinning = importlib.import_module("hf_kvret.stores.pinning")
+    host_memory = importlib.import_module("hf_kvret.stores.host_memory")
     replaced = [
         *((torch.cuda, name, answer) for name, answer in _answers(simulation).items()),
         *((torch._C, name, _nothing) for name in _ALLOCATOR),
@@ -77,8 +77,8 @@ def driver(simulation: Simulation) -> Iterator[None]:
         (executor, "__call__", launches.checked(executor.__call__)),
         (function, "warmup", launches.noted),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
-        (pinning, "_unpin", _while_it_lasts(simulation, pinning._unpin)),
-        (pinning, "_beside_captures", lambda: _relaxed(simulation)),
+        (host_memory, "_unpin", _while_it_lasts(simulation, host_memory._unpin)),
+        (host_memory, "_beside_captures", lambda: _relaxed(simulation)),
         (pool, "submit", _followed_submit(simulation, pool.submit)),
     ]
     recorders = importlib.import_module("hf_kvret.replay.recorders")

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.stores import memory, pinning
+from hf_kvret.stores import host_memory, memory
+from hf_kvret.stores.host_memory import reads_host_addresses
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
-from hf_kvret.stores.pinning import reads_host_addresses
 
 CPU = torch.device("cpu")
 HUGE_PAGE = 2 << 20
@@ -172,7 +172,7 @@ def _drive(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> Any:
 
 
 def _pinned(shape: tuple[int, ...], stream: Any) -> torch.Tensor:
-    return pinning.pinned(shape, LARGE_DTYPE, stream)
+    return host_memory.pinned(shape, LARGE_DTYPE, stream)
 
 
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=str)
@@ -237,7 +237,7 @@ def test_the_driver_says_whether_kernels_may_use_host_addresses(
         cuDeviceGet=lambda *args: found,
         cuDeviceGetAttribute=attribute,
     )
-    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    monkeypatch.setattr(host_memory, "_driver", lambda: driver)
     assert reads_host_addresses.__wrapped__(0) is expected
 
 

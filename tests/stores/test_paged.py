@@ -12,7 +12,7 @@ import torch
 
 from hf_kvret import FlatKVCache, TokenBlock
 from hf_kvret.contracts import pieces
-from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, paged, pinning
+from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, host_memory, paged
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
@@ -216,7 +216,7 @@ def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     writer = Stream(near)
-    pinning._unpin(77, writer, os.getpid())  # type: ignore[arg-type]
+    host_memory._unpin(77, writer, os.getpid())  # type: ignore[arg-type]
     assert log == [77] and writer.waited == users[near].waited == 1 and other.waited == 0
 
 

@@ -15,7 +15,7 @@ from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
-from hf_kvret.stores.places import choose
+from hf_kvret.stores.placement import choose
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 

@@ -17,7 +17,7 @@ from hf_kvret.methods.aqua import AquaConfig
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.stores import STORES, free_memory
-from hf_kvret.stores.places import CODED, PLACES, Choice, choose
+from hf_kvret.stores.placement import CODED, PLACEMENTS, Choice, choose
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -34,13 +34,13 @@ def llama() -> PreTrainedModel:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [each for each in caplog.records if each.name == "hf_kvret.stores.places"]
+    found = [each for each in caplog.records if each.name == "hf_kvret.stores.placement"]
     assert all(each.levelno == logging.WARNING for each in found)
     return [each.getMessage() for each in found]
 
 
 def test_places_name_stores_and_the_best_first() -> None:
-    for places in PLACES.values():
+    for places in PLACEMENTS.values():
         assert {place.store for place in places} <= STORES.keys()
         assert all(0 < place.share <= 1 for place in places)
         coded = [place.is_coded for place in places]
