@@ -107,10 +107,10 @@ def test_versions_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for version in (hf_kvret.__version__, torch.__version__, transformers.__version__):
-        assert version in told
-    assert f"CPU kernels: {why_not() or ', '.join(paths())}" in " ".join(told.split())
+        assert version in output
+    assert f"CPU kernels: {why_not() or ', '.join(paths())}" in " ".join(output.split())
 
 
 # What a command needs besides the option under test.
@@ -122,7 +122,7 @@ REQUIRED = {
 }
 
 
-def numbers(words: tuple[str, ...]) -> list[argparse.Action]:
+def number_options(words: tuple[str, ...]) -> list[argparse.Action]:
     """The options of a command that read a number, by a type of Python or by one of ours."""
     ours = "hf_kvret.lab.program.arguments"
     return [
@@ -160,7 +160,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
     monkeypatch.setattr("hf_kvret.lab.evaluate.demo.load_bundled_model", _begun)
     monkeypatch.setattr("hf_kvret.lab.bench.model_measurement.random_model", _begun)
-    for action in numbers(words):
+    for action in number_options(words):
         option = action.option_strings[0]
         for value in ("-1", "nan", "x"):
             try:
@@ -171,7 +171,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
             assert option in capsys.readouterr().err.splitlines()[-1]
 
 
-def _begun(*given: object) -> None:
+def _begun(*args: object) -> None:
     pytest.fail("work has begun")
 
 
@@ -190,7 +190,7 @@ def _begun(*given: object) -> None:
 def test_no_mistake_ends_in_a_trace(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*given: object) -> int:
+    def fail(*args: object) -> int:
         raise error
 
     monkeypatch.setattr("hf_kvret.lab.evaluate.measurement.run_measurement", fail)
@@ -404,7 +404,7 @@ def interrupted(
 ) -> str:
     """The last line of stderr when ``where`` is interrupted in ``hf-kvret <command>``."""
 
-    def stop(*given: object) -> int:
+    def stop(*args: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where, stop)

@@ -58,8 +58,8 @@ def run_python(code: str, *, path: str | None = None) -> str:
 def requirements() -> list[Requirement]:
     project = PYPROJECT["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
-    found = [Requirement(line) for group in groups for line in group]
-    return [one for one in found if canonicalize_name(one.name) != project["name"]]
+    results = [Requirement(line) for group in groups for line in group]
+    return [one for one in results if canonicalize_name(one.name) != project["name"]]
 
 
 def pins() -> dict[str, Version]:
@@ -122,12 +122,12 @@ def test_the_command_has_its_function() -> None:
 
 def test_every_direct_dependency_has_a_pin_that_it_allows() -> None:
     pinned = pins()
-    wanted = {canonicalize_name(one.name): one for one in requirements()}
+    expected = {canonicalize_name(one.name): one for one in requirements()}
     assert "triton" not in pinned, "a CUDA build of torch brings its own triton"
-    assert sorted(set(wanted) - set(pinned) - UNPINNED) == []
+    assert sorted(set(expected) - set(pinned) - UNPINNED) == []
     refused = [
         f"{one} refuses {pinned[name]}"
-        for name, one in wanted.items()
+        for name, one in expected.items()
         if name in pinned and not one.specifier.contains(pinned[name], prereleases=True)
     ]
     assert not refused
@@ -177,8 +177,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     for name in STRAYS:
         (source / name).unlink()
-    [made] = folder.glob("*.tar.gz")
-    return made
+    [file] = folder.glob("*.tar.gz")
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -195,17 +195,17 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    [made] = folder.glob("*.whl")
-    return made
+    [file] = folder.glob("*.whl")
+    return file
 
 
 def test_the_sdist_holds_what_wheels_are_made_of_and_nothing_else(sdist: Path) -> None:
     source = sdist.parent / "source"
     with tarfile.open(sdist) as archive:
         names = {one.name.partition("/")[2] for one in archive if one.isfile()}
-    wanted = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
-    assert len(wanted) > 300
-    assert names == wanted - {".gitignore"} | {"PKG-INFO"}
+    expected = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    assert len(expected) > 300
+    assert names == expected - {".gitignore"} | {"PKG-INFO"}
 
 
 def test_the_wheel_serves_every_python_3_on_its_platform(wheel: Path) -> None:

@@ -29,13 +29,13 @@ def warming_up(
     if regions is None or not regions.cold_len or query.shape[2] > layer.config.max_draft:
         return nullcontext()
     length = regions.length + (query.shape[2] if layer.waiting else 0)
-    known = regions.compiled_len
-    if length <= known.get(query.shape, 0) or regions.step_flushes():
+    lengths = regions.compiled_len
+    if length <= lengths.get(query.shape, 0) or regions.step_flushes():
         return nullcontext()
     if torch.cuda.is_current_stream_capturing():
         return nullcontext()
     final_len = layer.final_len if layer.final_len > length else 2 * length
-    known[query.shape] = final_len
+    lengths[query.shape] = final_len
     return growing(_growth(regions, query.shape[2], call.scoring.valid is not None, final_len))
 
 

@@ -51,7 +51,7 @@ def offset_ratio(first: FirstRows) -> float | None:
     energies = [_energies(keys) for keys in _sequences(first.keys, first.valid)]
     if not energies:
         return None
-    total, offset = (sum(parts) for parts in zip(*energies, strict=True))
+    total, offset = (sum(energy) for energy in zip(*energies, strict=True))
     assert isinstance(total, torch.Tensor)
     # Heads of zeros have no offset.
     ratios = total / (total - offset).clamp(min=0)

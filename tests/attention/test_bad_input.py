@@ -229,21 +229,21 @@ BATCHED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", BATCHED)
-def test_continuous_batching_refuses_retrieval(way: str) -> None:
+@pytest.mark.parametrize("call", BATCHED)
+def test_continuous_batching_refuses_retrieval(call: str) -> None:
     words = r"generate_batch keeps a paged cache.*hf_kvret\.restore\(model\)"
     model = MODELS["llama"].build()
     named = GenerationConfig(cache_implementation="paris", max_new_tokens=2, eos_token_id=-1)
     with pytest.raises(ValueError, match=words):
-        BATCHED[way](model, named)
+        BATCHED[call](model, named)
     model.generation_config.cache_implementation = "flat"
     for config in (None, GenerationConfig(max_new_tokens=2, eos_token_id=-1)):
         with pytest.raises(ValueError, match=words):
-            BATCHED[way](model, config)
+            BATCHED[call](model, config)
     model.generation_config.cache_implementation = None
     attach(model)
     with pytest.raises(ValueError, match=words):
-        BATCHED[way](model, GenerationConfig(max_new_tokens=2, eos_token_id=-1))
+        BATCHED[call](model, GenerationConfig(max_new_tokens=2, eos_token_id=-1))
 
 
 def batching_manager(model: PreTrainedModel) -> Any:
@@ -333,8 +333,8 @@ def test_a_device_map_copies_masks_and_changes_nothing(
     attach(llama)
     _copy_inputs_of_later_layers(llama)
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS) if ours else DynamicCache()
-    got = llama.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
-    assert torch.equal(got, expected)
+    result = llama.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert torch.equal(result, expected)
 
 
 def test_a_mask_that_lost_its_meaning_is_never_read_as_another() -> None:
@@ -440,8 +440,8 @@ def test_restore_puts_back_every_part_of_a_composite_model(tmp_path: Path) -> No
     MODELS["qwen2_vl"].build().save_pretrained(tmp_path)
     model = Qwen2VLForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="paris")
     hf_kvret.restore(model)
-    parts = (model.config, model.config.text_config, model.config.vision_config)
-    assert [part._attn_implementation for part in parts] == ["sdpa"] * 3
+    configs = (model.config, model.config.text_config, model.config.vision_config)
+    assert [each._attn_implementation for each in configs] == ["sdpa"] * 3
 
 
 @pytest.mark.parametrize(("cache_layers", "model_layers"), [(2, 3), (3, 2)])

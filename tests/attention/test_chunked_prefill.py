@@ -41,9 +41,9 @@ def passes_of(model: PreTrainedModel) -> Iterator[list[int]]:
     lengths: list[int] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        given = kwargs.get("input_ids")
-        given = kwargs["inputs_embeds"] if given is None else given
-        lengths.append(given.shape[1])
+        tokens = kwargs.get("input_ids")
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        lengths.append(tokens.shape[1])
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -82,8 +82,8 @@ def test_chunks_give_the_text_of_one_pass(
     for chunk in (None, 48):
         cache = registered_methods()[method](llama.config, **options, prefill_chunk=chunk)
         with passes_of(llama) as lengths:
-            given = {"attention_mask": mask, "past_key_values": cache}
-            results.append(llama.generate(ids, **given, **GREEDY, **LOGITS))
+            request = {"attention_mask": mask, "past_key_values": cache}
+            results.append(llama.generate(ids, **request, **GREEDY, **LOGITS))
         prompts = [length for length in lengths if length > 1]
         assert prompts == ([200] if chunk is None else [48, 48, 48, 48, 8])
         assert covering or 0 < cache.stats()["layers"][0]["read_ratio"] < 0.5
@@ -96,8 +96,8 @@ def test_models_with_other_layers_beside_give_the_same_text(name: str) -> None:
     ids, mask = ragged((90, 61), salt=2)
     expected = model.generate(ids, attention_mask=mask, **GREEDY, **LOGITS)
     cache = FlatKVCache(model.config, **COVERING_OPTIONS, prefill_chunk=24)
-    given = {"attention_mask": mask, "past_key_values": cache}
-    _same(model.generate(ids, **given, **GREEDY, **LOGITS), expected)
+    request = {"attention_mask": mask, "past_key_values": cache}
+    _same(model.generate(ids, **request, **GREEDY, **LOGITS), expected)
 
 
 @pytest.mark.gpu
@@ -144,17 +144,17 @@ def _cut(length: int, chunk: int) -> list[int]:
 
 
 def test_chunks_are_of_this_call_alone(llama: PreTrainedModel) -> None:
-    given = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+    request = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
     options = {**COVERING_OPTIONS, "prefill_chunk": 20}
     with passes_of(llama) as lengths:
         cache = FlatKVCache(llama.config, **options)
-        llama.generate(prompt(1, 60), past_key_values=cache, generation_config=given)
-        llama.generate(prompt(1, 60), generation_config=given)
+        llama.generate(prompt(1, 60), past_key_values=cache, generation_config=request)
+        llama.generate(prompt(1, 60), generation_config=request)
         llama.generate(
             prompt(1, 60), cache_implementation="flat", cache_config=options, max_new_tokens=2
         )
     assert lengths == [20, 20, 20, 1, 60, 1, 20, 20, 20, 1]
-    assert given.prefill_chunk_size is None
+    assert request.prefill_chunk_size is None
     assert llama.generation_config.prefill_chunk_size is None
 
 

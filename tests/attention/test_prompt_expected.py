@@ -46,8 +46,8 @@ def test_where_rows_live_is_decided_by_the_whole_prompt(
     for chunk in (None, 48):
         ours, theirs = (chunk, None) if whose == "ours" else (None, chunk)
         cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "prefill_chunk": ours})
-        given: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": theirs}
-        llama.generate(prompt(1, 480), max_new_tokens=1, **given)
+        request: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": theirs}
+        llama.generate(prompt(1, 480), max_new_tokens=1, **request)
     whole, chunked = sizes
     # Of the first of ten chunks 40 tokens go cold, of all 472.
     assert chunked == whole
@@ -136,17 +136,17 @@ def test_nothing_is_expected_any_more_once_tokens_are_decoded(
 @pytest.mark.parametrize(
     "how", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"assistant_model": None}]
 )
-@pytest.mark.parametrize("given", [None, 20])
+@pytest.mark.parametrize("size", [None, 20])
 def test_decoding_with_drafts_reads_and_expects_one_pass(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], given: int | None
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], size: int | None
 ) -> None:
     sizes, calls = sizes_chosen_for(monkeypatch), []
     monkeypatch.setattr(paged.PagedStore, "expect", lambda self, *args: calls.append(args))
     draft = MODELS["llama"].build()
     more = {name: draft if value is None else value for name, value in how.items()}
-    own = None if given else 20
+    own = None if size else 20
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=own)
-    call = {"past_key_values": cache, "prefill_chunk_size": given, **GREEDY, **more}
+    call = {"past_key_values": cache, "prefill_chunk_size": size, **GREEDY, **more}
     with passes_of(llama) as lengths:
         llama.generate(prompt(1, 60), **call)
     assert max(lengths) >= 60
@@ -164,12 +164,12 @@ def test_new_tokens_with_positions_of_their_own_go_in_one_pass(llama: PreTrained
         first = llama.generate(prompt(1, 60), past_key_values=cache, **GREEDY)
         length = cache.get_seq_length()
         ids = torch.cat([first, prompt(1, 50, salt=4)], dim=1)
-        given = {
+        request = {
             "attention_mask": torch.ones_like(ids),
             "position_ids": torch.arange(length, ids.shape[1])[None],
         }
         with passes_of(llama) as lengths:
-            out = llama.generate(ids[:, length:], past_key_values=cache, **given, **GREEDY)
+            out = llama.generate(ids[:, length:], past_key_values=cache, **request, **GREEDY)
         assert lengths[0] == ids.shape[1] - length
         texts.append(out[:, ids.shape[1] - length :])
     assert torch.equal(*texts)
@@ -196,8 +196,8 @@ def test_a_callers_chunks_that_would_retrieve_are_warned_of_once(
     monkeypatch.setattr(prompt_chunks, "_warned", set())
     for _ in range(2):
         cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
-        given = {"past_key_values": cache, "prefill_chunk_size": chunk}
-        llama.generate(prompt(1, length), **given, max_new_tokens=1)
+        request = {"past_key_values": cache, "prefill_chunk_size": chunk}
+        llama.generate(prompt(1, length), **request, max_new_tokens=1)
     messages = [record.getMessage() for record in caplog.records if "max_draft" in record.message]
     assert len(messages) == (advice is not None)
     for message in messages:
@@ -210,15 +210,15 @@ def test_the_length_of_a_mask_that_was_dropped_counts(llama: PreTrainedModel) ->
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
     config = GenerationConfig()
     config._mask_length = 60
-    given = {"attention_mask": None, "position_ids": torch.arange(50)[None]}
-    assert prompt_chunks._new_tokens(cache, config, given) == (60, 1)
-    given["attention_mask"] = torch.ones(3, 40)
-    assert prompt_chunks._new_tokens(cache, config, given) == (40, 3)
+    request = {"attention_mask": None, "position_ids": torch.arange(50)[None]}
+    assert prompt_chunks._new_tokens(cache, config, request) == (60, 1)
+    request["attention_mask"] = torch.ones(3, 40)
+    assert prompt_chunks._new_tokens(cache, config, request) == (40, 3)
 
 
 def stop_at(length: int) -> list[Any]:
     """Stopping criteria that end a text at ``length`` tokens, long before the limits below."""
-    return [lambda ids, *given, **more: torch.full((len(ids),), ids.shape[1] >= length)]
+    return [lambda ids, *request, **more: torch.full((len(ids),), ids.shape[1] >= length)]
 
 
 HUGE_LIMITS: dict[str, dict[str, Any]] = {
@@ -238,8 +238,8 @@ def test_a_mere_limit_of_new_tokens_decides_nothing(
     sizes = sizes_chosen_for(monkeypatch)
     options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
     cache = FlatKVCache(llama.config, **options)
-    given = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop_at(483)}
-    out = llama.generate(prompt(1, 480), **given, **HUGE_LIMITS[limit])
+    request = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop_at(483)}
+    out = llama.generate(prompt(1, 480), **request, **HUGE_LIMITS[limit])
     assert out.shape[1] == 483
     assert sizes == [(480 + prompt_chunks.LEAST_NEW_TOKENS - 8) * 2 * 2 * 2 * 16 * 4]
     assert {layer.final_len for layer in cache.retrieval_layers} == {
@@ -253,11 +253,11 @@ def test_a_second_turn_counts_the_tokens_that_are_held(
     monkeypatch.setattr(prompt_chunks, "LEAST_NEW_TOKENS", 64)
     sizes = sizes_chosen_for(monkeypatch)
     cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "dense_below": 300})
-    given = {"past_key_values": cache, "do_sample": False, "max_new_tokens": 10**6}
-    first = llama.generate(prompt(1, 100), **given, stopping_criteria=stop_at(103))
+    request = {"past_key_values": cache, "do_sample": False, "max_new_tokens": 10**6}
+    first = llama.generate(prompt(1, 100), **request, stopping_criteria=stop_at(103))
     assert not sizes and {layer.final_len for layer in cache.retrieval_layers} == {200}
     ids = torch.cat([first, prompt(1, 400, salt=3)], dim=1)
-    llama.generate(ids, **given, stopping_criteria=stop_at(506))
+    llama.generate(ids, **request, stopping_criteria=stop_at(506))
     assert len(sizes) == 1 and sizes[0] <= 2.5 * 503 * 2 * 2 * 2 * 16 * 4
     assert {layer.final_len for layer in cache.retrieval_layers} == {2 * 503}
 

@@ -69,12 +69,12 @@ def unknown_names(code: str) -> list[str]:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_kvret"):
             module = importlib.import_module(node.module)
-            wanted = [(module, one.name) for one in node.names]
+            pairs = [(module, one.name) for one in node.names]
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "hf_kvret":
-            wanted = [(hf_kvret, node.attr)]
+            pairs = [(hf_kvret, node.attr)]
         else:
             continue
-        unknown += [f"{one.__name__}.{attr}" for one, attr in wanted if not hasattr(one, attr)]
+        unknown += [f"{one.__name__}.{attr}" for one, attr in pairs if not hasattr(one, attr)]
     return unknown
 
 
@@ -136,18 +136,18 @@ def test_the_parser_finds_blocks_and_tables(tmp_path: Path) -> None:
         "| a | b |\n|---|---|\n| `x` | 1 |\n\n```python\ny = 1\n```\n\n"
         "<!-- not run: why -->\n```python\nz = 1\n```\n```bash\nls\n```\n"
     )
-    found = list(blocks(page))
-    assert [(one.language, one.line, one.runs) for one in found] == [
+    results = list(blocks(page))
+    assert [(one.language, one.line, one.runs) for one in results] == [
         ("python", 6, True),
         ("python", 11, False),
         ("bash", 14, True),
     ]
     assert table(page, "a") == [["`x`", "1"]]
     assert table(page, "b") == []
-    made: dict[str, Any] = {}
-    assert run(page, made) == 1
-    assert made["y"] == 1
-    assert "z" not in made
+    variables: dict[str, Any] = {}
+    assert run(page, variables) == 1
+    assert variables["y"] == 1
+    assert "z" not in variables
 
 
 @pytest.mark.parametrize("page", pages_with_code())
@@ -198,17 +198,17 @@ def test_concepts_name_the_counts_and_bytes_of_the_code(
             **namespace["inputs"], past_key_values=cache, max_new_tokens=2, do_sample=False
         )
         counted |= set(cache.stats()["layers"][0])
-    told = re.findall(r"^\| (`[\w`, ]+`) \|", prose(DOCS / "concepts.md"), flags=re.MULTILINE)
-    names = {word for cell in told for word in re.findall(r"\w+", cell)}
+    entries = re.findall(r"^\| (`[\w`, ]+`) \|", prose(DOCS / "concepts.md"), flags=re.MULTILINE)
+    names = {word for cell in entries for word in re.findall(r"\w+", cell)}
     report = cache.memory()
-    parts = {member for member, _ in inspect.getmembers(report) if not member.startswith("_")}
-    assert names == counted | parts
+    members = {member for member, _ in inspect.getmembers(report) if not member.startswith("_")}
+    assert names == counted | members
 
 
 def test_nobody_is_sent_to_pypi_where_the_package_is_not() -> None:
     """The checkout is installed: ``pip install -c constraints.txt ".[eval]"``."""
-    places = ("hf_kvret", "kernels", "model_patches", "tests", "examples", "docs")
-    files = [file for place in places for file in (ROOT / place).rglob("*.*")]
+    folders = ("hf_kvret", "kernels", "model_patches", "tests", "examples", "docs")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.*")]
     wrong = re.compile(r"pip install[^\n&]*\bhf[-_]kvret\b|hf[-_]kvret\[[a-z]")
     sent = [
         name(file)
@@ -307,9 +307,9 @@ def test_the_lines_of_choose_make_caches() -> None:
     assert len(lines) >= 6
     for call in lines:
         assert isinstance(call, ast.Call)
-        given = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-        config = hf_kvret.registered_methods()[given["cache_implementation"]].Config
-        config(**given.get("cache_config", {}))
+        arguments = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        config = hf_kvret.registered_methods()[arguments["cache_implementation"]].Config
+        config(**arguments.get("cache_config", {}))
 
 
 def options_of(page: Path) -> dict[str, list[str]]:
@@ -356,10 +356,10 @@ def test_a_method_page_names_the_options_of_its_config(method: str) -> None:
 def test_the_schedule_of_paris_is_that_of_the_code() -> None:
     page = DOCS / "methods" / "paris.md"
     rows = table(page, "cold tokens", "β, candidates")
-    told = [(cells[0], float(cells[1]), float(cells[2])) for cells in rows]
+    entries = [(cells[0], float(cells[1]), float(cells[2])) for cells in rows]
     schedule = hf_kvret.ParisKVCache.Config().schedule
-    assert [row[1:] for row in told] == [row[1:] for row in schedule]
-    assert [row[0] for row in told[:-1]] == [f"below {row[0]:,}" for row in schedule[:-1]]
+    assert [row[1:] for row in entries] == [row[1:] for row in schedule]
+    assert [row[0] for row in entries[:-1]] == [f"below {row[0]:,}" for row in schedule[:-1]]
     published = hf_kvret.ParisKVCache.Config.paper().schedule
     assert published[:-1] == schedule[: len(published) - 1]
     assert published[-1][1:] == schedule[-2][1:]
@@ -373,10 +373,10 @@ def test_every_method_has_a_page_and_every_page_a_method() -> None:
 
 def test_a_page_tells_which_methods_are_here() -> None:
     rows = table(DOCS / "features.md", "method", "what finds the tokens")
-    told = {re.sub(r"\(.*|\W", "", cells[0]): cells[2] for cells in rows}
-    here = {method for method, state in told.items() if state == "here"}
+    entries = {re.sub(r"\(.*|\W", "", cells[0]): cells[2] for cells in rows}
+    here = {method for method, state in entries.items() if state == "here"}
     assert here == set(hf_kvret.registered_methods())
-    assert all(state == "not yet" for method, state in told.items() if method not in here)
+    assert all(state == "not yet" for method, state in entries.items() if method not in here)
 
 
 def test_the_list_of_models_is_that_of_the_conformance_suite() -> None:
@@ -407,17 +407,21 @@ def test_the_table_of_the_readme_is_of_the_results_of_what_the_demo_asks() -> No
 
 
 def test_the_bytes_of_the_readme_are_those_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    told = re.search(r"([\d.]+) against ([\d.]+) MiB for ([\d,]+) tokens", README_TEXT)
+    entries = re.search(r"([\d.]+) against ([\d.]+) MiB for ([\d,]+) tokens", README_TEXT)
     coded = re.search(r'`store="higgs-host"`\), the total is ([\d.]+) MiB', README_TEXT)
-    assert told and coded
+    assert entries and coded
     where = ["--stores", "host,higgs-host", "--device-memory", "4GB"]
-    context = told[3].replace(",", "")
+    context = entries[3].replace(",", "")
     arguments = ["fits", str(REFERENCE_MODEL), "--context", context, "--caches", "full,paris"]
     assert main([*arguments, *where, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     bytes_of = {row["cache"]: row["device_bytes"] + row["host_bytes"] for row in rows}
     caches = ("paris:store=host", "full", "paris:store=higgs-host")
-    assert [f"{bytes_of[name] / 2**20:.1f}" for name in caches] == [told[1], told[2], coded[1]]
+    assert [f"{bytes_of[name] / 2**20:.1f}" for name in caches] == [
+        entries[1],
+        entries[2],
+        coded[1],
+    ]
 
 
 def promises() -> list[tuple[str, str]]:
@@ -427,7 +431,7 @@ def promises() -> list[tuple[str, str]]:
         for line in (DOCS / "promises.md").read_text(encoding="utf-8").splitlines()
         if line[:2] == "| "
     ]
-    rows = [tuple(part.strip() for part in line.strip("| ").split("|")) for line in lines]
+    rows = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in lines]
     return [(row[0], row[1]) for row in rows if row != ("promise", "test")]
 
 

@@ -120,21 +120,21 @@ def in_thread(call: Callable[[], None]) -> None:
 
 
 def test_own_waits_are_collected_with_their_lines(mode: Mode) -> None:
-    with waits() as places:
+    with waits() as lines:
         mode.wait()
         mode.wait()
-    assert len(places) == 2
-    assert all("test_recorders.py:" in place for place in places)
+    assert len(lines) == 2
+    assert all("test_recorders.py:" in line for line in lines)
     mode.wait()
-    assert len(places) == 2
+    assert len(lines) == 2
 
 
 def test_waits_of_another_thread_are_not_counted_and_not_shown(mode: Mode) -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with waits() as places:
+        with waits() as lines:
             in_thread(mode.wait)
-    assert places == []
+    assert lines == []
     assert warned == []
 
 
@@ -144,23 +144,23 @@ def test_two_threads_that_collect_at_once_have_their_own_waits(mode: Mode) -> No
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with waits() as places:
+        with waits() as lines:
             entered.set()
             mode.wait()
             leave.wait(10)
             mode.wait()
-            others.extend(places)
+            others.extend(lines)
 
     thread = threading.Thread(target=other)
     # The one that began last ends last, too.
-    with waits() as places:
+    with waits() as lines:
         thread.start()
         entered.wait(10)
         mode.wait()
     assert mode.value == 1, "the other thread still collects"
     leave.set()
     thread.join()
-    assert len(places) == 1
+    assert len(lines) == 1
     assert len(others) == 2
     assert (warnings.showwarning, list(warnings.filters)) == before
 
@@ -176,9 +176,9 @@ def test_a_body_within_another_counts_for_both(mode: Mode) -> None:
 
 
 def test_other_warnings_go_their_way_and_modes_come_back(mode: Mode) -> None:
-    with pytest.warns(UserWarning, match="something else"), waits() as places:
+    with pytest.warns(UserWarning, match="something else"), waits() as lines:
         warnings.warn("something else", stacklevel=1)
-    assert places == []
+    assert lines == []
     with pytest.raises(KeyError), waits():
         raise KeyError
     assert mode.value == 0
@@ -198,10 +198,10 @@ def test_filters_of_another_thread_that_outlast_it_do_no_harm(mode: Mode) -> Non
         caught.__enter__()
     # Puts back what stood there in the body.
     caught.__exit__(None, None, None)
-    with pytest.warns(UserWarning, match="something else"), waits() as places:
+    with pytest.warns(UserWarning, match="something else"), waits() as lines:
         warnings.warn("something else", stacklevel=1)
         mode.wait()
-    assert len(places) == 1
+    assert len(lines) == 1
     mode.set("warn")
     with pytest.warns(UserWarning, match="synchronizing"):
         mode.wait()
@@ -217,9 +217,9 @@ def test_a_mode_that_can_not_be_set_leaves_all_as_it_was(
         with pytest.raises(AttributeError), waits():
             pass
     assert warnings.showwarning == before
-    with waits() as places:
+    with waits() as lines:
         mode.wait()
-    assert len(places) == 1
+    assert len(lines) == 1
 
 
 def test_captures_are_checked_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:

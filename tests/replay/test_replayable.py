@@ -191,14 +191,14 @@ def build(model_type: str, changes: dict[str, Any]) -> PreTrainedModel:
         else:
             model = getattr(transformers, own)._from_config(config, **options)
     spread_weights(model, seed=3)
-    made: PreTrainedModel = model.eval()
+    model.eval()
     # As generate does for its decode steps where the model is not on a CPU.
-    experts = made.get_experts_implementation()
+    experts = model.get_experts_implementation()
     if "grouped_mm" in experts.values():
-        made.set_experts_implementation(
-            {part: "batched_mm" if name == "grouped_mm" else name for part, name in experts.items()}
+        model.set_experts_implementation(
+            {key: "batched_mm" if name == "grouped_mm" else name for key, name in experts.items()}
         )
-    return made
+    return model
 
 
 def generate(model: PreTrainedModel, padded: bool, graph: str | bool) -> tuple[torch.Tensor, ...]:
@@ -206,7 +206,7 @@ def generate(model: PreTrainedModel, padded: bool, graph: str | bool) -> tuple[t
     tokens = (torch.arange(2 * PROMPT).view(2, PROMPT) * 7 % 50 + 10)[: 2 if padded else 1]
     mask = torch.ones_like(tokens)
     mask[1:, :3] = 0
-    given = {"attention_mask": mask} if padded else {}
+    padding = {"attention_mask": mask} if padded else {}
     output = model.generate(
         tokens,
         cache_implementation="flat",
@@ -217,7 +217,7 @@ def generate(model: PreTrainedModel, padded: bool, graph: str | bool) -> tuple[t
         output_logits=True,
         eos_token_id=None,
         pad_token_id=0,
-        **given,
+        **padding,
     )
     return output.sequences, torch.stack(output.logits)
 

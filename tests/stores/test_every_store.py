@@ -102,27 +102,27 @@ CASES = {
 def test_no_operation_changes_what_another_sequence_or_fork_reads(name: str, seed: int) -> None:
     case, choose = CASES[name], random.Random(seed)
     pairs: list[tuple[Store, Rows]] = [(case.make(), draw(2, 0, case.dims))]
-    kinds = ["append"] * 4 + ["crop", "reorder", "fork", "load"]
+    operations = ["append"] * 4 + ["crop", "reorder", "fork", "load"]
     for step in range(case.steps):
         index = choose.randrange(len(pairs))
         store, (keys, values) = pairs[index]
-        kind = choose.choice(kinds) if step else "append"
-        if kind == "append":
+        operation = choose.choice(operations) if step else "append"
+        if operation == "append":
             more = draw(len(keys), choose.randint(0, case.most), case.dims, seed=step)
             store.append(TokenBlock(*more, start=len(store)))
             if case.codec is not None:
                 more = coded(more, case.codec)
             keys, values = torch.cat([keys, more[0]], dim=2), torch.cat([values, more[1]], dim=2)
-        elif kind == "crop":
+        elif operation == "crop":
             length = choose.randint(max(0, len(store) - case.most), len(store))
             store.crop(length)
             keys, values = keys[:, :, :length], values[:, :, :length]
-        elif kind == "reorder":
+        elif operation == "reorder":
             order = torch.tensor([choose.randrange(len(keys)) for _ in range(choose.randint(1, 3))])
             # An empty store has no rows to reorder; the cache gives it a batch with its tokens.
             store.reorder(order)
             keys, values = keys[order], values[order]
-        elif kind == "load":
+        elif operation == "load":
             state, store = store.state_dict(), case.make()
             store.load_state_dict(state, CPU)
         elif len(pairs) < 4:

@@ -50,8 +50,8 @@ def log(gpu: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def block(start: int, count: int) -> TokenBlock:
-    numbers = torch.arange(start, start + count, dtype=torch.float32, device="cuda")
-    keys = numbers[:, None].expand(1, HEADS, count, DIM).contiguous()
+    elements = torch.arange(start, start + count, dtype=torch.float32, device="cuda")
+    keys = elements[:, None].expand(1, HEADS, count, DIM).contiguous()
     return TokenBlock(keys, -keys, start)
 
 

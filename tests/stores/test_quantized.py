@@ -36,12 +36,12 @@ def test_rows_come_back_in_the_models_dtype(dtype: torch.dtype) -> None:
     ids = torch.arange(100, dtype=torch.int32).expand(2, HEADS, 1, -1).contiguous()
     # Two decodings of the same bytes may round to neighbours.
     unit = ERROR if dtype == torch.float32 else torch.finfo(dtype).eps
-    for held in (store, loaded, store.fork(), loaded.fork()):
-        ((_, keys, values),) = held.chunks()
-        gathered = [part[:, :, 0] for part in held.gather(ids)]
-        for got in ((keys, values), gathered):
-            for part, wanted in zip(got, coded(tokens, codec), strict=True):
-                torch.testing.assert_close(part, wanted, atol=ERROR, rtol=unit)
+    for each in (store, loaded, store.fork(), loaded.fork()):
+        ((_, keys, values),) = each.chunks()
+        gathered = [tensor[:, :, 0] for tensor in each.gather(ids)]
+        for results in ((keys, values), gathered):
+            for tensor, expected in zip(results, coded(tokens, codec), strict=True):
+                torch.testing.assert_close(tensor, expected, atol=ERROR, rtol=unit)
 
 
 def test_the_more_bits_the_nearer_to_the_keys() -> None:
@@ -49,8 +49,8 @@ def test_the_more_bits_the_nearer_to_the_keys() -> None:
     errors = []
     for bits in (2, 3, 4):
         ((_, keys, values),) = _filled(bits=bits).chunks()
-        got, wanted = torch.cat([keys, values]), torch.cat(tokens)
-        errors.append(float((got - wanted).square().sum() / wanted.square().sum()))
+        results, expected = torch.cat([keys, values]), torch.cat(tokens)
+        errors.append(float((results - expected).square().sum() / expected.square().sum()))
     # What the grids lose on normal numbers, roughly: groups of 16 are few to look normal.
     assert errors == pytest.approx([0.1075, 0.0296, 0.0077], rel=0.25)
 
@@ -58,17 +58,17 @@ def test_the_more_bits_the_nearer_to_the_keys() -> None:
 @pytest.mark.parametrize("dims", [*DIMS, (128, 128, 128), (128, 64, 64)], ids=str)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_bytes_are_codes_and_a_scale_for_each_group(dims: tuple[int, int, int], bits: int) -> None:
-    numbers, group = dims[0] + dims[1], dims[2]
-    row = numbers * bits / 8 + numbers / group * 2
+    elements, group = dims[0] + dims[1], dims[2]
+    row = elements * bits / 8 + elements / group * 2
     # 100 tokens are two pages of 64 for each of two batch rows.
     rows, table = 2 * 2 * HEADS * PAGE * row, 2 * 2 * 4
     on_device = _filled(bits=bits, memory=DeviceMemory, dims=dims[:2])
     assert (on_device.nbytes(), on_device.host_nbytes()) == (rows + table, 0)
     on_host = _filled(bits=bits, memory=HostMemory, dims=dims[:2])
     assert (on_host.nbytes(), on_host.host_nbytes()) == (rows + table, rows)
-    assert on_host.row_nbytes(numbers * 4) == on_host.fork().row_nbytes(numbers * 4) == row
-    held = on_host.state_dict()
-    assert held["codes"].nbytes + held["scales"].nbytes == 2 * HEADS * 100 * row
+    assert on_host.row_nbytes(elements * 4) == on_host.fork().row_nbytes(elements * 4) == row
+    state = on_host.state_dict()
+    assert state["codes"].nbytes + state["scales"].nbytes == 2 * HEADS * 100 * row
     assert (on_device.bus_share, on_host.bus_share) == (0.0, 1.0)
 
 
@@ -86,8 +86,8 @@ def test_coded_rows_are_loaded_as_they_are_on_the_device_and_on_the_host() -> No
         loaded.load_state_dict(state, CPU)
         again = loaded.state_dict()
         assert again.keys() == state.keys()
-        for name, part in state.items():
-            assert again[name].dtype == part.dtype and torch.equal(again[name], part)
+        for name, tensor in state.items():
+            assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor)
 
 
 def test_coded_rows_of_other_bits_are_refused() -> None:
@@ -109,5 +109,5 @@ def test_plain_rows_are_coded_when_they_are_loaded(dtype: torch.dtype) -> None:
     plain.append(TokenBlock(*draw(2, 100, (16, 16), dtype), start=0))
     loaded = QuantizedStore(CODED["host"](CPU), 4)
     loaded.load_state_dict(plain.state_dict(), CPU)
-    for name, part in _filled(dtype=dtype).state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], part)
+    for name, tensor in _filled(dtype=dtype).state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
