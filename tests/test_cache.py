@@ -245,7 +245,7 @@ def test_an_unknown_store_is_refused_and_auto_stays_on_a_cpu(llama: PreTrainedMo
 
 @pytest.fixture
 def first_cache() -> Iterator[None]:
-    """As in a process that has made none."""
+    """The next cache is the first of this process."""
     cache_module._log_missing_kernels.cache_clear()
     yield
     cache_module._log_missing_kernels.cache_clear()
@@ -263,7 +263,7 @@ def no_library(
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
-    """What ``count`` caches log one after the other."""
+    """The warnings that ``count`` caches log one after the other."""
     with caplog.at_level(logging.WARNING, logger="hf_kvret"):
         for _ in range(count):
             FlatKVCache(MODELS["llama"].config())

@@ -1,4 +1,4 @@
-"""What checks the sdist and the wheels before a release notices what is wrong with them."""
+"""The check of sdist and wheels before a release notices what is wrong with them."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ class DecodeGraph:
 
 
 def _variant(cache: RetrievalCache) -> tuple[Any, ...]:
-    """A key that is equal for caches whose steps do the same work."""
+    """Equal for caches whose steps do the same work."""
     return type(cache), cache.options
 
 

@@ -155,7 +155,7 @@ def _on_capture_stream(device: torch.device) -> Iterator[None]:
 
 
 def _capture_options() -> dict[str, bool]:
-    """Of ``capture_begin``. RuntimeError for a check that this torch does not have."""
+    """Options of ``capture_begin``. RuntimeError for a check that this torch does not have."""
     if os.environ.get(CHECK_VARIABLE) != "1":
         return {}
     name = "check_input_liveness"

@@ -40,7 +40,7 @@ def warming_up(
 
 
 def _growth(regions: Regions, queries: int, padded: bool, final_len: int) -> Growth:
-    """What ``queries`` queries a step will have to do with, up to ``final_len`` tokens."""
+    """The sizes that steps of ``queries`` queries will meet, up to ``final_len`` tokens."""
     config, window, cold_len = regions.config, regions.window, regions.cold_len
     last = max(cold_len, final_len - config.recent)
     lengths = [cold_len]

@@ -230,9 +230,7 @@ class StoreChoice:
     def _budget(self, device: torch.device) -> int:
         """Bytes of device memory for the rows of all layers."""
         if self._options.device_budget is not None:
-            budget = byte_count(self._options.device_budget)
-            _check_fits(self._options.device_budget, budget, device)
-            return budget
+            return _checked_budget(self._options.device_budget, device)
         free = free_bytes(device)
         if free is None:
             raise ValueError(
@@ -242,14 +240,13 @@ class StoreChoice:
         return free // 2
 
 
-def _check_fits(size: int | str, budget: int, device: torch.device) -> None:
-    """ValueError for a ``budget`` that is more than all memory of a GPU."""
-    if device.type != "cuda":
-        return
-    _, total = torch.cuda.mem_get_info(device)
-    if budget > total:
+def _checked_budget(size: int | str, device: torch.device) -> int:
+    """Bytes of ``size``; ValueError where that is more than all memory of a GPU."""
+    budget = byte_count(size)
+    if device.type == "cuda" and budget > (total := torch.cuda.mem_get_info(device)[1]):
         raise ValueError(
             f"device_budget={size!r} is more than all memory of {device}, {total / 1e9:.1f} GB: "
             "take less than what the model leaves free, or leave device_budget out and ask for "
             "store='split', which takes half of that"
         )
+    return budget

@@ -309,7 +309,7 @@ def test_forking_in_the_middle_of_a_forward_pass_is_refused(llama: PreTrainedMod
 
 
 def _copy_inputs_of_later_layers(model: PreTrainedModel) -> None:
-    """What a device map does: hooks that hand every tensor on as a copy."""
+    """Register hooks that hand every tensor on as a copy, as a device map does."""
 
     def copied(value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) else value

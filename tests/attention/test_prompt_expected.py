@@ -49,7 +49,7 @@ def test_where_rows_live_is_decided_by_the_whole_prompt(
         request: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": theirs}
         llama.generate(prompt(1, 480), max_new_tokens=1, **request)
     whole, chunked = sizes
-    # Of the first of ten chunks 40 tokens go cold, of all 472.
+    # 40 tokens of the first of ten chunks go cold, and 472 of all.
     assert chunked == whole
 
 
@@ -206,7 +206,7 @@ def test_a_callers_chunks_that_would_retrieve_are_warned_of_once(
 
 
 def test_the_length_of_a_mask_that_was_dropped_counts(llama: PreTrainedModel) -> None:
-    """Of a prompt without padding transformers keeps no mask, only how long it was."""
+    """For a prompt without padding transformers keeps no mask, only its length."""
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
     config = GenerationConfig()
     config._mask_length = 60

@@ -101,7 +101,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def namespace(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
-    """What a page starts with, in an empty directory; registration is put back afterwards."""
+    """The names that a page starts with, in an empty directory; registration is put back later."""
     monkeypatch.chdir(tmp_path)
     model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
     # Longer than the default `dense_below`, so that the pages' caches have cold tokens.
@@ -227,7 +227,7 @@ PLACEHOLDER = re.compile(
 
 
 def placeholders(text: str) -> list[str]:
-    """What a page waits to have filled in; the first row of a table may have letters alone."""
+    """Placeholders that wait for text; the first row of a table may have letters alone."""
     body = re.sub(r"^\|.*\n(?=\|[-:| ]+\|$)", "", text, flags=re.MULTILINE)
     return [one[0].strip() for one in PLACEHOLDER.finditer(body)]
 

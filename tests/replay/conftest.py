@@ -11,7 +11,7 @@ from hf_kvret import DecodeGraph, registry
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
-    """What ``generate`` made to decode with, in order."""
+    """The graphs that ``generate`` decodes with, in order."""
     graphs: list[DecodeGraph] = []
 
     class Listed(DecodeGraph):

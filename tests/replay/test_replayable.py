@@ -142,7 +142,7 @@ COMPOSITE: dict[str, dict[str, Any]] = {
         "architecture": "Qwen3VLForConditionalGeneration",
     },
 }
-# Of each kind of module one vision part, small where it is not called.
+# One vision part for all types, small where it is not called.
 VISION: dict[str, Any] = {
     "hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1,
     "num_attention_heads": 2, "num_heads": 2, "image_size": 28, "patch_size": 14,
@@ -192,7 +192,7 @@ def build(model_type: str, changes: dict[str, Any]) -> PreTrainedModel:
             model = getattr(transformers, own)._from_config(config, **options)
     spread_weights(model, seed=3)
     model.eval()
-    # As generate does for its decode steps where the model is not on a CPU.
+    # ``generate`` does this for its decode steps where the model is not on a CPU.
     experts = model.get_experts_implementation()
     if "grouped_mm" in experts.values():
         model.set_experts_implementation(

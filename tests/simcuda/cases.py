@@ -53,7 +53,7 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """What runs.
+    """A cache, its model and what is done with them.
 
     Attributes:
         method: name of a cache.
@@ -151,7 +151,7 @@ def rest_cases() -> list[Case]:
 
 @dataclass
 class Outcome:
-    """What came of a case.
+    """The results of a case.
 
     Attributes:
         case: that ran.
@@ -230,7 +230,7 @@ def _on_cpu(case: Case) -> list[torch.Tensor]:
 def _new_model(family: str, layers: int = 2) -> PreTrainedModel:
     config = AutoConfig.for_model(family, **_SMALL | FAMILIES[family], num_hidden_layers=layers)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    # As generate has them for its steps on a device.
+    # ``generate`` chooses these for its steps on a device.
     model.set_experts_implementation("batched_mm")
     spread_weights(model, seed=3)
     return model.eval()

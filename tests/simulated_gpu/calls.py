@@ -213,7 +213,7 @@ def _repr(tensor: torch.Tensor, **kwargs: Any) -> str:
 
 def _format(tensor: torch.Tensor, form: str) -> str:
     if tensor.dim() == 0:
-        # As a number.
+        # It is formatted as a number.
         return _T.__format__(tensor, form)
     with Calls():
         text = str(tensor)

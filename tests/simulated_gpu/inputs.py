@@ -1,4 +1,4 @@
-"""What a graph reads and writes that was there before its capture: addresses, not tensors."""
+"""Memory from before a capture that its graph reads and writes: addresses, not tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Input:
 
 @dataclass
 class Inputs:
-    """Of one capture. A tensor that a replay needs has to be kept by who captured."""
+    """The inputs of one capture, whose caller has to keep the tensors that replays need."""
 
     _all: list[_Input] = field(default_factory=list)
     # The newest one that begins at an address.

@@ -150,7 +150,7 @@ def _general_arguments(kernel: Any) -> frozenset[str]:
 
 
 def _form(value: Any, special: bool) -> Any:
-    """What the compiler looks at in an argument; of one that is not ``special`` the type alone."""
+    """The properties of an argument that the compiler sees; the type alone if not ``special``."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), special and value.data_ptr() % _ALIGNMENT == 0
     if isinstance(value, torch.dtype):
@@ -179,7 +179,7 @@ def _page_addresses(addresses: Any) -> list[int]:
 def _page_logs(
     simulation: Simulation, name: str, location: torch.device, pages: list[int]
 ) -> list[MemoryLog]:
-    """Of the memory that pages lie in; SimulationError for what the kernel can't read."""
+    """Logs of the memory of pages; SimulationError for memory that the kernel can't read."""
     logs: dict[int, MemoryLog] = {}
     for log in simulation.memories_at(location, [page for page in pages if page]):
         if log is not None:

@@ -28,7 +28,7 @@ _TAKE_NUMBERS = {
 
 
 class _Asked(threading.local):
-    """What this thread's caller asked for.
+    """The request of this thread's caller.
 
     Attributes:
         device: where new tensors go; None: where the others lie.

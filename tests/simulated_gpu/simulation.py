@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from .clocks import Agent, MemoryLog
 
 CPU = torch.device("cpu")
-# Of torch's modes for waits: 0 says nothing, 1 warns.
+# One of torch's modes for waits: 0 says nothing, 1 warns.
 _RAISES = 2
 # Lines of these don't stand in findings: what simulates, what is simulated, and Python's own.
 _OTHERS = ("/tests/simulated_gpu/", "/hf_kvret/testing/tape.py", "/torch/", "/triton/")
@@ -32,7 +32,7 @@ _host_numbers = itertools.count()
 
 
 class SimulationError(RuntimeError):
-    """What a GPU would refuse."""
+    """A GPU would refuse this."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Simulation:
         launches: of Triton kernels, by phase and name.
         compilations: of Triton kernels, by phase and name: specialisations that were new.
         phase: names what is going on, for waits and launches; yours to set.
-        capture: the stream and the notes of a capture under way; None.
+        capture: the one that has begun and not ended; None.
         relaxed: whether this thread may do what captures forbid.
     """
 
@@ -98,7 +98,7 @@ class Simulation:
         self.registered: dict[int, tuple[int, MemoryLog]] = {}
         # First address, end, device and log of memory on the devices.
         self._on_devices: dict[int, tuple[int, torch.device, MemoryLog]] = {}
-        # What kernels were specialised for.
+        # Specialisations of kernels so far.
         self.specialisations: dict[tuple[str, str], set[Any]] = {}
         self._lock = threading.RLock()
         self._hosts: dict[int, Agent] = {}
@@ -207,7 +207,7 @@ class Simulation:
                 self.tell("freed", text)
 
     def log_of(self, tensor: torch.Tensor) -> MemoryLog:
-        """Of the memory of ``tensor``."""
+        """The log of the memory of ``tensor``."""
         storage: Any = tensor.untyped_storage()
         log = getattr(storage, "simulated_log", None)
         # What an earlier simulation did is over, and its streams are gone.
@@ -280,7 +280,7 @@ class _Relaxed(threading.local):
 
 @dataclass(eq=False)
 class Capture:
-    """A capture under way.
+    """A capture that has begun and not ended.
 
     Attributes:
         stream: that is captured, a ``Stream``.

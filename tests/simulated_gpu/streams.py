@@ -113,7 +113,7 @@ class Event:
 
 
 class _CaptureTape(tape.Tape):
-    """What the tape refuses makes the capture invalid, as what the simulation refuses does.
+    """The tape's refusals make the capture invalid, as those of the simulation do.
 
     Attributes:
         inputs: memory that was there before, which is not kept.
@@ -224,12 +224,12 @@ def device_named(device: Any) -> torch.device:
 
 
 def current_device() -> torch.device:
-    """Of this thread."""
+    """The current device of this thread."""
     return torch.device("cuda", getattr(_chosen, "device", 0))
 
 
 def default_stream(device: Any = None) -> Stream:
-    """Of a device."""
+    """The default stream of a device."""
     streams, location = active().default_streams, device_named(device)
     if location not in streams:
         streams[location] = Stream(location)
@@ -238,7 +238,7 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Of this thread on a device."""
+    """The current stream of this thread on a device."""
     location = device_named(device)
     chosen: Stream | None = getattr(_chosen, "streams", {}).get(location)
     return chosen or default_stream(location)

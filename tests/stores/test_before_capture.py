@@ -1,4 +1,4 @@
-"""What a captured decode step asks of its stores: writes that have arrived, and a plain answer."""
+"""A captured decode step asks stores whether it can be, and finds that writes have arrived."""
 
 from __future__ import annotations
 

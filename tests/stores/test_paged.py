@@ -179,7 +179,7 @@ def test_room_is_made_once_and_for_the_rows_that_were_expected() -> None:
     row = 2 * 16 * 4 * 64
     # 22 pages are free: 16 of them hold two of the five pages of each row.
     assert store.nbytes() == (27 + 8 * 3) * row + 8 * 10 * 4
-    # What did not fit in one place is still to come.
+    # The pages that did not fit into one memory are still to come.
     store = PagedStore(SplitMemory(CPU, 4 * row))
     store.expect(1700)
     for number in range(5):

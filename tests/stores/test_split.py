@@ -64,7 +64,7 @@ def test_the_first_pages_of_every_row_are_on_the_device_as_far_as_they_fit(
     assert _rows(store) == (near * PAGE, far * PAGE)
     assert [len(chunk) for chunk in store.paged_rows().chunks] == [n for n in (near, far) if n]
     assert store.bus_share == pytest.approx(far / 6)
-    # Of the tokens that stay, the first, none is on the host.
+    # The first tokens, which stay, are all on the device.
     store.crop(near // 2 * PAGE_LEN)
     assert store.bus_share == (0.0 if near else 1.0)
 
@@ -157,7 +157,7 @@ def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
     device = torch.device("cuda")
     assert choice._budget(device) == 480
-    # What torch holds in reserve is free, too.
+    # Memory that torch has in reserve is free, too.
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 161)
     assert choice._budget(device) == 500
