@@ -58,7 +58,7 @@ def test_a_forward_pass_that_broke_off_is_noticed_by_the_next_one(
                 raise MemoryError("out of paper")
 
             if where == "append":
-                patch.setattr(cache.retrieval_layers[1].regions.store, "append", broken)
+                patch.setattr(cache.retrieval_layers[1].kv.store, "append", broken)
             else:
                 patch.setattr(model.model.layers[0].mlp, "forward", broken)
             with pytest.raises(MemoryError):

@@ -81,7 +81,7 @@ def test_the_memory_of_a_dropped_cache_is_free_at_once(llama: PreTrainedModel, n
         objects = [
             weakref.ref(x)
             for layer in (cache.retrieval_layers[0], fork.retrieval_layers[-1])
-            for x in (layer, layer.regions, layer.regions.index, layer.regions.store)
+            for x in (layer, layer.kv, layer.kv.index, layer.kv.store)
         ]
         del cache, fork
         assert [x() for x in objects] == [None] * 8
@@ -92,23 +92,23 @@ def test_the_memory_of_a_dropped_cache_is_free_at_once(llama: PreTrainedModel, n
 def test_a_fork_does_not_keep_the_window_of_the_original(llama: PreTrainedModel) -> None:
     cache = ParisKVCache(llama.config, **{**COVERING_OPTIONS, "top_k": 4})
     llama.generate(_ids(60), **RUN, past_key_values=cache)
-    regions = cache.retrieval_layers[0].regions
-    assert regions is not None
-    window = weakref.ref(regions.window.keys)
+    kv = cache.retrieval_layers[0].kv
+    assert kv is not None
+    window = weakref.ref(kv.window.keys)
     fork = cache.fork()
-    del cache, regions
+    del cache, kv
     assert window() is None and fork.get_seq_length() == 75
 
 
 def test_regions_that_outlive_their_cache_say_so(llama: PreTrainedModel) -> None:
     cache = ParisKVCache(llama.config, **COVERING_OPTIONS)
     llama.generate(_ids(2), max_new_tokens=1, past_key_values=cache)
-    regions = cache.retrieval_layers[0].regions
-    assert regions is not None and regions.store is None
-    rows = regions.window.keys.new_ones(1, *regions.window.keys.shape[1:2], 60, 16)
+    kv = cache.retrieval_layers[0].kv
+    assert kv is not None and kv.store is None
+    rows = kv.window.keys.new_ones(1, *kv.window.keys.shape[1:2], 60, 16)
     del cache
     with pytest.raises(RuntimeError, match="the cache of these regions was dropped"):
-        regions.take_prompt(rows, rows, None)
+        kv.take_prompt(rows, rows, None)
 
 
 @pytest.mark.parametrize("name", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
@@ -121,7 +121,7 @@ def test_a_cache_can_be_pickled(llama: PreTrainedModel, name: str) -> None:
     copy = pickle.loads(pickle.dumps(cache))
     for lower, layer in itertools.pairwise(copy.retrieval_layers):
         assert layer.below is lower
-        assert layer.regions.store.below() is lower.regions.store
+        assert layer.kv.store.below() is lower.kv.store
     going_on = torch.cat([answer, _ids(30)], dim=1)
     results = [llama.generate(going_on, **RUN, past_key_values=each) for each in (cache, copy)]
     assert torch.equal(*results)
@@ -130,7 +130,7 @@ def test_a_cache_can_be_pickled(llama: PreTrainedModel, name: str) -> None:
 def test_every_layer_knows_its_heads(llama: PreTrainedModel) -> None:
     """Without them a loaded state is not compared with the model's query heads."""
     cache = registered_methods()["flat"](llama.config, **COVERING_OPTIONS)
-    assert [layer.of_model.shape for layer in cache.retrieval_layers] == list(
+    assert [layer.layer_info.shape for layer in cache.retrieval_layers] == list(
         retrieval_shapes(llama.config).values()
     )
 
@@ -195,8 +195,8 @@ def test_no_tagged_tensor_stays_in_the_cache(llama: PreTrainedModel) -> None:
     cache = FlatKVCache(llama.config, **SMALL)
     llama.generate(_ids(40), **RUN, past_key_values=cache)
     for layer in cache.retrieval_layers:
-        assert layer.regions is not None
-        objects = [*layer.regions.window.tokens(), layer.regions.index._keys.rows]
+        assert layer.kv is not None
+        objects = [*layer.kv.window.tokens(), layer.kv.index._keys.rows]
         assert not any(hasattr(tensor, HANDLE) for tensor in objects)
     keys = torch.zeros(1, 2, 1, 16)
     handle, _ = cache.update(keys, keys, 0)

@@ -93,13 +93,13 @@ def test_the_cold_part_is_shared(llama: PreTrainedModel) -> None:
         cache = _prefilled(llama, cls)
         twin = cache.fork()
         for layer, other in zip(cache.retrieval_layers, twin.retrieval_layers, strict=True):
-            assert layer.regions is not None and other.regions is not None
-            mine, theirs = layer.regions.store, other.regions.store
+            assert layer.kv is not None and other.kv is not None
+            mine, theirs = layer.kv.store, other.kv.store
             assert mine is not theirs
             assert [c.data_ptr() for c in mine._chunks] == [c.data_ptr() for c in theirs._chunks]
-            windows = layer.regions.window, other.regions.window
+            windows = layer.kv.window, other.kv.window
             assert windows[0].keys.data_ptr() != windows[1].keys.data_ptr()
-        indexes = [c.retrieval_layers[0].regions.index for c in (cache, twin)]
+        indexes = [c.retrieval_layers[0].kv.index for c in (cache, twin)]
         planes = [i._keys if cls is FlatKVCache else i._sign for i in indexes]
         assert planes[0].rows.data_ptr() == planes[1].rows.data_ptr()
 
@@ -185,10 +185,8 @@ def test_a_fork_costs_a_window_not_a_cache() -> None:
     storages = set()
     for each in (cache, *(cache.fork() for _ in range(10))):
         for layer in each.retrieval_layers:
-            assert layer.regions is not None
-            storages |= {
-                chunk.untyped_storage().data_ptr() for chunk in layer.regions.store._chunks
-            }
+            assert layer.kv is not None
+            storages |= {chunk.untyped_storage().data_ptr() for chunk in layer.kv.store._chunks}
     assert len(storages) == 2, "eleven caches, one chunk for each layer"
 
 
@@ -199,11 +197,11 @@ def test_a_forks_options_reach_its_index_also_after_a_reset() -> None:
     with torch.no_grad():
         model(torch.randint(3, 128, (1, 40)), past_key_values=cache)
         fork = cache.fork(max_draft=9)
-        assert [one.regions.index.options.max_draft for one in fork.retrieval_layers] == [9, 9]
+        assert [one.kv.index.options.max_draft for one in fork.retrieval_layers] == [9, 9]
         fork.reset()
         model(torch.randint(3, 128, (1, 40)), past_key_values=fork)
-    assert [one.regions.index.options.max_draft for one in fork.retrieval_layers] == [9, 9]
-    assert [one.regions.index.options.max_draft for one in cache.retrieval_layers] == [4, 4]
+    assert [one.kv.index.options.max_draft for one in fork.retrieval_layers] == [9, 9]
+    assert [one.kv.index.options.max_draft for one in cache.retrieval_layers] == [4, 4]
 
 
 # Options that a filled cache may change reach every part of it, by a fork or by a load.

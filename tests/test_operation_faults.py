@@ -133,7 +133,7 @@ class _Trial:
             self.run(cache, _ids(count, number))
         if self.phase == "flushing step":
             for number in range(40):
-                if cache.retrieval_layers[0].regions.step_flushes():
+                if cache.retrieval_layers[0].kv.step_flushes():
                     return cache
                 self.run(cache, _ids(1, 20 + number))
             raise AssertionError("no step flushes")
@@ -155,7 +155,7 @@ class _Trial:
         layers = cache.retrieval_layers
         lengths = {layer.get_seq_length() for layer in layers}
         complete = lengths == {self.length + self.ids.shape[1]}
-        complete = complete and not any(layer.waiting for layer in layers)
+        complete = complete and not any(layer.pending_attention for layer in layers)
         try:
             result = self.run(cache, self.following if complete else self.ids)
             last = result if complete else self.run(cache, self.following)

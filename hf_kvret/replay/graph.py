@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.window import Place, Window, wide_mask
+from hf_kvret.layer.window import Capture, Window, wide_mask
 from hf_kvret.models.versions import CACHE_NAMES, cache_argument
 from hf_kvret.replay.layer_step import LayerStep, SlidingStep
 from hf_kvret.replay.recorders import RECORDERS, Recorder
@@ -46,8 +46,8 @@ class Frame:
         window: of the lowest layer.
 
     Attributes:
-        inputs: the same with the frame's own tensors, and without the mask, which ``place`` has.
-        place: where the layers put the token.
+        inputs: the same with the frame's own tensors, and without the mask, which ``capture`` has.
+        capture: where the layers put the token.
         shape: sizes and flags that the captured work depends on.
         edits: sum of the layers' edit counts at the time of capture.
         output: the model's output from the capture.
@@ -63,7 +63,7 @@ class Frame:
         padded = inputs.get(_MASK) is not None
         # One column for every slot until the window is full.
         slots = window.start + window.capacity - window.sink
-        self.place = Place(
+        self.capture = Capture(
             column=torch.zeros(1, dtype=torch.long, device=device),
             mask=wide_mask(torch.zeros(batch, window.capacity, dtype=torch.bool, device=device)),
             slots=torch.zeros(batch, slots, dtype=torch.bool, device=device) if padded else None,
@@ -96,7 +96,7 @@ class Frame:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         own_shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         padded = inputs.get(_MASK) is not None
-        alike = padded == (self.place.slots is not None)
+        alike = padded == (self.capture.slots is not None)
         alike = alike and self._inference == torch.is_inference_mode_enabled()
         return alike and shapes == own_shapes and constants == self._constants
 
@@ -107,16 +107,16 @@ class Frame:
         """
         for name, target in self._tensors.items():
             target.copy_(inputs[name])
-        place, column = self.place, window.sink + window.length
-        place.column.fill_(column)
-        if place.slots is not None:
+        capture, column = self.capture, window.sink + window.length
+        capture.column.fill_(column)
+        if capture.slots is not None:
             mask: torch.Tensor = inputs[_MASK]
-            place.slots[:, : mask.shape[1]].copy_(mask)
-        if place.slots is not None or column != self._next_column:
-            before = window.validity(place.slots)
-            place.mask[:, :column] = True if before is None else before
-            place.mask[:, column:].fill_(False)
-        place.mask[:, column] = True if place.slots is None else place.slots[:, window.end]
+            capture.slots[:, : mask.shape[1]].copy_(mask)
+        if capture.slots is not None or column != self._next_column:
+            before = window.validity(capture.slots)
+            capture.mask[:, :column] = True if before is None else before
+            capture.mask[:, column:].fill_(False)
+        capture.mask[:, column] = True if capture.slots is None else capture.slots[:, window.end]
         self._next_column = column + 1
 
 
@@ -293,9 +293,9 @@ class DecodeGraph:
         return None
 
     def _forward(self, frame: Frame) -> Any:
-        """The model's output for the frame's inputs, with the token placed by ``frame.place``."""
+        """The model's output for the frame's inputs, with the token placed by ``frame.capture``."""
         for layer in self._steps:
-            layer.set_place(frame.place)
+            layer.set_capture(frame.capture)
         # A replay would write the ids where they were at the capture; see `__call__`.
         self._cache.tokens.begin(self, self._cache.get_seq_length())
         try:
@@ -303,7 +303,7 @@ class DecodeGraph:
         finally:
             self._cache.tokens.owner = None
             for layer in self._steps:
-                layer.set_place(None)
+                layer.set_capture(None)
 
     @property
     def _steps(self) -> list[LayerStep | SlidingStep]:
@@ -318,7 +318,7 @@ class DecodeGraph:
     @property
     def _window(self) -> Window:
         """The window of the lowest layer: all have the same length and sinks."""
-        return self._layers[0].regions.window
+        return self._layers[0].kv.window
 
     def _give_up(self, reason: str, quietly: bool = False, lasting: bool = False) -> None:
         if lasting:

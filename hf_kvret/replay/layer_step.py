@@ -9,8 +9,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret.contracts.index import CapturableIndex, capture_obstacle_of
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.regions import Regions
-from hf_kvret.layer.window import Place
+from hf_kvret.layer.layer_kv import LayerKV
+from hf_kvret.layer.window import Capture
 from hf_kvret.observe.counters import counters_of
 
 
@@ -28,22 +28,22 @@ class LayerStep:
         self._counts: tuple[int, ...] = ()
 
     @property
-    def regions(self) -> Regions:
-        """The regions of the layer, which must hold tokens."""
-        assert self.layer.regions is not None, "a layer without tokens has no step to capture"
-        return self.layer.regions
+    def kv(self) -> LayerKV:
+        """The kv of the layer, which must hold tokens."""
+        assert self.layer.kv is not None, "a layer without tokens has no step to capture"
+        return self.layer.kv
 
     def is_plain(self) -> bool:
         """Whether a step of one token only appends it and selects, without a flush or a build.
 
         Then the next step does the same on the same memory, one column further.
         """
-        regions = self.layer.regions
-        if regions is None or self.layer.waiting or not regions.length or regions.step_flushes():
+        kv = self.layer.kv
+        if kv is None or self.layer.pending_attention or not kv.length or kv.step_flushes():
             return False
-        window = regions.window
+        window = kv.window
         roomy = window.sink + window.length < window.capacity
-        return roomy and (regions.built or not regions.cold_len)
+        return roomy and (kv.built or not kv.cold_len)
 
     @property
     def capture_obstacle(self) -> str | None:
@@ -51,24 +51,24 @@ class LayerStep:
         for subscriber in self.layer.subscribers:
             if subscriber.capture_obstacle:
                 return subscriber.capture_obstacle
-        regions = self.regions
-        index = regions.index
-        if not regions.cold_len or regions.store is None:
+        kv = self.kv
+        index = kv.index
+        if not kv.cold_len or kv.store is None:
             # Nothing is selected yet, but hooks on each pass would miss the replayed ones.
-            return capture_obstacle_of(index) if regions.watches else None
-        return capture_obstacle_of(index) or regions.store.capture_obstacle
+            return capture_obstacle_of(index) if kv.watches else None
+        return capture_obstacle_of(index) or kv.store.capture_obstacle
 
-    def set_place(self, place: Place | None) -> None:
+    def set_capture(self, capture: Capture | None) -> None:
         """Set where the token of a captured step goes; None: behind the others, as usual."""
-        self.regions.window.place = place
+        self.kv.window.capture = capture
 
     def before_capture(self) -> None:
         """Prepare for capturing a step; waits for pending copies."""
-        if isinstance(self.regions.index, CapturableIndex):
-            self.regions.index.before_capture()
-        if self.regions.store is not None:
-            self.regions.store.before_capture()
-        self._length, self._before = self.regions.window.length, counters_of(self.layer).numbers()
+        if isinstance(self.kv.index, CapturableIndex):
+            self.kv.index.before_capture()
+        if self.kv.store is not None:
+            self.kv.store.before_capture()
+        self._length, self._before = self.kv.window.length, counters_of(self.layer).numbers()
 
     def captured(self) -> None:
         """The capture succeeded: remember how the counters changed."""
@@ -77,17 +77,17 @@ class LayerStep:
 
     def capture_failed(self) -> None:
         """The capture failed and the device did nothing: restore the host's state before it."""
-        self.layer.waiting = False
-        if isinstance(self.regions.index, CapturableIndex):
-            self.regions.index.capture_failed()
-        self.regions.window.length = self._length
+        self.layer.pending_attention = False
+        if isinstance(self.kv.index, CapturableIndex):
+            self.kv.index.capture_failed()
+        self.kv.window.length = self._length
         counters_of(self.layer).set(self._before)
 
     def replayed(self) -> None:
         """The captured step was replayed."""
-        self.regions.window.length += 1
-        if isinstance(self.regions.index, CapturableIndex):
-            self.regions.index.replayed()
+        self.kv.window.length += 1
+        if isinstance(self.kv.index, CapturableIndex):
+            self.kv.index.replayed()
         counters = counters_of(self.layer)
         counters.set(tuple(map(add, counters.numbers(), self._counts)))
 
@@ -114,13 +114,13 @@ class SlidingStep:
             return False
         return int(layer.keys.shape[-2]) == layer.sliding_window - 1
 
-    def set_place(self, place: Place | None) -> None:
+    def set_capture(self, capture: Capture | None) -> None:
         """None: the step is over; copy its results to where the next one reads."""
         layer = self.layer
-        if place is not None and self._buffers is not None and layer.keys is not self._buffers[0]:
+        if capture is not None and self._buffers is not None and layer.keys is not self._buffers[0]:
             # Usual steps ran in between and replaced the tensors.
             self._buffers = None
-        if place is None and self._buffers is not None:
+        if capture is None and self._buffers is not None:
             keys, values = self._buffers
             keys.copy_(layer.keys)
             values.copy_(layer.values)

@@ -216,7 +216,7 @@ class StoreChoice:
     def _prompt_bytes(self, cold_bytes: int) -> int:
         """Bytes of a layer's cold rows for the whole prompt; its first block takes ``cold_bytes``.
 
-        ``Regions.take_prompt`` moves that block when the window overflows and the cache is no
+        ``LayerKV.take_prompt`` moves that block when the window overflows and the cache is no
         longer dense: all tokens in the window, or all but the recent ones of the first chunk.
         """
         options, tokens, chunk = self._options, self.announced_len, self._chunk

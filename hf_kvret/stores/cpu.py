@@ -110,14 +110,14 @@ class CpuStore(WrappedStore):
         return keys.to(self._device), values.to(self._device)
 
     def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
+        self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return self.rows.chunks(piece_len, stop, self._device)
+        return self.rows.chunks(chunk_len, stop, self._device)
 
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        """As for every store; a GPU reads whole rows, and the next piece while one is in use."""
+    def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+        """As for every store; a GPU reads whole rows, and the next chunk while one is in use."""
         here = self._device.type == "cpu"
-        return self.rows.key_chunks(piece_len) if here else super().key_chunks(piece_len)
+        return self.rows.key_chunks(chunk_len) if here else super().key_chunks(chunk_len)
 
     @property
     def bus_share(self) -> float:

@@ -14,12 +14,12 @@ from typing import Self
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.pieces import BUS_PROGRAMS, read_ahead, reading_stream
+from hf_kvret.contracts.chunks import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.contracts.state import part
 from hf_kvret.contracts.store import AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.chunks import select
-from hf_kvret_kernels.gather_attention import gather_pieces
+from hf_kvret_kernels.gather_attention import gather_partials
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
@@ -102,7 +102,7 @@ class PagedStore(Store):
     def begin(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
-        return gather_pieces(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
+        return gather_partials(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
 
     def host_rows(self) -> PagedRows | None:
         rows = self.paged_rows()
@@ -117,34 +117,34 @@ class PagedStore(Store):
         return self.paged_rows().gather(ids)
 
     def chunks(
-        self, piece_len: int = 4096, stop: int | None = None, device: torch.device | None = None
+        self, chunk_len: int = 4096, stop: int | None = None, device: torch.device | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """As for every store; over a bus, the next piece is read while this one is in use.
+        """As for every store; over a bus, the next chunk is read while this one is in use.
 
-        ``device``: where pieces go; None for the page table's device.
+        ``device``: where chunks go; None for the page table's device.
         """
-        return self._keys_and_values(self._pieces(piece_len, stop, device))
+        return self._keys_and_values(self._read_chunks(chunk_len, stop, device))
 
     def _keys_and_values(
-        self, pieces: Iterator[tuple[int, torch.Tensor]]
+        self, chunks: Iterator[tuple[int, torch.Tensor]]
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Keys and values of ``pieces``, the first of which may be on its way already."""
-        for start, piece in pieces:
-            yield start, *self._split(piece)
+        """Keys and values of ``chunks``, the first of which may be on its way already."""
+        for start, chunk in chunks:
+            yield start, *self._split(chunk)
             # Freed before the next one is made.
-            del piece
+            del chunk
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the keys and values of ``rows [B, Hkv, n, width]``."""
         start, end = (0, self._value_in_key) if self._value_in_key else (self._key_dim, None)
         return rows[..., : self._key_dim], rows[..., start:end]
 
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        return self._pieces(piece_len, width=self._key_dim)
+    def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+        return self._read_chunks(chunk_len, width=self._key_dim)
 
-    def _pieces(
+    def _read_chunks(
         self,
-        piece_len: int,
+        chunk_len: int,
         stop: int | None = None,
         device: torch.device | None = None,
         width: int | None = None,
@@ -156,7 +156,7 @@ class PagedStore(Store):
         end = self.length if stop is None else min(stop, self.length)
         if not end:
             return iter(())
-        step, count = max(1, piece_len // self.page_len), -(-end // self.page_len)
+        step, count = max(1, chunk_len // self.page_len), -(-end // self.page_len)
         spans = [(first, min(first + step, count)) for first in range(0, count, step)]
         paged, stream, programs = self._current_rows(), None, None
         if device is not None and device != paged.table.device:
@@ -175,15 +175,15 @@ class PagedStore(Store):
         return self._cut(read_ahead(read, spans, stream), end)
 
     def _cut(
-        self, pieces: Iterator[tuple[int, torch.Tensor]], end: int
+        self, chunks: Iterator[tuple[int, torch.Tensor]], end: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """``(start slot, rows)`` up to ``end``, of pieces ``(table column, rows)``."""
-        for first, piece in pieces:
+        """``(start slot, rows)`` up to ``end``, of chunks ``(table column, rows)``."""
+        for first, chunk in chunks:
             start = first * self.page_len
-            piece = piece[:, :, : end - start]
-            yield start, piece
+            chunk = chunk[:, :, : end - start]
+            yield start, chunk
             # Freed before the next one is made.
-            del piece
+            del chunk
 
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
@@ -378,9 +378,9 @@ class WrappedStore(Store):
         return self.rows.gather(ids)
 
     def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
+        self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return self.rows.chunks(piece_len, stop)
+        return self.rows.chunks(chunk_len, stop)
 
     def before_capture(self) -> None:
         self.rows.before_capture()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult, check_in_key, check_rows
 from hf_kvret.stores.memory import PageMemory
@@ -58,7 +58,7 @@ class QuantizedStore(WrappedStore):
         if self._codec is None:
             raise RuntimeError("the store is empty: append first")
         key_dim, value_dim = self._dims
-        return higgs.attend_pieces(
+        return higgs.attend_partials(
             query,
             self.rows.paged_rows(),
             ids,
@@ -76,9 +76,9 @@ class QuantizedStore(WrappedStore):
         return self._decoded(*self.rows.gather(ids))
 
     def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
+        self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for start, codes, scales in self.rows.chunks(piece_len, stop):
+        for start, codes, scales in self.rows.chunks(chunk_len, stop):
             yield start, *self._decoded(codes, scales)
 
     def reset(self) -> None:
@@ -106,30 +106,30 @@ class QuantizedStore(WrappedStore):
             **({"value_in_key": torch.tensor(self._value_in_key)} if self._value_in_key else {}),
         }
 
-    def check_saved(self, state: Tensors, form: Form) -> None:
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
         """As for every store, of rows in full or coded."""
         if "codes" not in state:
-            check_rows(state, form)
+            check_rows(state, schema)
             return
         names = {"codes", "scales", "bits", "key_like", "value_like", "value_in_key"}
         if not state.keys() <= names:
             raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
-        check_in_key(state, form)
-        value_dim = 0 if form.get("I") else form["V"]
+        check_in_key(state, schema)
+        value_dim = 0 if schema.get("I") else schema["V"]
         for name, dims in (("key_like", "0 D"), ("value_like", f"0 {value_dim}")):
-            form.check(f"store.{name}", state[name], dims)
-        form.check("store.bits", state["bits"].reshape(-1), "1", torch.int64)
+            schema.check(f"store.{name}", state[name], dims)
+        schema.check("store.bits", state["bits"].reshape(-1), "1", torch.int64)
         if int(state["bits"]) != self._bits:
             # Loading refuses them with a message of their own.
             return
-        codec = higgs.HiggsCodec(self._bits, self._group(form["D"], value_dim or form["D"]))
-        all_dims = [form["D"], value_dim] if value_dim else [form["D"]]
+        codec = higgs.HiggsCodec(self._bits, self._group(schema["D"], value_dim or schema["D"]))
+        all_dims = [schema["D"], value_dim] if value_dim else [schema["D"]]
         widths = {
             "codes": sum(map(codec.code_bytes, all_dims)),
             "scales": sum(map(codec.scale_bytes, all_dims)),
         }
         for name, width in widths.items():
-            form.check(f"store.{name}", state[name], f"B H N {width}", torch.uint8)
+            schema.check(f"store.{name}", state[name], f"B H N {width}", torch.uint8)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """Fill an empty store with a saved one, coded or not."""

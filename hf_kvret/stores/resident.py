@@ -13,8 +13,8 @@ from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
-from hf_kvret_kernels.gather_attention import gather_pieces
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.gather_attention import gather_partials
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
@@ -156,7 +156,7 @@ class ResidentStore(WrappedStore):
     # A store that was just loaded has none.
     _buffer: SlotBuffer | None = part(saved=False, optional=True)
     # Whether the buffer has served a step since the rows last changed.
-    _served: bool = number(False, saved=False, anew=True)
+    _served: bool = number(False, saved=False, reset_on_fork=True)
 
     def __init__(self, device: torch.device, slots: int | float = 1.0) -> None:
         super().__init__(PagedStore(HostMemory(device)))
@@ -166,8 +166,8 @@ class ResidentStore(WrappedStore):
         self._served = False
         self.rows.append(block)
 
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        return self.rows.key_chunks(piece_len)
+    def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+        return self.rows.key_chunks(chunk_len)
 
     def begin(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
@@ -177,7 +177,7 @@ class ResidentStore(WrappedStore):
         buffer = self._roomy_buffer(rows, share, count)
         at_once = buffer.slots // (share * count)
         results = [
-            gather_pieces(
+            gather_partials(
                 some_query, buffer.rows, buffer.bring(rows, some_ids), scale=scale, softcap=softcap
             )
             for some_query, some_ids in zip(
@@ -187,8 +187,8 @@ class ResidentStore(WrappedStore):
         self._served = True
         if len(results) == 1:
             return results[0]
-        outs, lses = zip(*(pieces() for pieces in results), strict=True)
-        return Pieces.whole(torch.cat(outs, 2), torch.cat(lses, 2))
+        outs, lses = zip(*(chunks() for chunks in results), strict=True)
+        return Partials.whole(torch.cat(outs, 2), torch.cat(lses, 2))
 
     def scores(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None

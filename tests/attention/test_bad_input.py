@@ -430,9 +430,9 @@ def test_chunked_prefill_leaves_a_window_of_working_size() -> None:
         for length in steps:
             keys = torch.randn(1, 2, length, 16)
             layer.update(keys, keys)
-            layer.waiting = False
-            layer.regions.take_prompt(keys, keys, None)
-        sizes.append(layer.regions.window.keys.shape[2])
+            layer.pending_attention = False
+            layer.kv.take_prompt(keys, keys, None)
+        sizes.append(layer.kv.window.keys.shape[2])
     assert sizes == [2 + 8 + 8 + 4] * 2
 
 

@@ -104,7 +104,7 @@ def test_models_with_other_layers_beside_give_the_same_text(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("store", ["device", "host", "split", "cpu"])
 def test_chunks_give_the_text_of_one_pass_on_a_gpu(store: str) -> None:
-    """Long enough for several pieces, read ahead where rows are on the host."""
+    """Long enough for several chunks, read ahead where rows are on the host."""
     model = MODELS["llama"].build().cuda()
     budget = {"device_budget": 1 << 20} if store == "split" else {}
     options = {**COVERING_OPTIONS, "store": store, **budget}
@@ -283,7 +283,7 @@ def _beyond_rows(model: PreTrainedModel, length: int, chunk: int | None) -> int:
 def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvret.contracts.pieces._LEAST_LEN", 128)
+    monkeypatch.setattr("hf_kvret.contracts.chunks._LEAST_LEN", 128)
     short, long = (_beyond_rows(llama, length, 128) for length in (512, 1536))
     # Token ids, positions, and marks of what is a sink: nothing that grows is a row wide.
     assert long - short <= 1024 * 64
@@ -297,7 +297,7 @@ def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
 def test_a_layer_has_one_chunk_of_rows_at_a_time(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvret.contracts.pieces._LEAST_LEN", 64)
+    monkeypatch.setattr("hf_kvret.contracts.chunks._LEAST_LEN", 64)
     chunks: list[StorageWeakRef] = []
     before: list[int] = []
 

@@ -272,6 +272,6 @@ def test_a_text_that_outgrows_what_was_expected_goes_on(
     ids, settings = prompt(1, 40), {"max_new_tokens": 200, "do_sample": False}
     out = llama.generate(ids, past_key_values=cache, **settings)
     assert {layer.final_len for layer in cache.retrieval_layers} == {80}
-    assert cache.get_seq_length() == 239 and len(cache.retrieval_layers[0].regions.store) > 200
+    assert cache.get_seq_length() == 239 and len(cache.retrieval_layers[0].kv.store) > 200
     if store != "higgs":
         assert torch.equal(out, llama.generate(ids, **settings))

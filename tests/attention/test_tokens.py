@@ -95,7 +95,7 @@ def test_the_record_is_what_the_first_layer_holds(without_positions: Any, name: 
     keys = keys_of_tokens(model)
     for cache in outcome.caches:
         assert isinstance(cache, RetrievalCache)
-        window = cache.retrieval_layers[0].regions.window
+        window = cache.retrieval_layers[0].kv.window
         held = window.keys[:, :, : cache.get_seq_length()].transpose(1, 2).flatten(2)
         ids = torch.tensor(held_ids(cache))
         assert held.shape[:2] == ids.shape

@@ -182,13 +182,13 @@ def test_a_folder_that_was_written_anew_is_read_anew(
     old = A2ATSCache(model.config, artifact=artifact, **SMALL)
     _fill(model, old)
     old.save_pretrained(tmp_path / "saved")
-    before = old.retrieval_layers[0].regions.index._quantizer
+    before = old.retrieval_layers[0].kv.index._quantizer
     _calibrate(model, artifact, seed=1)
     new = A2ATSCache(model.config, artifact=artifact, **SMALL)
     _fill(model, new)
-    after = new.retrieval_layers[0].regions.index._quantizer
+    after = new.retrieval_layers[0].kv.index._quantizer
     assert not torch.equal(after.words, before.words)
-    assert old.retrieval_layers[0].regions.index._quantizer is before
+    assert old.retrieval_layers[0].kv.index._quantizer is before
     with pytest.raises(ValueError, match="saved with another artifact than"):
         A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=artifact)
 
@@ -392,10 +392,10 @@ def test_what_no_cache_uses_any_more_is_let_go(
     for folder in folders:
         cache = A2ATSCache(model.config, artifact=folder, **SMALL)
         _fill(model, cache)
-        held.append(weakref.ref(cache.retrieval_layers[0].regions.index._quantizer))
+        held.append(weakref.ref(cache.retrieval_layers[0].kv.index._quantizer))
     first = A2ATSCache(model.config, artifact=folders[-1], **SMALL)
     _fill(model, first)
-    assert first.retrieval_layers[0].regions.index._quantizer is held[-1]()
+    assert first.retrieval_layers[0].kv.index._quantizer is held[-1]()
     del cache, first
     gc.collect()
     assert [one() is None for one in held] == [True, True, False, False, False, False]

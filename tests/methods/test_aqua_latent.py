@@ -148,7 +148,7 @@ def test_rows_kept_and_rows_decoded_give_the_same(tmp_path: Path) -> None:
     codes, rows = (filled(model, tmp_path, bits=2, keep=keep) for keep in ("codes", "rows"))
     with torch.no_grad():
         logits = [model(prompt(2, 20, 1), past_key_values=one).logits for one in (codes, rows)]
-    # fp32; one store attends to pieces, the other to pages.
+    # fp32; one store attends to chunks, the other to pages.
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 

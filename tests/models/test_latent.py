@@ -138,7 +138,7 @@ def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> N
         weights = expected.softmax(-1)
         means = weights @ rows[..., :16]
         torch.testing.assert_close(heads.leave(means), weights @ values, rtol=1e-4, atol=1e-4)
-    assert heads.expanded_numbers(rows) == 4 * (24 + 16)
+    assert heads.expanded_elements(rows) == 4 * (24 + 16)
 
 
 @pytest.mark.parametrize("questions", [12, 40])
@@ -180,7 +180,7 @@ def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:
     cache = FlatKVCache(model.config, **COVERING_OPTIONS, store="host")
     model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
     (layer, *_), numbers = cache.retrieval_layers, 16 + 8
-    window, store = layer.regions.window, layer.regions.store
+    window, store = layer.kv.window, layer.kv.store
     assert window.row_dim == numbers and window.values.data_ptr() == window.keys.data_ptr()
     assert store.paged_rows().width == numbers
     tokens = layer.get_seq_length()

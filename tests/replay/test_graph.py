@@ -85,7 +85,7 @@ def test_steps_of_a_cache_that_is_still_dense_are_replayed() -> None:
     """The window grows in big steps, and after each a step is captured anew."""
     step = compare(lambda loop: loop.run(6), dense_below=10**6)
     assert step.replays == 5
-    assert step._cache.retrieval_layers[0].regions.cold_len == 0
+    assert step._cache.retrieval_layers[0].kv.cold_len == 0
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -150,7 +150,7 @@ def test_no_graph_is_left_after_generate(
     graphs.clear()
     gc.collect()
     assert step() is None
-    assert output.past_key_values.retrieval_layers[0].regions.window.place is None
+    assert output.past_key_values.retrieval_layers[0].kv.window.capture is None
 
 
 def test_a_crop_a_reorder_and_a_fork_in_between_are_noticed(shallow: PreTrainedModel) -> None:

@@ -76,7 +76,7 @@ def test_a_model_with_a_kv_head_for_each_query_head_is_served(tmp_path: Path) ->
     assert model.config.num_key_value_heads == 2
     _saved(model, FlatKVCache, tmp_path)
     loaded = FlatKVCache.from_pretrained(tmp_path, model.config)
-    assert loaded.retrieval_layers[0].regions.window.keys.shape[1] == 4
+    assert loaded.retrieval_layers[0].kv.window.keys.shape[1] == 4
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])

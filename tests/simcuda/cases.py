@@ -128,7 +128,7 @@ def latent_cases() -> list[Case]:
     ]
 
 
-def rest_cases() -> list[Case]:
+def mean_cases() -> list[Case]:
     """The mean of what is not selected, and missed mass, in stores of all kinds."""
     pairs = [
         *((method, store) for method in METHODS for store in ("host", "higgs")),
@@ -156,7 +156,7 @@ class Outcome:
     Attributes:
         case: that ran.
         gpu: what was found.
-        logits: ``[B, V]`` fp32 of the prompt's pieces and of each step, on the CPU.
+        logits: ``[B, V]`` fp32 of the prompt's chunks and of each step, on the CPU.
         replays: steps that were replayed.
         error: that ended it, or None.
     """
@@ -304,9 +304,9 @@ class _Session:
         graph = DecodeGraph(self.model, cached) if self._is_captured else None
         call = graph or self.model
         self._begin("prompt")
-        piece_len = 5 if mode == "chunks" else _PROMPT
-        cached.expect(_PROMPT, piece_len, self.case.steps)
-        chunks = tokens.split(piece_len, dim=1)
+        chunk_len = 5 if mode == "chunks" else _PROMPT
+        cached.expect(_PROMPT, chunk_len, self.case.steps)
+        chunks = tokens.split(chunk_len, dim=1)
         length, logits = 0, []
         for chunk in chunks:
             length += chunk.shape[1]
@@ -316,8 +316,8 @@ class _Session:
                 cached, dropped = self._changed(cached)
                 mask = mask[:, : mask.shape[1] - dropped]
             layer = cached.retrieval_layers[0]
-            assert layer.regions is not None, "the prompt went through it"
-            flushes = layer.regions.step_flushes()
+            assert layer.kv is not None, "the prompt went through it"
+            flushes = layer.kv.step_flushes()
             # The first step makes the index, and so does one after a change.
             self._begin("flush" if flushes else "decode" if number % 4 else "first")
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)

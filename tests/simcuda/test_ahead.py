@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch chooses 8 of up to 32 tokens, or of up to 64; windows have pieces of 4 tokens."""
+    """One launch chooses 8 of up to 32 tokens, or of up to 64; windows have chunks of 4 tokens."""
     from hf_kvret_kernels.prompt_attention import triton as prompt
     from hf_kvret_kernels.top_k import triton as top_k
 

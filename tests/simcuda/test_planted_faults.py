@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.contracts import pieces
+from hf_kvret.contracts import chunks
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.replay import recorders
@@ -159,7 +159,7 @@ FAULTS = {
     ),
     "rows are read ahead before they are there": Fault(
         Case("ctkvr", "host"),
-        within(pieces._Reader, "start", streams.Stream, "wait_stream", nothing),
+        within(chunks._Reader, "start", streams.Stream, "wait_stream", nothing),
         "race",
     ),
     # Memory that goes back to the allocator too early.

@@ -139,7 +139,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def in_full(cache: Any) -> list[bool]:
     """Whether the rows of each layer are in full."""
-    classes = [type(layer.regions.store) for layer in cache.retrieval_layers]
+    classes = [type(layer.kv.store) for layer in cache.retrieval_layers]
     assert set(classes) <= {PagedStore, QuantizedStore}
     return [cls is PagedStore for cls in classes]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, TokenBlock
-from hf_kvret.contracts import pieces
+from hf_kvret.contracts import chunks
 from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, host_memory, paged
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -56,8 +56,8 @@ def test_bytes_are_exact_and_in_the_right_memory() -> None:
 
 
 @pytest.mark.parametrize("make_memory", [DeviceMemory, HostMemory])
-@pytest.mark.parametrize("piece_len", [1, 4, 9, 24, 1000])
-def test_the_kernel_reads_the_same_chunks(make_memory: MakeMemory, piece_len: int) -> None:
+@pytest.mark.parametrize("chunk_len", [1, 4, 9, 24, 1000])
+def test_the_kernel_reads_the_same_chunks(make_memory: MakeMemory, chunk_len: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
@@ -65,8 +65,8 @@ def test_the_kernel_reads_the_same_chunks(make_memory: MakeMemory, piece_len: in
     order = torch.tensor([2, 0, 2])
     store.reorder(order)
     with prefer("triton"):
-        starts, *chunks = zip(*store.chunks(piece_len), strict=True)
-    assert list(starts) == list(range(0, 45, max(4, piece_len // 4 * 4)))
+        starts, *chunks = zip(*store.chunks(chunk_len), strict=True)
+    assert list(starts) == list(range(0, 45, max(4, chunk_len // 4 * 4)))
     for tensors, expected in zip(chunks, (keys, values), strict=True):
         assert torch.equal(torch.cat(tensors, dim=2), expected[order])
 
@@ -197,13 +197,13 @@ def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPa
 
     near, far = torch.device("cuda", 0), torch.device("cuda", 1)
     users = {near: Stream(near), far: Stream(far)}
-    monkeypatch.setattr(pieces, "_streams", {})
+    monkeypatch.setattr(chunks, "_streams", {})
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: users[device])
-    first, other = (pieces.reading_stream(device) for device in (near, far))
-    assert first is pieces.reading_stream(near) is not other
+    first, other = (chunks.reading_stream(device) for device in (near, far))
+    assert first is chunks.reading_stream(near) is not other
     users[near] = Stream(near)
-    second = pieces.reading_stream(near)
+    second = chunks.reading_stream(near)
     assert second is not first
     # Pinned memory is unregistered when nobody reads it any more.
     log: list[int] = []

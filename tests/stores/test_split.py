@@ -202,7 +202,7 @@ def test_a_cache_with_a_budget_splits_and_says_so(llama: PreTrainedModel) -> Non
     memory = split.memory()
     assert 0.3 * rows < memory.store_device < 0.5 * rows
     assert 0.5 * rows < memory.store_host < 0.7 * rows
-    assert {layer.regions.store.bus_share for layer in split.retrieval_layers} == {0.6}
+    assert {layer.kv.store.bus_share for layer in split.retrieval_layers} == {0.6}
 
 
 def test_forks_and_beams_of_a_split_cache(llama: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult, Store
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
@@ -16,7 +16,7 @@ from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels.higgs import Codec
 from hf_kvret_kernels.ids import check_id_range
 
-PIECE = 4096
+CHUNK = 4096
 """Tokens coded or decoded at once."""
 
 
@@ -49,7 +49,7 @@ class BytePages(PagedStore):
 
 
 class DecodedStore(Store):
-    """Decodes rows piece by piece.
+    """Decodes rows chunk by chunk.
 
     ``gather``, ``attend`` and ``scores`` decode all tokens from the first to the last requested
     one: they are for crops and comparisons. Decoding steps read ``chunks``.
@@ -69,8 +69,8 @@ class DecodedStore(Store):
         return 0
 
     @abstractmethod
-    def pieces(
-        self, first: int, last: int, piece_len: int = PIECE
+    def decoded_chunks(
+        self, first: int, last: int, chunk_len: int = CHUNK
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Slots ``first .. last`` in order: ``(slot, keys [B, Hkv, n, Dk], values)``."""
 
@@ -104,16 +104,16 @@ class DecodedStore(Store):
         slots = ids[ids >= 0]
         first, last = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 1)
         rows = PagedStore(DeviceMemory(self.memory.device))
-        for start, keys, values in self.pieces(first, last):
+        for start, keys, values in self.decoded_chunks(first, last):
             in_key = self.value_in_key
             rows.append(TokenBlock(keys, values, start - first, value_in_key=in_key))
         return rows, torch.where(ids >= 0, ids - first, ids)
 
 
-def spans(first: int, last: int, piece_len: int) -> Iterator[tuple[int, int]]:
-    """``first .. last`` in pieces."""
-    for start in range(first, last, piece_len):
-        yield start, min(start + piece_len, last)
+def spans(first: int, last: int, chunk_len: int) -> Iterator[tuple[int, int]]:
+    """``first .. last`` in chunks."""
+    for start in range(first, last, chunk_len):
+        yield start, min(start + chunk_len, last)
 
 
 def joined(x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def check_shape(saved: torch.Tensor, shape: list[int]) -> None:
 
 def check_coded(
     state: Tensors,
-    form: Form,
+    schema: Schema,
     sides: Sequence[tuple[Codec, int]],
     tokens: str = "N",
     prefix: str = "",
@@ -149,7 +149,7 @@ def check_coded(
 
     Args:
         state: with ``keys``, the codes, and ``values``, the scales.
-        form: of the layer.
+        schema: of the layer.
         sides: codec and numbers of each side of a row.
         tokens: letter or number of the rows.
         prefix: of the names.
@@ -160,4 +160,4 @@ def check_coded(
     }
     for name, width in widths.items():
         key = f"{prefix}{name}"
-        form.check(f"store.{key}", state[key], f"B 1 {tokens} {width}", torch.uint8)
+        schema.check(f"store.{key}", state[key], f"B 1 {tokens} {width}", torch.uint8)
