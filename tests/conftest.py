@@ -178,8 +178,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             {name: value for names, row in rows for name, value in zip(names, row, strict=True)}
         )
 
-    numbers = {key: range(len(each.params)) for key, each in enumerate(factors)}
-    default = pairwise(numbers, allowed)
+    indices = {key: range(len(each.params)) for key, each in enumerate(factors)}
+    default = pairwise(indices, allowed)
     rows = [_params(factors, case) for case in default]
     cases = [_merged(row) for row in rows]
     cases += [_merged([*rows[0][:-1], place]) for place in elsewhere]
@@ -187,7 +187,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         kept = {tuple(case.values()) for case in default}
         others = [
             case
-            for case in full_product(numbers)
+            for case in full_product(indices)
             if tuple(case.values()) not in kept and allowed(case)
         ]
         cases += [_merged(_params(factors, case), pytest.mark.slow) for case in others]
@@ -256,11 +256,11 @@ def temporaries() -> Callable[[Callable[[], object]], int]:
             work()
         results = profiler.profiler.kineto_results
         events = [event for event in results.events() if event.name() == "[memory]"]
-        held = most = 0
+        current = most = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
-            held += event.nbytes()
-            most = max(most, held)
-        return most - max(0, held)
+            current += event.nbytes()
+            most = max(most, current)
+        return most - max(0, current)
 
     return measure
 
@@ -275,15 +275,15 @@ def artifact_options(
     from hf_kvret.lab.calibrate.tiny import tiny_artifact
     from hf_kvret.testing import GEMMA4_MODELS, LATENT_MODELS, MODELS
 
-    made: dict[tuple[str, str], str] = {}
+    paths: dict[tuple[str, str], str] = {}
 
     def find(method: str, model: str) -> dict[str, str]:
         if not registered_methods()[method].needs_artifact:
             return {}
-        if (method, model) not in made:
+        if (method, model) not in paths:
             folder = tmp_path_factory.mktemp(f"{method}-{model}")
             one = (MODELS | LATENT_MODELS | GEMMA4_MODELS)[model]
-            made[method, model] = tiny_artifact(one.build(), method, folder)
-        return {"artifact": made[method, model]}
+            paths[method, model] = tiny_artifact(one.build(), method, folder)
+        return {"artifact": paths[method, model]}
 
     return find

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import logging
 import pickle
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,12 @@ from hf_kvret import (
     attach,
     registered_methods,
 )
+from hf_kvret import cache as cache_module
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.models.compatibility import retrieval_shapes
-from hf_kvret.stores.places import choose
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
+from hf_kvret_kernels import host_library
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 16, "do_sample": False}
@@ -75,13 +78,13 @@ def test_the_memory_of_a_dropped_cache_is_free_at_once(llama: PreTrainedModel, n
     try:
         llama.generate(_ids(60), **RUN, past_key_values=cache)
         fork = cache.fork()
-        held = [
+        objects = [
             weakref.ref(x)
             for layer in (cache.retrieval_layers[0], fork.retrieval_layers[-1])
             for x in (layer, layer.kv, layer.kv.index, layer.kv.store)
         ]
         del cache, fork
-        assert [x() for x in held] == [None] * 8
+        assert [x() for x in objects] == [None] * 8
     finally:
         gc.enable()
 
@@ -104,7 +107,7 @@ def test_regions_that_outlive_their_cache_say_so(llama: PreTrainedModel) -> None
     assert kv is not None and kv.store is None
     rows = kv.window.keys.new_ones(1, *kv.window.keys.shape[1:2], 60, 16)
     del cache
-    with pytest.raises(RuntimeError, match="the cache of this layer was dropped"):
+    with pytest.raises(RuntimeError, match="the cache of these regions was dropped"):
         kv.take_prompt(rows, rows, None)
 
 
@@ -172,8 +175,8 @@ def test_reset_makes_a_new_cache(llama: PreTrainedModel) -> None:
         cache = cls(llama.config, **SMALL)
         for length in (40, 25):
             expected = llama.generate(_ids(length), **RUN)
-            got = llama.generate(_ids(length), **RUN, past_key_values=cache)
-            assert torch.equal(got, expected)
+            result = llama.generate(_ids(length), **RUN, past_key_values=cache)
+            assert torch.equal(result, expected)
             cache.reset()
             assert cache.get_seq_length() == 0 and cache.memory().device == 0
 
@@ -193,8 +196,8 @@ def test_no_tagged_tensor_stays_in_the_cache(llama: PreTrainedModel) -> None:
     llama.generate(_ids(40), **RUN, past_key_values=cache)
     for layer in cache.retrieval_layers:
         assert layer.kv is not None
-        held = [*layer.kv.window.tokens(), layer.kv.index._keys.rows]
-        assert not any(hasattr(tensor, HANDLE) for tensor in held)
+        objects = [*layer.kv.window.tokens(), layer.kv.index._keys.rows]
+        assert not any(hasattr(tensor, HANDLE) for tensor in objects)
     keys = torch.zeros(1, 2, 1, 16)
     handle, _ = cache.update(keys, keys, 0)
     assert hasattr(handle, HANDLE) and not hasattr(keys, HANDLE)
@@ -221,8 +224,8 @@ def test_threads_share_a_model_and_not_their_caches(llama: PreTrainedModel) -> N
         return llama.generate(_ids(length), **RUN, cache_implementation="flat", cache_config=SMALL)
 
     with ThreadPoolExecutor(4) as pool:
-        for got, wanted in zip(pool.map(run, lengths), expected, strict=True):
-            assert torch.equal(got, wanted)
+        for result, text in zip(pool.map(run, lengths), expected, strict=True):
+            assert torch.equal(result, text)
 
 
 def test_an_unknown_store_is_refused_and_auto_stays_on_a_cpu(llama: PreTrainedModel) -> None:
@@ -237,10 +240,54 @@ def test_an_unknown_store_is_refused_and_auto_stays_on_a_cpu(llama: PreTrainedMo
     assert cache.stats()["store"] == "device"
 
 
-@pytest.mark.parametrize(("size", "name"), [(60, "device"), (61, "host")])
-def test_auto_goes_to_the_host_above_a_quarter_of_free_device_memory(
-    monkeypatch: pytest.MonkeyPatch, size: int, name: str
+# Where the C++ kernels are missing, the first cache of a process says so, and no other does.
+
+
+@pytest.fixture
+def first_cache() -> Iterator[None]:
+    """The next cache is the first of this process."""
+    cache_module._log_missing_kernels.cache_clear()
+    yield
+    cache_module._log_missing_kernels.cache_clear()
+
+
+@pytest.fixture
+def no_library(
+    first_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.delenv(host_library.PATH_VARIABLE, raising=False)
+    monkeypatch.setattr(host_library, "_places", lambda: iter([tmp_path / "none.so"]))
+    host_library._open.cache_clear()
+    yield
+    host_library._open.cache_clear()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
+    """The warnings that ``count`` caches log one after the other."""
+    with caplog.at_level(logging.WARNING, logger="hf_kvret"):
+        for _ in range(count):
+            FlatKVCache(MODELS["llama"].config())
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_missing_compiler_is_told_once_with_its_cost_and_the_remedy(
+    no_library: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each of 4 layers asks for ``size`` of 960 free bytes; the first decides for all."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (960, 2000))
-    assert choose(torch.device("cuda"), 4 * size, ParisConfig(), 16).store == name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    [message] = warnings_of(caplog, 3)
+    assert "2 to 6 times as long" in message
+    assert message.endswith("Install one (GCC or Clang) and install hf_kvret again")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("instead", ["a GPU", "the library"])
+def test_missing_kernels_are_not_told_of_where_others_do_the_work(
+    instead: str,
+    no_library: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: instead == "a GPU")
+    if instead == "the library":
+        monkeypatch.setattr(cache_module.host_attention, "why_not", lambda: "")
+    assert warnings_of(caplog, 2) == []

@@ -1,9 +1,14 @@
-"""The whole command line: every help text, every number, the versions, and errors in one line."""
+"""The command line: help, numbers, versions, errors in one line, its start, and Ctrl-C."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +18,10 @@ import transformers
 from safetensors import SafetensorError
 
 import hf_kvret
+import hf_kvret_cli
 from hf_kvret.cli import main, make_parser
+from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.evaluate import measurement
 from hf_kvret.lab.program.arguments import check_device, device_name, file_path, names
 from hf_kvret.lab.program.help_text import shown_default
 from hf_kvret_kernels.host_attention import paths, why_not
@@ -99,10 +107,10 @@ def test_versions_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for version in (hf_kvret.__version__, torch.__version__, transformers.__version__):
-        assert version in told
-    assert f"CPU kernels: {why_not() or ', '.join(paths())}" in " ".join(told.split())
+        assert version in output
+    assert f"CPU kernels: {why_not() or ', '.join(paths())}" in " ".join(output.split())
 
 
 # What a command needs besides the option under test.
@@ -114,7 +122,7 @@ REQUIRED = {
 }
 
 
-def numbers(words: tuple[str, ...]) -> list[argparse.Action]:
+def number_options(words: tuple[str, ...]) -> list[argparse.Action]:
     """The options of a command that read a number, by a type of Python or by one of ours."""
     ours = "hf_kvret.lab.program.arguments"
     return [
@@ -152,7 +160,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
     monkeypatch.setattr("hf_kvret.lab.evaluate.demo.load_bundled_model", _begun)
     monkeypatch.setattr("hf_kvret.lab.bench.model_measurement.random_model", _begun)
-    for action in numbers(words):
+    for action in number_options(words):
         option = action.option_strings[0]
         for value in ("-1", "nan", "x"):
             try:
@@ -163,7 +171,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
             assert option in capsys.readouterr().err.splitlines()[-1]
 
 
-def _begun(*given: object) -> None:
+def _begun(*args: object) -> None:
     pytest.fail("work has begun")
 
 
@@ -182,7 +190,7 @@ def _begun(*given: object) -> None:
 def test_no_mistake_ends_in_a_trace(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*given: object) -> int:
+    def fail(*args: object) -> int:
         raise error
 
     monkeypatch.setattr("hf_kvret.lab.evaluate.measurement.run_measurement", fail)
@@ -244,3 +252,221 @@ def test_a_wrong_batch_is_told_what_a_batch_is(capsys: pytest.CaptureFixture[str
         main(["bench", "decode", "--batch", "0"])
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.endswith("argument --batch: '0' is no whole number from 1: write 1 or 1,8")
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(measurement, "measure", lambda *a: pytest.fail("the demo ran first"))
+    assert main(["demo", "--plot", "x.png"]) == 2
+
+
+def test_an_empty_list_of_caches_is_refused() -> None:
+    assert main(["demo", "--context", "2000", "--caches", ","]) == 2
+
+
+# These end without torch, and the whole program says the same.
+QUICK = [[], ["--help"], ["-h"], ["wrong"], ["wrong", "--help"]]
+
+
+def label(words: list[str]) -> str:
+    return " ".join(words) or "nothing"
+
+
+def run_apart(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, which names torch on stderr if it was imported."""
+    program = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: 'torch' in sys.modules and print('TORCH', file=sys.stderr))\n"
+        "from hf_kvret_cli import main\n"
+        "sys.exit(main())\n"
+    )
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("words", QUICK, ids=label)
+def test_help_and_wrong_commands_need_no_torch_and_are_the_whole_programs(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Lines are as wide as the terminal.
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run_apart(words)
+    assert "TORCH" not in done.stderr and "loading" not in done.stderr
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    shown = capsys.readouterr()
+    assert (done.returncode, done.stdout, done.stderr) == (
+        stopped.value.code,
+        shown.out,
+        shown.err,
+    )
+    assert done.stdout or done.returncode == 2
+
+
+def test_a_command_is_run_by_the_whole_program() -> None:
+    done = run_apart(["fits", "--nonsense"])
+    assert done.returncode == 2
+    assert "TORCH" in done.stderr and "usage: hf-kvret fits" in done.stderr
+
+
+def test_every_command_is_known_by_its_help() -> None:
+    parser = hf_kvret_cli.make_parser()
+    assert [*dict(parsers(parser))] == [words for words in PARSERS if len(words) < 2]
+    assert parser.format_help() == PARSER.format_help()
+
+
+# While torch loads: one line, and one more after Ctrl-C; others see nothing.
+
+SCRIPT = "import sys\nfrom hf_kvret_cli import main\nsys.exit(main())\n"
+# Instead of torch: the first heavy import of the package.
+CTRL_C = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
+
+
+def start(folder: Path, torch: str | None = None) -> subprocess.CompletedProcess[str]:
+    """``hf-kvret --version`` with a module ``torch`` of our own."""
+    script = folder / "hf-kvret"
+    script.write_text(SCRIPT)
+    return run_stubbed([str(script), "--version"], folder, torch)
+
+
+def run_stubbed(
+    arguments: list[str], folder: Path, torch: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments."""
+    stubs = folder / "stubs"
+    stubs.mkdir()
+    if torch is not None:
+        (stubs / "torch.py").write_text(torch)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": str(stubs)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_ctrl_c_while_loading_is_one_line(tmp_path: Path) -> None:
+    result = start(tmp_path, CTRL_C)
+    assert result.stderr == "hf-kvret: loading ...\n\nhf-kvret: interrupted\n"
+    assert (result.returncode, result.stdout) == (130, "")
+
+
+def test_the_line_comes_before_torch_does(tmp_path: Path) -> None:
+    result = start(tmp_path, "raise SystemExit(7)")
+    assert (result.returncode, result.stderr) == (7, "hf-kvret: loading ...\n")
+
+
+def test_the_line_is_printed_once(tmp_path: Path) -> None:
+    result = start(tmp_path)
+    assert result.returncode == 0 and result.stdout.startswith("hf-kvret ")
+    assert result.stderr.count("loading") == 1
+
+
+def test_ctrl_c_is_the_commands_again_once_it_runs(tmp_path: Path) -> None:
+    program = (
+        "import signal, sys\nfrom hf_kvret import cli\n"
+        "import hf_kvret.lab.evaluate.measurement as measurement\n"
+        "measurement.run_measurement = lambda *given: signal.raise_signal(signal.SIGINT)\n"
+        "from hf_kvret_cli import main\n"
+        "sys.argv = ['hf-kvret', 'demo']\nsys.exit(main())\n"
+    )
+    result = run_stubbed(["-c", program], tmp_path, None)
+    assert result.returncode == 130
+    assert result.stderr.startswith("hf-kvret: loading ...\n\nhf-kvret: interrupted, and nothing")
+
+
+@pytest.mark.parametrize("name", ["hf-kvret", "program"])
+def test_importing_the_library_prints_nothing_and_keeps_ctrl_c(name: str, tmp_path: Path) -> None:
+    """Whatever the program is called."""
+    check = "import signal\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    program = f"import sys\nsys.argv[0] = {name!r}\nimport hf_kvret"
+    result = run_stubbed(["-c", program], tmp_path, check + "raise SystemExit(7)")
+    assert (result.returncode, result.stdout, result.stderr) == (7, "", "")
+
+
+# Ctrl-C in a command: one line that says what is kept, status 130, no trace.
+
+GOES_ON = "hf-kvret: interrupted: the same command goes on where it stopped"
+# A shell that starts the tests in the background has Ctrl-C ignored, which children inherit.
+PROGRAM = """
+import signal, sys
+from hf_kvret.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main())
+"""
+
+
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, *command: str
+) -> str:
+    """The last line of stderr when ``where`` is interrupted in ``hf-kvret <command>``."""
+
+    def stop(*args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, stop)
+    monkeypatch.setattr(sys, "argv", ["hf-kvret", *command])
+    assert main() == 130
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_real_signal_ends_a_calibration_with_one_line(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["calibrate", "a2ats", "--model", "needle", "--out", str(out), "--tokens", "8K"]
+    # The layers after the first would take minutes.
+    more = ["--length", "1K", "--codewords", "512", "--rounds", "100000", "--layers-at-once", "1"]
+    command = [sys.executable, "-c", PROGRAM, *arguments, *more]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not (out / ".parts" / "setup.sha256").is_file():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, shown = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert shown.splitlines()[-1] == GOES_ON
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("command", ["demo", "eval niah", "bench decode"])
+def test_a_measurement_with_a_result_file_goes_on(
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    where = "hf_kvret.lab.evaluate.measurement.run_measurement"
+    file = ["--json", str(tmp_path / "a.json")]
+    assert interrupted(monkeypatch, capsys, where, *command.split(), *file) == GOES_ON
+    without = interrupted(monkeypatch, capsys, where, *command.split())
+    assert without.endswith(
+        "interrupted, and nothing is kept: with --json FILE the same command goes on"
+    )
+
+
+def test_where_nothing_was_begun_nothing_is_promised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    where = "hf_kvret.lab.calibrate.command.run_calibrate"
+    command = ["calibrate", "a2ats", "--model", "needle", "--out", str(tmp_path)]
+    assert interrupted(monkeypatch, capsys, where, *command) == "hf-kvret: interrupted"
+    (tmp_path / ".parts").mkdir()
+    assert interrupted(monkeypatch, capsys, where, *command) == GOES_ON
+
+
+def test_callers_in_python_get_the_interruption(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stop(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"hf_kvret.lab.calibrate.command.{calibrate.__name__}", stop)
+    command = ["calibrate", "a2ats", "--model", "needle", "--out", str(tmp_path / "out")]
+    with pytest.raises(KeyboardInterrupt):
+        main([*command, "--tokens", "256", "--length", "128"])

@@ -1,4 +1,4 @@
-"""What checks the sdist and the wheels before a release notices what is wrong with them."""
+"""The check of sdist and wheels before a release notices what is wrong with them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def wheel_files(architecture: str) -> dict[str, str]:
     tag = f"py3-none-manylinux_2_28_{architecture}"
     info = f"hf_kvret-{VERSION}.dist-info"
     return {
-        **{place: f"# {source}" for source, place in SOURCES.items()},
+        **{target: f"# {source}" for source, target in SOURCES.items()},
         LIBRARY: "compiled",
         f"{info}/METADATA": METADATA,
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n",
@@ -115,9 +115,9 @@ def test_a_wheel_with_a_fault_is_named(
     else:
         files[name] = text
     write_wheel(folder, "aarch64", files)
-    [found] = dist_check.check(folder)
-    assert wheel_name("aarch64") in found
-    assert fault in found
+    [message] = dist_check.check(folder)
+    assert wheel_name("aarch64") in message
+    assert fault in message
 
 
 def test_missing_and_foreign_files_are_named(folder: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_library_that_is_not_ours_is_told_by_what_it_exports() -> None:
     if openmp is None:
         pytest.skip("this build of torch brings no libgomp")
     machine = dist_check.machine_of(openmp)
-    [own] = [name for name, (known, _) in dist_check.MACHINES.items() if known == machine]
+    [own] = [name for name, (each, _) in dist_check.MACHINES.items() if each == machine]
     other = "aarch64" if own == "x86_64" else "x86_64"
     assert "GOMP_parallel" in dist_check.exports(openmp)
     faults = " ".join(dist_check.library_faults(openmp, own))

@@ -179,14 +179,14 @@ def _check(
     trial = _Trial(model, artifacts, *combination)
     rng = random.Random("/".join(combination))
     ends: Counter[str] = Counter()
-    places = rng.sample(range(1, trial.operations + 1), min(count, trial.operations))
-    for at in places:
+    operations = rng.sample(range(1, trial.operations + 1), min(count, trial.operations))
+    for at in operations:
         error = rng.choice(ERRORS)
         try:
             ends[trial.check(trial.copy(), at, error)] += 1
         except Exception as wrong:
-            place = f"{combination}, operation {at} of {trial.operations}, {error.__name__}"
-            raise AssertionError(f"{place}: {wrong}") from wrong
+            where = f"{combination}, operation {at} of {trial.operations}, {error.__name__}"
+            raise AssertionError(f"{where}: {wrong}") from wrong
     assert torch.equal(trial.run(trial.original, trial.ids), trial.expected), (
         "the original was harmed"
     )

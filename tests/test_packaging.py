@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES: dict[str, str] = PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"]
 DATA_SUFFIXES = {".py", ".json", ".safetensors", ".md", ".typed"}
-# What lies about in a checkout, and in no sdist.
+# Files that lie about in a checkout, and are in no sdist.
 STRAYS = (
     "notes.txt",
     "tests/test_this.py",
@@ -39,27 +39,26 @@ STRAYS = (
 UNPINNED = {"triton", "flash-attn"}  # both have to fit the build of torch at hand
 
 
-def run_python(code: str, *, path: str | None = None) -> str:
-    """Output of ``code`` in a fresh interpreter at the root, as ``python -m pytest`` starts one."""
-    env = {**os.environ, "PYTHONPATH": path} if path is not None else dict(os.environ)
+def run_python(*args: str, folder: Path = ROOT, **variables: str) -> str:
+    """Output of a fresh interpreter, at the root as ``python -m pytest`` starts one."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=env,
+        [sys.executable, *args],
+        cwd=folder,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=False,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 
 
 def requirements() -> list[Requirement]:
     project = PYPROJECT["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
-    found = [Requirement(line) for group in groups for line in group]
-    return [one for one in found if canonicalize_name(one.name) != project["name"]]
+    results = [Requirement(line) for group in groups for line in group]
+    return [one for one in results if canonicalize_name(one.name) != project["name"]]
 
 
 def pins() -> dict[str, Version]:
@@ -94,19 +93,19 @@ def test_the_kernels_folder_does_not_shadow_a_package_of_that_name(tmp_path: Pat
     code = (
         f"import sys; assert sys.path[0] in ('', {str(ROOT)!r}); import kernels; print(kernels.WHO)"
     )
-    assert run_python(code, path=str(tmp_path)) == "the installed one"
+    assert run_python("-c", code, PYTHONPATH=str(tmp_path)) == "the installed one"
 
 
 @pytest.mark.slow
 def test_transformers_imports_at_the_root() -> None:
     code = "from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)"
-    assert run_python(code).splitlines()[-1] == "LlamaForCausalLM"
+    assert run_python("-c", code).splitlines()[-1] == "LlamaForCausalLM"
 
 
 def test_at_the_root_a_package_of_that_name_is_the_installed_one() -> None:
-    """As transformers finds it, which would not be imported with another one."""
+    """transformers looks for it in the same way, and can't be imported with another one."""
     code = "import importlib.util as u; spec = u.find_spec('kernels'); print(spec and spec.origin)"
-    origin = run_python(code)
+    origin = run_python("-c", code)
     try:
         installed = importlib.metadata.distribution("kernels").locate_file("kernels/__init__.py")
     except importlib.metadata.PackageNotFoundError:
@@ -122,12 +121,12 @@ def test_the_command_has_its_function() -> None:
 
 def test_every_direct_dependency_has_a_pin_that_it_allows() -> None:
     pinned = pins()
-    wanted = {canonicalize_name(one.name): one for one in requirements()}
+    expected = {canonicalize_name(one.name): one for one in requirements()}
     assert "triton" not in pinned, "a CUDA build of torch brings its own triton"
-    assert sorted(set(wanted) - set(pinned) - UNPINNED) == []
+    assert sorted(set(expected) - set(pinned) - UNPINNED) == []
     refused = [
         f"{one} refuses {pinned[name]}"
-        for name, one in wanted.items()
+        for name, one in expected.items()
         if name in pinned and not one.specifier.contains(pinned[name], prereleases=True)
     ]
     assert not refused
@@ -166,46 +165,30 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("not for others")
     code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-c", code, str(folder), folder=source)
     for name in STRAYS:
         (source / name).unlink()
-    [made] = folder.glob("*.tar.gz")
-    return made
+    [file] = folder.glob("*.tar.gz")
+    return file
 
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the sdist, made where there is no compiler."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [*pip, "--wheel-dir", str(folder), str(sdist)],
-        env={**os.environ, "CC": "no-compiler", "CXX": "no-compiler"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [made] = folder.glob("*.whl")
-    return made
+    pip = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    run_python(*pip, str(sdist), CC="no-compiler", CXX="no-compiler")
+    [file] = folder.glob("*.whl")
+    return file
 
 
 def test_the_sdist_holds_what_wheels_are_made_of_and_nothing_else(sdist: Path) -> None:
     source = sdist.parent / "source"
     with tarfile.open(sdist) as archive:
         names = {one.name.partition("/")[2] for one in archive if one.isfile()}
-    wanted = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
-    assert len(wanted) > 300
-    assert names == wanted - {".gitignore"} | {"PKG-INFO"}
+    expected = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    assert len(expected) > 300
+    assert names == expected - {".gitignore"} | {"PKG-INFO"}
 
 
 def test_the_wheel_serves_every_python_3_on_its_platform(wheel: Path) -> None:
@@ -242,7 +225,7 @@ def test_the_wheel_holds_the_packages_and_their_data(sdist: Path, wheel: Path) -
     assert "hf-kvret = hf_kvret_cli:main" in entry_points.replace("=", " = ").replace("  ", " ")
 
 
-# What a user without a checkout may type, and what comes of it.
+# Commands of a user without a checkout, their status and a part of their output.
 OUTSIDE = (
     ("eval niah --context 1K --depths 50 --samples 1 --caches full", 0, "| full "),
     ("bench prefill --context 1K --steps 1 --warmup 0 --rounds 1 --caches full", 0, "| full "),
@@ -274,16 +257,7 @@ def test_the_wheel_runs_where_no_checkout_is(wheel: Path, tmp_path: Path) -> Non
         "    ended.append([status, shown.getvalue()])\n"
         "print(json.dumps(ended))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    ended = json.loads(done.stdout.splitlines()[-1])
+    output = run_python("-c", code, folder=tmp_path, PYTHONPATH=str(installed))
+    ended = json.loads(output.splitlines()[-1])
     for (line, status, message), (code, shown) in zip(OUTSIDE, ended, strict=True):
         assert (code, message in shown) == (status, True), f"{line}: {shown}"

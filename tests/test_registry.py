@@ -164,8 +164,8 @@ def test_registering_twice_and_undoing_twice_is_harmless() -> None:
     clean = _state()
     hf_kvret.unregister()
     assert _state() == clean
-    for part in (clean[0], clean[2], clean[3]):
-        assert not set(OURS) & set(part)
+    for mapping in (clean[0], clean[2], clean[3]):
+        assert not set(OURS) & set(mapping)
     assert not hasattr(clean[1], "__wrapped__") and clean[1] is registered[1].__wrapped__
     assert tuple(registered[0]) == (*clean[0], *OURS[1:]), "other names are untouched"
     hf_kvret.register()
@@ -251,8 +251,8 @@ def test_a_switched_model_works_without_us_as_before(name: str, batch: int) -> N
 
     before = tokens()
     hf_kvret.attach(model)
-    for expected, got in zip(before, tokens(), strict=True):
-        assert torch.equal(got, expected)
+    for expected, result in zip(before, tokens(), strict=True):
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.usefixtures("names_again")

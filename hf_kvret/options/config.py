@@ -42,7 +42,7 @@ class RetrievalConfig:
             the device as long as ``device_budget`` lasts, then on the host), or ``"auto"``: with a
             ``device_budget`` split; else by the memory that is free when the first rows go cold:
             on the device, on the host where they need more than a quarter of a GPU's free memory,
-            and in ``bits`` a number where host memory is short (see ``stores.places``).
+            and in ``bits`` a number where host memory is short (see ``stores.placement``).
         device_budget: of ``store="split"``, device memory for the cold rows of all layers
             together, each of which gets an equal share: bytes (int), or a text as ``"90GB"`` or
             ``"75GiB"``. None: half of what is free when the first rows go cold; a GPU only.

@@ -15,9 +15,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.window import Window
-from hf_kvret.models.versions import cache_argument
-from hf_kvret.replay.frame import Frame
+from hf_kvret.layer.window import Capture, Window, wide_mask
+from hf_kvret.models.versions import CACHE_NAMES, cache_argument
 from hf_kvret.replay.layer_step import LayerStep, SlidingStep
 from hf_kvret.replay.recorders import RECORDERS, Recorder
 from hf_kvret.replay.replayable import untested
@@ -32,8 +31,93 @@ _HARMLESS = (
     "hf_kvret.attention.prompt_check",
     "hf_kvret.attention.model_state",
 )
-# Why captures failed, by model and kind of cache, so that generate does not try again each time.
+# Why captures failed, by model and variant of cache, so that generate does not try again each time.
 _failures: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
+# Arguments of a decode step whose values differ from step to step.
+_PER_STEP = ("input_ids", "position_ids", "cache_position")
+_MASK = "attention_mask"
+
+
+class Frame:
+    """Inputs of one captured step, refilled before each replay, and its output.
+
+    Args:
+        inputs: keywords of the model's forward pass for a step of one token.
+        window: of the lowest layer.
+
+    Attributes:
+        inputs: the same with the frame's own tensors, and without the mask, which ``capture`` has.
+        capture: where the layers put the token.
+        shape: sizes and flags that the captured work depends on.
+        edits: sum of the layers' edit counts at the time of capture.
+        output: the model's output from the capture.
+        replay: runs the captured work again; None before the capture.
+    """
+
+    def __init__(self, inputs: dict[str, Any], window: Window) -> None:
+        inference = torch.is_inference_mode_enabled()
+        device, batch = window.keys.device, len(window.sink_slots)
+        tensors, self._constants = _split(inputs)
+        self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.inputs = {**self._constants, **self._tensors}
+        padded = inputs.get(_MASK) is not None
+        # One column for every slot until the window is full.
+        slots = window.start + window.capacity - window.sink
+        self.capture = Capture(
+            column=torch.zeros(1, dtype=torch.long, device=device),
+            mask=wide_mask(torch.zeros(batch, window.capacity, dtype=torch.bool, device=device)),
+            slots=torch.zeros(batch, slots, dtype=torch.bool, device=device) if padded else None,
+        )
+        # Tensors made in inference mode can't be written to outside.
+        self._inference = inference
+        self.shape = (batch, window.capacity, padded, inference)
+        self.edits = -1
+        self.output: Any = None
+        self.replay: Callable[[], None] | None = None
+        self._next_column = -1
+
+    @staticmethod
+    def refusal(inputs: dict[str, Any]) -> str | None:
+        """Why steps with these inputs can't be captured; None if they can."""
+        if inputs.get("position_ids") is None:
+            return "the model is not told position_ids, so it counts tokens on the host"
+        for name, value in _split(inputs)[1].items():
+            plain = value is None or isinstance(value, bool | int | float | str)
+            if not plain and name not in CACHE_NAMES:
+                return f"the model is given {name}, a {type(value).__name__}"
+        for name in ("output_hidden_states", "output_attentions"):
+            if inputs.get(name):
+                return f"{name}=True"
+        return None
+
+    def fits(self, inputs: dict[str, Any]) -> bool:
+        """Whether ``inputs`` differ from the frame's only in the values of tensors."""
+        tensors, constants = _split(inputs)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        own_shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        padded = inputs.get(_MASK) is not None
+        alike = padded == (self.capture.slots is not None)
+        alike = alike and self._inference == torch.is_inference_mode_enabled()
+        return alike and shapes == own_shapes and constants == self._constants
+
+    def fill(self, inputs: dict[str, Any], window: Window) -> None:
+        """Copy the values of ``inputs`` and the state of ``window`` before the step to the device.
+
+        Without padding these are a few numbers, because nothing else has changed.
+        """
+        for name, target in self._tensors.items():
+            target.copy_(inputs[name])
+        capture, column = self.capture, window.sink + window.length
+        capture.column.fill_(column)
+        if capture.slots is not None:
+            mask: torch.Tensor = inputs[_MASK]
+            capture.slots[:, : mask.shape[1]].copy_(mask)
+        if capture.slots is not None or column != self._next_column:
+            before = window.validity(capture.slots)
+            capture.mask[:, :column] = True if before is None else before
+            capture.mask[:, column:].fill_(False)
+        capture.mask[:, column] = True if capture.slots is None else capture.slots[:, window.end]
+        self._next_column = column + 1
 
 
 class DecodeGraph:
@@ -63,7 +147,7 @@ class DecodeGraph:
         eager: calls that ran as usual.
 
     Raises:
-        TypeError: a cache of another kind.
+        TypeError: a cache of another class.
     """
 
     def __init__(self, model: PreTrainedModel, cache: RetrievalCache) -> None:
@@ -109,7 +193,7 @@ class DecodeGraph:
                 if len(tokens) <= start:
                     tokens.write(inputs["input_ids"], start)
                 return output
-            _tell(self.reason)
+            _log_once(self.reason)
         return self._usual(inputs)
 
     def _usual(self, inputs: dict[str, Any]) -> Any:
@@ -126,7 +210,7 @@ class DecodeGraph:
         if cache_argument(inputs) is not self._cache or _tokens(inputs) != 1:
             return False
         # With gradients on, a step raises, but a replay would not.
-        if torch.is_grad_enabled() or not all(layer.is_plain() for layer in self._all):
+        if torch.is_grad_enabled() or not all(layer.is_plain() for layer in self._steps):
             return False
         batch, mask = len(inputs["input_ids"]), inputs.get("attention_mask")
         if batch != self._cache.retrieval_layers[0].batch_size:
@@ -147,7 +231,7 @@ class DecodeGraph:
         frame.fill(inputs, window)
         if frame.replay is not None:
             frame.replay()
-            for layer in self._all:
+            for layer in self._steps:
                 layer.replayed()
         elif self._rehearsal_shape != frame.shape or self._plain_edits != self._edits():
             return self._rehearse(frame)
@@ -181,17 +265,17 @@ class DecodeGraph:
 
         ``again``: retry once if memory runs out.
         """
-        why = next(filter(None, (layer.capture_obstacle for layer in self._all)), None)
+        why = next(filter(None, (layer.capture_obstacle for layer in self._steps)), None)
         if why is not None:
             return why
-        for layer in self._all:
+        for layer in self._steps:
             layer.before_capture()
         assert self._recorder is not None, "without a recorder there is a reason"
         try:
             frame.output, frame.replay = self._recorder.record(lambda: self._forward(frame))
         except BaseException as error:
             frame.output = frame.replay = None
-            for layer in self._all:
+            for layer in self._steps:
                 layer.capture_failed()
             if not isinstance(error, RuntimeError):
                 raise
@@ -202,7 +286,7 @@ class DecodeGraph:
                 return self._capture(frame, again=False) if again else why
             self._remember(why)
             return why
-        for layer in self._all:
+        for layer in self._steps:
             layer.captured()
         self.captures += 1
         self._keep(frame)
@@ -210,7 +294,7 @@ class DecodeGraph:
 
     def _forward(self, frame: Frame) -> Any:
         """The model's output for the frame's inputs, with the token placed by ``frame.capture``."""
-        for layer in self._all:
+        for layer in self._steps:
             layer.set_capture(frame.capture)
         # A replay would write the ids where they were at the capture; see `__call__`.
         self._cache.tokens.begin(self, self._cache.get_seq_length())
@@ -218,11 +302,11 @@ class DecodeGraph:
             return self._model(**frame.inputs)
         finally:
             self._cache.tokens.owner = None
-            for layer in self._all:
+            for layer in self._steps:
                 layer.set_capture(None)
 
     @property
-    def _all(self) -> list[LayerStep | SlidingStep]:
+    def _steps(self) -> list[LayerStep | SlidingStep]:
         return [*self._layers, *self._others]
 
     def _keep(self, frame: Frame) -> None:
@@ -241,18 +325,18 @@ class DecodeGraph:
             self._remember(reason)
         self.reason, self._given_up = reason, True
         self._frame = self._recorder = None
-        _tell(reason, quietly)
+        _log_once(reason, quietly)
 
     def _remember(self, reason: str) -> None:
-        _failures.setdefault(self._owner, {})[_kind(self._cache)] = reason
+        _failures.setdefault(self._owner, {})[_variant(self._cache)] = reason
 
 
-def _kind(cache: RetrievalCache) -> tuple[Any, ...]:
-    """A key that is equal for caches whose steps do the same work."""
+def _variant(cache: RetrievalCache) -> tuple[Any, ...]:
+    """Equal for caches whose steps do the same work."""
     return type(cache), cache.options
 
 
-def _tell(reason: str, quietly: bool = False) -> None:
+def _log_once(reason: str, quietly: bool = False) -> None:
     """Log ``reason``, once in a process."""
     if reason not in _logged_reasons:
         _logged_reasons.add(reason)
@@ -287,11 +371,11 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the model's quantization can't be captured"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    return _failures.get(model, {}).get(_kind(cache)) or untested(model)
+    return _failures.get(model, {}).get(_variant(cache)) or untested(model)
 
 
 def _tokens(inputs: dict[str, Any]) -> int:
-    """Tokens of each row in this call; 0 for embeddings."""
+    """Tokens of each sequence in this call; 0 for embeddings."""
     tokens = inputs.get("input_ids")
     return 0 if tokens is None else int(tokens.shape[1])
 
@@ -322,3 +406,10 @@ def _copy(output: Any) -> Any:
             twin[name] = _copy(value)
         return twin
     return tuple(map(_copy, output)) if isinstance(output, tuple) else output
+
+
+def _split(inputs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors that change from step to step, without the mask; and the other arguments."""
+    tensors = {name: inputs[name] for name in _PER_STEP if inputs.get(name) is not None}
+    constants = {name: x for name, x in inputs.items() if name not in (*_PER_STEP, _MASK)}
+    return tensors, constants

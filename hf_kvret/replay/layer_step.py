@@ -93,7 +93,7 @@ class LayerStep:
 
 
 class SlidingStep:
-    """As ``LayerStep``, for a layer that keeps the newest tokens only.
+    """Does the same as ``LayerStep`` for a layer that keeps the newest tokens only.
 
     Such a layer makes new tensors at each step. Once the window is full they always have the same
     shape, so the results of a captured step are copied back to where the next one reads. The layer

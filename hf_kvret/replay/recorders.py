@@ -56,9 +56,9 @@ class CudaRecorder:
 
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
         """See ``Recorder.rehearse``. Runs on the capture stream, which gets its workspaces here."""
-        with torch.cuda.device(self._device), _on_capture_stream(self._device), waits() as places:
+        with torch.cuda.device(self._device), _on_capture_stream(self._device), waits() as lines:
             result = step()
-        return result, f"a step waits for the device: {places[0]}" if places else None
+        return result, f"a step waits for the device: {lines[0]}" if lines else None
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """See ``Recorder.record``.
@@ -155,7 +155,7 @@ def _on_capture_stream(device: torch.device) -> Iterator[None]:
 
 
 def _capture_options() -> dict[str, bool]:
-    """Of ``capture_begin``. RuntimeError for a check that this torch does not have."""
+    """Options of ``capture_begin``. RuntimeError for a check that this torch does not have."""
     if os.environ.get(CHECK_VARIABLE) != "1":
         return {}
     name = "check_input_liveness"
@@ -187,19 +187,19 @@ def waits() -> Iterator[list[str]]:
     what others are told about waits is dropped. A thread that changes the filters of warnings
     meanwhile may hide waits.
     """
-    places = _watch.begin()
+    lines = _watch.begin()
     try:
-        yield places
+        yield lines
     finally:
         _watch.end()
 
 
 class _Watch:
-    """The debug mode and the way of warnings, changed for as long as any thread collects."""
+    """torch's debug mode and Python's warnings, changed for as long as any thread collects."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._places: dict[int, list[list[str]]] = {}
+        self._lines: dict[int, list[list[str]]] = {}
         self._mode = 0
         # Where warnings go on to. Never this object: ``catch_warnings`` of another thread may put
         # it back after the end, where the next beginning then comes upon it.
@@ -207,9 +207,9 @@ class _Watch:
 
     def begin(self) -> list[str]:
         """Collect for this thread, too."""
-        places: list[str] = []
+        lines: list[str] = []
         with self._lock:
-            if not self._places:
+            if not self._lines:
                 mode = torch.cuda.get_sync_debug_mode()
                 torch.cuda.set_sync_debug_mode("warn")
                 self._mode = mode
@@ -219,17 +219,17 @@ class _Watch:
             _remove_filter()
             warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
             _filters_changed()
-            self._places.setdefault(threading.get_ident(), []).append(places)
-        return places
+            self._lines.setdefault(threading.get_ident(), []).append(lines)
+        return lines
 
     def end(self) -> None:
         """The newest collection of this thread is over."""
         with self._lock:
-            own = self._places[threading.get_ident()]
+            own = self._lines[threading.get_ident()]
             own.pop()
             if not own:
-                del self._places[threading.get_ident()]
-            if not self._places:
+                del self._lines[threading.get_ident()]
+            if not self._lines:
                 _remove_filter()
                 if warnings.showwarning == self._note:
                     warnings.showwarning = self._show
@@ -245,11 +245,11 @@ class _Watch:
         line: str | None = None,
     ) -> None:
         """Called in the thread that warns."""
-        if not self._places or not str(message).startswith(_MESSAGE):
+        if not self._lines or not str(message).startswith(_MESSAGE):
             self._show(message, category, filename, lineno, file, line)
             return
-        for places in self._places.get(threading.get_ident(), []):
-            places.append(f"{filename}:{lineno}")
+        for lines in self._lines.get(threading.get_ident(), []):
+            lines.append(f"{filename}:{lineno}")
 
 
 def _remove_filter() -> None:

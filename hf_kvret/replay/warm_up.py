@@ -29,18 +29,18 @@ def warming_up(
     if kv is None or not kv.cold_len or query.shape[2] > layer.config.max_draft:
         return nullcontext()
     length = kv.length + (query.shape[2] if layer.pending_attention else 0)
-    known = kv.compiled_len
-    if length <= known.get(query.shape, 0) or kv.step_flushes():
+    lengths = kv.compiled_len
+    if length <= lengths.get(query.shape, 0) or kv.step_flushes():
         return nullcontext()
     if torch.cuda.is_current_stream_capturing():
         return nullcontext()
     final_len = layer.final_len if layer.final_len > length else 2 * length
-    known[query.shape] = final_len
+    lengths[query.shape] = final_len
     return growing(_growth(kv, query.shape[2], call.scoring.valid is not None, final_len))
 
 
 def _growth(kv: LayerKV, queries: int, padded: bool, final_len: int) -> Growth:
-    """What ``queries`` queries a step will have to do with, up to ``final_len`` tokens."""
+    """The sizes that steps of ``queries`` queries will meet, up to ``final_len`` tokens."""
     config, window, cold_len = kv.config, kv.window, kv.cold_len
     last = max(cold_len, final_len - config.recent)
     lengths = [cold_len]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -10,9 +10,9 @@ from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.options.config import RetrievalConfig, byte_count, free_bytes
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
-from hf_kvret.stores.offsets import OffsetWarning, why_in_full
+from hf_kvret.stores.offsets import warn_of_offset, why_in_full
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.places import CODED, PLAIN, UNCODED, choose, coded_store
+from hf_kvret.stores.placement import CODED, PLAIN, UNCODED, choose, coded_store
 from hf_kvret.stores.quantized import QuantizedStore
 from hf_kvret.stores.resident import ResidentStore
 
@@ -28,13 +28,8 @@ __all__ = [
 ]
 
 
-class MakeStore(Protocol):
-    """Makes an empty store for queries on ``device``."""
-
-    def __call__(self, device: torch.device, options: RetrievalConfig) -> Store: ...
-
-
-STORES: dict[str, MakeStore] = {
+# Makers of an empty store for queries on a device, by name.
+STORES: dict[str, Callable[[torch.device, RetrievalConfig], Store]] = {
     "device": lambda device, options: PagedStore(DeviceMemory(device)),
     "host": lambda device, options: PagedStore(HostMemory(device)),
     "resident": lambda device, options: ResidentStore(device, options.slots),
@@ -59,11 +54,11 @@ def store_names() -> str:
 
 
 class StoreChoice:
-    """Makes the stores of one cache, all of the same kind.
+    """Makes the stores of one cache, all of the same type.
 
     With ``"auto"`` the lowest layer, the first to need a store, decides for all: split if there is
-    a budget, else the first of ``PLACES`` with room for all rows that are expected. Each layer gets
-    an equal share of the budget, since a prompt comes layer by layer.
+    a budget, else the first of ``PLACEMENTS`` with room for all expected rows. Each layer gets an
+    equal share of the budget, since a prompt comes layer by layer.
 
     Attributes:
         name: of the stores; None until ``"auto"`` has decided.
@@ -83,8 +78,8 @@ class StoreChoice:
             options: of the cache.
             layers: that retrieve.
             head_dim: of their keys; where they differ, the largest number that divides all.
-            all_to_first: numbers that all these layers hold of a token, in units of the first
-                one's; None for ``layers``: they are alike.
+            all_to_first: elements of a token in all these layers, in units of the first one's; None
+                for ``layers``: they are alike.
 
         Raises:
             ValueError: ``options.store`` is neither ``"auto"`` nor a key of ``STORES``.
@@ -101,10 +96,10 @@ class StoreChoice:
         self._share: int | None = None
         self.announced_len, self._chunk = 0, 0
         self._prompt_len, self._new_tokens = 0, 0
-        self._offsets = OffsetWarning()
-        # By layer that keeps its rows in full where "auto" codes those of others, why; and the
-        # layers that got a store before a saved one was found to be coded.
+        self._has_warned = False
+        # Reasons by layer that keeps its rows in full where "auto" codes those of others.
         self._in_full: dict[int, str] = {}
+        # Layers that got a store before a saved one turned out to be coded.
         self._uncoded: set[int] = set()
 
     @property
@@ -172,7 +167,7 @@ class StoreChoice:
             layer: number of the layer in the model.
             remedy: what to do then.
         """
-        self._offsets.check(first, layer, remedy)
+        self._has_warned = self._has_warned or warn_of_offset(first, layer, remedy)
 
     def _name_for(self, first: FirstRows, layer: int) -> str:
         """Name of the store of a layer."""
@@ -208,9 +203,9 @@ class StoreChoice:
 
     def _expected_bytes(self, cold_bytes: int) -> int:
         """Bytes of a layer's cold rows when prompt and new tokens are there."""
-        held = max(self._prompt_len, self._least_len) - self._options.recent
-        expected = self._prompt_len + self._new_tokens - self._options.recent
-        return self._prompt_bytes(cold_bytes) * max(held, expected) // held
+        prompt_len = max(self._prompt_len, self._least_len) - self._options.recent
+        final_len = self._prompt_len + self._new_tokens - self._options.recent
+        return self._prompt_bytes(cold_bytes) * max(prompt_len, final_len) // prompt_len
 
     @property
     def _least_len(self) -> int:
@@ -235,9 +230,7 @@ class StoreChoice:
     def _budget(self, device: torch.device) -> int:
         """Bytes of device memory for the rows of all layers."""
         if self._options.device_budget is not None:
-            budget = byte_count(self._options.device_budget)
-            _check_fits(self._options.device_budget, budget, device)
-            return budget
+            return _checked_budget(self._options.device_budget, device)
         free = free_bytes(device)
         if free is None:
             raise ValueError(
@@ -247,14 +240,13 @@ class StoreChoice:
         return free // 2
 
 
-def _check_fits(size: int | str, budget: int, device: torch.device) -> None:
-    """ValueError for a ``budget`` that is more than all memory of a GPU."""
-    if device.type != "cuda":
-        return
-    _, total = torch.cuda.mem_get_info(device)
-    if budget > total:
+def _checked_budget(size: int | str, device: torch.device) -> int:
+    """Bytes of ``size``; ValueError where that is more than all memory of a GPU."""
+    budget = byte_count(size)
+    if device.type == "cuda" and budget > (total := torch.cuda.mem_get_info(device)[1]):
         raise ValueError(
             f"device_budget={size!r} is more than all memory of {device}, {total / 1e9:.1f} GB: "
             "take less than what the model leaves free, or leave device_budget out and ask for "
             "store='split', which takes half of that"
         )
+    return budget

@@ -9,13 +9,12 @@ from typing import Any, Self, TypeVar
 import torch
 
 from hf_kvret.contracts.store import AttentionResult
-from hf_kvret.stores.memory import HostMemory
+from hf_kvret.stores.memory import CPU, HostMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
 from hf_kvret_kernels.paged import PagedRows
 
-CPU = torch.device("cpu")
-# What a function of (queries, ids) on the CPU gives there.
+# Results, on the CPU, of a function of (queries, ids).
 Result = TypeVar("Result", bound=tuple[torch.Tensor, ...])
 
 # One worker for all stores: layers run one after the other, and the kernel is multi-threaded.
@@ -41,11 +40,7 @@ class CpuStore(WrappedStore):
         self._staging: dict[str, _Staging] = {}
 
     def begin(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
         rows = self.rows.paged_rows()
 
@@ -58,11 +53,7 @@ class CpuStore(WrappedStore):
         return self.rows.host_rows()
 
     def scores(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> torch.Tensor:
         rows = self.rows.paged_rows()
 

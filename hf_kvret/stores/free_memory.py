@@ -66,8 +66,8 @@ def _available() -> int | None:
         name, _, size = line.partition(":")
         if name == "MemAvailable":
             return int(size.split()[0]) * 1024
-    known = getattr(os, "sysconf_names", {})
-    if not {"SC_AVPHYS_PAGES", "SC_PAGE_SIZE"} <= known.keys():
+    names = getattr(os, "sysconf_names", {})
+    if not {"SC_AVPHYS_PAGES", "SC_PAGE_SIZE"} <= names.keys():
         return None
     count, size_bytes = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return count * size_bytes if min(count, size_bytes) >= 0 else None
@@ -75,10 +75,10 @@ def _available() -> int | None:
 
 def _cgroup_rooms(version: _Version) -> Iterator[int]:
     """Bytes left in each cgroup of the process that has a limit, from its own to the root."""
-    parts = _cgroup_path(version.controller)
-    for depth in range(len(parts), -1, -1):
+    folders = _cgroup_path(version.controller)
+    for depth in range(len(folders), -1, -1):
         # A container may see a path of its host, of which only the root exists here.
-        group = CGROUPS.joinpath(version.folder, *parts[:depth])
+        group = CGROUPS.joinpath(version.folder, *folders[:depth])
         limits = [_number(group / name) for name in version.limits]
         limit = min((limit for limit in limits if limit is not None), default=_MAX)
         usage = _number(group / version.usage)
@@ -91,8 +91,8 @@ def _cgroup_path(controller: str) -> list[str]:
     for line in _lines(PROC / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
-            parts = [part for part in path.split("/") if part]
-            return [] if ".." in parts else parts
+            folders = [folder for folder in path.split("/") if folder]
+            return [] if ".." in folders else folders
     return []
 
 

@@ -10,8 +10,7 @@ from collections import deque
 
 import torch
 
-from hf_kvret.stores.host_memory import empty
-from hf_kvret.stores.pinning import pinned, reads_host_addresses
+from hf_kvret.stores.host_memory import empty, pinned, reads_host_addresses
 
 CPU = torch.device("cpu")
 # Two layers of a prompt of 128K tokens, at 8 KV heads of 128 in 16 bits.
@@ -93,18 +92,21 @@ class HostMemory(PageMemory):
 
     def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
-        if self.device.type == "cuda" and not reads_host_addresses(_index_of(self.device)):
+        index = self.device.index
+        if self.device.type == "cuda" and not reads_host_addresses(
+            torch.cuda.current_device() if index is None else index
+        ):
             raise RuntimeError(
                 f"{self.device} has other addresses for pinned memory than the host, which the "
                 "kernels here do not know of: use store='device', or store='cpu'"
             )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._place = device if device.type == "meta" else CPU
+        self._chunk_device = device if device.type == "meta" else CPU
         self._last_write: torch.cuda.Event | None = None
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         if self._stream is None:
-            return empty(shape, dtype, self._place)
+            return empty(shape, dtype, self._chunk_device)
         return pinned(shape, dtype, self._stream)
 
     def on_host(self, chunk: torch.Tensor) -> bool:
@@ -160,7 +162,8 @@ class SplitMemory(PageMemory):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         page_bytes = math.prod(shape[1:]) * dtype.itemsize
-        pages = self._room // (page_bytes * least) * least
+        room = self.budget - sum(list(self._chunk_bytes.values()))
+        pages = room // (page_bytes * least) * least
         if pages < least:
             return self._far.allocate(shape, dtype)
         chunk = self._near.allocate((min(pages, shape[0]), *shape[1:]), dtype)
@@ -168,18 +171,13 @@ class SplitMemory(PageMemory):
         weakref.finalize(chunk, self._chunk_bytes.pop, id(chunk)).atexit = False
         return chunk
 
-    @property
-    def _room(self) -> int:
-        """Bytes of the budget that are left."""
-        return self.budget - sum(list(self._chunk_bytes.values()))
-
     def on_host(self, chunk: torch.Tensor) -> bool:
         return id(chunk) not in self._chunk_bytes
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         # Without a GPU both are host memory and write the same way.
-        place = self._far if target.device.type == "cpu" else self._near
-        place.write(target, rows)
+        memory = self._far if target.device.type == "cpu" else self._near
+        memory.write(target, rows)
 
     def wait(self) -> None:
         self._far.wait()
@@ -188,17 +186,13 @@ class SplitMemory(PageMemory):
         self._far.synchronize()
 
 
-def _index_of(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
 def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
     """Asynchronous copies, one per contiguous run of ``target``: a strided copy would block."""
     if target.is_contiguous():
         target.copy_(rows, non_blocking=True)
         return
-    for part, source in zip(target, rows, strict=True):
-        _copy_runs(part, source)
+    for run, source in zip(target, rows, strict=True):
+        _copy_runs(run, source)
 
 
 class PendingCopies:

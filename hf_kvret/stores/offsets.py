@@ -43,7 +43,7 @@ def offset_ratio(first: FirstRows) -> float | None:
     """Energy of the keys over that of what differs between tokens, at least 1.
 
     Of the KV head with the largest, by up to 1,024 tokens of 8 sequences. Infinite for tokens that
-    are all alike; None for fewer than 32 in every sequence. 1 without numbers, as for codes or on
+    are all alike; None for fewer than 32 in every sequence. 1 without keys, as for codes or on
     the meta device. Waits for the device.
     """
     if first.keys is None or first.keys.device.type == "meta":
@@ -51,7 +51,7 @@ def offset_ratio(first: FirstRows) -> float | None:
     energies = [_energies(keys) for keys in _sequences(first.keys, first.valid)]
     if not energies:
         return None
-    total, offset = (sum(parts) for parts in zip(*energies, strict=True))
+    total, offset = (sum(energy) for energy in zip(*energies, strict=True))
     assert isinstance(total, torch.Tensor)
     # Heads of zeros have no offset.
     ratios = total / (total - offset).clamp(min=0)
@@ -78,29 +78,21 @@ def _energies(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return spectrum.sum((1, 2)), lines.sum(1)
 
 
-class OffsetWarning:
-    """Warns once of a cache whose rows are coded though keys of a layer have an offset."""
+def warn_of_offset(first: FirstRows, layer: int, remedy: str) -> bool:
+    """Warn if the keys of a ``layer``, which are coded, have an offset; whether it warned.
 
-    def __init__(self) -> None:
-        self._has_warned = False
-
-    def check(self, first: FirstRows, layer: int, remedy: str) -> None:
-        """Warn if the keys of a ``layer`` have an offset.
-
-        ``remedy``: what to do then, or what is done.
-        """
-        if self._has_warned:
-            return
-        ratio = offset_ratio(first)
-        if ratio is None or ratio <= MOST_RATIO:
-            return
-        self._has_warned = True
-        _log.warning(
-            "the keys of layer %d have a large offset that all tokens share: their energy is %.0f "
-            "times that of what differs between tokens, and where it is more than %.0f times that, "
-            "coded rows change answers much: %s",
-            layer,
-            ratio,
-            MOST_RATIO,
-            remedy,
-        )
+    ``remedy``: what to do then, or what is done.
+    """
+    ratio = offset_ratio(first)
+    if ratio is None or ratio <= MOST_RATIO:
+        return False
+    _log.warning(
+        "the keys of layer %d have a large offset that all tokens share: their energy is %.0f "
+        "times that of what differs between tokens, and where it is more than %.0f times that, "
+        "coded rows change answers much: %s",
+        layer,
+        ratio,
+        MOST_RATIO,
+        remedy,
+    )
+    return True

@@ -1,7 +1,7 @@
 """PagedStore: rows in pages, found through a page table.
 
 A row is a key followed by its value. Pages hold ``page_len`` consecutive tokens of every KV
-head; the table says which pages hold the tokens of which batch row. Reordering beams and
+head; the table says which pages hold the tokens of which sequence. Reordering beams and
 forking a cache touch the table alone, and growing never moves a row.
 """
 
@@ -28,7 +28,7 @@ from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 class PagedStore(Store):
     """Full-precision rows in the pages of a ``PageMemory``.
 
-    Pages are written once and freed with the store only. A batch row or fork that may share the
+    Pages are written once and freed with the store only. A sequence or fork that may share the
     last, partial page copies it before writing. So the operations of ``State`` can't be derived
     from its fields.
 
@@ -60,20 +60,19 @@ class PagedStore(Store):
 
     def __getstate__(self) -> dict[str, object]:
         """Without views of chunks, which would be memory of their own, and without addresses."""
-        gone = ("_tail", "_rows", "_addresses")
-        return {**vars(self), **dict.fromkeys(gone)}
+        return {**vars(self), **dict.fromkeys(("_tail", "_rows", "_addresses"))}
 
     def __len__(self) -> int:
         return self.length
 
     @property
     def bus_share(self) -> float:
-        places = [self.memory.on_host(chunk) for chunk in self._chunks]
-        if self._table is None or len(set(places)) < 2:
-            return float(any(places))
+        on_host = [self.memory.on_host(chunk) for chunk in self._chunks]
+        if self._table is None or len(set(on_host)) < 2:
+            return float(any(on_host))
         lengths = torch.tensor([len(chunk) for chunk in self._chunks])
-        far = torch.tensor(places, dtype=torch.double).repeat_interleave(lengths)
-        return far[self._table[:, : self._page_count].cpu().long()].mean().item()
+        shares = torch.tensor(on_host, dtype=torch.double).repeat_interleave(lengths)
+        return shares[self._table[:, : self._page_count].cpu().long()].mean().item()
 
     def expect(self, tokens: int) -> None:
         self._expected_len = tokens
@@ -101,11 +100,7 @@ class PagedStore(Store):
         self.length = block.end
 
     def begin(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
         return gather_partials(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
 
@@ -114,11 +109,7 @@ class PagedStore(Store):
         return rows if rows.table.is_cpu else None
 
     def scores(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> torch.Tensor:
         return gather_scores(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
 
@@ -126,27 +117,24 @@ class PagedStore(Store):
         return self.paged_rows().gather(ids)
 
     def chunks(
-        self,
-        chunk_len: int = 4096,
-        stop: int | None = None,
-        device: torch.device | None = None,
+        self, chunk_len: int = 4096, stop: int | None = None, device: torch.device | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """As for every store; over a bus, the next chunk is read while this one is in use.
 
         ``device``: where chunks go; None for the page table's device.
         """
-        return self._sides(self._read_chunks(chunk_len, stop, device))
+        return self._keys_and_values(self._read_chunks(chunk_len, stop, device))
 
-    def _sides(
+    def _keys_and_values(
         self, chunks: Iterator[tuple[int, torch.Tensor]]
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Keys and values of ``chunks``, the first of which may be on its way already."""
         for start, chunk in chunks:
-            yield start, *self._of_rows(chunk)
+            yield start, *self._split(chunk)
             # Freed before the next one is made.
             del chunk
 
-    def _of_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the keys and values of ``rows [B, Hkv, n, width]``."""
         start, end = (0, self._value_in_key) if self._value_in_key else (self._key_dim, None)
         return rows[..., : self._key_dim], rows[..., start:end]
@@ -161,7 +149,7 @@ class PagedStore(Store):
         device: torch.device | None = None,
         width: int | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """``(start slot, [B, Hkv, n, width])``: the first ``width`` numbers of rows, None for all.
+        """``(start slot, [B, Hkv, n, width])``: the first ``width`` elements of rows, None for all.
 
         Arguments as of ``chunks``.
         """
@@ -170,7 +158,7 @@ class PagedStore(Store):
             return iter(())
         step, count = max(1, chunk_len // self.page_len), -(-end // self.page_len)
         spans = [(first, min(first + step, count)) for first in range(0, count, step)]
-        paged, stream, programs = self._placed_rows(), None, None
+        paged, stream, programs = self._current_rows(), None, None
         if device is not None and device != paged.table.device:
             table = paged.table.to(device)
             paged = replace(paged, table=table, page_address=None)
@@ -184,9 +172,9 @@ class PagedStore(Store):
             self.memory.wait()
             return copy_pages(paged, first, last, width=width, programs=programs)
 
-        return self._placed(read_ahead(read, spans, stream), end)
+        return self._cut(read_ahead(read, spans, stream), end)
 
-    def _placed(
+    def _cut(
         self, chunks: Iterator[tuple[int, torch.Tensor]], end: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """``(start slot, rows)`` up to ``end``, of chunks ``(table column, rows)``."""
@@ -200,7 +188,7 @@ class PagedStore(Store):
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
             self._table = self._table.index_select(0, rows.to(self._table.device))
-            # The expected length was for other batch rows.
+            # The expected length was for other sequences.
             self._tail, self._expected_len = None, 0
             self._forget_rows()
 
@@ -233,7 +221,7 @@ class PagedStore(Store):
         if self.length == 0:
             return {}
         rows = self._dense(0, self._page_count, torch.device("cpu"))[:, :, : self.length]
-        keys, values = self._of_rows(rows)
+        keys, values = self._split(rows)
         if self._value_in_key:
             return {"keys": keys.contiguous(), "value_in_key": torch.tensor(self._value_in_key)}
         return {"keys": keys.contiguous(), "values": values.contiguous()}
@@ -248,9 +236,9 @@ class PagedStore(Store):
         Valid until the next change of the store. RuntimeError for an empty one.
         """
         self.memory.wait()
-        return self._placed_rows()
+        return self._current_rows()
 
-    def _placed_rows(self) -> PagedRows:
+    def _current_rows(self) -> PagedRows:
         """``paged_rows`` without waiting for earlier writes."""
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
@@ -293,9 +281,10 @@ class PagedStore(Store):
             self.memory.write(page[:, :, slots], rows)
             return
         first = self.page_len * self._key_dim
-        sides = page.flatten(2).tensor_split([first], dim=2)
-        for side, source in zip(sides, rows.tensor_split([self._key_dim], dim=-1), strict=True):
-            self.memory.write(side.unflatten(2, (self.page_len, -1))[:, :, slots], source)
+        targets = page.flatten(2).tensor_split([first], dim=2)
+        sources = rows.tensor_split([self._key_dim], dim=-1)
+        for target, source in zip(targets, sources, strict=True):
+            self.memory.write(target.unflatten(2, (self.page_len, -1))[:, :, slots], source)
 
     def _add_pages(self, rows: torch.Tensor, column: int) -> None:
         """Write ``rows [B, Hkv, n, W]`` to new pages, from table column ``column`` on."""
@@ -308,18 +297,19 @@ class PagedStore(Store):
                 batch, batch * page_count, (heads, self.page_len, width), rows.dtype
             )
             columns = len(pages) // batch
-            now, rows = rows.tensor_split([columns * self.page_len], dim=2)
-            whole = torch.nn.functional.pad(now, (0, 0, 0, columns * self.page_len - now.shape[2]))
-            by_page = whole.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
+            block, rows = rows.tensor_split([columns * self.page_len], dim=2)
+            pad_len = columns * self.page_len - block.shape[2]
+            padded = torch.nn.functional.pad(block, (0, 0, 0, pad_len))
+            by_page = padded.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
             if self._apart:
                 by_page = lay_apart(by_page, self._key_dim)
             self.memory.write(pages, by_page.reshape(pages.shape))
             self._tail = pages.view(batch, columns, *pages.shape[1:])[:, -1]
             # Made on the device: a copy from the host would wait for it.
-            numbers = torch.arange(
+            page_ids = torch.arange(
                 first, first + len(pages), dtype=torch.int32, device=self.memory.device
             )
-            table.append(numbers.view(batch, columns))
+            table.append(page_ids.view(batch, columns))
         self._table = torch.cat(table, dim=1)
 
     def _forget_rows(self) -> None:

@@ -1,4 +1,4 @@
-"""QuantizedStore: rows at 2 to 4 bits a number, on the device or in host memory."""
+"""QuantizedStore: rows at 2 to 4 bits an element, on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class QuantizedStore(WrappedStore):
     """A paged store of coded rows, for every index (AQUA-KV's codec, without its predictors).
 
     Keys and values of each KV head are coded by themselves, so that single rows can be read:
-    ``bits / 8 + 2 / group`` bytes a number, with the largest power of two that divides the head's
+    ``bits / 8 + 2 / group`` bytes an element, with the largest power of two that divides the head's
     dims as group. Codes are never recoded. Keys and values read back have the codec's error; if
     they are appended again, they lose a little more, far less than the first time. Scales lie apart
     from the codes of a page, whose rows are then aligned to their own length.
@@ -37,7 +37,7 @@ class QuantizedStore(WrappedStore):
         super().__init__(PagedStore(memory, apart=True))
         self._bits = bits
         self._codec: higgs.HiggsCodec | None = None
-        # Of keys and of values; the latter 0 where they are numbers of the keys.
+        # Dims of keys and of values; those of values are 0 where they are elements of the keys.
         self._dims = (0, 0)
         self._value_in_key = 0
         self._dtype = torch.float32
@@ -45,19 +45,15 @@ class QuantizedStore(WrappedStore):
     def append(self, block: TokenBlock) -> None:
         if len(block) == 0:
             return
-        codec = self._made_for(block.keys, block.values, block.value_in_key)
-        sides = [block.keys] if block.value_in_key else [block.keys, block.values]
-        coded = [codec.encode(side) for side in sides]
-        codes, scales = (torch.cat(parts, dim=-1) for parts in zip(*coded, strict=True))
+        codec = self._codec_for(block.keys, block.values, block.value_in_key)
+        tensors = [block.keys] if block.value_in_key else [block.keys, block.values]
+        halves = zip(*map(codec.encode, tensors), strict=True)
+        codes, scales = (torch.cat(half, dim=-1) for half in halves)
         # Codes are the keys of the store below, scales their values.
         self.rows.append(TokenBlock(codes, scales, block.start))
 
     def begin(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
         if self._codec is None:
             raise RuntimeError("the store is empty: append first")
@@ -124,13 +120,13 @@ class QuantizedStore(WrappedStore):
             schema.check(f"store.{name}", state[name], dims)
         schema.check("store.bits", state["bits"].reshape(-1), "1", torch.int64)
         if int(state["bits"]) != self._bits:
-            # An option of another save, which the user is told of.
+            # Loading refuses them with a message of their own.
             return
         codec = higgs.HiggsCodec(self._bits, self._group(schema["D"], value_dim or schema["D"]))
-        sides = [schema["D"], value_dim] if value_dim else [schema["D"]]
+        all_dims = [schema["D"], value_dim] if value_dim else [schema["D"]]
         widths = {
-            "codes": sum(codec.code_bytes(side) for side in sides),
-            "scales": sum(codec.scale_bytes(side) for side in sides),
+            "codes": sum(map(codec.code_bytes, all_dims)),
+            "scales": sum(map(codec.scale_bytes, all_dims)),
         }
         for name, width in widths.items():
             schema.check(f"store.{name}", state[name], f"B H N {width}", torch.uint8)
@@ -148,10 +144,10 @@ class QuantizedStore(WrappedStore):
             )
         key_like, value_like = state["key_like"].to(device), state["value_like"].to(device)
         in_key = int(state.get("value_in_key", 0))
-        self._made_for(key_like, key_like[..., :in_key] if in_key else value_like, in_key)
+        self._codec_for(key_like, key_like[..., :in_key] if in_key else value_like, in_key)
         self.rows.append(TokenBlock(state["codes"].to(device), state["scales"].to(device), 0))
 
-    def _made_for(
+    def _codec_for(
         self, keys: torch.Tensor, values: torch.Tensor, value_in_key: int
     ) -> higgs.HiggsCodec:
         """The codec, made when the first rows come.
@@ -168,7 +164,7 @@ class QuantizedStore(WrappedStore):
 
     @staticmethod
     def _group(key_dim: int, value_dim: int) -> int:
-        """Numbers that share a scale; ValueError for dims that no group divides."""
+        """Elements that share a scale; ValueError for dims that no group divides."""
         whole = math.gcd(key_dim, value_dim)
         group = min(LARGEST_GROUP, whole & -whole)
         if group < SMALLEST_GROUP:

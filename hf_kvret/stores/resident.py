@@ -23,7 +23,7 @@ _EMPTY = -1
 
 
 class SlotBuffer(State):
-    """A cache of rows on the device: S slots for each KV head of each batch row.
+    """A cache of rows on the device: S slots for each KV head of each sequence.
 
     A slot holds a key and its value.
 
@@ -31,11 +31,11 @@ class SlotBuffer(State):
         memory: ``[B, Hkv, S, width]``, the rows.
         key_dim: Dk.
         value_in_key: see ``PagedRows``.
-        requests, misses: 0-dim int64 on the device, rows asked for and rows fetched.
+        requests, misses: 0-dim int64 on the device, rows that were requested and rows fetched.
     """
 
     memory: torch.Tensor = tensor(saved=False)
-    # Of the slot map: which token lies in which slot.
+    # The slot map says which token lies in which slot.
     _table: torch.Tensor = tensor(saved=False)
     _token: torch.Tensor = tensor(saved=False)
     _stamp: torch.Tensor = tensor(saved=False)
@@ -43,29 +43,20 @@ class SlotBuffer(State):
     requests: torch.Tensor = tensor(saved=False, batched=False)
     misses: torch.Tensor = tensor(saved=False, batched=False)
 
-    def __init__(
-        self, memory: torch.Tensor, slot_map: SlotMap, key_dim: int, value_in_key: int = 0
-    ) -> None:
-        self.memory, self.key_dim, self.value_in_key = memory, key_dim, value_in_key
-        self._table, self._token = slot_map.table, slot_map.token
-        self._stamp, self._clock = slot_map.stamp, slot_map.clock
-        self.requests, self.misses = (
-            torch.zeros((), dtype=torch.long, device=memory.device) for _ in range(2)
-        )
-        self._rows: PagedRows | None = None
-
-    @classmethod
-    def empty(cls, rows: PagedRows, slots: int) -> Self:
+    def __init__(self, rows: PagedRows, slots: int) -> None:
         """An empty buffer of ``slots`` for rows fetched from ``rows``."""
         lead, device = (rows.table.shape[0], rows.heads), rows.table.device
-
-        def numbers(*shape: int) -> torch.Tensor:
-            return torch.full(shape, _EMPTY, dtype=torch.int32, device=device)
-
-        clock = torch.zeros(1, dtype=torch.int32, device=device)
-        slot_map = SlotMap(numbers(*lead, 0), numbers(*lead, slots), numbers(*lead, slots), clock)
-        memory = torch.empty(*lead, slots, rows.width, dtype=rows.dtype, device=device)
-        return cls(memory, slot_map, rows.key_dim, rows.value_in_key)
+        self.memory = torch.empty(*lead, slots, rows.width, dtype=rows.dtype, device=device)
+        self.key_dim, self.value_in_key = rows.key_dim, rows.value_in_key
+        self._table, self._token, self._stamp = (
+            torch.full((*lead, count), _EMPTY, dtype=torch.int32, device=device)
+            for count in (0, slots, slots)
+        )
+        self._clock = torch.zeros(1, dtype=torch.int32, device=device)
+        self.requests, self.misses = (
+            torch.zeros((), dtype=torch.long, device=device) for _ in range(2)
+        )
+        self._rows: PagedRows | None = None
 
     @property
     def slot_map(self) -> SlotMap:
@@ -79,12 +70,12 @@ class SlotBuffer(State):
 
     @property
     def row_bytes(self) -> int:
-        """Of a key and its value."""
+        """Bytes of a key and its value."""
         return self.memory.shape[3] * self.memory.element_size()
 
     @property
     def rows(self) -> PagedRows:
-        """The slots as rows: one page for each batch row, in which a slot is a token."""
+        """The slots as rows: one page for each sequence, in which a slot is a token."""
         if self._rows is None or self._rows.chunks[0] is not self.memory:
             pages = torch.arange(len(self.memory), dtype=torch.int32, device=self.memory.device)
             self._rows = PagedRows(
@@ -98,18 +89,18 @@ class SlotBuffer(State):
         H is Hkv or a multiple. The slots, in the shape of ids, are valid until the next call.
         """
         tokens = ids.reshape(*self.memory.shape[:2], -1)
-        places, fetch_slots = assign(self.slot_map, tokens, tokens=rows.token_count)
+        slots, fetch_slots = assign(self.slot_map, tokens, tokens=rows.token_count)
         fetch(rows, tokens, fetch_slots, self.memory)
-        self.requests += (places >= 0).sum()
+        self.requests += (slots >= 0).sum()
         self.misses += (fetch_slots >= 0).sum()
-        return places.view(ids.shape)
+        return slots.view(ids.shape)
 
     def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots of ``ids [B, H, Q, k]``, -1 for tokens without one and for what is none."""
+        """The slots of ``ids [B, H, Q, k]``, -1 for tokens without one and for -1."""
         tokens, room = ids.reshape(*self.memory.shape[:2], -1), self._table.shape[2]
         outside = (tokens < 0) | (tokens >= room)
-        places = self._table.gather(2, tokens.masked_fill(outside, 0).long())
-        return places.masked_fill(outside, _EMPTY).view(ids.shape)
+        slots = self._table.gather(2, tokens.masked_fill(outside, 0).long())
+        return slots.masked_fill(outside, _EMPTY).view(ids.shape)
 
     @torch.inference_mode(False)
     def cover(self, tokens: int) -> None:
@@ -162,7 +153,7 @@ class ResidentStore(WrappedStore):
             selects (float).
     """
 
-    # None in a store that was just loaded.
+    # A store that was just loaded has none.
     _buffer: SlotBuffer | None = part(saved=False, optional=True)
     # Whether the buffer has served a step since the rows last changed.
     _served: bool = number(False, saved=False, reset_on_fork=True)
@@ -179,11 +170,7 @@ class ResidentStore(WrappedStore):
         return self.rows.key_chunks(chunk_len)
 
     def begin(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
         rows = self.rows.paged_rows()
         share, count = ids.shape[1] // rows.heads, max(1, ids.shape[3])
@@ -191,9 +178,9 @@ class ResidentStore(WrappedStore):
         at_once = buffer.slots // (share * count)
         results = [
             gather_partials(
-                part_query, buffer.rows, buffer.bring(rows, part_ids), scale=scale, softcap=softcap
+                some_query, buffer.rows, buffer.bring(rows, some_ids), scale=scale, softcap=softcap
             )
-            for part_query, part_ids in zip(
+            for some_query, some_ids in zip(
                 query.split(at_once, dim=2), ids.split(at_once, dim=2), strict=True
             )
         ]
@@ -204,11 +191,7 @@ class ResidentStore(WrappedStore):
         return Partials.whole(torch.cat(outs, 2), torch.cat(lses, 2))
 
     def scores(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> torch.Tensor:
         """As for every store; reads the host's rows and is not counted as requests."""
         return self.rows.scores(query, ids, scale, softcap)
@@ -218,10 +201,10 @@ class ResidentStore(WrappedStore):
         if self._buffer is None:
             return self.rows.gather(ids)
         self._buffer.cover(len(self))
-        places = self._buffer.find(ids)
-        near = self._buffer.rows.gather(places)
-        far = self.rows.gather(ids.masked_fill(places >= 0, -1))
-        here = (places >= 0).unsqueeze(-1)
+        slots = self._buffer.find(ids)
+        near = self._buffer.rows.gather(slots)
+        far = self.rows.gather(ids.masked_fill(slots >= 0, -1))
+        here = (slots >= 0).unsqueeze(-1)
         return torch.where(here, near[0], far[0]), torch.where(here, near[1], far[1])
 
     def reorder(self, rows: torch.Tensor) -> None:
@@ -271,7 +254,7 @@ class ResidentStore(WrappedStore):
                 "slots, or pass a multiple of the budget, as slots=1.0"
             )
         if self._buffer is None:
-            self._buffer = SlotBuffer.empty(rows, slots * share)
+            self._buffer = SlotBuffer(rows, slots * share)
         elif self._buffer.slots < slots * share:
             self._buffer.widen(slots * share)
         self._buffer.cover(len(self))

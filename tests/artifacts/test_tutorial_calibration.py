@@ -16,7 +16,7 @@ import pytest
 
 from hf_kvret.cli import main
 
-from ..pages import blocks
+from ..docs.pages import blocks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorials" / "calibrate-share-load.md"

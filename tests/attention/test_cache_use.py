@@ -24,7 +24,7 @@ from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret.testing.tiny import TinyModel
 
-from ..filled_caches import new_cache
+from .filled_caches import new_cache
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 # Every pass reads the whole text, with the frequencies of its length: before 5.20 transformers

@@ -14,7 +14,7 @@ from hf_kvret import RetrievalCache
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
-from ..filled_caches import RUN, forked, held_ids, new_cache, saved
+from .filled_caches import RUN, forked, held_ids, new_cache, saved
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from hf_kvret.saved.identity import plain_tensor
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from ..filled_caches import RUN, as_it_is, filled, forked, saved
+from .filled_caches import RUN, as_it_is, filled, forked, saved
 
 OTHER = "filled by other weights"
 

@@ -17,7 +17,7 @@ from hf_kvret.testing import MODELS
 from hf_kvret.testing.modes import MODES
 from hf_kvret.testing.scenario import prompt, ragged
 
-from ..filled_caches import RUN, as_it_is, forked, held_ids, new_cache, saved
+from .filled_caches import RUN, as_it_is, forked, held_ids, new_cache, saved
 
 
 @pytest.mark.parametrize("go_on", [as_it_is, forked, saved])

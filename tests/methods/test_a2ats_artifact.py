@@ -24,7 +24,7 @@ from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from ..saved_files import read_saved, write_saved
+from ..saved.saved_files import read_saved, write_saved
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 6}
 RUN: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}

@@ -20,7 +20,7 @@ from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_model_patches.rope import Rope
 
-from ..saved_files import read_saved
+from ..saved.saved_files import read_saved
 from .aqua_caches import attached, read, rows_of, stores_of
 
 RANK, ROW, GROUP = 16, 24, 8

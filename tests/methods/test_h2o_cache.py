@@ -14,7 +14,7 @@ from hf_kvret.methods.h2o import H2OCache, H2OConfig, H2OIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
 from hf_kvret.testing.scenario import prompt, ragged
 
-from ..saved_files import read_saved, write_saved
+from ..saved.saved_files import read_saved, write_saved
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 0.2}
 TELLING_MODES = (

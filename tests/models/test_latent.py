@@ -20,7 +20,7 @@ from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_model_patches import latent
 
-from ..saved_files import read_saved
+from ..saved.saved_files import read_saved
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 

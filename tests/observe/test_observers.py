@@ -18,7 +18,7 @@ from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 from hf_kvret_kernels._dispatch import prefer
 
-from ..steps import DecodeLoop, small_llama
+from ..replay.steps import DecodeLoop, small_llama
 
 PROMPT, STEPS = 90, 3
 OPTIONS: dict[str, Any] = {"top_k": 10, "sink": 2, "recent": 8, "flush": 8, "dense_below": 0}

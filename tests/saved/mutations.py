@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..saved_files import read_saved, saved_file, write_saved
+from .saved_files import read_saved, saved_file, write_saved
 
 DESCRIPTION = "cache.json"
 Tensors = dict[str, torch.Tensor]

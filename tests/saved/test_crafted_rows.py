@@ -16,7 +16,7 @@ from hf_kvret.contracts.schema import check_finite
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from ..saved_files import read_saved, write_saved
+from .saved_files import read_saved, write_saved
 
 Tensors = dict[str, torch.Tensor]
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}

@@ -16,7 +16,7 @@ from hf_kvret.saved.description import is_of_cache
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
-from ..saved_files import read_saved, write_saved
+from .saved_files import read_saved, write_saved
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from hf_kvret import RetrievalCache, attach, registered_methods
 from hf_kvret.testing import LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from ..saved_files import read_saved
 from . import mutations
+from .saved_files import read_saved
 from .wrong_ids import crafted_ids
 
 TESTS = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from hf_kvret import (
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 
-from ..saved_files import read_saved, saved_file, write_saved
+from .saved_files import read_saved, saved_file, write_saved
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}

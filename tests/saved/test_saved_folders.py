@@ -17,7 +17,7 @@ from hf_kvret.saved import folder as files_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from ..saved_files import read_saved, saved_file, write_saved
+from .saved_files import read_saved, saved_file, write_saved
 
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
 

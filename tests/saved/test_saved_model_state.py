@@ -12,7 +12,7 @@ import hf_kvret
 from hf_kvret.lab.coverage.conversation import Conversation, ask, flat
 from hf_kvret.lab.coverage.pictures import picture_model
 
-from ..steps import small_llama
+from ..replay.steps import small_llama
 
 
 def tensors_of(folder: Path) -> list[str]:

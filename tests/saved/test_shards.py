@@ -21,7 +21,7 @@ from hf_kvret.saved.shards import DTYPES, SavedTensors, ShardWriter, checksum
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from ..saved_files import NAME, read_saved, write_saved
+from .saved_files import NAME, read_saved, write_saved
 
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
 Tensors = dict[str, torch.Tensor]

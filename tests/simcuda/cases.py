@@ -26,8 +26,8 @@ METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
 STORES = ("device", "host", "split", "resident", "cpu", "higgs", "higgs-host")
 MODES = ("eager", "graph", "padded", "chunks", "fork", "crop", "saved", "two devices")
 _SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 1,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 1,
     "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 # By type, what its configuration has beside or in place of these.
@@ -53,7 +53,7 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """What runs.
+    """A cache, its model and what is done with them.
 
     Attributes:
         method: name of a cache.
@@ -62,6 +62,8 @@ class Case:
         family: type of the model, one of ``FAMILIES``.
         select_heads, rest: options of the cache.
         measured: whether it measures the missed mass.
+        steps: decoded after the prompt.
+        layers: of the model.
     """
 
     method: str
@@ -71,6 +73,8 @@ class Case:
     select_heads: int | None = None
     rest: str | None = None
     measured: bool = False
+    steps: int = STEPS
+    layers: int = 2
 
     @property
     def selects_by_noise(self) -> bool:
@@ -91,8 +95,10 @@ class Case:
     def __str__(self) -> str:
         latent = "" if self.family == "llama" else f"{self.family}-{self.select_heads}"
         measured = "measured" if self.measured else ""
-        parts = self.method, self.store, self.mode, latent, self.rest, measured
-        return "-".join(filter(None, parts))
+        steps = "" if self.steps == STEPS else f"{self.steps}-steps"
+        layers = "" if self.layers == 2 else f"{self.layers}-layers"
+        words = self.method, self.store, self.mode, latent, self.rest, measured, steps, layers
+        return "-".join(filter(None, words))
 
 
 def cases() -> list[Case]:
@@ -105,7 +111,7 @@ def latent_cases() -> list[Case]:
     """Latent attention with every method that serves it, in stores of all kinds."""
     stores = ("device", "resident", "cpu", "higgs-host")
     groups = {"flat": (None, 1, 2), "paris": (None, 2), "lrqk": (None, 2), "a2ats": (2,)}
-    made = [
+    plain = [
         Case(method, store, mode, "deepseek_v3", heads)
         for method in METHODS
         for store in stores
@@ -113,7 +119,7 @@ def latent_cases() -> list[Case]:
         for heads in groups.get(method, (None,))
     ]
     return [
-        *made,
+        *plain,
         *(
             Case(method, "", mode, "deepseek_v3")
             for method in ("latent", "aqua")
@@ -124,28 +130,28 @@ def latent_cases() -> list[Case]:
 
 def mean_cases() -> list[Case]:
     """The mean of what is not selected, and missed mass, in stores of all kinds."""
-    kinds = [
+    pairs = [
         *((method, store) for method in METHODS for store in ("host", "higgs")),
         *(("flat", store) for store in ("device", "split", "resident", "cpu", "higgs-host")),
     ]
-    made = [Case(*kind, mode, rest="mean") for kind in kinds for mode in MODES]
+    plain = [Case(*pair, mode, rest="mean") for pair in pairs for mode in MODES]
     heads = [Case("flat", "device", "graph", "deepseek_v3", size, "mean") for size in (None, 2)]
     estimating = [
         *((method, "device") for method in ("flat", "paris", "lrqk", "a2ats")),
         *(("flat", store) for store in ("host", "resident", "cpu", "higgs")),
     ]
     measured = [
-        Case(*kind, mode, rest=rest, measured=True)
-        for kind in estimating
+        Case(*pair, mode, rest=rest, measured=True)
+        for pair in estimating
         for mode in ("eager", "graph", "padded")
         for rest in (None, "mean")
     ]
-    return [*made, *heads, *measured]
+    return [*plain, *heads, *measured]
 
 
 @dataclass
 class Outcome:
-    """What came of a case.
+    """The results of a case.
 
     Attributes:
         case: that ran.
@@ -170,10 +176,10 @@ def run(case: Case) -> Outcome:
     return outcome
 
 
-def attempt(case: Case, steps: int = STEPS) -> Outcome:
-    """Run a case up to its first error, or to the end of so many decode steps."""
+def attempt(case: Case) -> Outcome:
+    """Run a case up to its first error, or to its end."""
     # A new one: a model remembers that its steps could not be captured.
-    model = _new_model(case.family)
+    model = _new_model(case.family, case.layers)
     hf_kvret.attach(model)
     if case.method in _WITH_ARTIFACT:
         # Learned now, on the CPU.
@@ -186,7 +192,7 @@ def attempt(case: Case, steps: int = STEPS) -> Outcome:
         warnings.simplefilter("ignore")
         outcome = Outcome(case, gpu)
         to_device(model, "cuda:0")
-        session = _Session(case, gpu, model, Path(folder), steps)
+        session = _Session(case, gpu, model, Path(folder))
         try:
             with torch.inference_mode(), _spread_out(model, case):
                 logits = session.run()
@@ -209,7 +215,7 @@ def _on_cpu(case: Case) -> list[torch.Tensor]:
 
     Each step runs eagerly there, and all layers lie on one device.
     """
-    model = _new_model(case.family)
+    model = _new_model(case.family, case.layers)
     hf_kvret.attach(model)
     with (
         torch.inference_mode(),
@@ -221,13 +227,13 @@ def _on_cpu(case: Case) -> list[torch.Tensor]:
     return [each.float() for each in logits]
 
 
-def _new_model(family: str = "llama") -> PreTrainedModel:
-    config = AutoConfig.for_model(family, **_SMALL | FAMILIES[family])
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    # As generate has them for its steps on a device.
-    made.set_experts_implementation("batched_mm")
-    spread_weights(made, seed=3)
-    return made.eval()
+def _new_model(family: str, layers: int = 2) -> PreTrainedModel:
+    config = AutoConfig.for_model(family, **_SMALL | FAMILIES[family], num_hidden_layers=layers)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    # ``generate`` chooses these for its steps on a device.
+    model.set_experts_implementation("batched_mm")
+    spread_weights(model, seed=3)
+    return model.eval()
 
 
 @cache
@@ -243,11 +249,11 @@ def _spread_out(model: PreTrainedModel, case: Case) -> Iterator[None]:
     if case.mode != "two devices":
         yield
         return
-    places = {model.model.layers[1]: "cuda:1", model.model.norm: "cuda:0"}
+    devices = {model.model.layers[1]: "cuda:1", model.model.norm: "cuda:0"}
     to_device(model.model.layers[1], "cuda:1")
     hooks = [
-        module.register_forward_pre_hook(_mover(place), with_kwargs=True)
-        for module, place in places.items()
+        module.register_forward_pre_hook(_mover(device), with_kwargs=True)
+        for module, device in devices.items()
     ]
     try:
         yield
@@ -256,10 +262,10 @@ def _spread_out(model: PreTrainedModel, case: Case) -> Iterator[None]:
             hook.remove()
 
 
-def _mover(place: str) -> Callable[..., Any]:
+def _mover(device: str) -> Callable[..., Any]:
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(place)
+            return value.to(device)
         return tuple(map(moved, value)) if isinstance(value, tuple) else value
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -278,7 +284,6 @@ class _Session:
         gpu: to run on; None for a CPU.
         model: to run with.
         folder: for what is saved.
-        steps: decoded after the prompt.
         replays: steps that were replayed.
     """
 
@@ -286,14 +291,13 @@ class _Session:
     gpu: Simulation | None
     model: PreTrainedModel
     folder: Path
-    steps: int = STEPS
     replays: int = 0
 
     def run(self) -> list[torch.Tensor]:
         mode, cached = self.case.mode, self._new_cache()
         batch = 1 if mode == "chunks" else 2
-        places = torch.arange(batch * _PROMPT, device=self._device).view(batch, _PROMPT)
-        tokens = places * 7 % 50 + 10
+        positions = torch.arange(batch * _PROMPT, device=self._device).view(batch, _PROMPT)
+        tokens = positions * 7 % 50 + 10
         mask = torch.ones_like(tokens)
         if mode == "padded":
             mask[1, :5] = 0
@@ -301,14 +305,14 @@ class _Session:
         call = graph or self.model
         self._begin("prompt")
         chunk_len = 5 if mode == "chunks" else _PROMPT
-        cached.expect(_PROMPT, chunk_len, self.steps)
+        cached.expect(_PROMPT, chunk_len, self.case.steps)
         chunks = tokens.split(chunk_len, dim=1)
         length, logits = 0, []
         for chunk in chunks:
             length += chunk.shape[1]
             logits.append(self._feed(call, cached, chunk, mask[:, :length]))
-        for number in range(self.steps):
-            if number == self.steps // 2 and mode in ("fork", "crop", "saved"):
+        for number in range(self.case.steps):
+            if number == self.case.steps // 2 and mode in ("fork", "crop", "saved"):
                 cached, dropped = self._changed(cached)
                 mask = mask[:, : mask.shape[1] - dropped]
             layer = cached.retrieval_layers[0]
@@ -323,12 +327,12 @@ class _Session:
 
     def _new_cache(self) -> RetrievalCache:
         case = self.case
-        kind = hf_kvret.registered_methods()[case.method]
+        cls = hf_kvret.registered_methods()[case.method]
         options = {**_OPTIONS, **_OWN.get(case.method, {})}
-        takes = kind.Config.takes
+        takes = cls.Config.takes
         options = {name: value for name, value in options.items() if takes(name, value)}
         if case.selects_by_noise:
-            options["top_k"] = _PROMPT + self.steps
+            options["top_k"] = _PROMPT + case.steps
         if case.store:
             options["store"] = case.store
         if case.select_heads is not None:
@@ -341,7 +345,7 @@ class _Session:
             options["device_budget"] = _BUDGET
         if case.method in _WITH_ARTIFACT:
             options["artifact"] = _artifact(case.method, case.family)
-        return kind(self.model.config, **options, graph="auto" if self._is_captured else False)
+        return cls(self.model.config, **options, graph="auto" if self._is_captured else False)
 
     @property
     def _device(self) -> str:
@@ -358,10 +362,14 @@ class _Session:
     def _feed(
         self, call: Callable[..., Any], cached: RetrievalCache, tokens: torch.Tensor, mask: Any
     ) -> torch.Tensor:
-        places = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        given = {"attention_mask": mask} if self.case.mode == "padded" else {}
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        padding = {"attention_mask": mask} if self.case.mode == "padded" else {}
         out = call(
-            input_ids=tokens, position_ids=places, past_key_values=cached, use_cache=True, **given
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=cached,
+            use_cache=True,
+            **padding,
         )
         last: torch.Tensor = out.logits[:, -1]
         return last

@@ -77,9 +77,9 @@ def compiled_later(prompt: int, mode: str = "eager", announced: bool = True) -> 
             cache.expect(prompt, prompt, STEPS)
         for number in range(STEPS + 1):
             gpu.phase = ("prompt", "first")[number] if number < 2 else "later"
-            given = {"attention_mask": mask} if mode == "padded" else {}
-            places = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-            out = call(input_ids=tokens, position_ids=places, past_key_values=cache, **given)
+            padding = {"attention_mask": mask} if mode == "padded" else {}
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            out = call(input_ids=tokens, position_ids=positions, past_key_values=cache, **padding)
             tokens = out.logits[:, -1:].argmax(-1)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
         assert not captured or call.captures == 2
@@ -126,5 +126,5 @@ def test_without_an_announcement_twice_as_many_tokens_are_thought_of() -> None:
 def test_otherwise_kernels_would_be_compiled_while_tokens_come(
     prompt: int, mode: str, later: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "warming_up", lambda *given: nullcontext())
+    monkeypatch.setattr(attention, "warming_up", lambda *padding: nullcontext())
     assert compiled_later(prompt, mode) == later

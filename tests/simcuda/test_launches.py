@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from hf_kvret_kernels.paged import PagedRows
 
-from ..simulated_gpu.device import Simulation, SimulationError, simulated
+from ..simulated_gpu.device import Simulation, SimulationError
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -18,30 +17,20 @@ tl = triton.language
 
 @triton.jit
 def _add_kernel(x_ptr, y_ptr, count, block: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]
-    places = tl.program_id(0) * block + tl.arange(0, block)
-    mask = places < count
-    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=mask) + 1.0, mask=mask)
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
+    mask = offsets < count
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) + 1.0, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _add_any_kernel(x_ptr, y_ptr, count, block: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]
-    places = tl.program_id(0) * block + tl.arange(0, block)
-    mask = places < count
-    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=mask) + 1.0, mask=mask)
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
+    mask = offsets < count
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) + 1.0, mask=mask)
 
 
 def add(x: torch.Tensor, y: torch.Tensor, blocks: int = 1, count: int = 16) -> None:
     _add_kernel[(blocks,)](x, y, count, block=16)
-
-
-@pytest.fixture
-def gpu() -> Iterator[Simulation]:
-    with simulated(2) as simulation, torch.inference_mode():
-        yield simulation
-
-
-def kinds(gpu: Simulation) -> list[str]:
-    return [finding.kind for finding in gpu.findings]
 
 
 def test_a_kernel_runs_and_is_counted(gpu: Simulation) -> None:
@@ -59,7 +48,7 @@ def test_pointers_that_it_can_not_follow_are_refused(gpu: Simulation, other: str
     x = torch.zeros(16, device="cuda")
     with pytest.raises(SimulationError, match=r"cpu tensor\?|tensors of cuda:0, cuda:1"):
         add(x, torch.zeros(16, device=other))
-    assert kinds(gpu) == ["device"]
+    assert gpu.kinds == ["device"]
 
 
 def test_it_is_launched_on_the_current_device(gpu: Simulation) -> None:
@@ -79,7 +68,7 @@ def test_grids_that_cuda_refuses_are_found(gpu: Simulation, blocks: int) -> None
 
     launches._check_grid(gpu, "kernel", Kernel.grid, {})
     launches._check_grid(gpu, "kernel", lambda named: (1, 65536), {})
-    assert kinds(gpu) == ["grid", "grid"]
+    assert gpu.kinds == ["grid", "grid"]
     launches._check_grid(gpu, "kernel", (1, 65535, 7), {})
     assert len(gpu.findings) == 2
 
@@ -87,7 +76,7 @@ def test_grids_that_cuda_refuses_are_found(gpu: Simulation, blocks: int) -> None
 def test_what_begins_between_vectors_is_found(gpu: Simulation) -> None:
     x = torch.zeros(32, device="cuda")
     add(x[1:], x[1:], count=4)
-    assert set(kinds(gpu)) == {"alignment"}
+    assert set(gpu.kinds) == {"alignment"}
 
 
 @pytest.mark.parametrize("kernel", [_add_kernel, _add_any_kernel])
@@ -99,12 +88,12 @@ def test_another_specialisation_within_a_capture_is_found(gpu: Simulation, kerne
     side.wait_stream(torch.cuda.current_stream())
     last = ["compile"] if kernel is _add_kernel else []
     with torch.cuda.stream(side):
-        for count, found in ((16, []), (32, []), (7, last)):
+        for count, expected in ((16, []), (32, []), (7, last)):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin()
             kernel[(1,)](x, y, count, block=16)
             graph.capture_end()
-            assert kinds(gpu) == found
+            assert gpu.kinds == expected
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -120,7 +109,7 @@ def test_rows_that_are_read_by_address_are_followed(gpu: Simulation, waits: bool
     if waits:
         torch.cuda.current_stream().wait_stream(side)
     rows.gather(ids)
-    assert set(kinds(gpu)) == (set() if waits else {"race"})
+    assert set(gpu.kinds) == (set() if waits else {"race"})
 
 
 def test_memory_is_known_by_any_of_its_addresses(gpu: Simulation) -> None:
@@ -128,10 +117,10 @@ def test_memory_is_known_by_any_of_its_addresses(gpu: Simulation) -> None:
     other, host, empty = torch.zeros(4, device="cuda:1"), torch.zeros(16), own[0].new_empty(0)
     torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
     host[:1].zero_()
-    known = [*own, host]
+    tensors = [*own, host]
     for offset in (0, 7, 4 * 16 - 1):
-        logs = gpu.memories_at(own[0].device, [x.data_ptr() + offset for x in known])
-        assert all(log is gpu.log_of(x) for x, log in zip(known, logs, strict=True))
+        logs = gpu.memories_at(own[0].device, [x.data_ptr() + offset for x in tensors])
+        assert all(log is gpu.log_of(x) for x, log in zip(tensors, logs, strict=True))
     strange = [other.data_ptr(), empty.data_ptr(), 1, 2**63 - 1]
     assert gpu.memories_at(own[0].device, strange) == [None] * 4
     assert gpu.memories_at(other.device, strange[:1]) == [gpu.log_of(other)]
@@ -148,6 +137,6 @@ def test_reads_and_writes_of_kernels_are_followed(gpu: Simulation, waits: bool) 
         side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         add(y, x)
-    assert set(kinds(gpu)) == (set() if waits else {"race"})
+    assert set(gpu.kinds) == (set() if waits else {"race"})
     # What it reads was written, and what it overwrites was read and had been written.
     assert len(gpu.findings) == (0 if waits else 3)

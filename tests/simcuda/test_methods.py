@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 QUICK = (
     Case("flat", "host", "graph", rest="mean"),
     Case("lrqk", "device", "graph", measured=True),
-    Case("lrqk", "device"),
-    Case("paris", "device", "eager", "deepseek_v3", 2),
+    Case("lrqk", "device", steps=6, layers=1),
+    Case("paris", "device", "eager", "deepseek_v3", 2, steps=6, layers=1),
 )
 # These work on the CPU at every step, and say so.
 WORK_ON_THE_HOST = {"cpu"}
@@ -28,7 +28,7 @@ REPLAYED = {"flat", "paris", "lrqk"}
     "case",
     [
         pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow)
-        for case in (*cases(), *latent_cases(), *mean_cases())
+        for case in dict.fromkeys((*QUICK, *cases(), *latent_cases(), *mean_cases()))
     ],
 )
 def test_nothing_is_wrong_and_decode_steps_wait_for_nothing(case: Case) -> None:

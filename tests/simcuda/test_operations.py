@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,29 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from ..simulated_gpu.device import Simulation, SimulationError, simulated, to_device
+from ..simulated_gpu.device import Simulation, SimulationError, to_device
 
 pytest.importorskip("triton")
 
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def gpu() -> Iterator[Simulation]:
-    with simulated(2) as simulation:
-        yield simulation
-
-
 def test_tensors_lie_where_they_were_made_or_moved(gpu: Simulation) -> None:
     x = torch.arange(6.0, device="cuda")
-    for made in (
+    for result in (
         x + 1, x.view(2, 3), x[2:], torch.zeros_like(x), x.new_ones(3), x.clone(), x.long(),
         torch.tensor([1.0], device="cuda"), torch.ones(3).to("cuda"), torch.ones(3).cuda(),
         torch.ones(3).to(x), torch.cat([x, x]), torch.full((2,), 3, device=x.device),
     ):  # fmt: skip
-        assert made.device == CUDA and made.is_cuda and not made.is_cpu
-    for made in (x.cpu(), x.to("cpu"), torch.ones(3), torch.zeros_like(x, device="cpu")):
-        assert made.device == torch.device("cpu") and made.is_cpu
+        assert result.device == CUDA and result.is_cuda and not result.is_cpu
+    for result in (x.cpu(), x.to("cpu"), torch.ones(3), torch.zeros_like(x, device="cpu")):
+        assert result.device == torch.device("cpu") and result.is_cpu
     assert torch.ones(2, device="cuda:1").device.index == 1
     assert (x.cpu() == torch.arange(6.0)).all()
     assert not gpu.findings
@@ -64,13 +58,13 @@ def test_devices_are_not_mixed(gpu: Simulation, mix: Callable[[torch.Tensor], An
     x = torch.ones(4, device="cuda")
     with pytest.raises(SimulationError, match="on the same device"):
         mix(x)
-    assert [finding.kind for finding in gpu.findings] == ["device"]
+    assert gpu.kinds == ["device"]
 
 
 def test_numbers_of_the_host_go_along(gpu: Simulation) -> None:
     x = torch.ones(4, device="cuda")
-    for made in (x + 1, x * torch.tensor(2.0), x.masked_fill(x > 0, 3.0), x.clamp(min=0)):
-        assert made.is_cuda
+    for result in (x + 1, x * torch.tensor(2.0), x.masked_fill(x > 0, 3.0), x.clamp(min=0)):
+        assert result.is_cuda
     x[1:2] = 5.0
     x[2] = torch.tensor(4.0)
     assert x.tolist() == [1.0, 5.0, 4.0, 1.0]
@@ -152,7 +146,7 @@ def test_copies_that_are_not_what_they_seem_are_found(gpu: Simulation) -> None:
     x, pinned = torch.ones(4, 4, device="cuda"), torch.ones(4, 4).pin_memory()
     x.copy_(torch.ones(4, 4), non_blocking=True)
     x.T.copy_(pinned, non_blocking=True)
-    assert [finding.kind for finding in gpu.findings] == ["copy", "copy"]
+    assert gpu.kinds == ["copy", "copy"]
 
 
 def test_a_model_can_be_put_on_a_device(gpu: Simulation) -> None:

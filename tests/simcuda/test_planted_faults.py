@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from hf_kvret.stores.paged import PagedStore
 
 from ..simulated_gpu import streams
 from ..simulated_gpu.device import SimulationError
-from .cases import STEPS, Case, Outcome, attempt, check_logits
+from .cases import Case, Outcome, attempt, check_logits
 
 pytest.importorskip("triton")
 
@@ -57,7 +57,7 @@ def _between_vectors(ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([ids.flatten()[:1], ids.flatten()])[1:].view(ids.shape)
 
 
-def found(change: Callable[[torch.Tensor], Any]) -> Patch:
+def with_ids(change: Callable[[torch.Tensor], Any]) -> Patch:
     """Do ``change`` with the ids that a search finds; where it gives some, they go on."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -75,15 +75,15 @@ def found(change: Callable[[torch.Tensor], Any]) -> Patch:
 
 def _adds_from_before(take: Callable[[list[torch.Tensor]], torch.Tensor]) -> Patch:
     """Add zeros to ids that are made before a capture, and taken out of their list by ``take``."""
-    made: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def change(ids: torch.Tensor) -> torch.Tensor:
-        if not made:
-            made.append(torch.zeros_like(ids[:1, :1, :1, :1]))
+        if not tensors:
+            tensors.append(torch.zeros_like(ids[:1, :1, :1, :1]))
         capturing = torch.cuda.is_current_stream_capturing()
-        return ids + (take(made) if capturing else made[0])
+        return ids + (take(tensors) if capturing else tensors[0])
 
-    return found(change)
+    return with_ids(change)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -130,19 +130,17 @@ class Fault:
         plant: makes it.
         kind: of the finding; ``"wait"`` for a wait in a decode step, ``"eager"`` where steps are
             not captured any more.
-        steps: in which it shows.
     """
 
     case: Case
     plant: Patch
     kind: str
-    steps: int = STEPS
 
 
 FAULTS = {
     # A stream or a thread that does not wait.
     "readers of host rows do not wait": Fault(
-        HOST, put(memory.HostMemory, "wait", nothing), "race", steps=2
+        replace(HOST, steps=2), put(memory.HostMemory, "wait", nothing), "race"
     ),
     "host rows are written before they are there": Fault(
         HOST, within(memory.HostMemory, "write", streams.Stream, "wait_stream", nothing), "race"
@@ -176,25 +174,25 @@ FAULTS = {
         "freed",
     ),
     "what a side stream reads is freed": Fault(
-        DEVICE, found(lambda ids: read_aside(ids + 1)), "freed"
+        DEVICE, with_ids(lambda ids: read_aside(ids + 1)), "freed"
     ),
     # The host waits in a decode step.
     "a step reads a number": Fault(
-        DEVICE, found(lambda ids: int(ids[0, 0, 0, 0])), "wait", steps=2
+        replace(DEVICE, steps=2), with_ids(lambda ids: int(ids[0, 0, 0, 0])), "wait"
     ),
     "a step takes a mask for an index": Fault(
-        DEVICE, found(lambda ids: bool(len(ids[ids > 0]))), "wait"
+        DEVICE, with_ids(lambda ids: bool(len(ids[ids > 0]))), "wait"
     ),
     "a step makes a tensor of numbers": Fault(
         DEVICE,
-        found(lambda ids: ids + torch.tensor([0], dtype=ids.dtype, device=ids.device)),
+        with_ids(lambda ids: ids + torch.tensor([0], dtype=ids.dtype, device=ids.device)),
         "wait",
     ),
     "a step copies ids to the host": Fault(
-        DEVICE, found(lambda ids: bool(ids.cpu().numel())), "wait"
+        DEVICE, with_ids(lambda ids: bool(ids.cpu().numel())), "wait"
     ),
     "a step counts ids on the host": Fault(
-        DEVICE, found(lambda ids: bool(torch.nonzero(ids.flatten()).numel())), "wait"
+        DEVICE, with_ids(lambda ids: bool(torch.nonzero(ids.flatten()).numel())), "wait"
     ),
     # Tensors of two devices.
     "levels of codes lie on the CPU": Fault(
@@ -204,11 +202,11 @@ FAULTS = {
     ),
     "a mask lies on the CPU": Fault(
         DEVICE,
-        found(lambda ids: ids.masked_fill(torch.zeros(ids.shape, dtype=torch.bool), -1)),
+        with_ids(lambda ids: ids.masked_fill(torch.zeros(ids.shape, dtype=torch.bool), -1)),
         "device",
     ),
     "ids of the second layer lie on the first device": Fault(
-        TWO, found(lambda ids: ids.to("cuda:0")), "device"
+        TWO, with_ids(lambda ids: ids.to("cuda:0")), "device"
     ),
     "pages on the host are not pinned": Fault(
         HOST,
@@ -217,11 +215,11 @@ FAULTS = {
     ),
     # What breaks a capture.
     "a captured step reads a number": Fault(
-        GRAPH, found(lambda ids: int(ids[0, 0, 0, 0])), "eager"
+        GRAPH, with_ids(lambda ids: int(ids[0, 0, 0, 0])), "eager"
     ),
     "a captured step copies from memory that moves": Fault(
         GRAPH,
-        found(lambda ids: bool(torch.zeros(4).to(ids.device, non_blocking=True).ndim)),
+        with_ids(lambda ids: bool(torch.zeros(4).to(ids.device, non_blocking=True).ndim)),
         "capture",
     ),
     "a step is captured on the default stream": Fault(
@@ -234,12 +232,12 @@ FAULTS = {
     # Launches.
     "ids begin between two vectors": Fault(
         DEVICE,
-        found(_between_vectors),
+        with_ids(_between_vectors),
         "alignment",
     ),
     "a graph compiles a kernel": Fault(
         GRAPH,
-        found(
+        with_ids(
             lambda ids: _between_vectors(ids) if torch.cuda.is_current_stream_capturing() else None
         ),
         "compile",
@@ -254,7 +252,7 @@ QUICK = ("readers of host rows do not wait", "a step reads a number")
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
     fault.plant(monkeypatch)
-    outcome = attempt(fault.case, fault.steps)
+    outcome = attempt(fault.case)
     assert fault.kind in signs(outcome), (outcome.error, outcome.gpu.findings, outcome.gpu.waits)
 
 
@@ -271,7 +269,7 @@ def test_without_a_fault_nothing_is_found(case: Case) -> None:
 
 @pytest.mark.slow
 def test_a_captured_step_may_read_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    _adds_from_before(lambda made: made[0])(monkeypatch)
+    _adds_from_before(lambda tensors: tensors[0])(monkeypatch)
     outcome = attempt(GRAPH)
     assert outcome.error is None and outcome.replays > 0
     assert not signs(outcome)
@@ -282,22 +280,22 @@ def test_a_captured_step_may_read_what_stays(monkeypatch: pytest.MonkeyPatch) ->
 def test_other_rows_than_on_a_cpu_change_the_logits(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found(lambda ids: (ids - 1).clamp(min=0) if ids.is_cuda else None)(monkeypatch)
+    with_ids(lambda ids: (ids - 1).clamp(min=0) if ids.is_cuda else None)(monkeypatch)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         check_logits(attempt(case))
 
 
 def signs(outcome: Outcome) -> set[str]:
     """Kinds of findings, ``"wait"`` and ``"eager"`` as in ``Fault.kind``."""
-    told = {finding.kind for finding in outcome.gpu.findings}
+    names = {finding.kind for finding in outcome.gpu.findings}
     if outcome.error is not None and not isinstance(outcome.error, (SimulationError, ValueError)):
         # A mistake in the fault itself is no sign of it.
         raise outcome.error
     if isinstance(outcome.error, ValueError) and "cuda:" in str(outcome.error):
         # The library looked where its tensors lie, and was told.
-        told.add("device")
+        names.add("device")
     if any("layer_step.py" not in wait.site for wait in outcome.gpu.waits_in("decode")):
-        told.add("wait")
+        names.add("wait")
     if outcome.case.mode == "graph" and outcome.replays == 0:
-        told.add("eager")
-    return told
+        names.add("eager")
+    return names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,17 +13,6 @@ from ..simulated_gpu.device import Simulation, SimulationError, simulated
 from .test_launches import add
 
 pytest.importorskip("triton")
-
-
-@pytest.fixture
-def gpu() -> Iterator[Simulation]:
-    # A worker thread is in no inference mode, and could not write to its tensors.
-    with simulated() as simulation, torch.no_grad():
-        yield simulation
-
-
-def kinds(gpu: Simulation) -> list[str]:
-    return [finding.kind for finding in gpu.findings]
 
 
 def test_work_of_one_stream_is_in_order(gpu: Simulation) -> None:
@@ -43,7 +31,7 @@ def test_a_stream_that_reads_what_another_wrote_has_to_wait(gpu: Simulation, wai
         side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x.sum()
-    assert kinds(gpu) == ([] if waits else ["race"])
+    assert gpu.kinds == ([] if waits else ["race"])
     if not waits:
         assert "test_streams.py:" in next(iter(gpu.findings)).site
 
@@ -61,7 +49,7 @@ def test_a_stream_that_overwrites_what_another_reads_has_to_wait(
     if waits:
         torch.cuda.current_stream().wait_event(event)
     x.zero_()
-    assert kinds(gpu) == ([] if waits else ["race"])
+    assert gpu.kinds == ([] if waits else ["race"])
 
 
 def test_an_event_orders_only_what_came_before_it(gpu: Simulation) -> None:
@@ -71,7 +59,7 @@ def test_an_event_orders_only_what_came_before_it(gpu: Simulation) -> None:
     side.wait_event(event)
     with torch.cuda.stream(side):
         x.sum()
-    assert kinds(gpu) == ["race"]
+    assert gpu.kinds == ["race"]
 
 
 @pytest.mark.parametrize("tells", [False, True])
@@ -86,7 +74,7 @@ def test_memory_that_another_stream_uses_is_not_handed_out_again(
         x.record_stream(side)
     del x
     torch.ones(4, device="cuda")
-    assert kinds(gpu) == ([] if tells else ["freed"])
+    assert gpu.kinds == ([] if tells else ["freed"])
 
 
 def test_memory_may_be_freed_once_its_stream_has_waited(gpu: Simulation) -> None:
@@ -108,7 +96,7 @@ def test_the_host_reads_pinned_memory_after_the_copy(gpu: Simulation, waits: boo
     if waits:
         event.synchronize()
     assert target.tolist() == [1.0] * 4
-    assert kinds(gpu) == ([] if waits else ["race"])
+    assert gpu.kinds == ([] if waits else ["race"])
     assert len(gpu.waits) == waits
 
 
@@ -127,7 +115,7 @@ def test_a_worker_thread_goes_on_after_what_submitted_it(gpu: Simulation) -> Non
         assert not gpu.findings
         pool.submit(target.zero_)
         target.zero_()
-    assert "race" in kinds(gpu)
+    assert "race" in gpu.kinds
 
 
 def test_a_capture_does_its_work_at_each_replay(gpu: Simulation) -> None:
@@ -145,7 +133,7 @@ def test_a_capture_does_its_work_at_each_replay(gpu: Simulation) -> None:
     # A replay reads and writes what the capture did.
     with torch.cuda.stream(torch.cuda.Stream()):
         total.sum()
-    assert kinds(gpu) == ["race"]
+    assert gpu.kinds == ["race"]
     assert total.tolist() == [2.0] * 4
 
 
@@ -219,12 +207,12 @@ def test_a_graph_of_a_pool_is_stale_with_the_graph_whose_memory_it_reads(gpu: Si
     graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
     with torch.cuda.stream(torch.cuda.Stream()):
         graphs[0].capture_begin()
-        made = torch.ones(4, device="cuda")
+        tensor = torch.ones(4, device="cuda")
         graphs[0].capture_end()
         graphs[1].capture_begin()
-        total = made + 1
+        total = tensor + 1
         graphs[1].capture_end()
-        del made
+        del tensor
         graphs[0].replay()
         graphs[1].replay()
         assert total.tolist() == [2.0] * 4
@@ -282,7 +270,7 @@ def test_memory_stays_pinned_while_it_is_copied(gpu: Simulation, waits: bool) ->
     if waits:
         side.synchronize()
     runtime.cudaHostUnregister(rows.data_ptr())
-    assert kinds(gpu) == ([] if waits else ["freed"])
+    assert gpu.kinds == ([] if waits else ["freed"])
 
 
 def test_a_worker_that_fails_is_waited_for_all_the_same(gpu: Simulation) -> None:

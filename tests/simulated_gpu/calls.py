@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .operations import asked
+from .operations import request
 from .simulation import CPU, active, tensors_in
 from .streams import Stream, begin_work, current_stream, device_named
 
@@ -36,24 +36,28 @@ class Calls(TorchFunctionMode):
         answer = _ATTRIBUTES.get(func)
         if answer is not None:
             return answer(*args)
-        kind = _kind_with_calls_of_its_own(func, args)
-        if kind is not None:
-            asked.call = func, args[0]
+        cls = _kind_with_calls_of_its_own(func, args)
+        if cls is not None:
+            request.call = func, args[0]
             with self:
-                return kind.__torch_function__(func, types, args, kwargs)
+                return cls.__torch_function__(func, types, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 return handler(*args, **kwargs)
         pinned = kwargs.pop("pin_memory", False)
-        place = _asked_for(func, args, kwargs)
-        if func in (torch.tensor, torch.as_tensor) and place is not None and place.type == "cuda":
-            return _numbers_to(place, func, args, kwargs)
-        before, asked.device = asked.device, place
+        location = _asked_for(func, args, kwargs)
+        if (
+            func in (torch.tensor, torch.as_tensor)
+            and location is not None
+            and location.type == "cuda"
+        ):
+            return _numbers_to(location, func, args, kwargs)
+        before, request.device = request.device, location
         try:
             out = func(*args, **kwargs)
         finally:
-            asked.device = before
+            request.device = before
         if pinned:
             for tensor in tensors_in(out):
                 active().pin(tensor)
@@ -62,13 +66,13 @@ class Calls(TorchFunctionMode):
 
 def _kind_with_calls_of_its_own(func: Any, args: tuple[Any, ...]) -> Any:
     """The class of a call's first argument, if it takes calls, and has not taken this one yet."""
-    kind = type(args[0]) if args and isinstance(args[0], torch.Tensor) else torch.Tensor
-    taken, of = asked.call
+    cls = type(args[0]) if args and isinstance(args[0], torch.Tensor) else torch.Tensor
+    taken, of = request.call
     if taken is func and of is args[0]:
-        asked.call = None, None
+        request.call = None, None
         return None
     plain = (_T.__torch_function__, torch._C._disabled_torch_function_impl)
-    return None if kind.__torch_function__ in plain else kind
+    return None if cls.__torch_function__ in plain else cls
 
 
 def _asked_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -83,31 +87,31 @@ def _asked_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
         own, value = active().device_of(args[0]), args[2]
         elsewhere = isinstance(value, torch.Tensor) and active().device_of(value) != own
         return None if elsewhere and value.dim() else own
-    return asked.device or _device_among(args)
+    return request.device or _device_among(args)
 
 
 def _device_among(args: tuple[Any, ...]) -> torch.device | None:
     """The first GPU that a tensor of a call lies on: what torch makes meanwhile lies there."""
-    places = (active().device_of(tensor) for tensor in tensors_in(args))
-    return next((place for place in places if place.type == "cuda"), None)
+    locations = (active().device_of(tensor) for tensor in tensors_in(args))
+    return next((location for location in locations if location.type == "cuda"), None)
 
 
 def _numbers_to(
-    place: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    location: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """``torch.tensor`` with a GPU for its device: the host makes numbers and waits for a copy."""
-    before, asked.device = asked.device, None
+    before, request.device = request.device, None
     try:
-        numbers: torch.Tensor = func(*args, **kwargs)
-        if isinstance(args[0], torch.Tensor) and active().device_of(args[0]) == place:
-            return numbers
-        asked.device = place
-        out = torch.empty_like(numbers)
+        values: torch.Tensor = func(*args, **kwargs)
+        if isinstance(args[0], torch.Tensor) and active().device_of(args[0]) == location:
+            return values
+        request.device = location
+        out = torch.empty_like(values)
     finally:
-        asked.device = before
-    active().wait_for(begin_work(current_stream(place)).seen, "torch.tensor with device=")
+        request.device = before
+    active().wait_for(begin_work(current_stream(location)).seen, "torch.tensor with device=")
     with _disable_current_modes():
-        out.copy_(numbers)
+        out.copy_(values)
     return out
 
 
@@ -123,16 +127,16 @@ def _moved(
     if device is not None and device.type == "meta":
         with torch._C.DisableTorchFunction():
             return tensor.to("meta")
-    wanted = dtype or tensor.dtype
+    new_dtype = dtype or tensor.dtype
     if device is None or device == active().device_of(tensor):
         with torch._C.DisableTorchFunction():
-            return tensor.to(dtype=wanted, copy=copy, **options)
-    source = tensor if wanted == tensor.dtype else _moved(tensor, None, wanted)
-    before, asked.device = asked.device, device
+            return tensor.to(dtype=new_dtype, copy=copy, **options)
+    source = tensor if new_dtype == tensor.dtype else _moved(tensor, None, new_dtype)
+    before, request.device = request.device, device
     try:
         out = torch.empty_like(source, **options)
     finally:
-        asked.device = before
+        request.device = before
     out.copy_(source, non_blocking=non_blocking)
     return out
 
@@ -167,9 +171,9 @@ def _cuda(
 def _read(tensor: torch.Tensor, what: str) -> None:
     """The host reads all of ``tensor``."""
     simulation = active()
-    place = simulation.device_of(tensor)
-    if place.type == "cuda":
-        simulation.wait_for(begin_work(current_stream(place)).seen, what)
+    location = simulation.device_of(tensor)
+    if location.type == "cuda":
+        simulation.wait_for(begin_work(current_stream(location)).seen, what)
     else:
         simulation.access(simulation.host(), [tensor], False, what)
 
@@ -181,10 +185,10 @@ def _tolist(tensor: torch.Tensor) -> Any:
 
 
 def _numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    place = active().device_of(tensor)
-    if place.type == "cuda":
+    location = active().device_of(tensor)
+    if location.type == "cuda":
         raise TypeError(
-            f"can't convert {place} device type tensor to numpy: use Tensor.cpu() first"
+            f"can't convert {location} device type tensor to numpy: use Tensor.cpu() first"
         )
     _read(tensor, "numpy")
     with torch._C.DisableTorchFunction():
@@ -197,19 +201,19 @@ def _array(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _repr(tensor: torch.Tensor, **kwargs: Any) -> str:
     """The host waits for the numbers, as ``print`` has them."""
-    place = active().device_of(tensor)
-    if place.type != "cuda":
+    location = active().device_of(tensor)
+    if location.type != "cuda":
         return _T.__repr__(tensor, **kwargs)
     if tensor.numel():
         _read(tensor, "repr")
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         text = _T.__repr__(tensor, **kwargs)
-    return f"{text.removesuffix(')')}, device='{place}')"
+    return f"{text.removesuffix(')')}, device='{location}')"
 
 
 def _format(tensor: torch.Tensor, form: str) -> str:
     if tensor.dim() == 0:
-        # As a number.
+        # It is formatted as a number.
         return _T.__format__(tensor, form)
     with Calls():
         text = str(tensor)

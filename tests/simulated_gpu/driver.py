@@ -1,4 +1,4 @@
-"""What asks the CUDA driver, answered by a simulated GPU."""
+"""A simulated GPU answers the calls that go to the CUDA driver."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def driver(simulation: Simulation) -> Iterator[None]:
     executor, function = interpreter.GridExecutor, interpreter.InterpretedFunction
     launches = importlib.import_module(".launches", __package__)
     pool = concurrent.futures.ThreadPoolExecutor
-    pinning = importlib.import_module("hf_kvret.stores.pinning")
+    host_memory = importlib.import_module("hf_kvret.stores.host_memory")
     replaced = [
         *((torch.cuda, name, answer) for name, answer in _answers(simulation).items()),
         *((torch._C, name, _nothing) for name in _ALLOCATOR),
@@ -77,8 +77,8 @@ def driver(simulation: Simulation) -> Iterator[None]:
         (executor, "__call__", launches.checked(executor.__call__)),
         (function, "warmup", launches.noted),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
-        (pinning, "_unpin", _while_it_lasts(simulation, pinning._unpin)),
-        (pinning, "_beside_captures", lambda: _relaxed(simulation)),
+        (host_memory, "_unpin", _while_it_lasts(simulation, host_memory._unpin)),
+        (host_memory, "_beside_captures", lambda: _relaxed(simulation)),
         (pool, "submit", _followed_submit(simulation, pool.submit)),
     ]
     recorders = importlib.import_module("hf_kvret.replay.recorders")
@@ -103,7 +103,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _while_it_lasts(simulation: Simulation, finalizer: Callable[..., None]) -> Callable[..., None]:
-    """Of what outlives the simulation nothing is left to be undone."""
+    """The finalizer while the simulation lasts; later there is nothing to undo."""
 
     def finalize(*args: Any) -> None:
         if is_active(simulation):
@@ -122,7 +122,7 @@ def _relaxed(simulation: Simulation) -> Iterator[None]:
 
 
 def _answers(simulation: Simulation) -> dict[str, Any]:
-    """What stands in ``torch.cuda`` instead, by name."""
+    """Replacements of functions of ``torch.cuda``, by name."""
 
     def set_sync_debug_mode(mode: int | str) -> None:
         simulation.sync_debug = _MODES[mode] if isinstance(mode, str) else mode
@@ -171,7 +171,7 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
 
 
 class _Followed(concurrent.futures.Future[Any]):
-    """What a pool's ``submit`` gives: who asks for the result goes on after the work.
+    """The result of a pool's ``submit``: who asks for it goes on after the work.
 
     Attributes:
         end: what the thread has seen in the end, by name.

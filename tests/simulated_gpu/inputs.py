@@ -1,4 +1,4 @@
-"""What a graph reads and writes that was there before its capture: addresses, not tensors."""
+"""Memory from before a capture that its graph reads and writes: addresses, not tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Input:
 
 @dataclass
 class Inputs:
-    """Of one capture. A tensor that a replay needs has to be kept by who captured."""
+    """The inputs of one capture, whose caller has to keep the tensors that replays need."""
 
     _all: list[_Input] = field(default_factory=list)
     # The newest one that begins at an address.
@@ -60,12 +60,12 @@ class Inputs:
 
     def _alias_of(self, memory: Any) -> Any:
         address = memory.data_ptr()
-        known = self._by_address.get(address)
-        if known is None or known.memory() is not memory:
+        entry = self._by_address.get(address)
+        if entry is None or entry.memory() is not memory:
             buffer = (ctypes.c_char * memory.nbytes()).from_address(address)
             alias: Any = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
             # Its device and its log.
             vars(alias).update(vars(memory))
-            known = self._by_address[address] = _Input(weakref.ref(memory), alias, site())
-            self._all.append(known)
-        return known.alias
+            entry = self._by_address[address] = _Input(weakref.ref(memory), alias, site())
+            self._all.append(entry)
+        return entry.alias

@@ -36,23 +36,23 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
         named = dict(zip(executor.arg_names, args, strict=False))
         named |= {key: value for key, value in kwargs.items() if key in executor.arg_names}
         with torch._C.DisableTorchFunction():
-            place = _check_arguments(simulation, name, named)
+            location = _check_arguments(simulation, name, named)
             _check_grid(simulation, name, executor.grid, named)
             _note_specialisation(simulation, executor.fn, executor.constexprs, named, kwargs)
             pages = _page_addresses(named.get(_ADDRESSES))
-            logs = _page_logs(simulation, name, current_stream(place).device, pages)
+            logs = _page_logs(simulation, name, current_stream(location).device, pages)
         simulation.launches[simulation.phase, name] += 1
-        agent = begin_work(current_stream(place))
-        given = [tensor for value in named.values() for tensor in tensors_in(value)]
+        agent = begin_work(current_stream(location))
+        tensors = [tensor for value in named.values() for tensor in tensors_in(value)]
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            before = [_bits(tensor).clone() for tensor in given]
+            before = [_bits(tensor).clone() for tensor in tensors]
             launch(executor, *args, **kwargs)
             # What a kernel writes shows only afterwards; what it leaves as it was counts as read.
             is_written = [
                 not torch.equal(old, _bits(tensor))
-                for old, tensor in zip(before, given, strict=True)
+                for old, tensor in zip(before, tensors, strict=True)
             ]
-        pairs = list(zip(given, is_written, strict=True))
+        pairs = list(zip(tensors, is_written, strict=True))
         simulation.access(
             agent, [x for x, written in pairs if not written], False, f"kernel {name}"
         )
@@ -79,12 +79,12 @@ def _check_arguments(
     simulation: Simulation, name: str, named: dict[str, Any]
 ) -> torch.device | None:
     """Where the kernel runs; SimulationError for a pointer that it can't follow."""
-    places: set[torch.device] = set()
+    locations: set[torch.device] = set()
     for argument, value in named.items():
         for tensor in tensors_in(value):
-            place = simulation.device_of(tensor)
-            places.add(place)
-            if place.type != "cuda":
+            location = simulation.device_of(tensor)
+            locations.add(location)
+            if location.type != "cuda":
                 message = (
                     f"Pointer argument cannot be accessed from Triton (cpu tensor?): {argument} of "
                     f"{name}, {tuple(tensor.shape)} {tensor.dtype}"
@@ -96,17 +96,17 @@ def _check_arguments(
                 simulation.tell(
                     "alignment", f"kernel {name}: {argument} begins at {offset} mod {_ALIGNMENT}"
                 )
-    if len(places) > 1:
-        message = f"kernel {name}: tensors of {', '.join(sorted(map(str, places)))}"
+    if len(locations) > 1:
+        message = f"kernel {name}: tensors of {', '.join(sorted(map(str, locations)))}"
         simulation.tell("device", message)
         raise SimulationError(message)
-    found = next(iter(places), None)
+    home = next(iter(locations), None)
     current = current_stream().device
-    if found is not None and found != current:
-        message = f"kernel {name}: tensors of {found} while the current device is {current}"
+    if home is not None and home != current:
+        message = f"kernel {name}: tensors of {home} while the current device is {current}"
         simulation.tell("device", message)
         raise SimulationError(message)
-    return found
+    return home
 
 
 def _check_grid(simulation: Simulation, name: str, grid: Any, named: dict[str, Any]) -> None:
@@ -134,10 +134,10 @@ def _note_specialisation(
     )
     options = sorted((key, str(value)) for key, value in kwargs.items() if key not in named)
     form = own, tuple(options)
-    known = simulation.specialisations.setdefault((kernel.__module__, name), set())
-    if form in known:
+    forms = simulation.specialisations.setdefault((kernel.__module__, name), set())
+    if form in forms:
         return
-    known.add(form)
+    forms.add(form)
     simulation.compilations[simulation.phase, name] += 1
     if simulation.capture is not None:
         simulation.tell("compile", f"kernel {name} may be compiled anew within a capture")
@@ -150,7 +150,7 @@ def _general_arguments(kernel: Any) -> frozenset[str]:
 
 
 def _form(value: Any, special: bool) -> Any:
-    """What the compiler looks at in an argument; of one that is not ``special`` the type alone."""
+    """The properties of an argument that the compiler sees; the type alone if not ``special``."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), special and value.data_ptr() % _ALIGNMENT == 0
     if isinstance(value, torch.dtype):
@@ -177,16 +177,16 @@ def _page_addresses(addresses: Any) -> list[int]:
 
 
 def _page_logs(
-    simulation: Simulation, name: str, place: torch.device, pages: list[int]
+    simulation: Simulation, name: str, location: torch.device, pages: list[int]
 ) -> list[MemoryLog]:
-    """Of the memory that pages lie in; SimulationError for what the kernel can't read."""
+    """Logs of the memory of pages; SimulationError for memory that the kernel can't read."""
     logs: dict[int, MemoryLog] = {}
-    for log in simulation.memories_at(place, [page for page in pages if page]):
+    for log in simulation.memories_at(location, [page for page in pages if page]):
         if log is not None:
             logs[id(log)] = log
         else:
             message = (
-                f"an illegal memory access was encountered: kernel {name} on {place} has the "
+                f"an illegal memory access was encountered: kernel {name} on {location} has the "
                 "address of a page that is neither its own memory nor registered on the host"
             )
             simulation.tell("device", message)

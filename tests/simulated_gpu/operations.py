@@ -28,7 +28,7 @@ _TAKE_NUMBERS = {
 
 
 class _Asked(threading.local):
-    """What this thread's caller asked for.
+    """The request of this thread's caller.
 
     Attributes:
         device: where new tensors go; None: where the others lie.
@@ -39,7 +39,7 @@ class _Asked(threading.local):
     call: tuple[Any, Any] = (None, None)
 
 
-asked = _Asked()
+request = _Asked()
 
 
 class Operations(TorchDispatchMode):
@@ -58,26 +58,26 @@ class Operations(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        packet, given = func.overloadpacket, tensors_in((args, kwargs))
-        place = _place_of(func, args, given)
+        packet, tensors = func.overloadpacket, tensors_in((args, kwargs))
+        location = _place_of(func, args, tensors)
         written = written_by(func, args, kwargs)
         if packet in _COPYING:
             agent = _copying(args[0], args[1], bool(kwargs.get("non_blocking", _third(args))))
         else:
             reason = why_it_waits(func, args, kwargs)
-            if reason is not None and place is not None and place.type == "cuda":
-                active().wait_for(begin_work(current_stream(place)).seen, f"{func} {reason}")
-            agent = _agent_on(place or asked.device or CPU)
+            if reason is not None and location is not None and location.type == "cuda":
+                active().wait_for(begin_work(current_stream(location)).seen, f"{func} {reason}")
+            agent = _agent_on(location or request.device or CPU)
         simulation = active()
         if not (func.is_view or packet in _VIEWS):
-            reads = [x for x in given if not any(x is y for y in written)]
+            reads = [x for x in tensors if not any(x is y for y in written)]
             simulation.access(agent, reads, False, str(func))
             simulation.access(agent, written, True, str(func))
         out = _run(func, args, kwargs)
-        known = {tensor.untyped_storage()._cdata for tensor in given}
-        target = asked.device or place or CPU
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        target = request.device or location or CPU
         for tensor in tensors_in(out):
-            if tensor.untyped_storage()._cdata not in known:
+            if tensor.untyped_storage()._cdata not in storages:
                 home = current_stream(target).agent if target.type == "cuda" else None
                 simulation.put(tensor, target, home)
                 if packet not in _EMPTY:
@@ -96,21 +96,21 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _place_of(func: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> torch.device | None:
+def _place_of(func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> torch.device | None:
     """Where an operation runs; None without tensors.
 
     SimulationError for tensors of several devices, as torch has it.
     """
     simulation, packet = active(), func.overloadpacket
-    places = {simulation.device_of(tensor) for tensor in given}
-    if len(places) <= 1:
-        return next(iter(places), None)
-    devices = [place for place in places if place.type == "cuda"]
+    locations = {simulation.device_of(tensor) for tensor in tensors}
+    if len(locations) <= 1:
+        return next(iter(locations), None)
+    devices = [location for location in locations if location.type == "cuda"]
     if packet in _COPYING:
         return devices[0]
-    own = simulation.device_of(given[0])
+    own = simulation.device_of(tensors[0])
     others = [
-        x for x in given if simulation.device_of(x) != (own if own in devices else devices[0])
+        x for x in tensors if simulation.device_of(x) != (own if own in devices else devices[0])
     ]
     if len(devices) == 1 and all(simulation.device_of(x) == CPU for x in others):
         if packet in _INDEXING and own.type == "cuda" and all(_is_index(x, args) for x in others):
@@ -118,10 +118,10 @@ def _place_of(func: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> to
                 current_stream(own).agent.seen, f"{func}: an index is copied to the device"
             )
             return own
-        numbers = all(tensor.dim() == 0 for tensor in others)
-        if numbers and (torch.Tag.pointwise in func.tags or packet in _TAKE_NUMBERS):
+        scalars = all(tensor.dim() == 0 for tensor in others)
+        if scalars and (torch.Tag.pointwise in func.tags or packet in _TAKE_NUMBERS):
             return devices[0]
-    forms = [(str(simulation.device_of(x)), tuple(x.shape), x.dtype) for x in given]
+    forms = [(str(simulation.device_of(x)), tuple(x.shape), x.dtype) for x in tensors]
     message = f"Expected all tensors to be on the same device: {func} of {forms}"
     simulation.tell("device", message)
     raise SimulationError(message)
@@ -131,10 +131,10 @@ def _is_index(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
     return any(tensor is index for index in args[1])
 
 
-def _agent_on(place: torch.device) -> Agent:
+def _agent_on(location: torch.device) -> Agent:
     """Who does this thread's next work on a device."""
-    if place.type == "cuda":
-        return begin_work(current_stream(place))
+    if location.type == "cuda":
+        return begin_work(current_stream(location))
     host = active().host()
     host.tick()
     return host

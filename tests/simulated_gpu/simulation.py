@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from .clocks import Agent, MemoryLog
 
 CPU = torch.device("cpu")
-# Of torch's modes for waits: 0 says nothing, 1 warns.
+# One of torch's modes for waits: 0 says nothing, 1 warns.
 _RAISES = 2
 # Lines of these don't stand in findings: what simulates, what is simulated, and Python's own.
 _OTHERS = ("/tests/simulated_gpu/", "/hf_kvret/testing/tape.py", "/torch/", "/triton/")
@@ -32,7 +32,7 @@ _host_numbers = itertools.count()
 
 
 class SimulationError(RuntimeError):
-    """What a GPU would refuse."""
+    """A GPU would refuse this."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Simulation:
         launches: of Triton kernels, by phase and name.
         compilations: of Triton kernels, by phase and name: specialisations that were new.
         phase: names what is going on, for waits and launches; yours to set.
-        capture: the stream and the notes of a capture under way; None.
+        capture: the one that has begun and not ended; None.
         relaxed: whether this thread may do what captures forbid.
     """
 
@@ -98,12 +98,17 @@ class Simulation:
         self.registered: dict[int, tuple[int, MemoryLog]] = {}
         # First address, end, device and log of memory on the devices.
         self._on_devices: dict[int, tuple[int, torch.device, MemoryLog]] = {}
-        # What kernels were specialised for.
+        # Specialisations of kernels so far.
         self.specialisations: dict[tuple[str, str], set[Any]] = {}
         self._lock = threading.RLock()
         self._hosts: dict[int, Agent] = {}
         # Accesses to memory that was given back, until it may be handed out again.
         self._given_back: list[tuple[Agent, str, int, str, str]] = []
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of each finding, in order."""
+        return [finding.kind for finding in self.findings]
 
     def tell(self, kind: str, text: str) -> None:
         """Note a finding."""
@@ -149,16 +154,16 @@ class Simulation:
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """Where a tensor is said to lie."""
-        place = getattr(tensor.untyped_storage(), "simulated_device", CPU)
-        assert isinstance(place, torch.device), "only put writes it"
-        return place
+        location = getattr(tensor.untyped_storage(), "simulated_device", CPU)
+        assert isinstance(location, torch.device), "only put writes it"
+        return location
 
     def put(self, tensor: torch.Tensor, device: torch.device, home: Agent | None) -> torch.Tensor:
         """The memory of ``tensor`` lies on ``device``, allocated by the stream ``home``."""
         storage: Any = tensor.untyped_storage()
         log = getattr(storage, "simulated_log", None)
-        known = isinstance(log, MemoryLog) and log.owner is self
-        if getattr(storage, "simulated_device", None) == device and known:
+        is_own = isinstance(log, MemoryLog) and log.owner is self
+        if getattr(storage, "simulated_device", None) == device and is_own:
             return tensor
         storage.simulated_device = device
         if device.type == "cuda":
@@ -187,8 +192,8 @@ class Simulation:
         spans = sorted((span for span in spans if span[0] < span[1]), key=itemgetter(0))
 
         def at(address: int) -> MemoryLog | None:
-            place = bisect_right(spans, address, key=itemgetter(0))
-            _, end, log = spans[place - 1] if place else (0, 0, None)
+            location = bisect_right(spans, address, key=itemgetter(0))
+            _, end, log = spans[location - 1] if location else (0, 0, None)
             return log if address < end else None
 
         return [at(address) for address in addresses]
@@ -202,7 +207,7 @@ class Simulation:
                 self.tell("freed", text)
 
     def log_of(self, tensor: torch.Tensor) -> MemoryLog:
-        """Of the memory of ``tensor``."""
+        """The log of the memory of ``tensor``."""
         storage: Any = tensor.untyped_storage()
         log = getattr(storage, "simulated_log", None)
         # What an earlier simulation did is over, and its streams are gone.
@@ -258,9 +263,9 @@ class Simulation:
     def _hand_out(self, home: Agent) -> None:
         """Memory that ``home`` gave back may be handed out to it again from here on."""
         with self._lock:
-            due = [entry for entry in self._given_back if entry[0] is home]
+            entries = [entry for entry in self._given_back if entry[0] is home]
             self._given_back = [entry for entry in self._given_back if entry[0] is not home]
-            for _, name, epoch, line, made_at in due:
+            for _, name, epoch, line, made_at in entries:
                 if not home.has_seen(name, epoch):
                     text = (
                         f"memory of {home.name}, allocated at [{made_at}], was freed while {name} "
@@ -275,7 +280,7 @@ class _Relaxed(threading.local):
 
 @dataclass(eq=False)
 class Capture:
-    """A capture under way.
+    """A capture that has begun and not ended.
 
     Attributes:
         stream: that is captured, a ``Stream``.
@@ -337,7 +342,7 @@ def site() -> str:
 
 
 def _is_others(name: str) -> bool:
-    if name.startswith("<") or any(part in name for part in _OTHERS):
+    if name.startswith("<") or any(folder in name for folder in _OTHERS):
         return True
     return name.startswith(_PYTHON) and "-packages" not in name
 

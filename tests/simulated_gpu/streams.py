@@ -113,7 +113,7 @@ class Event:
 
 
 class _CaptureTape(tape.Tape):
-    """What the tape refuses makes the capture invalid, as what the simulation refuses does.
+    """The tape's refusals make the capture invalid, as those of the simulation do.
 
     Attributes:
         inputs: memory that was there before, which is not kept.
@@ -211,37 +211,37 @@ def device_named(device: Any) -> torch.device:
     """With its index; of None and of ``"cuda"`` that of the current device."""
     if device is None:
         return current_device()
-    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if place.type != "cuda":
-        return place
-    if place.index is None:
+    location = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if location.type != "cuda":
+        return location
+    if location.index is None:
         return current_device()
-    if place.index >= active().device_count:
+    if location.index >= active().device_count:
         raise RuntimeError(
-            f"CUDA error: invalid device ordinal: {place} of {active().device_count}"
+            f"CUDA error: invalid device ordinal: {location} of {active().device_count}"
         )
-    return place
+    return location
 
 
 def current_device() -> torch.device:
-    """Of this thread."""
+    """The current device of this thread."""
     return torch.device("cuda", getattr(_chosen, "device", 0))
 
 
 def default_stream(device: Any = None) -> Stream:
-    """Of a device."""
-    streams, place = active().default_streams, device_named(device)
-    if place not in streams:
-        streams[place] = Stream(place)
-    stream: Stream = streams[place]
+    """The default stream of a device."""
+    streams, location = active().default_streams, device_named(device)
+    if location not in streams:
+        streams[location] = Stream(location)
+    stream: Stream = streams[location]
     return stream
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Of this thread on a device."""
-    place = device_named(device)
-    chosen: Stream | None = getattr(_chosen, "streams", {}).get(place)
-    return chosen or default_stream(place)
+    """The current stream of this thread on a device."""
+    location = device_named(device)
+    chosen: Stream | None = getattr(_chosen, "streams", {}).get(location)
+    return chosen or default_stream(location)
 
 
 def forget_choices() -> None:
@@ -269,8 +269,8 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 def on_device(device: Any) -> Iterator[None]:
     """In place of ``torch.cuda.device``."""
     before = getattr(_chosen, "device", 0)
-    place = current_device() if device is None or device == -1 else device_named(device)
-    _chosen.device = place.index if place.type == "cuda" else before
+    location = current_device() if device is None or device == -1 else device_named(device)
+    _chosen.device = location.index if location.type == "cuda" else before
     try:
         yield
     finally:

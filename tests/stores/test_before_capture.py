@@ -1,17 +1,13 @@
-"""What a captured decode step asks of its stores: writes that have arrived, and a plain answer."""
+"""A captured decode step asks stores whether it can be, and finds that writes have arrived."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
 
 CPU = torch.device("cpu")
 HEADS, DIM = 2, 16
@@ -47,21 +43,19 @@ def _writing(memory: HostMemory) -> Write:
     return memory._last_write
 
 
-@pytest.mark.parametrize("kind", ["host", "resident", "cpu", "coded", "split"])
-def test_a_capture_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(kind: str) -> None:
-    memory: PageMemory = HostMemory(CPU)
-    store: Store = PagedStore(memory)
-    if kind == "resident":
-        store = ResidentStore(CPU)
-        memory = store.rows.memory
-    elif kind == "cpu":
-        store = CpuStore(CPU)
-        memory = store.rows.memory
-    elif kind == "coded":
-        store = QuantizedStore(memory, 4)
-    elif kind == "split":
-        split = SplitMemory(CPU, 100)
-        store, memory = PagedStore(split), split._far
+@pytest.mark.parametrize("store_name", ["host", "resident", "cpu", "coded", "split"])
+def test_a_capture_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(
+    store_name: str,
+) -> None:
+    host, split = HostMemory(CPU), SplitMemory(CPU, 100)
+    resident, cpu = ResidentStore(CPU), CpuStore(CPU)
+    store, memory = {
+        "host": (PagedStore(host), host),
+        "resident": (resident, resident.rows.memory),
+        "cpu": (cpu, cpu.rows.memory),
+        "coded": (QuantizedStore(host, 4), host),
+        "split": (PagedStore(split), split._far),
+    }[store_name]
     assert isinstance(memory, HostMemory)
     _filled(store)
     write = _writing(memory)
@@ -87,8 +81,8 @@ def test_a_capture_makes_the_addresses_that_a_kernel_would_make(
     store.append(_block(70, 200))
     store._table = _as_if_on_a_gpu(store._table)
     store.before_capture()
-    known = store.paged_rows().page_address
-    assert known is not None and len(known) == sum(map(len, store.paged_rows().chunks))
+    addresses = store.paged_rows().page_address
+    assert addresses is not None and len(addresses) == sum(map(len, store.paged_rows().chunks))
     # An empty store has nothing to make.
     PagedStore(DeviceMemory(CPU)).before_capture()
 
@@ -156,22 +150,7 @@ def test_a_step_of_ready_slots_makes_no_tensor_that_the_next_one_needs() -> None
 class Silent(Store):
     """A store of a user's own, that says nothing of capturing."""
 
-    def __len__(self) -> int:
-        return 0
-
-    def append(self, block: TokenBlock) -> None:
-        """Nothing."""
-
-    def begin(self, *options: Any, **more: Any) -> Any:
-        raise NotImplementedError
-
-    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
-
-    def chunks(
-        self, chunk_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return iter(())
+    __len__ = append = begin = gather = chunks = lambda *args, **options: 0
 
 
 def test_a_store_that_says_nothing_is_not_captured() -> None:
@@ -182,14 +161,12 @@ def test_a_store_that_says_nothing_is_not_captured() -> None:
 
 
 def test_the_bus_share_of_stores_in_one_place_is_all_or_nothing() -> None:
-    found = {
-        name: _filled(store).bus_share
-        for name, store in SimpleNamespace(
-            device=PagedStore(DeviceMemory(CPU)),
-            host=PagedStore(HostMemory(CPU)),
-            resident=ResidentStore(CPU),
-            cpu=CpuStore(CPU),
-            coded=QuantizedStore(HostMemory(CPU), 2),
-        ).__dict__.items()
+    stores = {
+        "device": PagedStore(DeviceMemory(CPU)),
+        "host": PagedStore(HostMemory(CPU)),
+        "resident": ResidentStore(CPU),
+        "cpu": CpuStore(CPU),
+        "coded": QuantizedStore(HostMemory(CPU), 2),
     }
-    assert found == {"device": 0.0, "host": 1.0, "resident": 1.0, "cpu": 0.0, "coded": 1.0}
+    shares = {name: _filled(store).bus_share for name, store in stores.items()}
+    assert shares == {"device": 0.0, "host": 1.0, "resident": 1.0, "cpu": 0.0, "coded": 1.0}

@@ -39,10 +39,10 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """With 8000 MiB available and no cgroup."""
-    made = Machine(tmp_path)
-    monkeypatch.setattr(free_memory, "PROC", made.proc)
-    monkeypatch.setattr(free_memory, "CGROUPS", made.cgroups)
-    return made
+    machine = Machine(tmp_path)
+    monkeypatch.setattr(free_memory, "PROC", machine.proc)
+    monkeypatch.setattr(free_memory, "CGROUPS", machine.cgroups)
+    return machine
 
 
 def test_this_machine_has_some() -> None:
@@ -139,9 +139,9 @@ def test_what_cannot_be_read_is_left_out(machine: Machine) -> None:
     (machine.proc / "meminfo").unlink()
     (machine.proc / "meminfo").mkdir()
     machine.group_v2("", 700 * MIB, 200 * MIB)
-    known = free_host_bytes()
+    free = free_host_bytes()
     # The system is asked otherwise, which may have less than the 500 MiB that are left here.
-    assert known is not None and 0 < known <= 500 * MIB
+    assert free is not None and 0 < free <= 500 * MIB
 
 
 def test_where_nobody_says_it_is_unknown(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ import gc
 import mmap
 import os
 import sys
+import threading
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.stores import memory, pinning
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
-from hf_kvret.stores.pinning import reads_host_addresses
+from hf_kvret.stores import host_memory, memory
+from hf_kvret.stores.host_memory import reads_host_addresses
+from hf_kvret.stores.memory import (
+    DeviceMemory,
+    HostMemory,
+    PendingCopies,
+    SplitMemory,
+    pending_copies,
+)
 
 CPU = torch.device("cpu")
 HUGE_PAGE = 2 << 20
@@ -34,18 +42,18 @@ needs_linux = pytest.mark.skipif(
 
 def _mapping(address: int) -> dict[str, str]:
     """What the system says of the mapping that holds ``address``; empty where there is none."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, rest = line.partition(" ")
         if not name.endswith(":"):
-            low, high = (int(part, 16) for part in name.split("-"))
+            low, high = (int(bound, 16) for bound in name.split("-"))
             inside = low <= address < high
             if inside:
-                found["start"], found["end"] = str(low), str(high)
+                result["start"], result["end"] = str(low), str(high)
         elif inside:
-            found[name[:-1]] = rest.strip()
-    return found
+            result[name[:-1]] = rest.strip()
+    return result
 
 
 @pytest.mark.parametrize("shape", [LARGE, SMALL, (0, 7)], ids=str)
@@ -57,16 +65,16 @@ def test_chunks_have_the_shape_that_was_asked_for(
         chunk = HostMemory(CPU).allocate(shape, dtype)
     assert (tuple(chunk.shape), chunk.dtype, chunk.device) == (shape, dtype, CPU)
     assert chunk.is_contiguous()
-    numbers = torch.arange(chunk.numel()).remainder(200).to(dtype).view(shape)
-    chunk.copy_(numbers)
-    assert torch.equal(chunk, numbers)
+    elements = torch.arange(chunk.numel()).remainder(200).to(dtype).view(shape)
+    chunk.copy_(elements)
+    assert torch.equal(chunk, elements)
 
 
 @pytest.mark.parametrize("of", ["device", "split"])
 def test_a_device_without_room_for_more_rows_names_other_stores(
     of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*given: object) -> torch.Tensor:
+    def full(*args: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(memory, "empty", full)
@@ -79,9 +87,9 @@ def test_a_device_without_room_for_more_rows_names_other_stores(
 
 
 def test_large_chunks_begin_at_a_huge_page() -> None:
-    held = [HostMemory(CPU).allocate(LARGE, LARGE_DTYPE) for _ in range(3)]
-    assert [chunk.data_ptr() % HUGE_PAGE for chunk in held] == [0, 0, 0]
-    ends = sorted((chunk.data_ptr(), chunk.data_ptr() + chunk.nbytes) for chunk in held)
+    chunks = [HostMemory(CPU).allocate(LARGE, LARGE_DTYPE) for _ in range(3)]
+    assert [chunk.data_ptr() % HUGE_PAGE for chunk in chunks] == [0, 0, 0]
+    ends = sorted((chunk.data_ptr(), chunk.data_ptr() + chunk.nbytes) for chunk in chunks)
     assert all(first[1] <= second[0] for first, second in pairwise(ends))
 
 
@@ -104,11 +112,11 @@ def test_memory_lives_as_long_as_a_view_and_no_longer() -> None:
     del chunk
     gc.collect()
     assert view.tolist() == [3.0, 3.0]
-    held = _mapping(address)
-    assert held
-    if "VmFlags" not in held:
+    mapping = _mapping(address)
+    assert mapping
+    if "VmFlags" not in mapping:
         pytest.skip("this kernel does not tell what was asked")
-    assert "hg" in held["VmFlags"].split()
+    assert "hg" in mapping["VmFlags"].split()
     del view
     gc.collect()
     # Another mapping may have taken the place; it was not asked to be huge.
@@ -119,11 +127,11 @@ def test_memory_lives_as_long_as_a_view_and_no_longer() -> None:
 def test_a_system_without_huge_pages_gives_good_memory(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     class Refusing(mmap.mmap):
         def madvise(self, *options: int) -> None:
-            asked.extend(options)
+            calls.extend(options)
             raise OSError(22, "Invalid argument")
 
     if how == "unknown":
@@ -132,7 +140,7 @@ def test_a_system_without_huge_pages_gives_good_memory(
         pytest.skip("nothing to refuse")
     monkeypatch.setattr(mmap, "mmap", Refusing)
     chunk = HostMemory(CPU).allocate(LARGE, LARGE_DTYPE).fill_(2.0)
-    assert bool(asked) == (how == "refused")
+    assert bool(calls) == (how == "refused")
     assert chunk.float().sum().item() == 2.0 * chunk.numel()
 
 
@@ -172,7 +180,7 @@ def _drive(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> Any:
 
 
 def _pinned(shape: tuple[int, ...], stream: Any) -> torch.Tensor:
-    return pinning.pinned(shape, LARGE_DTYPE, stream)
+    return host_memory.pinned(shape, LARGE_DTYPE, stream)
 
 
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=str)
@@ -210,22 +218,22 @@ def test_a_child_process_finds_zeros_and_may_free_them(
     child = os.fork()
     if child == 0:
         # Nothing but this: pytest goes on in the parent alone.
-        numbers = bytes((ctypes.c_char * chunk.nbytes).from_address(chunk.data_ptr()))
+        elements = bytes((ctypes.c_char * chunk.nbytes).from_address(chunk.data_ptr()))
         other = mmap.mmap(-1, 64 << 20)
         del chunk
         gc.collect()
         other[-1:] = b"x"
-        os._exit(0 if not any(numbers) else 1)
+        os._exit(0 if not any(elements) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert chunk.float().sum() == chunk.numel()
 
 
 @pytest.mark.parametrize(
-    ("found", "status", "answer", "expected"),
+    ("result", "status", "answer", "expected"),
     [(0, 0, 1, True), (0, 0, 0, False), (1, 0, 0, True), (0, 1, 0, True)],
 )
 def test_the_driver_says_whether_kernels_may_use_host_addresses(
-    found: int, status: int, answer: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+    result: int, status: int, answer: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attribute(target: Any, which: int, device: Any) -> int:
         assert which == 91
@@ -234,10 +242,10 @@ def test_the_driver_says_whether_kernels_may_use_host_addresses(
 
     driver = SimpleNamespace(
         cuInit=lambda flags: 0,
-        cuDeviceGet=lambda *args: found,
+        cuDeviceGet=lambda *args: result,
         cuDeviceGetAttribute=attribute,
     )
-    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    monkeypatch.setattr(host_memory, "_driver", lambda: driver)
     assert reads_host_addresses.__wrapped__(0) is expected
 
 
@@ -255,7 +263,107 @@ def test_a_gpu_copies_from_and_to_pinned_chunks(shape: tuple[int, ...]) -> None:
     host = HostMemory(device)
     chunk = host.allocate(shape, LARGE_DTYPE)
     assert chunk.is_pinned()
-    numbers = torch.randn(shape, device=device).to(LARGE_DTYPE)
-    host.write(chunk, numbers)
+    elements = torch.randn(shape, device=device).to(LARGE_DTYPE)
+    host.write(chunk, elements)
     host.wait()
-    assert torch.equal(chunk.to(device, non_blocking=True), numbers)
+    assert torch.equal(chunk.to(device, non_blocking=True), elements)
+
+
+# At most so many bytes are on their way to the host: older copies are waited for, in order.
+
+
+@dataclass
+class _Copy:
+    """The event of a copy, which ends when it is waited for, or is set to."""
+
+    name: str
+    log: list[str]
+    ended: bool = False
+
+    def query(self) -> bool:
+        return self.ended
+
+    def synchronize(self) -> None:
+        self.log.append(self.name)
+        self.ended = True
+
+
+def test_the_oldest_copies_are_waited_for_when_too_much_is_pending() -> None:
+    log: list[str] = []
+    copies = PendingCopies(100)
+    for name, size, waited in (
+        ("a", 40, []),
+        ("b", 60, []),
+        ("c", 1, ["a"]),
+        ("d", 90, ["a", "b"]),
+        ("e", 50, ["a", "b", "c", "d"]),
+    ):
+        copies.add(_Copy(name, log), size)
+        assert log == waited and copies.nbytes <= 100
+
+
+def test_copies_that_ended_are_forgotten_without_waiting() -> None:
+    log: list[str] = []
+    copies = PendingCopies(100)
+    first, second = _Copy("first", log), _Copy("second", log)
+    copies.add(first, 60)
+    copies.add(second, 30)
+    first.ended = True
+    copies.add(_Copy("third", log), 70)
+    assert log == [] and copies.nbytes == 100
+
+
+def test_one_copy_that_is_larger_than_all_is_not_waited_for() -> None:
+    log: list[str] = []
+    copies = PendingCopies(100)
+    copies.add(_Copy("small", log), 10)
+    copies.add(_Copy("large", log), 1000)
+    assert log == ["small"] and copies.nbytes == 1000
+
+
+def test_all_stores_of_a_device_share_the_bound() -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert pending_copies(first) is pending_copies(torch.device("cuda", 0))
+    assert pending_copies(first) is not pending_copies(second)
+
+
+def test_a_thread_that_waits_holds_up_no_other_and_every_byte_is_counted_once() -> None:
+    copies, log = PendingCopies(100), []
+    waiting, go_on = threading.Event(), threading.Event()
+
+    class Slow(_Copy):
+        def synchronize(self) -> None:
+            waiting.set()
+            assert go_on.wait(10)
+            super().synchronize()
+
+    copies.add(Slow("slow", log), 90)
+    thread = threading.Thread(target=copies.add, args=(_Copy("next", log), 90))
+    thread.start()
+    assert waiting.wait(10)
+    # Not below the bound, but it asks nobody to wait for a lock.
+    assert copies.nbytes == 180
+    third = threading.Thread(target=copies.add, args=(_Copy("third", log), 5))
+    third.start()
+    while copies.nbytes != 185:
+        assert third.is_alive()
+    go_on.set()
+    for one in (thread, third):
+        one.join(10)
+    assert set(log) == {"slow"} and copies.nbytes == 95
+
+
+def test_many_threads_leave_no_byte_behind() -> None:
+    copies, log = PendingCopies(50), []
+
+    def work() -> None:
+        for _ in range(300):
+            copies.add(_Copy("x", log), 7)
+            assert copies.nbytes >= 0
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert copies.nbytes == 7 * len(copies._queue) <= 50

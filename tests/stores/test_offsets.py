@@ -29,21 +29,21 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 NORM = 200.0
 
 
-def constant(kind: str, heads: int, dim: int) -> torch.Tensor:
+def constant(variant: str, heads: int, dim: int) -> torch.Tensor:
     """``[heads, dim]`` of length 1 in each head, in rotated halves as Llama has them."""
     half = dim // 2
     channels = {"slow pair": [half - 1, dim - 1], "fast pair": [0, half], "channel": [dim - 1]}
     offset = torch.zeros(heads, dim)
-    if kind == "all channels":
+    if variant == "all channels":
         offset = torch.randn(heads, dim, generator=torch.Generator().manual_seed(3))
-    elif kind == "one head":
+    elif variant == "one head":
         offset[0, channels["slow pair"]] = 1.0
     else:
-        offset[:, channels[kind]] = 1.0
+        offset[:, channels[variant]] = 1.0
     return torch.nn.functional.normalize(offset, dim=1)
 
 
-KINDS = ("slow pair", "fast pair", "channel", "all channels", "one head")
+VARIANTS = ("slow pair", "fast pair", "channel", "all channels", "one head")
 
 
 def rotated(keys: torch.Tensor) -> torch.Tensor:
@@ -66,16 +66,16 @@ def ratio(keys: torch.Tensor, valid: torch.Tensor | None = None) -> float:
     return result
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("length", [64, 200, 1500])
-def test_an_offset_is_seen_in_any_channels_and_its_size_is_right(kind: str, length: int) -> None:
+def test_an_offset_is_seen_in_any_channels_and_its_size_is_right(variant: str, length: int) -> None:
     norm = 100.0
-    offset = constant(kind, HEADS, DIM)[:, None] * norm
+    offset = constant(variant, HEADS, DIM)[:, None] * norm
     # The keys have 64 numbers of variance one.
     exact = 1 + norm**2 / DIM
-    found = ratio(rotated(drawn(length) + offset))
+    results = ratio(rotated(drawn(length) + offset))
     # A line of 5 frequencies takes some of the rest with it; half of a channel's offset turns away.
-    assert exact / 2 <= found <= 2 * exact and found > MOST_RATIO
+    assert exact / 2 <= results <= 2 * exact and results > MOST_RATIO
 
 
 @pytest.mark.parametrize("length", [32, 33, 64, 200, 1500])
@@ -88,13 +88,13 @@ def test_keys_without_an_offset_have_a_small_ratio(length: int) -> None:
 def test_padding_does_not_count(pad_side: str) -> None:
     keys, offset = drawn(100, batch=2), constant("slow pair", HEADS, DIM)[:, None] * 100.0
     padded = torch.full((2, HEADS, 60, DIM), 1e4)
-    parts = [padded, keys] if pad_side == "left" else [keys, padded]
+    tensors = [padded, keys] if pad_side == "left" else [keys, padded]
     valid = torch.ones(2, 160, dtype=torch.bool)
     valid[:, :60] = pad_side == "right"
     valid[:, 100:] = pad_side == "left"
-    assert ratio(torch.cat(parts, dim=2), valid) == pytest.approx(ratio(keys), rel=1e-5)
-    assert ratio(torch.cat(parts, dim=2)) > 2 * ratio(keys)
-    with_offset = [part + offset if part is keys else part for part in parts]
+    assert ratio(torch.cat(tensors, dim=2), valid) == pytest.approx(ratio(keys), rel=1e-5)
+    assert ratio(torch.cat(tensors, dim=2)) > 2 * ratio(keys)
+    with_offset = [tensor + offset if tensor is keys else tensor for tensor in tensors]
     assert ratio(torch.cat(with_offset, dim=2), valid) > MOST_RATIO
 
 
@@ -116,37 +116,39 @@ def test_codes_zeros_and_rows_without_numbers_have_no_offset() -> None:
     assert ratio(torch.ones(1, HEADS, 64, DIM)) > 1e4 or math.isinf(ratio(torch.ones(1, 1, 64, 8)))
 
 
-def qwen2(kind: str = "", layers: tuple[int, ...] = (0, 1), norm: float = NORM) -> PreTrainedModel:
+def qwen2(
+    variant: str = "", layers: tuple[int, ...] = (0, 1), norm: float = NORM
+) -> PreTrainedModel:
     """A small Qwen2 with this offset in the keys of some layers, and no other bias."""
     model = MODELS["qwen2"].build()
     for number, layer in enumerate(model.model.layers):
         attention = layer.self_attn
-        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-            part.bias.data.zero_()
-        if kind and number in layers:
+        for tensor in (attention.q_proj, attention.k_proj, attention.v_proj):
+            tensor.bias.data.zero_()
+        if variant and number in layers:
             bias = attention.k_proj.bias.data.view(2, -1)
-            bias.copy_(constant(kind, *bias.shape) * norm)
+            bias.copy_(constant(variant, *bias.shape) * norm)
     return model
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [each for each in caplog.records if each.name == "hf_kvret.stores.offsets"]
-    assert all(each.levelno == logging.WARNING for each in found)
-    return [each.getMessage() for each in found]
+    results = [each for each in caplog.records if each.name == "hf_kvret.stores.offsets"]
+    assert all(each.levelno == logging.WARNING for each in results)
+    return [each.getMessage() for each in results]
 
 
 def in_full(cache: Any) -> list[bool]:
-    """Of each layer, whether its rows are in full."""
-    kinds = [type(layer.kv.store) for layer in cache.retrieval_layers]
-    assert set(kinds) <= {PagedStore, QuantizedStore}
-    return [kind is PagedStore for kind in kinds]
+    """Whether the rows of each layer are in full."""
+    classes = [type(layer.kv.store) for layer in cache.retrieval_layers]
+    assert set(classes) <= {PagedStore, QuantizedStore}
+    return [cls is PagedStore for cls in classes]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_named_store_of_codes_warns_once_with_layer_ratio_and_remedy(
-    kind: str, caplog: pytest.LogCaptureFixture
+    variant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = qwen2(kind)
+    model = qwen2(variant)
     cache = FlatKVCache(model.config, store="higgs", **SMALL)
     model.generate(prompt(1, 200), past_key_values=cache, **GREEDY)
     assert in_full(cache) == [False, False]
@@ -170,18 +172,18 @@ def test_nothing_is_said_without_an_offset_or_without_codes(
     assert not warnings_of(caplog)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layers", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("chunk", [None, 48])
 def test_auto_codes_no_layer_whose_keys_have_an_offset(
-    kind: str,
+    variant: str,
     layers: tuple[int, ...],
     chunk: int | None,
     free: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     free(1)
-    model, ids = qwen2(kind, layers), prompt(1, 200)
+    model, ids = qwen2(variant, layers), prompt(1, 200)
     cache = FlatKVCache(model.config, prefill_chunk=chunk, **SMALL)
     model.generate(ids, past_key_values=cache, **GREEDY | {"max_new_tokens": 1})
     assert in_full(cache) == [number in layers for number in (0, 1)]
@@ -209,8 +211,8 @@ def test_a_padded_batch_is_judged_by_its_tokens(free: Any) -> None:
     free(1)
     ids, mask = prompt(2, 200), torch.ones(2, 200, dtype=torch.long)
     mask[1, :150] = 0
-    for kind, expected in (("", False), ("slow pair", True)):
-        model = qwen2(kind, (1,))
+    for variant, expected in (("", False), ("slow pair", True)):
+        model = qwen2(variant, (1,))
         cache = FlatKVCache(model.config, **SMALL)
         model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
         assert in_full(cache) == [False, expected]
@@ -297,5 +299,5 @@ def test_aqua_warns_where_it_codes_keys_with_their_offset(
     ],
 )
 def test_predictions_and_means_take_an_offset_off(plan: dict[str, Any], codes: bool) -> None:
-    given = {"layer": 1, "bits": 2, "lowest_bits": 2, **plan}
-    assert LayerPlan(AquaConfig(predictor="none"), **given).codes_offsets == codes
+    arguments = {"layer": 1, "bits": 2, "lowest_bits": 2, **plan}
+    assert LayerPlan(AquaConfig(predictor="none"), **arguments).codes_offsets == codes

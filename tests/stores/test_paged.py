@@ -1,204 +1,260 @@
-"""PagedStore against plain dense rows: appends, page edges, reorders, forks and crops."""
+"""PagedStore: bytes, sharing, and reading in chunks: what is in memory meanwhile, what follows."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+import os
+import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from hf_kvret import TokenBlock
-from hf_kvret.stores import PagedStore
+from hf_kvret import FlatKVCache, TokenBlock
+from hf_kvret.contracts import chunks
+from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, host_memory, paged
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+from hf_kvret_kernels._dispatch import prefer
+from hf_kvret_kernels.page_copy import copy_pages
+from hf_kvret_kernels.paged import PagedRows
 
-CPU = torch.device("cpu")
-Dense = tuple[torch.Tensor, torch.Tensor]
-HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
-# Of a split memory: ten pages of four tokens.
-BUDGET = 10 * HEADS * 4 * (KEY_DIM + VALUE_DIM) * 4
-
-
-class PoisonedDevice(DeviceMemory):
-    """New pages hold NaN: whoever reads spare capacity shows it."""
-
-    def allocate(self, *options: Any) -> torch.Tensor:
-        return super().allocate(*options).fill_(float("nan"))
+from .rows import CPU, HEADS, MakeMemory, extend
 
 
-class PoisonedSplit(SplitMemory):
-    """The same, with room for a few pages on the device and the others on the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, budget=BUDGET)
-
-    def allocate(self, *options: Any) -> torch.Tensor:
-        return super().allocate(*options).fill_(float("nan"))
-
-
-class PoisonedHost(HostMemory):
-    """The same in host memory."""
-
-    def allocate(self, *options: Any) -> torch.Tensor:
-        return super().allocate(*options).fill_(float("nan"))
-
-
-MEMORIES: list[Callable[[torch.device], PageMemory]] = [
-    PoisonedDevice,
-    PoisonedHost,
-    PoisonedSplit,
-]
-
-
-def _tokens(batch: int, count: int, generator: torch.Generator) -> Dense:
-    keys = torch.randn(batch, HEADS, count, KEY_DIM, generator=generator)
-    return keys, torch.randn(batch, HEADS, count, VALUE_DIM, generator=generator)
-
-
-def _append(store: PagedStore, tokens: Dense) -> None:
-    store.append(TokenBlock(*tokens, start=len(store)))
-
-
-def _filled(memory: PageMemory, *counts: int, page_len: int = 4, batch: int = 2) -> tuple:
-    generator = torch.Generator().manual_seed(0)
-    store, chunks = PagedStore(memory, page_len), []
-    for count in counts:
-        chunks.append(_tokens(batch, count, generator))
-        _append(store, chunks[-1])
-    keys, values = zip(*chunks, strict=True)
-    return store, (torch.cat(keys, dim=2), torch.cat(values, dim=2))
-
-
-def _check(store: PagedStore, expected: Dense, chunk_len: int) -> None:
-    keys, values = expected
-    assert len(store) == keys.shape[2]
-    end = 0
-    for start, some_keys, some_values in store.chunks(chunk_len):
-        assert start == end
-        end += some_keys.shape[2]
-        assert torch.equal(some_keys, keys[:, :, start:end])
-        assert torch.equal(some_values, values[:, :, start:end])
-    assert end == keys.shape[2]
-    if end:
-        slots = torch.arange(end - 1, -1, -1, dtype=torch.int32)
-        ids = torch.cat([slots, torch.tensor([-1], dtype=torch.int32)])
-        ids = ids.expand(len(keys), HEADS, 1, -1)
-        got_keys, got_values = store.gather(ids)
-        assert torch.equal(got_keys[:, :, 0, :-1], keys.flip(2))
-        assert torch.equal(got_values[:, :, 0, :-1], values.flip(2))
-        assert not got_keys[:, :, 0, -1].any() and not got_values[:, :, 0, -1].any()
-
-
-@pytest.mark.parametrize("make_memory", MEMORIES)
-@pytest.mark.parametrize("seed", range(2))
-def test_no_operation_changes_what_another_row_or_fork_reads(
-    make_memory: Callable[[torch.device], PageMemory], seed: int
-) -> None:
-    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    store, dense = _filled(make_memory(CPU), 6)
-    pairs: list[tuple[PagedStore, Dense]] = [(store, dense)]
-    for _ in range(60):
-        place = choose.randrange(len(pairs))
-        store, (keys, values) = pairs[place]
-        kind = choose.choice(["append", "append", "append", "crop", "reorder", "fork", "load"])
-        if kind == "append":
-            more = _tokens(len(keys), choose.randint(0, 9), generator)
-            _append(store, more)
-            keys, values = torch.cat([keys, more[0]], dim=2), torch.cat([values, more[1]], dim=2)
-        elif kind == "crop":
-            length = choose.randint(max(0, len(store) - 7), len(store))
-            store.crop(length)
-            keys, values = keys[:, :, :length], values[:, :, :length]
-        elif kind == "reorder":
-            order = torch.tensor([choose.randrange(len(keys)) for _ in range(choose.randint(1, 3))])
-            store.reorder(order)
-            keys, values = keys[order], values[order]
-        elif kind == "load":
-            state, store = store.state_dict(), PagedStore(make_memory(CPU), 4)
-            if not state:
-                keys, values = keys[:, :, :0], values[:, :, :0]
-            store.load_state_dict(state, CPU)
-        elif len(pairs) < 5:
-            pairs.append((store.fork(), (keys, values)))
-        else:
-            pairs.pop(choose.randrange(len(pairs)))
-            continue
-        pairs[place] = store, (keys, values)
-        for held, wanted in pairs:
-            _check(held, wanted, chunk_len=choose.choice([1, 4, 9, 64]))
-
-
-@pytest.mark.factor("make_memory", MEMORIES)
-@pytest.mark.factor("length", [1, 3, 4, 5, 8, 9])
-@pytest.mark.factor("more", [1, 3, 4, 5])
-def test_appends_meet_at_page_edges(
-    make_memory: Callable[[torch.device], PageMemory], length: int, more: int
-) -> None:
-    store, dense = _filled(make_memory(CPU), length, more, 1)
-    _check(store, dense, chunk_len=4)
-
-
-@pytest.mark.parametrize("group", [1, 2])
-def test_attend_is_softmax_over_the_chosen_rows(group: int) -> None:
-    store, (keys, values) = _filled(PoisonedDevice(CPU), 5, 6)
-    query = torch.randn(2, HEADS * group, 1, KEY_DIM)
-    ids = torch.tensor([0, 7, -1, 10, 3], dtype=torch.int32).expand(2, HEADS, 1, -1).contiguous()
-    out, lse = store.attend(query, ids, scale=0.7)
-    chosen = torch.tensor([0, 7, 10, 3])
-    some_keys = keys[:, :, chosen].repeat_interleave(group, dim=1).double()
-    some_values = values[:, :, chosen].repeat_interleave(group, dim=1).double()
-    scores = query.double() @ some_keys.transpose(-1, -2) * 0.7
-    # fp32 against fp64 over four tokens.
-    torch.testing.assert_close(out, (scores.softmax(-1) @ some_values).float(), atol=1e-5, rtol=0)
-    torch.testing.assert_close(lse, scores.logsumexp(-1).float(), atol=1e-5, rtol=0)
-
-
-def test_attending_to_nothing_gives_zero_and_minus_infinity() -> None:
-    store, _ = _filled(PoisonedDevice(CPU), 5)
-    ids = torch.full((2, HEADS, 1, 3), -1, dtype=torch.int32)
-    out, lse = store.attend(torch.randn(2, HEADS, 1, KEY_DIM), ids, scale=1.0)
-    assert torch.equal(out, torch.zeros(2, HEADS, 1, VALUE_DIM))
-    assert (lse == float("-inf")).all()
+def filled(memory: PageMemory, *counts: int) -> tuple[PagedStore, torch.Tensor, torch.Tensor]:
+    """A store of three sequences, in pages of 4 tokens, after appends of so many tokens."""
+    store = PagedStore(memory, 4)
+    rows = [
+        extend(store, count=count, batch=3, dims=(6, 10), seed=seed)
+        for seed, count in enumerate(counts)
+    ]
+    keys, values = (torch.cat(tensors, dim=2) for tensors in zip(*rows, strict=True))
+    return store, keys, values
 
 
 def test_a_fork_shares_pages_and_reordering_copies_no_row() -> None:
-    store, dense = _filled(PoisonedDevice(CPU), 10)
+    store, keys, _ = filled(DeviceMemory(CPU), 10)
     twin = store.fork()
     before = store.nbytes()
-    twin.reorder(torch.tensor([1, 1, 0]))
-    assert twin.nbytes() - before == 3 * 4, "one more table row of three pages"
-    _check(twin, (dense[0][[1, 1, 0]], dense[1][[1, 1, 0]]), chunk_len=4)
-    _check(store, dense, chunk_len=4)
+    order = torch.tensor([1, 1, 0, 2])
+    twin.reorder(order)
+    assert twin.nbytes() - before == 3 * 4, "one more sequence of three pages in the table"
+    for each, expected in ((twin, keys[order]), (store, keys)):
+        assert torch.equal(torch.cat([chunk for _, chunk, _ in each.chunks(4)], dim=2), expected)
 
 
 def test_bytes_are_exact_and_in_the_right_memory() -> None:
-    # A prompt of 9 tokens is 3 pages of 4 tokens a row; 2 rows, 2 heads, rows of 10 floats.
-    rows, table = 2 * 3 * HEADS * 4 * (KEY_DIM + VALUE_DIM) * 4, 2 * 3 * 4
-    on_device, _ = _filled(DeviceMemory(CPU), 9)
+    # A prompt of 9 tokens is 3 pages of 4 tokens; 3 sequences, 2 heads, rows of 16 floats.
+    rows, table = 3 * 3 * HEADS * 4 * (6 + 10) * 4, 3 * 3 * 4
+    on_device, *_ = filled(DeviceMemory(CPU), 9)
     assert (on_device.nbytes(), on_device.host_nbytes()) == (rows + table, 0)
-    on_host, _ = _filled(HostMemory(CPU), 9)
+    on_host, *_ = filled(HostMemory(CPU), 9)
     assert (on_host.nbytes(), on_host.host_nbytes()) == (table + rows, rows)
     assert PagedStore(HostMemory(CPU)).host_nbytes() == 0
 
 
-def test_host_and_device_memory_answer_alike() -> None:
-    stores = [_filled(memory(CPU), 7, 2, 30)[0] for memory in (DeviceMemory, HostMemory)]
-    query = torch.randn(2, 2 * HEADS, 3, KEY_DIM)
-    ids = torch.randint(0, 39, (2, HEADS, 3, 9), dtype=torch.int32)
-    (out, lse), (other_out, other_lse) = (store.attend(query, ids, 0.5) for store in stores)
-    assert torch.equal(out, other_out) and torch.equal(lse, other_lse)
+@pytest.mark.parametrize("make_memory", [DeviceMemory, HostMemory])
+@pytest.mark.parametrize("chunk_len", [1, 4, 9, 24, 1000])
+def test_the_kernel_reads_the_same_chunks(make_memory: MakeMemory, chunk_len: int) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    store, keys, values = filled(make_memory(CPU), 13, 2, 30)
+    order = torch.tensor([2, 0, 2])
+    store.reorder(order)
+    with prefer("triton"):
+        starts, *chunks = zip(*store.chunks(chunk_len), strict=True)
+    assert list(starts) == list(range(0, 45, max(4, chunk_len // 4 * 4)))
+    for tensors, expected in zip(chunks, (keys, values), strict=True):
+        assert torch.equal(torch.cat(tensors, dim=2), expected[order])
 
 
-def test_a_block_out_of_order_is_refused() -> None:
-    store, _ = _filled(DeviceMemory(CPU), 5)
+def test_a_chunk_belongs_to_its_reader() -> None:
+    store, keys, _ = filled(DeviceMemory(CPU), 20)
+    for _, some_keys, some_values in store.chunks(8):
+        some_keys.fill_(float("nan"))
+        some_values.fill_(float("nan"))
+    assert torch.equal(torch.cat([chunk for _, chunk, _ in store.chunks(8)], dim=2), keys)
+
+
+def test_reading_begins_before_the_first_chunk_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that rows come over a bus while something else is done."""
+    store, _, _ = filled(DeviceMemory(CPU), 37)
+    starts: list[int] = []
+    read_ahead = paged.read_ahead
+
+    def reading(*how: Any) -> Any:
+        starts.append(1)
+        return read_ahead(*how)
+
+    monkeypatch.setattr(paged, "read_ahead", reading)
+    for reader in (store.chunks, store.key_chunks):
+        starts.clear()
+        chunks = reader(8)
+        assert starts == [1]
+        assert len(list(chunks)) == 5
+
+
+def test_keys_are_read_without_values() -> None:
+    store, keys, _ = filled(DeviceMemory(CPU), 37)
+    chunks = list(store.key_chunks(8))
+    assert [start for start, _ in chunks] == [0, 8, 16, 24, 32]
+    assert torch.equal(torch.cat([chunk for _, chunk in chunks], dim=2), keys)
+    assert list(PagedStore(DeviceMemory(CPU)).key_chunks()) == []
+
+
+def test_a_chunk_that_was_dropped_is_freed_before_the_next_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, _, _ = filled(DeviceMemory(CPU), 40)
+    chunks: list[weakref.ref[torch.Tensor]] = []
+
+    def copy(rows: PagedRows, first: int, last: int, **options: Any) -> torch.Tensor:
+        assert all(chunk() is None for chunk in chunks)
+        chunk = copy_pages(rows, first, last)
+        chunks.append(weakref.ref(chunk))
+        return chunk
+
+    monkeypatch.setattr(paged, "copy_pages", copy)
+    for _, keys, values in store.chunks(8):
+        assert keys.shape[2] == values.shape[2] == 8
+        del keys, values
+    assert len(chunks) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_chunks_from_pinned_memory_arrive_in_time() -> None:
+    """Read on a stream of its own while the one before is used: three rounds, long chunks."""
+    device = torch.device("cuda", 0)
     generator = torch.Generator().manual_seed(0)
-    with pytest.raises(ValueError, match="block starts at slot 6, the store ends at 5"):
-        store.append(TokenBlock(*_tokens(2, 1, generator), start=6))
+    store = PagedStore(HostMemory(device))
+    keys = torch.randn(1, 8, 40_000, 128, generator=generator).to(device, torch.bfloat16)
+    store.append(TokenBlock(keys, -keys, 0))
+    for _ in range(3):
+        end = 0
+        for start, some_keys, some_values in store.chunks(4096):
+            assert start == end
+            end += some_keys.shape[2]
+            expected = keys[:, :, start:end]
+            # Work that a chunk must outlive, launched before the next one is taken.
+            busy = torch.randn(2048, 2048, device=device)
+            busy = busy @ busy @ busy
+            assert torch.equal(some_keys, expected) and torch.equal(some_values, -expected)
+            del some_keys, some_values
+        assert end == 40_000
 
 
-def test_an_empty_store_says_so() -> None:
+def test_room_for_a_prompt_in_chunks_is_made_at_once_and_no_larger() -> None:
+    """Where an eighth more would not fit, nothing is wasted."""
+    blocks = [torch.randn(2, 2, 320, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    sizes = []
+    for expected in (0, 1700):
+        store = PagedStore(DeviceMemory(torch.device("cpu")))
+        store.expect(expected)
+        for number in range(5):
+            keys, values = blocks
+            store.append(TokenBlock(keys + number, values - number, start=320 * number))
+        sizes.append(store.nbytes())
+        rows = torch.cat([keys for _, keys, _ in store.chunks()], dim=2)
+        assert torch.equal(rows, torch.cat([blocks[0] + number for number in range(5)], dim=2))
+    row = 2 * 2 * 16 * 4
+    table = 2 * 25 * 4
+    # 1,700 tokens are 27 pages; by itself the store grows block by block, by an eighth at least.
+    assert sizes == [25 * 64 * row + table, 27 * 64 * row + table]
+
+
+def test_room_is_made_once_and_for_the_rows_that_were_expected() -> None:
+    """Sequences that are repeated afterwards get none for the tokens that are stored already."""
+    block = torch.randn(1, 2, 320, 8)
     store = PagedStore(DeviceMemory(CPU))
-    assert len(store) == 0 and list(store.chunks()) == [] and store.state_dict() == {}
-    with pytest.raises(RuntimeError, match="append first"):
-        store.gather(torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+    store.expect(1700)
+    store.append(TokenBlock(block, block, 0))
+    store.reorder(torch.zeros(8, dtype=torch.long))
+    store.append(TokenBlock(*2 * (block.expand(8, -1, -1, -1),), 320))
+    row = 2 * 16 * 4 * 64
+    # 22 pages are free: 16 of them hold two of the five pages of each row.
+    assert store.nbytes() == (27 + 8 * 3) * row + 8 * 10 * 4
+    # The pages that did not fit into one memory are still to come.
+    store = PagedStore(SplitMemory(CPU, 4 * row))
+    store.expect(1700)
+    for number in range(5):
+        store.append(TokenBlock(block, block, 320 * number))
+    assert (store.nbytes(), store.host_nbytes()) == (27 * row + 25 * 4, 23 * row)
+
+
+def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device, self.waited = device, 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
+
+    near, far = torch.device("cuda", 0), torch.device("cuda", 1)
+    users = {near: Stream(near), far: Stream(far)}
+    monkeypatch.setattr(chunks, "_streams", {})
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: users[device])
+    first, other = (chunks.reading_stream(device) for device in (near, far))
+    assert first is chunks.reading_stream(near) is not other
+    users[near] = Stream(near)
+    second = chunks.reading_stream(near)
+    assert second is not first
+    # Pinned memory is unregistered when nobody reads it any more.
+    log: list[int] = []
+
+    class Runtime:
+        def cudaHostUnregister(self, address: int) -> None:
+            assert first.waited == second.waited == 1
+            log.append(address)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    writer = Stream(near)
+    host_memory._unpin(77, writer, os.getpid())  # type: ignore[arg-type]
+    assert log == [77] and writer.waited == users[near].waited == 1 and other.waited == 0
+
+
+STORES = {
+    "device": lambda: PagedStore(DeviceMemory(CPU), 4),
+    "resident": lambda: ResidentStore(CPU),
+    "cpu": lambda: CpuStore(CPU),
+    "higgs": lambda: QuantizedStore(DeviceMemory(CPU), 4),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize("stop", [0, 1, 4, 37, 64, 65, 100, 200, 999, None])
+def test_reading_stops_where_it_is_told_to(name: str, stop: int | None) -> None:
+    block = torch.randn(2, 2, 200, 16, generator=torch.Generator().manual_seed(5))
+    store = STORES[name]()
+    store.append(TokenBlock(block, -block, 0))
+    length = 200 if stop is None else min(stop, 200)
+    whole = next(iter(store.chunks(1000)))
+    chunks = list(store.chunks(64, stop))
+    assert [first for first, _, _ in chunks] == list(range(0, length, 64))
+    for half in (1, 2) if length else ():
+        rows = torch.cat([chunk[half] for chunk in chunks], dim=2)
+        assert torch.equal(rows, whole[half][:, :, :length])
+
+
+def test_a_chunk_of_a_prompt_reads_no_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are in the store already, and are attended to as they came."""
+    spans: list[tuple[int, int]] = []
+
+    def copy(rows: PagedRows, first: int, last: int, **options: Any) -> torch.Tensor:
+        spans.append((first, last))
+        return copy_pages(rows, first, last)
+
+    monkeypatch.setattr(paged, "copy_pages", copy)
+    model = MODELS["llama"].build()
+    options = {**COVERING_OPTIONS, "store": "host", "prefill_chunk": 128}
+    cache = FlatKVCache(model.config, **options)
+    model.generate(prompt(1, 512), past_key_values=cache, max_new_tokens=1)
+    layers = len(cache.retrieval_layers)
+    assert spans == [span for last in (2, 4, 6) for span in [(0, last)] * layers]

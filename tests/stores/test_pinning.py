@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.stores import PagedStore, pinning
+from hf_kvret.stores import PagedStore, host_memory
 from hf_kvret.stores.memory import HostMemory, PageMemory, SplitMemory
 
 from ..simulated_gpu.device import Simulation, simulated
@@ -44,14 +44,14 @@ def log(gpu: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return register(self, address, size, flags)
 
     # Whole memory pages and pages of rows are the same here.
-    monkeypatch.setattr(pinning, "_MEMORY_PAGE", PAGE_BYTES)
+    monkeypatch.setattr(host_memory, "_MEMORY_PAGE", PAGE_BYTES)
     monkeypatch.setattr(Runtime, "cudaHostRegister", noted)
     return sizes
 
 
 def block(start: int, count: int) -> TokenBlock:
-    numbers = torch.arange(start, start + count, dtype=torch.float32, device="cuda")
-    keys = numbers[:, None].expand(1, HEADS, count, DIM).contiguous()
+    elements = torch.arange(start, start + count, dtype=torch.float32, device="cuda")
+    keys = elements[:, None].expand(1, HEADS, count, DIM).contiguous()
     return TokenBlock(keys, -keys, start)
 
 
@@ -148,7 +148,7 @@ def test_registering_breaks_no_capture_of_another_thread(
     gpu: Simulation, monkeypatch: pytest.MonkeyPatch, mode: str, relaxes: bool
 ) -> None:
     if not relaxes:
-        monkeypatch.setattr(pinning, "_beside_captures", nullcontext)
+        monkeypatch.setattr(host_memory, "_beside_captures", nullcontext)
     memory, graph, x = HostMemory(GPU), torch.cuda.CUDAGraph(), torch.ones(2, device="cuda")
     with ThreadPoolExecutor(1) as pool, torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin(capture_error_mode=mode)
@@ -205,8 +205,8 @@ def test_a_thread_is_relaxed_only_while_it_registers(monkeypatch: pytest.MonkeyP
         return 0
 
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
-    monkeypatch.setattr(pinning, "_driver", lambda: driver)
-    with pytest.raises(KeyError), pinning._beside_captures():
+    monkeypatch.setattr(host_memory, "_driver", lambda: driver)
+    with pytest.raises(KeyError), host_memory._beside_captures():
         assert modes == [0, 2]
         raise KeyError
     assert modes == [0, 2, 0]

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 
-from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache, TokenBlock
+from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
 from hf_kvret.registry import attach
 from hf_kvret.stores import PagedStore, ResidentStore
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
-CPU = torch.device("cpu")
-HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 4, 6
+from .rows import CPU, GROUP, HEADS, extend, same_ids
 
-
-def _block(start: int, count: int, batch: int, generator: torch.Generator) -> TokenBlock:
-    keys = torch.randn(batch, HEADS, count, KEY_DIM, generator=generator)
-    values = torch.randn(batch, HEADS, count, VALUE_DIM, generator=generator)
-    return TokenBlock(keys, values, start)
+KEY_DIM, VALUE_DIM = 4, 6
 
 
 def _pair(slots: int | float, count: int = 40, batch: int = 2) -> tuple[ResidentStore, PagedStore]:
     """A store with slots and a plain one with the same rows."""
-    generator = torch.Generator().manual_seed(0)
     stores = ResidentStore(CPU, slots), PagedStore(HostMemory(CPU))
-    block = _block(0, count, batch, generator)
-    for store in stores:
-        store.append(block)
+    extend(*stores, count=count, batch=batch)
     return stores
-
-
-def _ids(chosen: list[int], heads: int = HEADS, batch: int = 2) -> torch.Tensor:
-    return torch.tensor(chosen, dtype=torch.int32).expand(batch, heads, 1, -1).contiguous()
 
 
 def _attend_both(
@@ -44,55 +31,14 @@ def _attend_both(
 ) -> None:
     batch, _, queries, _ = ids.shape
     query = torch.randn(batch, HEADS * GROUP, queries, KEY_DIM)
-    (out, lse), (wanted, wanted_lse) = (s.attend(query, ids, 0.7, softcap) for s in stores)
+    results, expected = (store.attend(query, ids, 0.7, softcap) for store in stores)
     # The same rows in the same order through the same kernel: the same bits.
-    assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
-
-
-@pytest.mark.parametrize("slots", [1.0, 2.0, 17])
-@pytest.mark.parametrize("seed", range(3))
-def test_no_operation_makes_it_differ_from_a_plain_store(slots: int | float, seed: int) -> None:
-    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    pairs = [_pair(slots)]
-    for _ in range(120):
-        place = choose.randrange(len(pairs))
-        pair = pairs[place]
-        batch = len(pair[1].paged_rows().table) if len(pair[1]) else 2
-        kind = choose.choice(["attend"] * 5 + ["append", "crop", "reorder", "fork", "load"])
-        if kind == "attend" and len(pair[1]):
-            share = choose.choice([1, GROUP])
-            queries, count = choose.randint(1, 4), choose.randint(1, min(16, len(pair[1])))
-            order = torch.rand(batch, HEADS * share, queries, len(pair[1])).argsort(-1)
-            ids = order[..., :count].int()
-            ids[torch.rand(ids.shape) < 0.2] = -1
-            _attend_both(pair, ids, choose.choice([None, 3.0]))
-            far = torch.randint(-1, len(pair[1]), ids.shape, dtype=torch.int32)
-            for got, wanted in zip(*(store.gather(far) for store in pair), strict=True):
-                assert torch.equal(got, wanted)
-        elif kind == "append":
-            block = _block(len(pair[1]), choose.randint(1, 9), batch, generator)
-            for store in pair:
-                store.append(block)
-        elif kind == "crop":
-            length = choose.randint(max(1, len(pair[1]) - 9), len(pair[1]))
-            for store in pair:
-                store.crop(length)
-        elif kind == "reorder":
-            order = torch.tensor([choose.randrange(batch) for _ in range(choose.randint(1, 3))])
-            for store in pair:
-                store.reorder(order)
-        elif kind == "fork" and len(pairs) < 4:
-            pairs.append((pair[0].fork(), pair[1].fork()))
-        elif kind == "load":
-            fresh = ResidentStore(CPU, slots), PagedStore(HostMemory(CPU))
-            for new, old in zip(fresh, pair, strict=True):
-                new.load_state_dict(old.state_dict(), CPU)
-            pairs[place] = fresh
+    assert all(map(torch.equal, results, expected))
 
 
 def test_what_stays_selected_is_a_hit_and_only_new_tokens_are_missed() -> None:
     store, _ = pair = _pair(1.0)
-    _attend_both(pair, _ids([3, 4, 5, 6]))
+    _attend_both(pair, same_ids(3, 4, 5, 6))
     rows = 2 * HEADS
     assert store.stats() == {
         "hits": 0,
@@ -100,27 +46,27 @@ def test_what_stays_selected_is_a_hit_and_only_new_tokens_are_missed() -> None:
         "miss_ratio": 1.0,
         "bytes_missed": 4 * rows * (KEY_DIM + VALUE_DIM) * 4,
     }
-    _attend_both(pair, _ids([6, 9, 5, 4]))
+    _attend_both(pair, same_ids(6, 9, 5, 4))
     assert (store.stats()["hits"], store.stats()["misses"]) == (3 * rows, 5 * rows)
     # 3 made room for 9.
-    _attend_both(pair, _ids([6, 3, 5, 4]))
+    _attend_both(pair, same_ids(6, 3, 5, 4))
     assert (store.stats()["hits"], store.stats()["misses"]) == (6 * rows, 6 * rows)
 
 
 def test_spare_slots_keep_what_was_used_last() -> None:
     store, _ = pair = _pair(6)
     for chosen in ([0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 5], [0, 1, 2, 3]):
-        _attend_both(pair, _ids(chosen))
+        _attend_both(pair, same_ids(*chosen))
     # 3, 4 and 5 take turns: with six slots the third of them still fits.
     assert store.stats()["misses"] == 6 * 2 * HEADS
-    _attend_both(pair, _ids([0, 1, 2, 6]))
-    _attend_both(pair, _ids([0, 1, 2, 5]))
+    _attend_both(pair, same_ids(0, 1, 2, 6))
+    _attend_both(pair, same_ids(0, 1, 2, 5))
     assert store.stats()["misses"] == 7 * 2 * HEADS, "4 was used longest ago, not 5"
 
 
 def test_heads_of_a_group_that_want_the_same_row_fetch_it_once() -> None:
     store, _ = pair = _pair(1.0)
-    _attend_both(pair, _ids([1, 2, 3], heads=HEADS * GROUP))
+    _attend_both(pair, same_ids(1, 2, 3, heads=HEADS * GROUP))
     assert store.stats()["misses"] == 3 * 2 * HEADS
     assert store.stats()["hits"] == 3 * 2 * HEADS * (GROUP - 1)
 
@@ -128,41 +74,39 @@ def test_heads_of_a_group_that_want_the_same_row_fetch_it_once() -> None:
 def test_a_crop_makes_its_tokens_misses_again() -> None:
     """A token of the same number that comes later is another token."""
     pair = _pair(1.0)
-    _attend_both(pair, _ids([36, 38, 39]))
-    generator = torch.Generator().manual_seed(7)
-    block = _block(38, 6, 2, generator)
+    _attend_both(pair, same_ids(36, 38, 39))
     for store in pair:
         store.crop(38)
-        store.append(block)
+    extend(*pair, count=6, seed=7)
     buffer = pair[0]._buffer
     assert buffer is not None
     assert buffer.slot_map.token.max() == 36, "a dropped token still has a slot"
-    _attend_both(pair, _ids([36, 38, 39]))
+    _attend_both(pair, same_ids(36, 38, 39))
     assert pair[0].stats()["misses"] == 5 * 2 * HEADS
 
 
 def test_a_fork_keeps_the_slots_and_counts_anew() -> None:
     pair = _pair(1.0)
-    _attend_both(pair, _ids([1, 2, 3]))
+    _attend_both(pair, same_ids(1, 2, 3))
     twin = pair[0].fork()
     assert twin.stats()["misses"] == 0
-    _attend_both((twin, pair[1]), _ids([1, 2, 3]))
+    _attend_both((twin, pair[1]), same_ids(1, 2, 3))
     assert twin.stats()["misses"] == 0 and twin.stats()["hits"] == 3 * 2 * HEADS
-    _attend_both((twin, pair[1]), _ids([7, 8, 9]))
-    _attend_both(pair, _ids([1, 2, 3]))
+    _attend_both((twin, pair[1]), same_ids(7, 8, 9))
+    _attend_both(pair, same_ids(1, 2, 3))
     assert pair[0].stats()["misses"] == 3 * 2 * HEADS, "the twin's slots are its own"
 
 
 def test_slots_that_a_query_does_not_fit_into_are_refused() -> None:
     store, _ = _pair(3)
     with pytest.raises(ValueError, match="slots=3, and a query selects 4 rows"):
-        store.attend(torch.randn(2, HEADS, 1, KEY_DIM), _ids([1, 2, 3, 4]), 1.0)
+        store.attend(torch.randn(2, HEADS, 1, KEY_DIM), same_ids(1, 2, 3, 4), 1.0)
 
 
 def test_slots_and_table_are_counted_as_device_memory() -> None:
     store, plain = pair = _pair(1.0)
     assert store.nbytes() == plain.nbytes()
-    _attend_both(pair, _ids([1, 2, 3]))
+    _attend_both(pair, same_ids(1, 2, 3))
     slots = 2 * HEADS * 3 * ((KEY_DIM + VALUE_DIM) * 4 + 4 + 4)
     table = 2 * HEADS * 1024 * 4
     clock_and_counts = 4 + 2 * 8
@@ -173,8 +117,8 @@ def test_slots_and_table_are_counted_as_device_memory() -> None:
 def test_a_buffer_made_in_inference_mode_is_written_to_outside_of_it() -> None:
     with torch.inference_mode():
         pair = _pair(1.0)
-        _attend_both(pair, _ids([1, 2, 3]))
-    _attend_both(pair, _ids([1, 5, 3]))
+        _attend_both(pair, same_ids(1, 2, 3))
+    _attend_both(pair, same_ids(1, 5, 3))
     assert pair[0].stats()["misses"] == 4 * 2 * HEADS
 
 

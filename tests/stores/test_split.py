@@ -10,35 +10,24 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvret import (
-    FlatKVCache,
-    ParisKVCache,
-    TokenBlock,
-)
+from hf_kvret import FlatKVCache, ParisKVCache, TokenBlock
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import PagedStore, StoreChoice
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
-from hf_kvret.stores.places import choose
+from hf_kvret.stores.memory import DeviceMemory, SplitMemory
+from hf_kvret.stores.placement import choose
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
-CPU = torch.device("cpu")
-HEADS, KEY_DIM, VALUE_DIM, PAGE_LEN = 2, 4, 6, 4
+from .rows import CPU, HEADS, draw_ids, extend
+
+KEY_DIM, VALUE_DIM, PAGE_LEN = 4, 6, 4
 PAGE = HEADS * PAGE_LEN * (KEY_DIM + VALUE_DIM) * 4
 
 
 def _store(pages: float, page_len: int = PAGE_LEN) -> PagedStore:
     """An empty store with a budget for so many pages."""
     return PagedStore(SplitMemory(CPU, int(pages * PAGE)), page_len)
-
-
-def _append(stores: list[PagedStore], count: int, batch: int = 2, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(batch, HEADS, count, KEY_DIM, generator=generator)
-    values = torch.randn(batch, HEADS, count, VALUE_DIM, generator=generator)
-    for store in stores:
-        store.append(TokenBlock(keys, values, len(store)))
 
 
 def _check_alike(stores: list[PagedStore], query: torch.Tensor, ids: torch.Tensor) -> None:
@@ -50,7 +39,7 @@ def _check_alike(stores: list[PagedStore], query: torch.Tensor, ids: torch.Tenso
             store.best(query, ids, 7, 0.5),
             *store.gather(ids),
             *store.state_dict().values(),
-            *(part for _, *parts in store.chunks(5) for part in parts),
+            *(tensor for _, *tensors in store.chunks(5) for tensor in tensors),
         ]
         for store in stores
     )
@@ -71,11 +60,11 @@ def test_the_first_pages_of_every_row_are_on_the_device_as_far_as_they_fit(
     pages: float, near: int, far: int
 ) -> None:
     store = _store(pages)
-    _append([store], 9)
+    extend(store, count=9)
     assert _rows(store) == (near * PAGE, far * PAGE)
     assert [len(chunk) for chunk in store.paged_rows().chunks] == [n for n in (near, far) if n]
     assert store.bus_share == pytest.approx(far / 6)
-    # Of the tokens that stay, the first, none is on the host.
+    # The first tokens, which stay, are all on the device.
     store.crop(near // 2 * PAGE_LEN)
     assert store.bus_share == (0.0 if near else 1.0)
 
@@ -84,22 +73,19 @@ def test_the_first_pages_of_every_row_are_on_the_device_as_far_as_they_fit(
 def test_answers_are_those_of_the_device_to_the_bit(pages: float) -> None:
     stores = [_store(pages), PagedStore(DeviceMemory(CPU), PAGE_LEN)]
     for step, count in enumerate((21, 4, 7, 30, 1, 1)):
-        _append(stores, count, seed=step)
+        extend(*stores, count=count, seed=step)
         for store in stores[:2]:
             store.reorder(torch.tensor([1, 0]))
-    held = len(stores[0])
     query = torch.randn(2, 2 * HEADS, 3, KEY_DIM)
-    ids = torch.rand(2, HEADS, 3, held).argsort(-1)[..., :40].int()
-    ids[torch.rand(ids.shape) < 0.2] = -1
-    _check_alike(stores, query, ids)
+    _check_alike(stores, query, draw_ids(len(stores[0]), 40, queries=3))
 
 
 def test_growing_uses_the_budget_up_and_then_the_host() -> None:
     store = _store(40)
-    _append([store], 4 * PAGE_LEN)
+    extend(store, count=4 * PAGE_LEN)
     shares = []
     for step in range(40):
-        _append([store], PAGE_LEN, seed=step)
+        extend(store, count=PAGE_LEN, seed=step)
         assert _rows(store)[0] <= 40 * PAGE
         shares.append(store.bus_share)
     assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] > 0.5
@@ -108,18 +94,18 @@ def test_growing_uses_the_budget_up_and_then_the_host() -> None:
 
 def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
     store = _store(10)
-    _append([store], 3 * PAGE_LEN)
+    extend(store, count=3 * PAGE_LEN)
     twin = store.fork()
-    _append([twin], 2 * PAGE_LEN)
+    extend(twin, count=2 * PAGE_LEN)
     assert _rows(twin) == (10 * PAGE, 0)
-    _append([store], PAGE_LEN)
+    extend(store, count=PAGE_LEN)
     assert _rows(store) == (6 * PAGE, 2 * PAGE)
     assert twin.bus_share == 0.0 and store.bus_share == 0.25
     assert twin.fork().nbytes() == twin.nbytes()
     del twin
     gc.collect()
     other = store.fork()
-    _append([other], 2 * PAGE_LEN)
+    extend(other, count=2 * PAGE_LEN)
     assert _rows(other) == (10 * PAGE, 2 * PAGE)
 
 
@@ -127,47 +113,31 @@ def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
 def test_no_more_than_the_budget_is_ever_held(seed: int) -> None:
     choose = random.Random(seed)
     first = _store(30)
-    _append([first], 9)
+    extend(first, count=9)
     stores, most = [first], 0
     for step in range(80):
         store = choose.choice(stores)
         batch = len(store.paged_rows().table)
-        kind = choose.choice(["append", "append", "crop", "reorder", "fork", "drop"])
-        if kind == "append":
-            _append([store], choose.randint(1, 12), batch, seed=step)
-        elif kind == "crop" and len(store) > 9:
+        operation = choose.choice(["append", "append", "crop", "reorder", "fork", "drop"])
+        if operation == "append":
+            extend(store, count=choose.randint(1, 12), batch=batch, seed=step)
+        elif operation == "crop" and len(store) > 9:
             store.crop(len(store) - choose.randint(1, 8))
-        elif kind == "reorder":
+        elif operation == "reorder":
             store.reorder(torch.randint(batch, (choose.randint(1, 3),)))
-        elif kind == "fork" and len(stores) < 4:
+        elif operation == "fork" and len(stores) < 4:
             stores.append(store.fork())
-        elif kind == "drop" and len(stores) > 1:
+        elif operation == "drop" and len(stores) > 1:
             stores.remove(store)
         chunks = {
             chunk.data_ptr(): chunk.nbytes
-            for held in stores
-            for chunk in held.paged_rows().chunks
-            if not held.memory.on_host(chunk)
+            for each in stores
+            for chunk in each.paged_rows().chunks
+            if not each.memory.on_host(chunk)
         }
         most = max(most, sum(chunks.values()))
         assert most <= 30 * PAGE
     assert most > 20 * PAGE
-
-
-@pytest.mark.parametrize(
-    "memory", [DeviceMemory(CPU), HostMemory(CPU), SplitMemory(CPU, 99 * PAGE)]
-)
-def test_rows_are_loaded_by_stores_that_lie_elsewhere(memory: HostMemory) -> None:
-    store = _store(3)
-    _append([store], 19)
-    loaded = PagedStore(memory, PAGE_LEN)
-    loaded.load_state_dict(store.state_dict(), CPU)
-    back = _store(2)
-    back.load_state_dict(loaded.state_dict(), CPU)
-    assert all(_rows(back))
-    for name, rows in store.state_dict().items():
-        assert torch.equal(rows, loaded.state_dict()[name])
-        assert torch.equal(rows, back.state_dict()[name])
 
 
 def test_each_layer_gets_an_equal_share() -> None:
@@ -187,7 +157,7 @@ def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
     device = torch.device("cuda")
     assert choice._budget(device) == 480
-    # What torch holds in reserve is free, too.
+    # Memory that torch has in reserve is free, too.
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 161)
     assert choice._budget(device) == 500
@@ -221,17 +191,17 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 def test_a_cache_with_a_budget_splits_and_says_so(llama: PreTrainedModel) -> None:
     ids = prompt(2, 300)
     plain = ParisKVCache(llama.config, store="device", **SMALL)
-    wanted = llama.generate(ids, past_key_values=plain, **GREEDY)
+    expected = llama.generate(ids, past_key_values=plain, **GREEDY)
     layers = len(plain.retrieval_layers)
     # Two of the five pages of each of two rows.
     page = plain.memory().store_device // layers // 5 // 2
     split = ParisKVCache(llama.config, device_budget=4 * page * layers, **SMALL)
-    assert torch.equal(llama.generate(ids, past_key_values=split, **GREEDY), wanted)
+    assert torch.equal(llama.generate(ids, past_key_values=split, **GREEDY), expected)
     assert split.stats()["store"] == "split"
     rows = plain.memory().store_device
-    held = split.memory()
-    assert 0.3 * rows < held.store_device < 0.5 * rows
-    assert 0.5 * rows < held.store_host < 0.7 * rows
+    memory = split.memory()
+    assert 0.3 * rows < memory.store_device < 0.5 * rows
+    assert 0.5 * rows < memory.store_host < 0.7 * rows
     assert {layer.kv.store.bus_share for layer in split.retrieval_layers} == {0.6}
 
 
@@ -258,9 +228,9 @@ def test_a_saved_split_cache_goes_on_in_any_store(
     llama.generate(ids[:, :150], past_key_values=cache, **GREEDY | {"max_new_tokens": 1})
     cache.save_pretrained(tmp_path)
     loaded = FlatKVCache.from_pretrained(tmp_path, config=llama.config, store=store)
-    held = loaded.memory()
-    assert (held.store_device > 10_000) == (store != "host")
-    assert (held.store_host > 0) == (store != "device")
+    memory = loaded.memory()
+    assert (memory.store_device > 10_000) == (store != "host")
+    assert (memory.store_host > 0) == (store != "device")
     texts = [llama.generate(ids, past_key_values=past, **GREEDY) for past in (cache, loaded)]
     assert torch.equal(*texts)
     cache.save_pretrained(tmp_path)
@@ -283,8 +253,8 @@ def test_a_gpu_reads_both_parts(pages: float) -> None:
         values = torch.randn(2, HEADS, count, VALUE_DIM, generator=generator).to(device)
         for store in stores:
             store.append(TokenBlock(keys, values, len(store)))
-    places = {chunk.device.type for chunk in stores[0].paged_rows().chunks}
-    assert places == ({"cpu"} if pages < 1 else {"cuda"} if pages > 99 else {"cpu", "cuda"})
+    devices = {chunk.device.type for chunk in stores[0].paged_rows().chunks}
+    assert devices == ({"cpu"} if pages < 1 else {"cuda"} if pages > 99 else {"cpu", "cuda"})
     stores[0].before_capture()
     query = torch.randn(2, 2 * HEADS, 1, KEY_DIM, device=device)
     ids = torch.rand(2, HEADS, 1, 32, device=device).argsort(-1)[..., :20].int()

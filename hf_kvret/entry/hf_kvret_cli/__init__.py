@@ -1,7 +1,7 @@
 """The program ``hf-kvret`` as far as it needs no torch: its help, and words that are no command.
 
 A package of its own, because whoever imports one below ``hf_kvret`` imports torch and transformers
-first, which takes seconds. ``tests/test_entry.py`` holds what it prints to the whole parser's.
+first, which takes seconds. ``tests/test_cli.py`` holds what it prints to the whole parser's.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class BytePages(PagedStore):
         dense = self._dense(start, -(-last // self.page_len))
         offset = start * self.page_len
         dense = dense[:, :, first - offset : last - offset].to(self.memory.device)
-        return self._of_rows(dense)
+        return self._split(dense)
 
     def gathered(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``read``, by a kernel that follows the page table: without synchronizing with the GPU,

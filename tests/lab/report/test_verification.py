@@ -16,7 +16,7 @@ from hf_kvret.lab.report.verification import verify
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from ...saved_files import saved_file
+from ...saved.saved_files import saved_file
 
 
 @pytest.fixture

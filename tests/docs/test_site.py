@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -17,22 +16,10 @@ import pytest
 
 import hf_kvret
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-SITE = DOCS / "site"
+from .pages import DOCS, ROOT, SITE, site_tool
 
-
-def tool(name: str) -> ModuleType:
-    """A script of the site, as a module; scripts import each other by name."""
-    sys.path.insert(0, str(SITE))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(SITE))
-
-
-messages = tool("messages")
-links = tool("links")
+messages = site_tool("messages")
+links = site_tool("links")
 
 
 def test_the_page_has_every_message_of_the_code() -> None:
@@ -68,11 +55,11 @@ def test_every_file_with_messages_is_in_a_group_or_left_out_for_a_reason() -> No
 
 def test_every_error_has_a_text_that_the_page_can_show() -> None:
     for file in messages.files(["**/*.py"]):
-        place = str(file.relative_to(messages.PACKAGE))
-        if place not in messages.PASSED_ON and not file.match("testing/simcuda/*"):
-            assert messages.silent(file) == [], place
-    for place in messages.PASSED_ON:
-        assert messages.silent(messages.PACKAGE / place), f"{place} passes nothing on: take it off"
+        path = str(file.relative_to(messages.PACKAGE))
+        if path not in messages.PASSED_ON and not file.match("testing/simcuda/*"):
+            assert messages.silent(file) == [], path
+    for path in messages.PASSED_ON:
+        assert messages.silent(messages.PACKAGE / path), f"{path} passes nothing on: take it off"
 
 
 def test_messages_made_by_functions_and_choices_are_found(tmp_path: Path) -> None:
@@ -110,7 +97,7 @@ def test_messages_made_by_functions_and_choices_are_found(tmp_path: Path) -> Non
 def test_what_users_meet_most_is_among_the_messages() -> None:
     texts = [one.text for group in messages.groups().values() for one in group]
     assert len(texts) > 600
-    for part in (
+    for section in (
         "padded on the right",
         "hf_kvret.attach(model)",
         "needs a calibration artifact",
@@ -118,7 +105,7 @@ def test_what_users_meet_most_is_among_the_messages() -> None:
         "can't be loaded",
         "makes its own documents",
     ):
-        assert any(part in text for text in texts), part
+        assert any(section in text for text in texts), section
 
 
 def test_the_page_of_the_api_has_every_public_name() -> None:
@@ -152,8 +139,8 @@ def test_the_page_of_parts_has_every_public_name_of_its_modules() -> None:
 def pages_of(nav: object) -> list[str]:
     if isinstance(nav, str):
         return [nav]
-    parts = nav.values() if isinstance(nav, dict) else nav
-    return [page for part in parts for page in pages_of(part)]
+    sections = nav.values() if isinstance(nav, dict) else nav
+    return [page for section in sections for page in pages_of(section)]
 
 
 def test_every_page_is_in_the_navigation_but_results() -> None:
@@ -197,8 +184,8 @@ def test_faults_of_a_built_site_are_seen(tmp_path: Path, link: str, fault: str |
     (tmp_path / "other.html").write_text('<h1 id="here">x</h1>')
     (tmp_path / "picture.svg").write_text("<svg/>")
     (tmp_path / "index.html").write_text(f'<p id="top">{link}')
-    found = links.faults(tmp_path, links.read(tmp_path))
-    assert found == [] if fault is None else fault in found[0]
+    faults = links.faults(tmp_path, links.read(tmp_path))
+    assert faults == [] if fault is None else fault in faults[0]
 
 
 def test_links_out_are_listed_and_marked_as_unchecked(
@@ -213,7 +200,7 @@ def test_links_out_are_listed_and_marked_as_unchecked(
 
 def test_pages_are_staged_with_what_they_link_to(tmp_path: Path) -> None:
     pytest.importorskip("latex2mathml", reason="the extra docs is not installed")
-    stage = tool("build").Stage(tmp_path / "pages")
+    stage = site_tool("build").Stage(tmp_path / "pages")
     stage.fill()
     evaluation = (tmp_path / "pages" / "evaluation.md").read_text(encoding="utf-8")
     assert "](source/examples/studies/README.md)" in evaluation

@@ -1,18 +1,90 @@
-"""What a thread's waits for the device are, beside other threads; torch's side is played."""
+"""CUDA graphs as recorders make them on a GPU, and the waits that they see of a thread.
+
+Waits are tested without a GPU, with a played debug mode of torch; what graphs do, on the tape.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret.replay import recorders
-from hf_kvret.replay.recorders import waits
+from hf_kvret.replay.recorders import RECORDERS, CudaRecorder, waits
 
+
+def gpu(test: Any) -> Any:
+    """A test that needs a GPU."""
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    return pytest.mark.gpu(skip(test))
+
+
+DEVICE = torch.device("cuda", 0)
 MESSAGE = "called a synchronizing CUDA operation (Triggered internally at somewhere)"
+
+
+def _broken(x: torch.Tensor) -> torch.Tensor:
+    raise KeyError("broken")
+
+
+@gpu
+def test_a_replay_reads_what_stands_in_the_same_memory_now() -> None:
+    recorder, x = CudaRecorder(DEVICE), torch.ones(64, 64, device=DEVICE)
+    for factor in (1.0, 2.0, 3.0):
+        out, replay = recorder.record(lambda factor=factor: (x @ x) * factor)
+        x.fill_(factor)
+        replay()
+        assert torch.allclose(out, torch.full_like(out, 64 * factor**3))
+
+
+@gpu
+@pytest.mark.parametrize("step", [lambda x: x.sum().item(), lambda x: x.nonzero(), _broken])
+def test_a_capture_that_fails_leaves_device_and_allocator_sound(
+    step: Callable[[torch.Tensor], Any],
+) -> None:
+    recorder, x = CudaRecorder(DEVICE), torch.ones(64, 64, device=DEVICE)
+    for _ in range(2):
+        with pytest.raises((RuntimeError, KeyError)):
+            recorder.record(lambda: step(x))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    out, replay = recorder.record(lambda: x + 1)
+    replay()
+    assert float(out.sum()) == 2 * x.numel()
+
+
+@gpu
+def test_a_rehearsal_says_which_line_waits_and_is_real() -> None:
+    recorder, x = RECORDERS["cuda"](DEVICE), torch.ones(4, device=DEVICE)
+    result, why = recorder.rehearse(lambda: x.sum().item())
+    assert result == 4.0
+    assert "test_recorders.py" in str(why)
+    out, why = recorder.rehearse(lambda: x * 2)
+    assert why is None
+    assert out.tolist() == [2.0] * 4
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def _used() -> int:
+    """Bytes that a recorded step takes while its graph is there."""
+    recorder, x = CudaRecorder(DEVICE), torch.ones(1024, 1024, device=DEVICE)
+    recorder.rehearse(lambda: x @ x)
+    output = recorder.record(lambda: torch.cat([x @ x] * 64))
+    assert output[0].nbytes == 64 * x.nbytes
+    return torch.cuda.memory_reserved()
+
+
+@gpu
+def test_memory_is_given_back() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    assert _used() - before > 256 << 20
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before < 64 << 20
 
 
 class Mode:
@@ -47,23 +119,23 @@ def in_thread(call: Callable[[], None]) -> None:
     thread.join()
 
 
-def test_own_waits_are_found_with_their_places(mode: Mode) -> None:
-    with waits() as found:
+def test_own_waits_are_collected_with_their_lines(mode: Mode) -> None:
+    with waits() as lines:
         mode.wait()
         mode.wait()
-    assert len(found) == 2
-    assert all("test_waits.py:" in place for place in found)
+    assert len(lines) == 2
+    assert all("test_recorders.py:" in line for line in lines)
     mode.wait()
-    assert len(found) == 2
+    assert len(lines) == 2
 
 
-def test_waits_of_another_thread_are_not_counted_and_not_told(mode: Mode) -> None:
-    with warnings.catch_warnings(record=True) as told:
+def test_waits_of_another_thread_are_not_counted_and_not_shown(mode: Mode) -> None:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with waits() as found:
+        with waits() as lines:
             in_thread(mode.wait)
-    assert found == []
-    assert told == []
+    assert lines == []
+    assert warned == []
 
 
 def test_two_threads_that_collect_at_once_have_their_own_waits(mode: Mode) -> None:
@@ -72,23 +144,23 @@ def test_two_threads_that_collect_at_once_have_their_own_waits(mode: Mode) -> No
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with waits() as found:
+        with waits() as lines:
             entered.set()
             mode.wait()
             leave.wait(10)
             mode.wait()
-            others.extend(found)
+            others.extend(lines)
 
     thread = threading.Thread(target=other)
     # The one that began last ends last, too.
-    with waits() as found:
+    with waits() as lines:
         thread.start()
         entered.wait(10)
         mode.wait()
     assert mode.value == 1, "the other thread still collects"
     leave.set()
     thread.join()
-    assert len(found) == 1
+    assert len(lines) == 1
     assert len(others) == 2
     assert (warnings.showwarning, list(warnings.filters)) == before
 
@@ -104,9 +176,9 @@ def test_a_body_within_another_counts_for_both(mode: Mode) -> None:
 
 
 def test_other_warnings_go_their_way_and_modes_come_back(mode: Mode) -> None:
-    with pytest.warns(UserWarning, match="something else"), waits() as found:
+    with pytest.warns(UserWarning, match="something else"), waits() as lines:
         warnings.warn("something else", stacklevel=1)
-    assert found == []
+    assert lines == []
     with pytest.raises(KeyError), waits():
         raise KeyError
     assert mode.value == 0
@@ -126,10 +198,10 @@ def test_filters_of_another_thread_that_outlast_it_do_no_harm(mode: Mode) -> Non
         caught.__enter__()
     # Puts back what stood there in the body.
     caught.__exit__(None, None, None)
-    with pytest.warns(UserWarning, match="something else"), waits() as found:
+    with pytest.warns(UserWarning, match="something else"), waits() as lines:
         warnings.warn("something else", stacklevel=1)
         mode.wait()
-    assert len(found) == 1
+    assert len(lines) == 1
     mode.set("warn")
     with pytest.warns(UserWarning, match="synchronizing"):
         mode.wait()
@@ -145,9 +217,9 @@ def test_a_mode_that_can_not_be_set_leaves_all_as_it_was(
         with pytest.raises(AttributeError), waits():
             pass
     assert warnings.showwarning == before
-    with waits() as found:
+    with waits() as lines:
         mode.wait()
-    assert len(found) == 1
+    assert len(lines) == 1
 
 
 def test_captures_are_checked_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:

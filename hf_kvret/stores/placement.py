@@ -1,4 +1,4 @@
-"""Where ``store="auto"`` puts cold rows, by the memory that is free."""
+"""Placement of cold rows by ``store="auto"``, by the memory that is free."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PLAIN = MappingProxyType({"higgs": "device", "higgs-host": "host"})
 """By coded store, the one that keeps rows in full in the same memory."""
 
 UNCODED = 16
-"""Bits of a number that is not coded."""
+"""Bits of an element that is not coded."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """A store that ``"auto"`` may choose, if the rows fit.
 
     Attributes:
@@ -45,25 +45,25 @@ class Place:
 
     @property
     def is_coded(self) -> bool:
-        """Whether rows are coded there, in ``bits`` bits a number."""
+        """Whether rows are coded there, in ``bits`` bits an element."""
         return self.store in CODED
 
 
-# By kind of device, best first. The last one is taken even if rows don't fit there.
-PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType(
+# Placements by type of device, the best first. The last one is taken even if rows don't fit.
+PLACEMENTS: Mapping[str, tuple[Placement, ...]] = MappingProxyType(
     {
         "cuda": (
-            Place("device", "GPU memory", free_bytes, 0.25),
-            Place("host", "host memory", lambda device: free_host_bytes(), 0.8),
-            Place("higgs-host", "host memory", lambda device: free_host_bytes(), 0.8),
+            Placement("device", "GPU memory", free_bytes, 0.25),
+            Placement("host", "host memory", lambda device: free_host_bytes(), 0.8),
+            Placement("higgs-host", "host memory", lambda device: free_host_bytes(), 0.8),
         ),
         "cpu": (
-            Place("device", "memory", lambda device: free_host_bytes(), 0.5),
-            Place("higgs", "memory", lambda device: free_host_bytes(), 0.5),
+            Placement("device", "memory", lambda device: free_host_bytes(), 0.5),
+            Placement("higgs", "memory", lambda device: free_host_bytes(), 0.5),
         ),
     }
 )
-_ELSEWHERE = (Place("device", "device memory", free_bytes, 1.0),)
+_ELSEWHERE = (Placement("device", "device memory", free_bytes, 1.0),)
 
 
 class Choice(NamedTuple):
@@ -76,33 +76,34 @@ class Choice(NamedTuple):
 def choose(
     device: torch.device, rows_bytes: int, options: RetrievalConfig, head_dim: int
 ) -> Choice:
-    """The first place where ``rows_bytes`` bytes of uncoded rows fit.
+    """The first store where ``rows_bytes`` bytes of uncoded rows fit.
 
     Warns where rows will be coded, which changes answers a little, and where none has room.
 
     Args:
         device: of the queries.
-        rows_bytes: of all layers, at the end of what is expected.
+        rows_bytes: of all layers, once all expected tokens are there.
         options: their ``bits`` are those of coded rows; 16: none are coded.
         head_dim: of the keys; codes need one that 8 divides.
     """
-    places = [
-        place
-        for place in PLACES.get(device.type, _ELSEWHERE)
-        if options.takes_store(place.store) and (not place.is_coded or _codes(options, head_dim))
+    can_code = options.bits != UNCODED and head_dim % 8 == 0
+    placements = [
+        placement
+        for placement in PLACEMENTS.get(device.type, _ELSEWHERE)
+        if options.takes_store(placement.store) and (not placement.is_coded or can_code)
     ]
-    if not places:
+    if not placements:
         raise ValueError(
             f"store='auto' knows no store on {device.type} that these options take: name one, as "
             "store='device'"
         )
     reasons = []
-    for place in places:
-        coded = place.is_coded
+    for placement in placements:
+        coded = placement.is_coded
         size = int(rows_bytes * _coded_share(options.bits, head_dim)) if coded else rows_bytes
-        free = place.free(device)
-        fits = free is None or size <= free * place.share
-        reasons.append(_reason(place, size, free, fits))
+        free = placement.free(device)
+        fits = free is None or size <= free * placement.share
+        reasons.append(_reason(placement, size, free, fits))
         if fits:
             break
     reason = "; ".join(reasons)
@@ -111,7 +112,7 @@ def choose(
             "store='auto' found too little memory and takes %r all the same: %s. The process may "
             "be killed: take a shorter prompt, a smaller batch, fewer max_new_tokens%s, or free "
             "memory",
-            place.store,
+            placement.store,
             reason,
             f", fewer bits (rows are coded in {options.bits}, which changes answers a little)"
             if coded
@@ -121,37 +122,32 @@ def choose(
         _log.warning(
             "store='auto' chose %r, rows in %d bits, which changes answers a little: %s. To keep "
             "them in the model's dtype free memory, or pass store=%r",
-            place.store,
+            placement.store,
             options.bits,
             reason,
-            PLAIN[place.store],
+            PLAIN[placement.store],
         )
-    return Choice(place.store, reason)
+    return Choice(placement.store, reason)
 
 
 def coded_store(device: torch.device) -> str | None:
     """The coded store that ``choose`` may take on ``device``; None if there is none."""
-    places = PLACES.get(device.type, _ELSEWHERE)
-    return next((place.store for place in places if place.is_coded), None)
-
-
-def _codes(options: RetrievalConfig, head_dim: int) -> bool:
-    """Whether rows of these heads can be, and may be, coded."""
-    return options.bits != UNCODED and head_dim % 8 == 0
+    placements = PLACEMENTS.get(device.type, _ELSEWHERE)
+    return next((each.store for each in placements if each.is_coded), None)
 
 
 def _coded_share(bits: int, head_dim: int) -> float:
-    """Bytes of codes and scales for one byte of rows of 16 bits a number; wider ones need less."""
+    """Bytes of codes and scales for one byte of rows of 16 bits; wider rows need less."""
     group = min(LARGEST_GROUP, head_dim & -head_dim)
     return bits / UNCODED + 1 / group
 
 
-def _reason(place: Place, size: int, free: int | None, fits: bool) -> str:
+def _reason(placement: Placement, size: int, free: int | None, fits: bool) -> str:
     if free is None:
-        return f"{place.store}: how much {place.memory} is free is unknown here"
+        return f"{placement.store}: how much {placement.memory} is free is unknown here"
     return (
-        f"{place.store}: {_text(size)} of rows {'fit' if fits else 'do not fit'} into "
-        f"{place.share:.0%} of {_text(free)} of free {place.memory}"
+        f"{placement.store}: {_text(size)} of rows {'fit' if fits else 'do not fit'} into "
+        f"{placement.share:.0%} of {_text(free)} of free {placement.memory}"
     )
 
 

@@ -1,38 +1,45 @@
-"""A user's mistakes: each is refused at once, with a message that names the way out."""
+"""A user's mistakes are refused at once, with the way out; what models and wrappers do is borne."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
+    LlamaConfig,
     PreTrainedModel,
+    Qwen2VLForConditionalGeneration,
 )
 from transformers.utils import is_psutil_available
 
 import hf_kvret
-from hf_kvret import (
-    FlatKVCache,
-    ParisKVCache,
-)
+from hf_kvret import FlatKVCache, ParisKVCache, attach
+from hf_kvret.attention.attention import retrieval_attention
+from hf_kvret.attention.masks import base_mask, retrieval_mask
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.stores import store_names
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED
 
+from ..saved.saved_files import read_saved, write_saved
+
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 3, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llama() -> PreTrainedModel:
     return MODELS["llama"].build()
 
@@ -103,7 +110,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(name: str) -> 
     before = getattr(model.config, "_attn_implementation", None)
     passes: list[Any] = []
     model.register_forward_pre_hook(lambda *_: passes.append(name))
-    requests: list[Callable[[], Any]] = [lambda: hf_kvret.attach(model)]
+    requests: list[Callable[[], Any]] = [lambda: attach(model)]
     for method in ("flat", "paris"):
         run = {**RUN, "cache_implementation": method, "decoder_start_token_id": 0}
         requests.append(partial(model.generate, _ids(), **run))
@@ -128,7 +135,7 @@ def test_a_forward_pass_without_our_attention_is_noticed(name: str) -> None:
     ):
         model(_ids(), past_key_values=cache)
     assert "hf_kvret.attach(model)" in str(raised.value)
-    hf_kvret.attach(model)
+    attach(model)
     with torch.no_grad(), pytest.raises(RuntimeError, match="start with a new cache"):
         model(_ids(), past_key_values=cache)
     cache = FlatKVCache(model.config, **SMALL)
@@ -140,7 +147,7 @@ def test_a_forward_pass_without_our_attention_is_noticed(name: str) -> None:
 def test_a_cache_filled_by_another_model_is_refused(llama: PreTrainedModel) -> None:
     cache = _filled(llama)
     other = MODELS["qwen3"].build()
-    hf_kvret.attach(other)
+    attach(other)
     with torch.no_grad(), pytest.raises(ValueError, match="made for a llama model, this one is"):
         other(_ids(), past_key_values=cache)
     # Without an origin the layers refuse what does not fit.
@@ -164,11 +171,11 @@ def test_a_cache_reused_at_another_batch_size_is_refused(llama: PreTrainedModel)
     assert cache.get_seq_length() == 33, "a refused pass leaves the cache as it was"
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_padding_on_the_right_is_refused(llama: PreTrainedModel, given: bool) -> None:
+@pytest.mark.parametrize("filled", [False, True])
+def test_padding_on_the_right_is_refused(llama: PreTrainedModel, filled: bool) -> None:
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, -3:] = 0
-    if given:
+    if filled:
         request: dict[str, Any] = {"past_key_values": FlatKVCache(llama.config)}
     else:
         request = {"cache_implementation": "flat"}
@@ -177,7 +184,7 @@ def test_padding_on_the_right_is_refused(llama: PreTrainedModel, given: bool) ->
 
 
 def test_masks_of_another_form_or_length_are_refused(llama: PreTrainedModel) -> None:
-    hf_kvret.attach(llama)
+    attach(llama)
     mask_4d = torch.zeros(1, 1, 30, 30)
     with torch.no_grad(), pytest.raises(ValueError, match="custom 4D masks are not supported"):
         llama(_ids(), attention_mask=mask_4d, past_key_values=FlatKVCache(llama.config))
@@ -199,7 +206,7 @@ def test_what_a_retrieval_cache_has_not_is_refused(llama: PreTrainedModel) -> No
             eager.generate(
                 _ids(1, 40), **RUN, **request, output_attentions=True, return_dict_in_generate=True
             )
-    hf_kvret.attach(llama)
+    attach(llama)
     with pytest.raises(RuntimeError, match=r"no gradients: run the model under torch\.no_grad"):
         llama(_ids(), past_key_values=FlatKVCache(llama.config))
     with pytest.raises(ValueError, match="use_cache=False contradicts cache_implementation='flat'"):
@@ -207,7 +214,7 @@ def test_what_a_retrieval_cache_has_not_is_refused(llama: PreTrainedModel) -> No
 
 
 def test_direct_calls_that_want_weights_are_refused(llama: PreTrainedModel) -> None:
-    hf_kvret.attach(llama)
+    attach(llama)
     with torch.no_grad(), pytest.raises(ValueError, match="output_attentions=True"):
         llama(_ids(), past_key_values=FlatKVCache(llama.config), output_attentions=True)
 
@@ -222,21 +229,21 @@ BATCHED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", BATCHED)
-def test_continuous_batching_refuses_retrieval(way: str) -> None:
+@pytest.mark.parametrize("call", BATCHED)
+def test_continuous_batching_refuses_retrieval(call: str) -> None:
     words = r"generate_batch keeps a paged cache.*hf_kvret\.restore\(model\)"
     model = MODELS["llama"].build()
     named = GenerationConfig(cache_implementation="paris", max_new_tokens=2, eos_token_id=-1)
     with pytest.raises(ValueError, match=words):
-        BATCHED[way](model, named)
+        BATCHED[call](model, named)
     model.generation_config.cache_implementation = "flat"
     for config in (None, GenerationConfig(max_new_tokens=2, eos_token_id=-1)):
         with pytest.raises(ValueError, match=words):
-            BATCHED[way](model, config)
+            BATCHED[call](model, config)
     model.generation_config.cache_implementation = None
-    hf_kvret.attach(model)
+    attach(model)
     with pytest.raises(ValueError, match=words):
-        BATCHED[way](model, GenerationConfig(max_new_tokens=2, eos_token_id=-1))
+        BATCHED[call](model, GenerationConfig(max_new_tokens=2, eos_token_id=-1))
 
 
 def batching_manager(model: PreTrainedModel) -> Any:
@@ -248,7 +255,7 @@ def batching_manager(model: PreTrainedModel) -> Any:
 def test_a_manager_from_before_a_switch_is_not_started() -> None:
     model = MODELS["llama"].build()
     manager = batching_manager(model)
-    hf_kvret.attach(model)
+    attach(model)
     with pytest.raises(ValueError, match="keeps a paged cache"):
         manager.start()
 
@@ -260,7 +267,7 @@ def test_a_manager_from_before_a_switch_is_not_started() -> None:
 def test_the_manager_of_a_restored_model_serves() -> None:
     model = MODELS["llama"].build()
     manager = batching_manager(model)
-    hf_kvret.attach(model)
+    attach(model)
     hf_kvret.restore(model)
     manager.start()
     try:
@@ -299,3 +306,150 @@ def test_forking_in_the_middle_of_a_forward_pass_is_refused(llama: PreTrainedMod
     cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
     with pytest.raises(RuntimeError, match="finish the forward pass first"):
         cache.fork()
+
+
+def _copy_inputs_of_later_layers(model: PreTrainedModel) -> None:
+    """Register hooks that hand every tensor on as a copy, as a device map does."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+
+    for layer in model.model.layers[1:]:
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("ours", [True, False], ids=["retrieval", "dynamic"])
+def test_a_device_map_copies_masks_and_changes_nothing(
+    llama: PreTrainedModel, ours: bool, padded: bool
+) -> None:
+    ids, mask = _ids(2, 60), torch.ones(2, 60, dtype=torch.long)
+    if padded:
+        mask[0, :13] = 0
+    expected = llama.generate(ids, attention_mask=mask, **GREEDY)
+    attach(llama)
+    _copy_inputs_of_later_layers(llama)
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS) if ours else DynamicCache()
+    result = llama.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert torch.equal(result, expected)
+
+
+def test_a_mask_that_lost_its_meaning_is_never_read_as_another() -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        bare = retrieval_mask(batch_size=2, q_length=5, kv_length=5).as_subclass(torch.Tensor)
+    with pytest.raises(ValueError, match=r"hf_kvret\.restore\(model\)"):
+        base_mask(bare, "sdpa", torch.device("cpu"))
+
+
+def test_values_that_change_after_the_cache_are_refused(llama: PreTrainedModel) -> None:
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
+    key, value = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+    handle, _ = cache.update(key, value, 0)
+    module = llama.model.layers[0].self_attn
+    with pytest.raises(ValueError, match="changes keys or values between its cache"):
+        retrieval_attention(module, torch.randn(1, 4, 9, 16), handle, value * 2, None)
+
+
+@pytest.mark.parametrize("cls", [FlatKVCache, ParisKVCache])
+def test_a_cache_filled_in_inference_mode_goes_on_outside(
+    llama: PreTrainedModel, cls: type[hf_kvret.RetrievalCache]
+) -> None:
+    ids = _ids(1, 60)
+    expected = llama.generate(ids, **GREEDY)
+    attach(llama)
+    cache = cls(llama.config, **COVERING_OPTIONS)
+    with torch.inference_mode():
+        llama(ids[:, :-2], past_key_values=cache)
+    assert torch.equal(llama.generate(ids, past_key_values=cache, **GREEDY), expected)
+
+
+def test_a_refused_call_leaves_the_filled_cache_usable(llama: PreTrainedModel) -> None:
+    ids = _ids(1, 60)
+    attach(llama)
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+        too_long = torch.ones(1, 70, dtype=torch.long)
+        with pytest.raises(ValueError, match="attention_mask has 70 columns"):
+            llama(ids[:, :1], past_key_values=cache, attention_mask=too_long)
+        again = llama(ids[:, :1], past_key_values=cache).logits
+        exact = llama(torch.cat([ids, ids[:, :1]], 1), past_key_values=DynamicCache()).logits
+    # fp32 sums in another order.
+    torch.testing.assert_close(again[:, -1], exact[:, -1], atol=3e-4, rtol=0)
+
+
+def test_options_that_contradict_the_given_cache_are_refused(llama: PreTrainedModel) -> None:
+    cache = FlatKVCache(llama.config, top_k=32)
+    with pytest.raises(ValueError, match="asks for top_k=64, past_key_values has 32"):
+        llama.generate(_ids(1, 60), past_key_values=cache, cache_config={"top_k": 64}, **GREEDY)
+    with pytest.raises(ValueError, match="did you mean 'top_k'"):
+        llama.generate(_ids(1, 60), past_key_values=cache, cache_config={"top_kk": 32}, **GREEDY)
+    llama.generate(_ids(1, 60), past_key_values=cache, cache_config={"top_k": 32}, **GREEDY)
+
+
+def test_float64_is_refused_with_the_way_out(llama: PreTrainedModel) -> None:
+    cache = FlatKVCache(llama.config)
+    key = torch.randn(1, 2, 3, 16, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"float64.*model\.to\(torch\.float32\)"):
+        cache.update(key, key, 0)
+
+
+def test_models_whose_cache_is_not_what_they_attend_to_are_refused() -> None:
+    shared = LlamaConfig(num_hidden_layers=2)
+    shared.num_kv_shared_layers = 1
+    with pytest.raises(ValueError, match="shares keys and values between layers"):
+        FlatKVCache(shared)
+    split = LlamaConfig(num_hidden_layers=2)
+    split.model_type = "diffllama"
+    with pytest.raises(ValueError, match="splits its values after the cache"):
+        FlatKVCache(split)
+
+
+def test_a_saved_cache_that_lost_a_layer_is_refused(llama: PreTrainedModel, tmp_path: Any) -> None:
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
+    llama.generate(_ids(1, 60), past_key_values=cache, **GREEDY)
+    cache.save_pretrained(tmp_path)
+    description, tensors = read_saved(tmp_path)
+    kept = {name: value for name, value in tensors.items() if not name.startswith("layers.1.")}
+    write_saved(tmp_path, description, kept)
+    with pytest.raises(ValueError, match="hold different numbers of tokens"):
+        FlatKVCache.from_pretrained(tmp_path, llama.config)
+
+
+def test_chunked_prefill_leaves_a_window_of_working_size() -> None:
+    """After a dense phase of 600 tokens the window is as small as after one long prompt."""
+    config = MODELS["llama"].config()
+    options: dict[str, Any] = {"sink": 2, "recent": 8, "flush": 8, "max_draft": 4}
+    sizes = []
+    for steps in ([1200], [100] * 12):
+        cache = FlatKVCache(config, dense_below=600, **options)
+        (layer, *_) = cache.retrieval_layers
+        for length in steps:
+            keys = torch.randn(1, 2, length, 16)
+            layer.update(keys, keys)
+            layer.pending_attention = False
+            layer.kv.take_prompt(keys, keys, None)
+        sizes.append(layer.kv.window.keys.shape[2])
+    assert sizes == [2 + 8 + 8 + 4] * 2
+
+
+def test_restore_puts_back_every_part_of_a_composite_model(tmp_path: Path) -> None:
+    MODELS["qwen2_vl"].build().save_pretrained(tmp_path)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="paris")
+    hf_kvret.restore(model)
+    configs = (model.config, model.config.text_config, model.config.vision_config)
+    assert [each._attn_implementation for each in configs] == ["sdpa"] * 3
+
+
+@pytest.mark.parametrize(("cache_layers", "model_layers"), [(2, 3), (3, 2)])
+def test_a_cache_for_another_number_of_layers_is_refused(
+    cache_layers: int, model_layers: int
+) -> None:
+    configs = [MODELS["llama"].config() for _ in range(2)]
+    configs[0].num_hidden_layers, configs[1].num_hidden_layers = cache_layers, model_layers
+    model = AutoModelForCausalLM.from_config(configs[1]).eval()
+    with pytest.raises(ValueError, match="layers"):
+        model.generate(_ids(1, 60), past_key_values=FlatKVCache(configs[0], **COVERING_OPTIONS))

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvret import (
-    RetrievalConfig,
-)
+from hf_kvret import RetrievalConfig
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
 
@@ -119,10 +117,16 @@ def test_options_survive_json(options: RetrievalConfig) -> None:
         ({"schedule": ((100, 0.5),)}, "schedule row"),
         ({"schedule": ((100, 0.5, 0.0),)}, "beta and rho above 0"),
         ({"schedule": ()}, "schedule"),
+        ({"tiers": (0.5,) * 16}, "tiers"),
+        ({"tiers": 5}, "tiers"),
+        ({"center": 2}, "center"),
+        ({"seed": "x"}, "seed"),
+        ({"levels": ("a",) * 8}, "levels"),
+        ({"subspace_dim": 8.0}, "subspace_dim"),
     ],
 )
 def test_paris_refuses_bad_values(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         ParisConfig.from_options(**options)
 
 

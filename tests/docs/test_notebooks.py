@@ -10,13 +10,9 @@ import base64
 import contextlib
 import dataclasses
 import hashlib
-import importlib
-import importlib.util
 import re
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import nbformat
@@ -25,24 +21,14 @@ import pytest
 import hf_kvret
 from hf_kvret.cli import make_parser
 
-from .test_docs import unknown_names
-from .test_docs_links import anchors
+from .pages import ROOT, site_tool
+from .test_pages import anchors, unknown_names
 
-ROOT = Path(__file__).parents[1]
 PATHS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def load(name: str, path: Path) -> ModuleType:
-    """A module of a file that no package holds."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-notebooks = load("hf_kvret_notebooks", ROOT / "docs" / "site" / "notebooks.py")
+notebooks = site_tool("notebooks")
 
 
 def code(notebook: dict[str, Any]) -> str:
@@ -66,36 +52,36 @@ def settings(tree: ast.Module) -> dict[str, Any]:
 
 def commands(tree: ast.Module) -> list[list[str]]:
     """The arguments of each ``command``, the notebook's own variables put in."""
-    found, known = [], {name: value or name for name, value in settings(tree).items()}
+    results, names = [], {name: value or name for name, value in settings(tree).items()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "command":
             expression = compile(ast.Expression(node.value), "<command>", "eval")
-            found.append(shlex.split(eval(expression, dict(known))))
-    return found
+            results.append(shlex.split(eval(expression, dict(names))))
+    return results
 
 
 def unknown_options(tree: ast.Module) -> list[str]:
     """Names of options, of caches and in ``options`` or ``cache_config``, that no method has."""
     classes = hf_kvret.registered_methods().values()
-    known = {field.name for one in classes for field in dataclasses.fields(one.Config)}
-    known |= {"config", "model"}
+    names = {field.name for one in classes for field in dataclasses.fields(one.Config)}
+    names |= {"config", "model"}
     # Those of configs that the notebook makes.
-    known |= {
+    names |= {
         ast.unparse(field.target)
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         for field in node.body
         if isinstance(field, ast.AnnAssign)
     }
-    given, makes = [], re.compile(r"Cache(\.from_pretrained)?$|\.fork$")
+    arguments, makes = [], re.compile(r"Cache(\.from_pretrained)?$|\.fork$")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and makes.search(ast.unparse(node.func)):
-            given += [one.arg for one in node.keywords if one.arg]
+            arguments += [one.arg for one in node.keywords if one.arg]
         if isinstance(node, ast.keyword | ast.Assign) and isinstance(node.value, ast.Dict):
             name = node.arg if isinstance(node, ast.keyword) else ast.unparse(node.targets[0])
             if name in ("options", "cache_config", "shared"):
-                given += [ast.literal_eval(key) for key in node.value.keys if key is not None]
-    return [name for name in given if name not in known]
+                arguments += [ast.literal_eval(key) for key in node.value.keys if key is not None]
+    return [name for name in arguments if name not in names]
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.stem)
@@ -137,17 +123,17 @@ def test_the_first_cell_can_run_again(path: Path, tmp_path: Path) -> None:
 def test_its_text_is_the_one_that_its_outputs_are_of(path: Path) -> None:
     """The hash that the run printed is that of the text that lies here now."""
     notebook = notebooks.read(path)
-    given = settings(ast.parse(code(notebook)))
-    name = given.get("TEXT", given.get("BOOK"))
+    arguments = settings(ast.parse(code(notebook)))
+    name = arguments.get("TEXT", arguments.get("BOOK"))
     printed = [one for cell in notebook["cells"] for one in notebooks.texts(cell)]
     hashes = re.findall(r"sha256 (\w+)", "\n".join(printed))
     if name is None:
         assert not hashes
         return
     text = (ROOT / name).read_text(encoding="utf-8")
-    told = f"{len(text):,} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    message = f"{len(text):,} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     again = "run python docs/site/notebooks.py --write"
-    assert hashes and told in "\n".join(printed), again
+    assert hashes and message in "\n".join(printed), again
 
 
 def test_a_text_that_is_missing_or_empty_is_named(path: Path, tmp_path: Path) -> None:
@@ -163,8 +149,8 @@ def test_a_text_that_is_missing_or_empty_is_named(path: Path, tmp_path: Path) ->
 def test_page_and_notebooks_say_the_same_of_how_long_they_take(path: Path) -> None:
     first = notebooks.source(notebooks.read(path)["cells"][0])
     page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
-    told = re.findall(r"akes? (at most \w+ minutes on two idle cores)", f"{first}\n{page}")
-    assert len(told) == 2 and len(set(told)) == 1
+    message = re.findall(r"akes? (at most \w+ minutes on two idle cores)", f"{first}\n{page}")
+    assert len(message) == 2 and len(set(message)) == 1
 
 
 def test_what_it_names_is_there(path: Path) -> None:
@@ -179,8 +165,8 @@ def test_what_it_names_is_there(path: Path) -> None:
 def test_its_links_lead_somewhere(path: Path) -> None:
     cells = [one for one in notebooks.read(path)["cells"] if one["cell_type"] == "markdown"]
     for target in LINK.findall("\n".join(map(notebooks.source, cells))):
-        place, _, anchor = target.partition("#")
-        goal = (path.parent / place).resolve()
+        file, _, anchor = target.partition("#")
+        goal = (path.parent / file).resolve()
         assert goal.is_file(), target
         assert not anchor or anchor in anchors(goal), target
 
@@ -207,7 +193,7 @@ def cell(number: int | None = 1, code: str | list[str] = "f()", **output: Any) -
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (cell(), None),
         (cell(code="a = 1 / 2  # see https://example.org/home/x, and/or tmp/x"), None),
@@ -222,9 +208,9 @@ def cell(number: int | None = 1, code: str | list[str] = "f()", **output: Any) -
         (cell(data={"image/png": "x" * 200_001}), "bytes: at most"),
     ],
 )
-def test_faults_of_outputs_are_seen(wrong: dict[str, Any], told: str | None) -> None:
-    found = notebooks.faults({"cells": [wrong]})
-    assert found == [] if told is None else any(told in one for one in found)
+def test_faults_of_outputs_are_seen(wrong: dict[str, Any], message: str | None) -> None:
+    results = notebooks.faults({"cells": [wrong]})
+    assert results == [] if message is None else any(message in one for one in results)
 
 
 def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path: Path) -> None:

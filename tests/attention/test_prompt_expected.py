@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,9 +11,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_kvret import FlatKVCache, attach, stores
 from hf_kvret.attention import prompt_chunks
 from hf_kvret.stores import paged
-from hf_kvret.stores.places import Choice
+from hf_kvret.stores.placement import Choice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
+
+from .test_chunked_prefill import passes_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
@@ -23,23 +23,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
     return MODELS["llama"].build()
-
-
-@contextmanager
-def passes_of(model: PreTrainedModel) -> Iterator[list[int]]:
-    """The tokens of each forward pass of ``model``, in order."""
-    lengths: list[int] = []
-
-    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        given = kwargs.get("input_ids")
-        given = kwargs["inputs_embeds"] if given is None else given
-        lengths.append(given.shape[1])
-
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield lengths
-    finally:
-        hook.remove()
 
 
 def sizes_chosen_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -63,10 +46,10 @@ def test_where_rows_live_is_decided_by_the_whole_prompt(
     for chunk in (None, 48):
         ours, theirs = (chunk, None) if whose == "ours" else (None, chunk)
         cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "prefill_chunk": ours})
-        given: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": theirs}
-        llama.generate(prompt(1, 480), max_new_tokens=1, **given)
+        request: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": theirs}
+        llama.generate(prompt(1, 480), max_new_tokens=1, **request)
     whole, chunked = sizes
-    # Of the first of ten chunks 40 tokens go cold, of all 472.
+    # 40 tokens of the first of ten chunks go cold, and 472 of all.
     assert chunked == whole
 
 
@@ -114,17 +97,17 @@ def test_a_prompt_that_nobody_announced_is_not_that_of_the_call_before(
 
 
 def test_room_is_made_for_a_prompt_once(llama: PreTrainedModel) -> None:
-    """Neither rows that are repeated later, nor what comes after a reset, are given it again."""
+    """Neither sequences that are repeated later, nor tokens after a reset, get it again."""
     options = {**COVERING_OPTIONS, "prefill_chunk": 480}
-    ids, held = prompt(1, 3880), []
+    ids, sizes = prompt(1, 3880), []
     for chunk in (None, 480):
         cache = FlatKVCache(llama.config, **{**options, "prefill_chunk": chunk})
         llama.generate(ids[:, :3840], past_key_values=cache, max_new_tokens=1)
         before = cache.memory().store_device
         cache.batch_repeat_interleave(8)
         llama.generate(ids.expand(8, -1), past_key_values=cache, max_new_tokens=1)
-        held.append(cache.memory().store_device - before)
-    assert held[1] <= held[0] + 1024
+        sizes.append(cache.memory().store_device - before)
+    assert sizes[1] <= sizes[0] + 1024
     # A prompt that ends without a decode step, and a pass by hand.
     cache = FlatKVCache(llama.config, **options)
     llama.generate(ids[:, :3840], past_key_values=cache, max_new_tokens=1)
@@ -142,32 +125,32 @@ def test_nothing_is_expected_any_more_once_tokens_are_decoded(
 ) -> None:
     cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "dense_below": 900}, prefill_chunk=48)
     llama.generate(prompt(1, 480), past_key_values=cache, max_new_tokens=steps)
-    told: list[tuple[int, ...]] = []
-    monkeypatch.setattr(paged.PagedStore, "expect", lambda self, *expected: told.append(expected))
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(paged.PagedStore, "expect", lambda self, *args: calls.append(args))
     attach(llama)
     with torch.no_grad():
         llama(prompt(1, 600), past_key_values=cache)
-    assert cache.memory().store_device and {tokens for tokens, _ in told} <= {0}
+    assert cache.memory().store_device and {tokens for tokens, _ in calls} <= {0}
 
 
 @pytest.mark.parametrize(
     "how", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"assistant_model": None}]
 )
-@pytest.mark.parametrize("given", [None, 20])
+@pytest.mark.parametrize("size", [None, 20])
 def test_decoding_with_drafts_reads_and_expects_one_pass(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], given: int | None
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], size: int | None
 ) -> None:
-    sizes, told = sizes_chosen_for(monkeypatch), []
-    monkeypatch.setattr(paged.PagedStore, "expect", lambda self, *expected: told.append(expected))
+    sizes, calls = sizes_chosen_for(monkeypatch), []
+    monkeypatch.setattr(paged.PagedStore, "expect", lambda self, *args: calls.append(args))
     draft = MODELS["llama"].build()
     more = {name: draft if value is None else value for name, value in how.items()}
-    own = None if given else 20
+    own = None if size else 20
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=own)
-    call = {"past_key_values": cache, "prefill_chunk_size": given, **GREEDY, **more}
+    call = {"past_key_values": cache, "prefill_chunk_size": size, **GREEDY, **more}
     with passes_of(llama) as lengths:
         llama.generate(prompt(1, 60), **call)
     assert max(lengths) >= 60
-    assert {tokens for tokens, _ in told} <= {0}
+    assert {tokens for tokens, _ in calls} <= {0}
     plain = FlatKVCache(llama.config, **COVERING_OPTIONS)
     llama.generate(prompt(1, 60), past_key_values=plain, **GREEDY)
     # The first drafts come with the prompt; three chunks would count three times.
@@ -179,22 +162,22 @@ def test_new_tokens_with_positions_of_their_own_go_in_one_pass(llama: PreTrained
     for chunk in (None, 20):
         cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=chunk)
         first = llama.generate(prompt(1, 60), past_key_values=cache, **GREEDY)
-        held = cache.get_seq_length()
+        length = cache.get_seq_length()
         ids = torch.cat([first, prompt(1, 50, salt=4)], dim=1)
-        given = {
+        request = {
             "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(held, ids.shape[1])[None],
+            "position_ids": torch.arange(length, ids.shape[1])[None],
         }
         with passes_of(llama) as lengths:
-            out = llama.generate(ids[:, held:], past_key_values=cache, **given, **GREEDY)
-        assert lengths[0] == ids.shape[1] - held
-        texts.append(out[:, ids.shape[1] - held :])
+            out = llama.generate(ids[:, length:], past_key_values=cache, **request, **GREEDY)
+        assert lengths[0] == ids.shape[1] - length
+        texts.append(out[:, ids.shape[1] - length :])
     assert torch.equal(*texts)
     assert torch.equal(texts[0], llama.generate(ids, **GREEDY)[:, ids.shape[1] :])
 
 
 @pytest.mark.parametrize(
-    ("chunk", "length", "told"),
+    ("chunk", "length", "advice"),
     [
         (4, 60, "prefill_chunk_size=10"),
         (20, 60, None),
@@ -202,49 +185,40 @@ def test_new_tokens_with_positions_of_their_own_go_in_one_pass(llama: PreTrained
         (80, 60, None),
     ],
 )
-def test_a_callers_chunks_that_would_retrieve_are_told_once(
+def test_a_callers_chunks_that_would_retrieve_are_warned_of_once(
     llama: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     chunk: int,
     length: int,
-    told: str | None,
+    advice: str | None,
 ) -> None:
     monkeypatch.setattr(prompt_chunks, "_warned", set())
     for _ in range(2):
         cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
-        given = {"past_key_values": cache, "prefill_chunk_size": chunk}
-        llama.generate(prompt(1, length), **given, max_new_tokens=1)
-    found = [record.getMessage() for record in caplog.records if "max_draft" in record.message]
-    assert len(found) == (told is not None)
-    for message in found:
-        assert f"prefill_chunk_size={chunk} cuts" in message and f"Take {told}, or" in message
+        request = {"past_key_values": cache, "prefill_chunk_size": chunk}
+        llama.generate(prompt(1, length), **request, max_new_tokens=1)
+    messages = [record.getMessage() for record in caplog.records if "max_draft" in record.message]
+    assert len(messages) == (advice is not None)
+    for message in messages:
+        assert f"prefill_chunk_size={chunk} cuts" in message and f"Take {advice}, or" in message
         assert f"max_draft={COVERING_OPTIONS['max_draft']}" in message
 
 
 def test_the_length_of_a_mask_that_was_dropped_counts(llama: PreTrainedModel) -> None:
-    """Of a prompt without padding transformers keeps no mask, only how long it was."""
+    """For a prompt without padding transformers keeps no mask, only its length."""
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
     config = GenerationConfig()
     config._mask_length = 60
-    given = {"attention_mask": None, "position_ids": torch.arange(50)[None]}
-    assert prompt_chunks._new_tokens(cache, config, given) == (60, 1)
-    given["attention_mask"] = torch.ones(3, 40)
-    assert prompt_chunks._new_tokens(cache, config, given) == (40, 3)
-
-
-@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}])
-def test_a_call_that_drafts_is_given_no_size(llama: PreTrainedModel, how: dict[str, int]) -> None:
-    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
-    given = {"attention_mask": torch.ones(1, 60)}
-    for config, size in ((GenerationConfig(), 20), (GenerationConfig(**how), None)):
-        prompt_chunks.chunk_prompt(llama, cache, config, given)
-        assert config.prefill_chunk_size == size
+    request = {"attention_mask": None, "position_ids": torch.arange(50)[None]}
+    assert prompt_chunks._new_tokens(cache, config, request) == (60, 1)
+    request["attention_mask"] = torch.ones(3, 40)
+    assert prompt_chunks._new_tokens(cache, config, request) == (40, 3)
 
 
 def stop_at(length: int) -> list[Any]:
     """Stopping criteria that end a text at ``length`` tokens, long before the limits below."""
-    return [lambda ids, *given, **more: torch.full((len(ids),), ids.shape[1] >= length)]
+    return [lambda ids, *request, **more: torch.full((len(ids),), ids.shape[1] >= length)]
 
 
 HUGE_LIMITS: dict[str, dict[str, Any]] = {
@@ -264,8 +238,8 @@ def test_a_mere_limit_of_new_tokens_decides_nothing(
     sizes = sizes_chosen_for(monkeypatch)
     options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
     cache = FlatKVCache(llama.config, **options)
-    given = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop_at(483)}
-    out = llama.generate(prompt(1, 480), **given, **HUGE_LIMITS[limit])
+    request = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop_at(483)}
+    out = llama.generate(prompt(1, 480), **request, **HUGE_LIMITS[limit])
     assert out.shape[1] == 483
     assert sizes == [(480 + prompt_chunks.LEAST_NEW_TOKENS - 8) * 2 * 2 * 2 * 16 * 4]
     assert {layer.final_len for layer in cache.retrieval_layers} == {
@@ -279,11 +253,11 @@ def test_a_second_turn_counts_the_tokens_that_are_held(
     monkeypatch.setattr(prompt_chunks, "LEAST_NEW_TOKENS", 64)
     sizes = sizes_chosen_for(monkeypatch)
     cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "dense_below": 300})
-    given = {"past_key_values": cache, "do_sample": False, "max_new_tokens": 10**6}
-    first = llama.generate(prompt(1, 100), **given, stopping_criteria=stop_at(103))
+    request = {"past_key_values": cache, "do_sample": False, "max_new_tokens": 10**6}
+    first = llama.generate(prompt(1, 100), **request, stopping_criteria=stop_at(103))
     assert not sizes and {layer.final_len for layer in cache.retrieval_layers} == {200}
     ids = torch.cat([first, prompt(1, 400, salt=3)], dim=1)
-    llama.generate(ids, **given, stopping_criteria=stop_at(506))
+    llama.generate(ids, **request, stopping_criteria=stop_at(506))
     assert len(sizes) == 1 and sizes[0] <= 2.5 * 503 * 2 * 2 * 2 * 16 * 4
     assert {layer.final_len for layer in cache.retrieval_layers} == {2 * 503}
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_kvret import registered_methods
+from hf_kvret import DecodeGraph, registered_methods
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import attach
+from hf_kvret.testing.tape import taped
 
 PROMPT = 14
 """Tokens of the prompt of a ``DecodeLoop``."""
@@ -24,8 +27,8 @@ EXTRA: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
 
 def small_cache(model: Any, method: str = "flat", **options: Any) -> RetrievalCache:
     """An empty cache that soon has cold tokens."""
-    made = {**OPTIONS, **EXTRA.get(method, {}), **options}
-    return registered_methods()[method](model.config, **made)
+    options = {**OPTIONS, **EXTRA.get(method, {}), **options}
+    return registered_methods()[method](model.config, **options)
 
 
 def small_llama(layers: int = 2) -> Any:
@@ -55,24 +58,28 @@ class DecodeLoop:
     Args:
         call: the model, or a ``DecodeGraph`` of it.
         cache: an empty cache; the prompt is fed at once.
-        padded: pad the second of the two rows on the left.
+        padded: pad the second of the two sequences on the left.
+        prompt: tokens of each sequence.
 
     Attributes:
         logits: ``[B, V]`` after the newest token.
         mask: ``[B, T]`` of all tokens, past and new; without padding it is not passed.
     """
 
-    def __init__(self, call: Any, cache: RetrievalCache, padded: bool = False) -> None:
+    def __init__(
+        self, call: Any, cache: RetrievalCache, padded: bool = False, prompt: int = PROMPT
+    ) -> None:
         self.call, self.cache = call, cache
-        self.tokens = torch.arange(2 * PROMPT).view(2, PROMPT) * 7 % 50 + 10
+        self.tokens = torch.arange(2 * prompt).view(2, prompt) * 7 % 50 + 10
         self.mask = torch.ones_like(self.tokens)
         self.padded = padded
         if padded:
             self.mask[1, :5] = 0
-        self.logits = self._feed(self.tokens)
+        self.logits = self.feed(self.tokens)
 
     @torch.no_grad()
-    def _feed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def feed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits after ``tokens [B, n]``, which the mask has already."""
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         output = self.call(
             input_ids=tokens,
@@ -87,9 +94,42 @@ class DecodeLoop:
     def step(self) -> torch.Tensor:
         """Feed the most likely token; the logits after it."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
-        self.logits = self._feed(self.logits.argmax(-1, keepdim=True))
+        self.logits = self.feed(self.logits.argmax(-1, keepdim=True))
         return self.logits
 
     def run(self, steps: int) -> torch.Tensor:
         """``[steps, B, V]``: the logits of as many steps."""
         return torch.stack([self.step() for _ in range(steps)])
+
+    def copy(self, **changes: Any) -> DecodeLoop:
+        """A loop that goes on from here, with other attributes."""
+        twin = copy.copy(self)
+        vars(twin).update(changes)
+        return twin
+
+
+def compare(
+    act: Callable[[DecodeLoop], torch.Tensor],
+    method: str = "flat",
+    padded: bool = False,
+    prompt: int = PROMPT,
+    model: Any = None,
+    **options: Any,
+) -> DecodeGraph:
+    """The graph of a loop, where ``act(loop)`` gives with it what it gives with usual steps.
+
+    Args:
+        act: takes some steps.
+        method: of the cache, whose other options are ``options``.
+        padded: see ``DecodeLoop``.
+        prompt: see ``DecodeLoop``.
+        model: None for a ``small_llama`` of one layer.
+    """
+    model, results = model or small_llama(layers=1), []
+    with taped():
+        for graphed in (False, True):
+            cache = small_cache(model, method, **options)
+            call = DecodeGraph(model, cache) if graphed else model
+            results.append(act(DecodeLoop(call, cache, padded, prompt)))
+    assert torch.equal(*results)
+    return call

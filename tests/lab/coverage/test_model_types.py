@@ -15,7 +15,7 @@ from hf_kvret.lab.coverage.record import Record
 from hf_kvret.lab.coverage.scan import scan
 from hf_kvret.lab.coverage.table import BEGIN, END, Row, make_rows, markdown
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 AGAIN = "hf-kvret models --try hf_kvret/lab/coverage/trials.json --md docs/models.md"
 
 # What a message says, and the types that are refused with it. A type that transformers adds
@@ -131,7 +131,7 @@ def test_every_type_is_served_as_its_trial_shows_or_refused_with_its_reason() ->
     assert len(rows) > 150
     releases = {setup.transformers for setup in record.setups.values()}
     if releases == {transformers.__version__}:
-        assert not [told for row in rows if (told := wrong(row, reasons.pop(row.type.name, "")))]
+        assert not [fault for row in rows if (fault := wrong(row, reasons.pop(row.type.name, "")))]
         assert not reasons
         table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
         # Trials go stale with any change of the code; that is reported and no fault of the page.

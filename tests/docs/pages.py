@@ -1,19 +1,24 @@
 """Pages of the documentation, read: their blocks of code, their tables, their prose.
 
 A block after the comment ``<!-- not run: <reason> -->`` does not run, nor does one after
-``<!-- needs: <module> -->`` where that module is missing. ``python tests/pages.py`` counts them.
+``<!-- needs: <module> -->`` where that module is missing. ``python
+tests/docs/pages.py`` counts them.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+SITE = DOCS / "site"
 README = ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
@@ -51,32 +56,41 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def prose(page: Path) -> str:
     """The page without its fenced blocks."""
-    kept, inside = [], False
+    lines, inside = [], False
     for line in page.read_text(encoding="utf-8").splitlines():
         if FENCE.match(line):
             inside = not inside
         elif not inside:
-            kept.append(line)
-    return "\n".join(kept)
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def table(page: Path, *header: str) -> list[list[str]]:
     """Cells of all tables whose header begins with these columns."""
-    rows, wanted = [], False
+    rows, inside = [], False
     for line in prose(page).splitlines():
         if not line.startswith("|"):
-            wanted = False
+            inside = False
             continue
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if tuple(cells[: len(header)]) == header:
-            wanted = True
-        elif wanted and set(line) - set("|-: "):
+            inside = True
+        elif inside and set(line) - set("|-: "):
             rows.append(cells)
     return rows
 
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+def site_tool(name: str) -> ModuleType:
+    """A script of the site, as a module; scripts import each other by name."""
+    sys.path.insert(0, str(SITE))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(SITE))
 
 
 def count_blocks() -> str:

@@ -15,7 +15,7 @@ import hf_kvret
 
 from .saved_files import read_saved, write_saved
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 make = SimpleNamespace(**runpy.run_path(str(FIXTURES / "make_saved.py")))
 CACHES = make.SAVED / "caches"
 EXPECTED = json.loads((make.SAVED / "expected.json").read_text(encoding="utf-8"))
@@ -39,12 +39,12 @@ def test_a_saved_cache_goes_on_with_the_same_tokens(method: str, model: PreTrain
     cache = cls.from_pretrained(CACHES / method, model.config, **make.place(method))
     assert cache.get_seq_length() == 53
     assert all(layer.cold_len for layer in cache.retrieval_layers)
-    got = torch.tensor(make.continuation(model, cache))
-    want = torch.tensor(EXPECTED[method])
-    told = (got >= 0) & (want >= 0)
+    tokens = torch.tensor(make.continuation(model, cache))
+    expected = torch.tensor(EXPECTED[method])
+    is_clear = (tokens >= 0) & (expected >= 0)
     # A race may be close on one machine and not on another; most are not close at all.
-    assert told.sum() > 0.6 * told.numel()
-    assert torch.equal(got[told], want[told])
+    assert is_clear.sum() > 0.6 * is_clear.numel()
+    assert torch.equal(tokens[is_clear], expected[is_clear])
 
 
 @pytest.mark.parametrize("method", ["paris", "h2o"])
@@ -73,11 +73,11 @@ def test_a_saved_artifact_serves(method: str, model: PreTrainedModel) -> None:
         model(make.prompt(2, 48), past_key_values=cache)
         for step in make.prompt(2, 5, salt=1).split(1, dim=1):
             model(step, past_key_values=cache)
-    got = torch.tensor(make.continuation(model, cache))
-    want = torch.tensor(EXPECTED_ANEW[method])
-    told = (got >= 0) & (want >= 0)
-    assert told.sum() > 0.6 * told.numel()
-    assert torch.equal(got[told], want[told])
+    tokens = torch.tensor(make.continuation(model, cache))
+    expected = torch.tensor(EXPECTED_ANEW[method])
+    is_clear = (tokens >= 0) & (expected >= 0)
+    assert is_clear.sum() > 0.6 * is_clear.numel()
+    assert torch.equal(tokens[is_clear], expected[is_clear])
 
 
 PARTS = {
@@ -98,11 +98,11 @@ def test_a_file_that_lacks_a_part_of_an_index_is_refused(
     """Also where its description lacks it: what is gone can't be made up."""
     description, tensors = read_saved(CACHES / method)
     cls = hf_kvret.registered_methods()[method]
-    for part in ["", *PARTS[method]]:
-        prefix = f"layers.0.index.{part}"
+    for field in ["", *PARTS[method]]:
+        prefix = f"layers.0.index.{field}"
         left = {name: x for name, x in tensors.items() if not name.startswith(prefix)}
         assert len(left) < len(tensors), prefix
-        folder = tmp_path / f"without-{part}"
+        folder = tmp_path / f"without-{field}"
         write_saved(folder, description, left)
         with pytest.raises(ValueError, match=r"has no layers\.0\..*damaged"):
             cls.from_pretrained(folder, model.config, **make.place(method))

@@ -35,18 +35,34 @@ def _tokens(model: Any) -> torch.Tensor:
     return tokens
 
 
-def _wrapped(model: PreTrainedModel, backend: str) -> Any:
-    return torch.compile(model, backend=backend)
+def _wrapped(model: PreTrainedModel, **options: Any) -> Any:
+    return torch.compile(model, **options)
 
 
-def _forward(model: Any, backend: str) -> Any:
-    model.forward = torch.compile(model.forward, backend=backend)
+def _forward(model: Any, **options: Any) -> Any:
+    model.forward = torch.compile(model.forward, **options)
     return model
 
 
-def _in_place(model: PreTrainedModel, backend: str) -> Any:
-    model.compile(backend=backend)
+def _in_place(model: PreTrainedModel, **options: Any) -> Any:
+    model.compile(**options)
     return model
+
+
+def _decoder(model: Any, **options: Any) -> Any:
+    model.model = torch.compile(model.model, **options)
+    return model
+
+
+def _layers(model: Any, **options: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(**options)
+    return model
+
+
+COMPILED = [_wrapped, _forward, _in_place, _decoder, _layers]
+WHOLE: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+REMEDY = "leave out fullgraph=True: what a retrieval cache does"
 
 
 @pytest.mark.parametrize(
@@ -62,15 +78,15 @@ def test_a_compiled_model_gives_the_same_tokens_and_hardly_a_warning(
     compiler = logging.getLogger("torch._dynamo")
     compiler.addHandler(caplog.handler)
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            tokens = _tokens(compiled(model, "eager"))
+            tokens = _tokens(compiled(model, backend="eager"))
     finally:
         compiler.removeHandler(caplog.handler)
     assert torch.equal(tokens, expected)
     logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    told = [*logged, *(str(warning.message) for warning in caught)]
-    assert len(told) <= HANDFUL, told
+    messages = [*logged, *(str(warning.message) for warning in warned)]
+    assert len(messages) <= HANDFUL, messages
 
 
 @pytest.mark.slow
@@ -78,41 +94,7 @@ def test_the_inductor_gives_the_same_tokens() -> None:
     torch.compiler.reset()
     model = MODELS["llama"].build()
     expected = _tokens(model)
-    assert torch.equal(_tokens(_forward(model, "inductor")), expected)
-
-
-WHOLE: dict[str, Any] = {"backend": "eager", "fullgraph": True}
-
-
-def _whole(model: PreTrainedModel) -> Any:
-    return torch.compile(model, **WHOLE)
-
-
-def _whole_forward(model: Any) -> Any:
-    model.forward = torch.compile(model.forward, **WHOLE)
-    return model
-
-
-def _whole_in_place(model: PreTrainedModel) -> Any:
-    model.compile(**WHOLE)
-    return model
-
-
-def _whole_decoder(model: Any) -> Any:
-    model.model = torch.compile(model.model, **WHOLE)
-    return model
-
-
-def _whole_layers(model: Any) -> Any:
-    for layer in model.model.layers:
-        layer.compile(**WHOLE)
-    return model
-
-
-COMPILED = [_whole, _whole_forward, _whole_in_place, _whole_decoder, _whole_layers]
-
-
-ASKED = "leave out fullgraph=True: what a retrieval cache does"
+    assert torch.equal(_tokens(_forward(model, backend="inductor")), expected)
 
 
 @pytest.mark.parametrize("compiled", COMPILED)
@@ -121,16 +103,16 @@ def test_fullgraph_names_the_remedy_in_a_direct_call(compiled: Any) -> None:
     model, ids = MODELS["llama"].build(), torch.arange(5, 60)[None]
     hf_kvret.attach(model)
     cache = hf_kvret.FlatKVCache(model.config)
-    with torch.no_grad(), pytest.raises(Exception, match=ASKED):
-        compiled(model)(ids, past_key_values=cache)
+    with torch.no_grad(), pytest.raises(Exception, match=REMEDY):
+        compiled(model, **WHOLE)(ids, past_key_values=cache)
 
 
 # ``generate`` of what ``torch.compile(model)`` returns calls the plain model.
 @pytest.mark.parametrize("compiled", COMPILED[1:])
 def test_fullgraph_names_the_remedy_in_generate(compiled: Any) -> None:
     torch.compiler.reset()
-    with pytest.raises(Exception, match=ASKED):
-        _tokens(compiled(MODELS["llama"].build()))
+    with pytest.raises(Exception, match=REMEDY):
+        _tokens(compiled(MODELS["llama"].build(), **WHOLE))
 
 
 def test_parts_that_see_no_cache_are_compiled_with_fullgraph() -> None:
@@ -148,7 +130,7 @@ def test_an_attached_model_is_compiled_with_fullgraph_for_a_dynamic_cache() -> N
     run = {"max_new_tokens": 3, "do_sample": False}
     expected = model.generate(ids, **run)
     hf_kvret.attach(model)
-    assert torch.equal(_whole_forward(model).generate(ids, **run), expected)
+    assert torch.equal(_forward(model, **WHOLE).generate(ids, **run), expected)
 
 
 def test_a_static_cache_under_fullgraph_asks_for_restore() -> None:

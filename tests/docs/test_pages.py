@@ -1,0 +1,448 @@
+"""The documentation is true: code runs, names, commands and links are there, tables are the code's.
+
+A block of Python runs in the namespace of its page, in order. Pages may use ``model`` and
+``inputs`` without making them, as if they were the reader's own, but for those that promise to be
+whole. A block that does not run (``pages.py`` tells which) is parsed, and its names of ours are
+looked up. By default run the pages that a newcomer meets; `.ci/docs` runs all.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_kvret
+from hf_kvret.cli import main
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
+from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
+from hf_kvret.lab.evaluate.demo import Demo
+from hf_kvret.lab.report.results import Results
+from hf_kvret.testing import MODELS
+
+from .pages import DOCS, PAGES, README, ROOT, blocks, name, prose, table
+
+FIRST_STEPS = DOCS / "tutorials" / "first-steps.md"
+# Runs in tests/artifacts/test_tutorial_calibration.py, where there is a hub.
+SHARING = DOCS / "tutorials" / "calibrate-share-load.md"
+# They begin with what their blocks need.
+WHOLE = tuple(
+    DOCS / f"{page}.md"
+    for page in (
+        "options",
+        "models",
+        "choose",
+        "quickstart",
+        "recipes",
+        "migrate",
+        "memory",
+        "multi-gpu",
+        "faq",
+    )
+)
+# Their blocks run by default.
+NEWCOMERS = (README, DOCS / "quickstart.md", DOCS / "choose.md")
+
+
+def pages_with_code() -> Iterator[Any]:
+    """All but the tutorials, which have tests of their own; most of them are slow together."""
+    for page in PAGES:
+        if page in (FIRST_STEPS, SHARING) or all(one.language != "python" for one in blocks(page)):
+            continue
+        marks = () if page in NEWCOMERS else pytest.mark.slow
+        yield pytest.param(page, id=name(page), marks=marks)
+
+
+def unknown_names(code: str) -> list[str]:
+    """Names that a block takes from our packages and that are not there."""
+    unknown = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_kvret"):
+            module = importlib.import_module(node.module)
+            pairs = [(module, one.name) for one in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "hf_kvret":
+            pairs = [(hf_kvret, node.attr)]
+        else:
+            continue
+        unknown += [f"{one.__name__}.{attr}" for one, attr in pairs if not hasattr(one, attr)]
+    return unknown
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama; every page loads its own, because pages change it."""
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def namespace(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
+    """The names that a page starts with, in an empty directory; registration is put back later."""
+    monkeypatch.chdir(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    # Longer than the default `dense_below`, so that the pages' caches have cold tokens.
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 128, (1, 3000), generator=generator)
+    yield {
+        "__name__": "page",
+        "model": model,
+        "inputs": {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
+    }
+    hf_kvret.unregister()
+    hf_kvret.register()
+
+
+def run(page: Path, namespace: dict[str, Any]) -> int:
+    """Run the page's blocks; returns how many ran. A failing line is shown with its number."""
+    count = 0
+    for block in blocks(page):
+        if block.language != "python":
+            continue
+        source = "\n" * (block.line - 1) + block.text
+        code = compile(source, str(page), "exec")
+        if block.runs:
+            exec(code, namespace)
+            count += 1
+    return count
+
+
+def test_the_parser_finds_blocks_and_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "| a | b |\n|---|---|\n| `x` | 1 |\n\n```python\ny = 1\n```\n\n"
+        "<!-- not run: why -->\n```python\nz = 1\n```\n```bash\nls\n```\n"
+    )
+    results = list(blocks(page))
+    assert [(one.language, one.line, one.runs) for one in results] == [
+        ("python", 6, True),
+        ("python", 11, False),
+        ("bash", 14, True),
+    ]
+    assert table(page, "a") == [["`x`", "1"]]
+    assert table(page, "b") == []
+    variables: dict[str, Any] = {}
+    assert run(page, variables) == 1
+    assert variables["y"] == 1
+    assert "z" not in variables
+
+
+@pytest.mark.parametrize("page", pages_with_code())
+def test_the_code_of_a_page_runs(page: Path, namespace: dict[str, Any]) -> None:
+    if page in WHOLE:
+        del namespace["model"], namespace["inputs"]
+    ran = run(page, namespace)
+    marked_alone = (README, DOCS / "index.md")
+    assert ran or page in marked_alone, "every block is marked as not run"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_blocks_that_do_not_run_are_python_with_names_that_are_there(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python" and not block.runs:
+            assert not unknown_names(block.text), f"the block at line {block.line}"
+
+
+def test_a_name_that_is_not_there_is_noticed() -> None:
+    code = "from hf_kvret.testing import MODELS, NONE\nhf_kvret.attach(m)\nhf_kvret.Nothing()"
+    assert unknown_names(code) == ["hf_kvret.testing.NONE", "hf_kvret.Nothing"]
+
+
+def test_the_first_steps_get_their_answers(namespace: dict[str, Any]) -> None:
+    run(FIRST_STEPS, namespace)
+    # With full attention the bundled model answers nearly all, by guessing it would answer none.
+    assert namespace["right"] >= 0.9 * len(namespace["questions"])
+    layers = namespace["fork"].stats()["layers"]
+    assert all(layer["selected"] > 0 for layer in layers)
+
+
+def test_concepts_name_the_counts_and_bytes_of_the_code(
+    namespace: dict[str, Any], tmp_path: Path
+) -> None:
+    counted: set[str] = set()
+    options = {"top_k": 8, "track_recall": True}
+    for method, cls in hf_kvret.registered_methods().items():
+        # The model has no latent attention, which is all that "latent" is for.
+        if not cls.Config.retrieves:
+            continue
+        model, learned = namespace["model"], {}
+        if cls.needs_artifact:
+            learned = {"artifact": tiny_artifact(model, method, tmp_path / method)}
+        # AQUA-KV, which attends to everything, has no slots.
+        slots = {} if method == "aqua" else {"store": "resident"}
+        cache = cls(model.config, **options, **slots, **learned)
+        namespace["model"].generate(
+            **namespace["inputs"], past_key_values=cache, max_new_tokens=2, do_sample=False
+        )
+        counted |= set(cache.stats()["layers"][0])
+    entries = re.findall(r"^\| (`[\w`, ]+`) \|", prose(DOCS / "concepts.md"), flags=re.MULTILINE)
+    names = {word for cell in entries for word in re.findall(r"\w+", cell)}
+    report = cache.memory()
+    members = {member for member, _ in inspect.getmembers(report) if not member.startswith("_")}
+    assert names == counted | members
+
+
+def test_nobody_is_sent_to_pypi_where_the_package_is_not() -> None:
+    """The checkout is installed: ``pip install -c constraints.txt ".[eval]"``."""
+    folders = ("hf_kvret", "kernels", "model_patches", "tests", "examples", "docs")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.*")]
+    wrong = re.compile(r"pip install[^\n&]*\bhf[-_]kvret\b|hf[-_]kvret\[[a-z]")
+    sent = [
+        name(file)
+        for file in [*files, README, ROOT / "CONTRIBUTING.md"]
+        if file.suffix in (".md", ".py") and wrong.search(file.read_text(encoding="utf-8"))
+    ]
+    assert not sent
+
+
+PLACEHOLDER = re.compile(
+    r"^[A-Z][A-Z_]{2,}$"  # a word in capitals alone on a line
+    r"|\b(?:TODO|TBD|FIXME|XXX|PLACEHOLDER)\b(?! without)"
+    r"|(?<=\|) *(?:[A-Z?]|TK|N/N) *(?=\|)",  # a capital alone in a cell
+    flags=re.MULTILINE,
+)
+
+
+def placeholders(text: str) -> list[str]:
+    """Placeholders that wait for text; the first row of a table may have letters alone."""
+    body = re.sub(r"^\|.*\n(?=\|[-:| ]+\|$)", "", text, flags=re.MULTILINE)
+    return [one[0].strip() for one in PLACEHOLDER.finditer(body)]
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(ROOT / f"{one}.md" for one in ("CHANGELOG", "CONTRIBUTING"))], ids=name
+)
+def test_no_page_has_a_placeholder(page: Path) -> None:
+    assert not placeholders(prose(page))
+
+
+def test_placeholders_are_noticed() -> None:
+    table_of = "| W | L |\n|---|---|\n| {} | 1 |\n"
+    assert placeholders("Text.\nEXTRAS\n\n" + table_of.format("S")) == ["EXTRAS", "S"]
+    assert placeholders("It takes TBD seconds.") == ["TBD"]
+    assert placeholders("H2O is a README word.\n" + table_of.format("no")) == []
+
+
+def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    offered = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    for page in PAGES:
+        for call in re.findall(r"hf-kvret demo[^\n`]*", page.read_text(encoding="utf-8")):
+            flags = set(re.findall(r"--[\w-]+", call))
+            assert flags <= offered, f"{name(page)}: {call}"
+    for page in PAGES:
+        for script in re.findall(r"python (examples/\S+\.py)", page.read_text(encoding="utf-8")):
+            assert (ROOT / script).is_file(), f"{name(page)}: {script}"
+
+
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, made as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.strip().replace(" ", "-") for title in kept}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(prose(page)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        goal = (page.parent / path).resolve() if path else page
+        if not goal.exists() or (anchor and anchor not in anchors(goal)):
+            broken.append(target)
+    assert not broken
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen, stack = set(), [README]
+    while stack:
+        page = stack.pop()
+        if page in seen or page.suffix != ".md" or not page.exists():
+            continue
+        seen.add(page)
+        for target in LINK.findall(prose(page)):
+            if not target.startswith("http") and target.partition("#")[0]:
+                stack.append((page.parent / target.partition("#")[0]).resolve())
+    assert not set(PAGES) - seen
+
+
+LITERAL = re.compile(r"^`([^`]*)`$")
+
+
+def test_the_lines_of_choose_make_caches() -> None:
+    """Each way by machine ends in arguments of ``generate``, or in none of ours."""
+    rows = table(DOCS / "choose.md", "machine", "model", "context")
+    ends = [cells[-1] for cells in rows if cells[-1] != "none: leave the argument out"]
+    lines = [ast.parse(f"f({end.strip('`')})", mode="eval").body for end in ends]
+    assert len(lines) >= 6
+    for call in lines:
+        assert isinstance(call, ast.Call)
+        arguments = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        config = hf_kvret.registered_methods()[arguments["cache_implementation"]].Config
+        config(**arguments.get("cache_config", {}))
+
+
+def options_of(page: Path) -> dict[str, list[str]]:
+    """The rows of the page's option table, by option."""
+    rows = table(page, "option", "default")
+    return {cells[0].strip("`"): cells for cells in rows}
+
+
+def check_column(rows: dict[str, list[str]], column: int, config: object) -> None:
+    for option, cells in rows.items():
+        literal = LITERAL.match(cells[column])
+        if literal:
+            assert ast.literal_eval(literal[1]) == getattr(config, option), option
+
+
+def fields(config: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
+
+
+def test_the_common_options_are_those_of_the_code() -> None:
+    rows = options_of(DOCS / "options.md")
+    assert set(rows) == fields(hf_kvret.RetrievalConfig)
+    assert all(LITERAL.match(cells[1]) for cells in rows.values())
+    check_column(rows, 1, hf_kvret.RetrievalConfig())
+
+
+@pytest.mark.parametrize("method", sorted(hf_kvret.registered_methods()))
+def test_a_method_page_names_the_options_of_its_config(method: str) -> None:
+    config = hf_kvret.registered_methods()[method].Config
+    rows = options_of(DOCS / "methods" / f"{method}.md")
+    defaults, common = config(), hf_kvret.RetrievalConfig()
+    changed = {
+        name
+        for name in fields(hf_kvret.RetrievalConfig)
+        if getattr(defaults, name) != getattr(common, name)
+    }
+    assert set(rows) == fields(config) - fields(hf_kvret.RetrievalConfig) | changed
+    check_column(rows, 1, config())
+    if hasattr(config, "paper"):
+        assert all(len(cells) == 4 for cells in rows.values())
+        check_column(rows, 2, config.paper())
+
+
+def test_the_schedule_of_paris_is_that_of_the_code() -> None:
+    page = DOCS / "methods" / "paris.md"
+    rows = table(page, "cold tokens", "β, candidates")
+    entries = [(cells[0], float(cells[1]), float(cells[2])) for cells in rows]
+    schedule = hf_kvret.ParisKVCache.Config().schedule
+    assert [row[1:] for row in entries] == [row[1:] for row in schedule]
+    assert [row[0] for row in entries[:-1]] == [f"below {row[0]:,}" for row in schedule[:-1]]
+    published = hf_kvret.ParisKVCache.Config.paper().schedule
+    assert published[:-1] == schedule[: len(published) - 1]
+    assert published[-1][1:] == schedule[-2][1:]
+
+
+def test_every_method_has_a_page_and_every_page_a_method() -> None:
+    assert {page.stem for page in (DOCS / "methods").glob("*.md")} == set(
+        hf_kvret.registered_methods()
+    )
+
+
+def test_a_page_tells_which_methods_are_here() -> None:
+    rows = table(DOCS / "features.md", "method", "what finds the tokens")
+    entries = {re.sub(r"\(.*|\W", "", cells[0]): cells[2] for cells in rows}
+    here = {method for method, state in entries.items() if state == "here"}
+    assert here == set(hf_kvret.registered_methods())
+    assert all(state == "not yet" for method, state in entries.items() if method not in here)
+
+
+def test_the_list_of_models_is_that_of_the_conformance_suite() -> None:
+    rows = table(DOCS / "models.md", "model type")
+    assert sorted(cells[0].strip("`") for cells in rows) == sorted(MODELS)
+
+
+README_TEXT = README.read_text(encoding="utf-8")
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of a markdown table, without its rule."""
+    rows = [line for line in table.splitlines() if line.startswith("|") and set(line) - set("|- ")]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README_TEXT.splitlines()) <= 78
+    assert README_TEXT.count("![") == 1
+
+
+def test_the_table_of_the_readme_is_of_the_results_of_what_the_demo_asks() -> None:
+    shown = re.search(r"<!-- demo table -->\n(.*?)<!-- end -->", README_TEXT, flags=re.DOTALL)
+    assert shown is not None
+    results = Results.load(ROOT / "docs" / "results" / "demo" / "demo.json")
+    header, *measured = cells(Demo.table(results).partition("recall / mass")[0])
+    assert cells(shown[1]) == [header, *(row for row in measured if row[0] in Demo().choices)]
+
+
+def test_the_bytes_of_the_readme_are_those_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    entries = re.search(r"([\d.]+) against ([\d.]+) MiB for ([\d,]+) tokens", README_TEXT)
+    coded = re.search(r'`store="higgs-host"`\), the total is ([\d.]+) MiB', README_TEXT)
+    assert entries and coded
+    where = ["--stores", "host,higgs-host", "--device-memory", "4GB"]
+    context = entries[3].replace(",", "")
+    arguments = ["fits", str(REFERENCE_MODEL), "--context", context, "--caches", "full,paris"]
+    assert main([*arguments, *where, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    bytes_of = {row["cache"]: row["device_bytes"] + row["host_bytes"] for row in rows}
+    caches = ("paris:store=host", "full", "paris:store=higgs-host")
+    assert [f"{bytes_of[name] / 2**20:.1f}" for name in caches] == [
+        entries[1],
+        entries[2],
+        coded[1],
+    ]
+
+
+def promises() -> list[tuple[str, str]]:
+    """Promises and what is named beside them."""
+    lines = [
+        line
+        for line in (DOCS / "promises.md").read_text(encoding="utf-8").splitlines()
+        if line[:2] == "| "
+    ]
+    rows = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in lines]
+    return [(row[0], row[1]) for row in rows if row != ("promise", "test")]
+
+
+@pytest.mark.parametrize(("promise", "test"), promises())
+def test_a_promise_is_held_by_a_test(promise: str, test: str) -> None:
+    match = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)`", test)
+    assert match, f"{promise!r} names {test!r} instead of one test"
+    path, name = match.groups()
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_there_are_promises() -> None:
+    assert len(promises()) > 20

@@ -1,0 +1,23 @@
+"""The graphs that ``generate`` makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_kvret import DecodeGraph, registry
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
+    """The graphs that ``generate`` decodes with, in order."""
+    graphs: list[DecodeGraph] = []
+
+    class Listed(DecodeGraph):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            graphs.append(self)
+
+    monkeypatch.setattr(registry, "DecodeGraph", Listed)
+    return graphs

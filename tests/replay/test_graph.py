@@ -1,0 +1,404 @@
+"""Replayed decode steps are usual ones, bit for bit, and whatever can't be replayed says why."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_kvret
+from hf_kvret import DecodeGraph, FlatKVCache
+from hf_kvret.lab.coverage.conversation import Conversation, ask, assert_same, next_turn
+from hf_kvret.lab.coverage.pictures import picture_model
+from hf_kvret.replay import why_not
+from hf_kvret.replay.replayable import untested
+from hf_kvret.testing import MODELS
+from hf_kvret.testing.tape import taped
+
+from .steps import OPTIONS, PROMPT, DecodeLoop, compare, small_cache, small_llama
+
+COVERING = {**OPTIONS, "top_k": 10**6}
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return small_llama()
+
+
+@pytest.fixture(scope="module")
+def shallow() -> PreTrainedModel:
+    """For what does not depend on the number of layers: the interpreter takes its time for each."""
+    return small_llama(layers=1)
+
+
+CASES = [
+    ("flat", "split", True),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("flat", "device", False),
+            ("flat", "higgs-host", True),
+            ("lrqk", "device", False),
+            ("lrqk", "host", True),
+            ("lrqk", "resident", True),
+            ("paris", "device", True),
+            ("paris", "higgs", False),
+            ("paris", "host", False),
+            ("paris", "resident", False),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("method, store, padded", CASES)
+def test_replayed_steps_are_usual_ones_bit_for_bit(method: str, store: str, padded: bool) -> None:
+    """With flushes in between; counts are the same, and tokens are logged once."""
+    # One page.
+    budget = {"device_budget": 64 * 32 * 4} if store == "split" else {}
+    stats, tokens = [], []
+
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        logits = loop.run(11)
+        stats.append(loop.cache.stats())
+        tokens.append(loop.cache.tokens.ids(PROMPT + 11)[:, PROMPT:])
+        return logits
+
+    step = compare(act, method, padded, store=store, **budget)
+    assert stats[0] == stats[1]
+    assert torch.equal(*tokens) and bool((tokens[0] >= 0).all())
+    assert step.reason is None
+    assert step.captures >= 2
+    assert step.replays >= 7
+    assert step.replays + step.eager == 12
+
+
+def test_a_step_of_paris_is_replayed() -> None:
+    """One step each way; more of them, and other stores, are slow in the interpreter."""
+    assert compare(lambda loop: loop.run(3), "paris", top_k=2, flush=7).replays == 1
+
+
+def test_steps_of_a_cache_that_is_still_dense_are_replayed() -> None:
+    """The window grows in big steps, and after each a step is captured anew."""
+    step = compare(lambda loop: loop.run(6), dense_below=10**6)
+    assert step.replays == 5
+    assert step._cache.retrieval_layers[0].kv.cold_len == 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generate_replays_by_itself_and_gives_the_same_tokens(
+    llama: PreTrainedModel, padded: bool, graphs: list[DecodeGraph]
+) -> None:
+    tokens = torch.arange(2 * PROMPT).view(2, PROMPT) % 40 + 10
+    mask = torch.ones_like(tokens)
+    mask[1, : 5 * padded] = 0
+    request: dict[str, Any] = {
+        "attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False,
+    }  # fmt: skip
+    named = {"cache_implementation": "flat", "cache_config": COVERING}
+    expected = llama.generate(tokens, **request)
+    with taped():
+        text = llama.generate(tokens, **named, **request)
+        (step,) = graphs
+        assert step.replays >= 4
+        if padded:
+            named["cache_config"] = {**COVERING, "graph": False}
+            llama.generate(tokens, **named, **request)
+            assert all(graph.reason == "graph=False" for graph in graphs[1:])
+    assert torch.equal(text, expected)
+
+
+def test_sampled_tokens_are_the_same_for_a_seed(shallow: PreTrainedModel) -> None:
+    tokens, texts = torch.arange(PROMPT)[None] + 10, []
+    request = {"max_new_tokens": 8, "do_sample": True, "cache_implementation": "flat"}
+    with taped():
+        for graph in ("auto", False):
+            torch.manual_seed(0)
+            config = {**OPTIONS, "graph": graph}
+            texts.append(shallow.generate(tokens, cache_config=config, **request))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_beams_and_drafts_go_the_usual_way(shallow: PreTrainedModel, mode: dict[str, int]) -> None:
+    tokens = torch.arange(PROMPT)[None] % 5 + 10
+    request: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, **mode}
+    expected = shallow.generate(tokens, **request)
+    with taped():
+        text = shallow.generate(
+            tokens, cache_implementation="flat", cache_config=COVERING, **request
+        )
+    assert torch.equal(text, expected)
+
+
+def test_no_graph_is_left_after_generate(
+    shallow: PreTrainedModel, graphs: list[DecodeGraph]
+) -> None:
+    with taped():
+        output = shallow.generate(
+            torch.arange(PROMPT)[None] + 10,
+            max_new_tokens=6,
+            do_sample=False,
+            return_dict_in_generate=True,
+            cache_implementation="flat",
+            cache_config=OPTIONS,
+        )
+    (step,) = map(weakref.ref, graphs)
+    graphs.clear()
+    gc.collect()
+    assert step() is None
+    assert output.past_key_values.retrieval_layers[0].kv.window.capture is None
+
+
+def test_a_crop_a_reorder_and_a_fork_in_between_are_noticed(shallow: PreTrainedModel) -> None:
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        loop.run(4)
+        assert getattr(loop.call, "_frame", True) is not None
+        loop.cache.crop(-2)
+        loop.mask = loop.mask[:, :-2]
+        loop.run(3)
+        assert getattr(loop.call, "_frame", True) is not None
+        order = torch.tensor([1, 0])
+        for layer in loop.cache.layers:
+            layer.reorder_cache(order)
+        loop.logits = loop.logits[order]
+        loop.run(3)
+        twin = loop.copy(call=shallow, cache=loop.cache.fork())
+        logits = loop.run(3)
+        twin.logits = logits[-1]
+        return torch.stack([*logits, twin.step()])
+
+    compare(act, model=shallow, flush=7)
+
+
+def test_a_cache_of_another_class_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="DynamicCache: only steps with a retrieval cache"):
+        DecodeGraph(llama, DynamicCache())  # type: ignore[arg-type]
+
+
+def test_later_steps_leave_the_output_of_a_step_alone(shallow: PreTrainedModel) -> None:
+    with taped():
+        cache = small_cache(shallow, flush=7)
+        step = DecodeGraph(shallow, cache)
+        loop = DecodeLoop(step, cache)
+        loop.run(3)
+        logits, before = loop.logits, loop.logits.clone()
+        loop.step()
+        assert step.replays == 2
+    assert torch.equal(logits, before)
+
+
+def test_a_mask_that_changes_between_steps_is_read_each_time() -> None:
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        loop.run(3)
+        loop.mask[0, 3] = loop.mask[1, 12] = loop.mask[0, -1] = 0
+        return loop.run(2)
+
+    compare(act, padded=True, flush=7)
+
+
+def test_reasons_are_told_before_anything_is_captured(llama: PreTrainedModel) -> None:
+    assert "only cuda devices have graphs" in str(why_not(llama, small_cache(llama)))
+    with taped():
+        assert why_not(llama, small_cache(llama)) is None
+        assert why_not(llama, small_cache(llama, graph=False)) == "graph=False"
+        hook = llama.lm_head.register_forward_hook(lambda *args: None)
+        assert "hooks" in str(why_not(llama, small_cache(llama)))
+        hook.remove()
+        llama.train()
+        assert "training" in str(why_not(llama, small_cache(llama)))
+        llama.eval()
+        with torch.autocast("cpu"):
+            assert "autocast" in str(why_not(llama, small_cache(llama)))
+        mixed = MODELS["lfm2"].build().eval()
+        assert "LinearAttention" in str(why_not(mixed, small_cache(mixed)))
+
+
+@pytest.mark.parametrize(
+    "method, options, reason",
+    [
+        ("flat", {"store": "cpu"}, "store='cpu'"),
+        ("flat", {"track_recall": True}, "track_recall"),
+        ("ctkvr", {}, "ctkvr"),
+        ("h2o", {}, "h2o"),
+    ],
+)
+def test_methods_and_stores_that_need_the_host_say_so(
+    shallow: PreTrainedModel, method: str, options: dict[str, Any], reason: str
+) -> None:
+    with taped():
+        cache = small_cache(shallow, method, **options)
+        step = DecodeGraph(shallow, cache)
+        DecodeLoop(step, cache).run(3)
+    assert reason in str(step.reason)
+    assert step.replays == 0
+
+
+def test_inputs_that_a_replay_would_not_see_are_not_replayed(shallow: PreTrainedModel) -> None:
+    def reason(**more: Any) -> str | None:
+        cache = small_cache(shallow)
+        step = DecodeGraph(shallow, cache)
+        loop = DecodeLoop(lambda **inputs: step(**{**inputs, **more}), cache)
+        loop.run(3)
+        return step.reason if not step.replays else f"replayed {step.replays}"
+
+    with taped():
+        assert reason() == "replayed 1"
+        cache = small_cache(shallow, flush=7)
+        step = DecodeGraph(shallow, cache)
+        loop = DecodeLoop(step, cache)
+        loop.run(3)
+        loop.call = lambda **inputs: step(**inputs, output_hidden_states=True)
+        loop.step()
+        assert step.reason == "output_hidden_states=True"
+        loop.call = step
+        loop.run(3)
+        assert step.reason is None
+        assert step.replays >= 2
+        assert reason(output_hidden_states=True) == "output_hidden_states=True"
+        # What transformers hooked into the model for that stays there, and is no obstacle.
+        assert reason() == "replayed 1"
+        assert "position_ids" in str(reason(position_ids=None))
+        assert "token_type_ids" in str(reason(token_type_ids=torch.zeros(2, 1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "method, store", [("flat", "device"), ("paris", "host"), ("lrqk", "resident")]
+)
+def test_a_gpu_replays_what_it_would_compute(method: str, store: str) -> None:
+    model = small_llama().cuda()
+    tokens = torch.arange(2 * PROMPT, device="cuda").view(2, PROMPT) % 40 + 10
+    texts = [
+        model.generate(
+            tokens,
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=False,
+            cache_implementation=method,
+            cache_config={**COVERING, "store": store, "graph": graph},
+        )
+        for graph in ("auto", False)
+    ]
+    assert torch.equal(*texts)
+    assert DecodeGraph(model, small_cache(model, method, store=store)).reason is None
+
+
+def test_a_second_turn_after_replayed_steps_has_its_own_positions(
+    graphs: list[DecodeGraph],
+) -> None:
+    """Replays read positions and call no hook, so another request may come between."""
+    talk = Conversation(picture_model("qwen2_5_vl"))
+    model, cache = talk.model, talk.filled()
+    second = next_turn(model, talk.first, talk.answer)
+    # Steps with types of tokens are not replayed; a question has none.
+    second.pop("mm_token_type_ids")
+    whole = next_turn(model, talk.first, talk.answer, pictures=True)
+    reference = ask(model, whole, max_new_tokens=16)
+    ask(model, talk.others[1])
+    with taped():
+        answer = ask(model, second, cache, max_new_tokens=16)
+    assert graphs[-1].reason is None and graphs[-1].replays > 4
+    assert_same(answer, reference)
+    ask(model, talk.others[0])
+    third = ask(model, next_turn(model, second, answer), cache)
+    assert_same(third, ask(model, next_turn(model, whole, reference, pictures=True)))
+
+
+def test_steps_whose_frequencies_grow_with_the_text_are_not_replayed() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=64, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    )  # fmt: skip
+    reason = untested(LlamaForCausalLM(config))
+    assert reason is not None and "grow with the text" in reason and "graph=False" in reason
+
+
+# Models with layers that slide, which keep a window of their own beside retrieval layers.
+
+SLIDING = {"prompt": 26}
+NAMES = ["gemma3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "gpt_oss"))]
+
+
+def sliding_model(name: str = "gemma3") -> Any:
+    model = MODELS[name].build().eval()
+    hf_kvret.attach(model)
+    assert any(layer.is_sliding for layer in FlatKVCache(model.config).layers)
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_windows_are_replayed_bit_for_bit(name: str) -> None:
+    step = compare(lambda loop: loop.run(7), model=sliding_model(name), **SLIDING)
+    assert step.reason is None
+    assert step.captures >= 2
+    assert step.replays >= 3
+
+
+@pytest.mark.slow
+def test_a_window_that_is_not_full_yet_runs_as_usual_until_it_is() -> None:
+    model = sliding_model()
+    window = next(x for x in FlatKVCache(model.config).layers if x.is_sliding).sliding_window
+    step = compare(lambda loop: loop.run(window), model=model, prompt=4)
+    assert step.reason is None
+    assert step.eager >= window - 5
+    assert step.replays >= 1
+
+
+@pytest.mark.slow
+def test_sequences_that_change_places_in_a_sliding_window_are_noticed() -> None:
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        loop.run(4)
+        loop.cache.reorder_cache(torch.tensor([1, 0]))
+        return loop.run(4)
+
+    assert compare(act, model=sliding_model(), **SLIDING).captures >= 2
+
+
+@pytest.mark.slow
+def test_a_fork_keeps_its_sliding_window() -> None:
+    twins: list[Any] = []
+
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        loop.run(4)
+        twins.append(loop.cache.fork())
+        return loop.run(4)
+
+    compare(act, model=sliding_model(), **SLIDING)
+    for ours, theirs in zip(twins[1].layers, twins[0].layers, strict=True):
+        if ours.is_sliding:
+            assert torch.equal(ours.keys, theirs.keys)
+            assert ours.cumulative_length == theirs.cumulative_length
+
+
+def test_padded_steps_with_sliding_windows_run_as_usual() -> None:
+    step = compare(lambda loop: loop.run(3), model=sliding_model(), padded=True, **SLIDING)
+    assert step.replays == 0
+    assert "padded" in str(step.reason)
+
+
+@pytest.mark.slow
+def test_a_capture_that_fails_leaves_sliding_windows_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sliding_model()
+    norm = model.model.norm.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        # The host waits for a number.
+        float(x.sum())
+        result: torch.Tensor = norm(x)
+        return result
+
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        if isinstance(loop.call, DecodeGraph):
+            monkeypatch.setattr(model.model.norm, "forward", forward)
+        return loop.run(4)
+
+    step = compare(act, model=model, **SLIDING)
+    assert step.replays == 0
+    assert "could not be captured" in str(step.reason)

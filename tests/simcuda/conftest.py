@@ -1,0 +1,20 @@
+"""A simulated machine for the tests of the simulator itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ..simulated_gpu.device import Simulation, simulated
+
+
+@pytest.fixture
+def gpu() -> Iterator[Simulation]:
+    """Two GPUs."""
+    # Not in inference mode: a worker thread is in none, and could not write to its tensors.
+    with simulated(2) as simulation, torch.no_grad():
+        yield simulation

@@ -1,0 +1,292 @@
+"""Every store against dense rows: appends, page edges, crops, reorders, forks, loads and reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.contracts.store import scores_of_gathered
+from hf_kvret.methods.flat import FlatConfig
+from hf_kvret.stores import STORES, CpuStore, PagedStore, QuantizedStore, ResidentStore, Store
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
+from hf_kvret_kernels._dispatch import interpreted, prefer
+from hf_kvret_kernels.higgs import HiggsCodec
+from hf_kvret_kernels.ids import WrongIdError
+
+from .rows import (
+    CPU,
+    GROUP,
+    HEADS,
+    SCALE,
+    Rows,
+    attention,
+    draw,
+    draw_ids,
+    extend,
+    gathered,
+    poisoned,
+    same_ids,
+)
+
+# fp32 sums of some tens of products, in another order; also of rows that are decoded one by one.
+ERROR = 2e-5
+
+
+class Case(NamedTuple):
+    """A store, and what is done to it.
+
+    Attributes:
+        make: an empty one.
+        dims: of keys and values.
+        codec: that its rows go through, once; None: rows are plain.
+        most: tokens of an append.
+        steps: of the test.
+        most_ids: of a query.
+    """
+
+    make: Callable[[], Store]
+    dims: tuple[int, int] = (4, 6)
+    codec: HiggsCodec | None = None
+    most: int = 9
+    steps: int = 60
+    most_ids: int = 10**6
+
+
+PLAIN = {
+    "device": poisoned(DeviceMemory, float("nan")),
+    "host": poisoned(HostMemory, float("nan")),
+    # Ten pages of four tokens are on the device.
+    "split": poisoned(SplitMemory, float("nan"), budget=10 * HEADS * 4 * (4 + 6) * 4),
+}
+# Bytes of codes whose scales are NaN; the budget has room for two to six pages.
+CODED = {
+    "device": poisoned(DeviceMemory, 255),
+    "host": poisoned(HostMemory, 255),
+    "split": poisoned(SplitMemory, 255, budget=16_000),
+}
+# (key dim, value dim, group): powers of two, other dims, dims that only 8 divides.
+DIMS = [(16, 16, 16), (32, 48, 16), (24, 40, 8)]
+CASES = {
+    **{name: Case(lambda make=make: PagedStore(make(CPU), 4)) for name, make in PLAIN.items()},
+    "cpu": Case(lambda: CpuStore(CPU), (12, 20), most=80),
+    **{
+        f"resident-{slots}": Case(
+            lambda slots=slots: ResidentStore(CPU, slots), steps=120, most_ids=16
+        )
+        for slots in (1.0, 2.0, 17)
+    },
+    **{
+        f"higgs-{bits}-{name}-{group}": Case(
+            lambda bits=bits, name=name: QuantizedStore(CODED[name](CPU), bits),
+            dims,
+            HiggsCodec(bits, group),
+            most=70,
+            steps=18,
+        )
+        for bits, name in (
+            (2, "device"), (3, "host"), (4, "device"), (4, "host"), (3, "split"),
+        )
+        for *dims, group in DIMS
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_operation_changes_what_another_sequence_or_fork_reads(name: str, seed: int) -> None:
+    case, choose = CASES[name], random.Random(seed)
+    pairs: list[tuple[Store, Rows]] = [(case.make(), draw(2, 0, case.dims))]
+    operations = ["append"] * 4 + ["crop", "reorder", "fork", "load"]
+    for step in range(case.steps):
+        index = choose.randrange(len(pairs))
+        store, (keys, values) = pairs[index]
+        operation = choose.choice(operations) if step else "append"
+        if operation == "append":
+            more = draw(len(keys), choose.randint(0, case.most), case.dims, seed=step)
+            store.append(TokenBlock(*more, start=len(store)))
+            if case.codec is not None:
+                more = coded(more, case.codec)
+            keys, values = torch.cat([keys, more[0]], dim=2), torch.cat([values, more[1]], dim=2)
+        elif operation == "crop":
+            length = choose.randint(max(0, len(store) - case.most), len(store))
+            store.crop(length)
+            keys, values = keys[:, :, :length], values[:, :, :length]
+        elif operation == "reorder":
+            order = torch.tensor([choose.randrange(len(keys)) for _ in range(choose.randint(1, 3))])
+            # An empty store has no rows to reorder; the cache gives it a batch with its tokens.
+            store.reorder(order)
+            keys, values = keys[order], values[order]
+        elif operation == "load":
+            state, store = store.state_dict(), case.make()
+            store.load_state_dict(state, CPU)
+        elif len(pairs) < 4:
+            pairs.append((store.fork(), (keys, values)))
+        else:
+            pairs.pop(index)
+            continue
+        pairs[index] = store, (keys, values)
+        for each, rows in pairs:
+            # A store may keep what it read: so some operations follow each other without a read.
+            if choose.random() < 0.7:
+                check_reads(each, rows, case, choose)
+
+
+def coded(rows: Rows, codec: HiggsCodec) -> Rows:
+    """Rows that went through the codec."""
+    keys, values = (codec.decode(*codec.encode(tensor), tensor.dtype) for tensor in rows)
+    return keys, values
+
+
+def check_reads(store: Store, rows: Rows, case: Case, choose: random.Random) -> None:
+    """All reads of ``store`` give what ``rows`` give, plain ones to the bit."""
+    error = ERROR if case.codec else 0.0
+    batch, _, length, key_dim = rows[0].shape
+    assert len(store) == length
+    end = 0
+    for start, *chunk in store.chunks(choose.choice([1, 4, 9, 64, 100, 4096])):
+        assert start == end
+        end += chunk[0].shape[2]
+        for tensor, expected in zip(chunk, rows, strict=True):
+            assert_close(tensor, expected[:, :, start:end], error)
+    assert end == length
+    if not length:
+        return
+    share, queries = choose.choice([1, GROUP]), choose.randint(1, 3)
+    count = choose.randint(1, min(length, case.most_ids))
+    seed = choose.randrange(10**6)
+    ids = draw_ids(length, count, batch, HEADS * share, queries, seed)
+    for tensor, expected in zip(store.gather(ids), gathered(rows, ids), strict=True):
+        assert_close(tensor, expected, error)
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(batch, HEADS * GROUP, queries, key_dim, generator=generator)
+    softcap = choose.choice([None, 5.0])
+    finish = store.begin(query, ids, SCALE, softcap)
+    out, lse, logits = attention(query, rows, ids, softcap)
+    results = finish()
+    for tensor, expected in zip(results, (out, lse), strict=True):
+        assert tensor.dtype == torch.float32
+        assert_close(tensor, expected, ERROR)
+    assert all(map(torch.equal, store.attend(query, ids, SCALE, softcap), results))
+    assert_close(store.scores(query, ids, SCALE, softcap), logits, ERROR)
+    assert_close(scores_of_gathered(store, query, ids, SCALE, softcap), logits, ERROR)
+    if share == 1:
+        best = store.best(query, ids, count, SCALE, softcap)
+        assert torch.equal(best, Store.best(store, query, ids, count, SCALE, softcap))
+        assert torch.equal(best.sort(-1).values, ids.sort(-1).values), "all of them, best first"
+
+
+def assert_close(tensor: torch.Tensor, expected: torch.Tensor, error: float) -> None:
+    torch.testing.assert_close(tensor, expected, atol=error, rtol=error)
+
+
+@pytest.mark.factor("memory", list(PLAIN))
+@pytest.mark.factor("length", [1, 3, 4, 5, 8, 9])
+@pytest.mark.factor("more", [1, 3, 4, 5])
+def test_appends_meet_at_page_edges(memory: str, length: int, more: int) -> None:
+    store, blocks = CASES[memory].make(), []
+    for seed, count in enumerate((length, more, 1)):
+        blocks.append(draw(2, count, seed=seed))
+        store.append(TokenBlock(*blocks[-1], start=len(store)))
+    keys, values = (torch.cat(tensors, dim=2) for tensors in zip(*blocks, strict=True))
+    check_reads(store, (keys, values), CASES[memory], random.Random(0))
+
+
+@pytest.mark.parametrize("name", ["device", "higgs-4-device-16"])
+def test_attending_to_nothing_gives_zero_and_minus_infinity(name: str) -> None:
+    case = CASES[name]
+    store, (key_dim, value_dim) = case.make(), case.dims
+    store.append(TokenBlock(*draw(2, 100, case.dims), start=0))
+    query = torch.randn(2, HEADS * GROUP, 3, key_dim)
+    for count in (0, 4):
+        ids = torch.full((2, HEADS, 3, count), -1, dtype=torch.int32)
+        out, lse = store.attend(query, ids, SCALE)
+        assert torch.equal(out, torch.zeros(2, HEADS * GROUP, 3, value_dim))
+        assert torch.equal(lse, torch.full((2, HEADS * GROUP, 3), float("-inf")))
+        for tensor, dim in zip(store.gather(ids), case.dims, strict=True):
+            assert tensor.shape == (2, HEADS, 3, count, dim) and not tensor.any()
+
+
+@pytest.mark.parametrize("name", ["device", "cpu", "resident-1.0", "higgs-4-device-16"])
+def test_an_empty_store_and_a_block_out_of_order_are_refused(name: str) -> None:
+    case = CASES[name]
+    store = case.make()
+    store.append(TokenBlock(*draw(2, 0, case.dims), start=0))
+    assert len(store) == 0 and list(store.chunks()) == [] and store.state_dict() == {}
+    assert store.nbytes() == store.host_nbytes() == 0
+    ids = torch.zeros(1, HEADS, 1, 1, dtype=torch.int32)
+    for read in (
+        lambda: store.gather(ids),
+        lambda: store.attend(torch.zeros(1, HEADS, 1, case.dims[0]), ids, SCALE),
+    ):
+        with pytest.raises(RuntimeError, match="the store is empty: append first"):
+            read()
+    store.append(TokenBlock(*draw(2, 5, case.dims), start=0))
+    with pytest.raises(ValueError, match="block starts at slot 6, the store ends at 5"):
+        store.append(TokenBlock(*draw(2, 1, case.dims), start=6))
+
+
+DIM, MOST = 16, 2**31 - 1
+
+
+def grown(name: str, length: int) -> Store:
+    """A store in pages of 64 tokens that was longer, was cropped, and has grown since."""
+    store = STORES[name](CPU, FlatConfig(slots=2.0))
+    extend(store, count=100, dims=(DIM, DIM))
+    ids = same_ids(*range(8))
+    store.attend(torch.randn(2, 4, 1, DIM), ids, 0.3)
+    store.crop(length - 5)
+    extend(store, count=2, dims=(DIM, DIM))
+    store.attend(torch.randn(2, 4, 1, DIM), ids, 0.3)
+    extend(store, count=3, dims=(DIM, DIM))
+    return store
+
+
+def ids_with(wrong: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids ``[2, 2, 1, 8]``, one of them wrong, and the same with -1 there."""
+    ids = torch.randint(0, 40, (2, 2, 1, 8), dtype=torch.int32)
+    ids[1, 0, 0, 3], holes = wrong, ids.clone()
+    holes[1, 0, 0, 3] = -1
+    return ids, holes
+
+
+def all_reads(store: Store, ids: torch.Tensor) -> list[torch.Tensor]:
+    query = torch.full((2, 4, 1, DIM), 0.1)
+    return [*store.attend(query, ids, 0.3), store.scores(query, ids, 0.3), *store.gather(ids)]
+
+
+@pytest.mark.factor("name", list(STORES))
+@pytest.mark.factor("wrong", [0, 1, MOST, -2, -MOST - 1])
+@pytest.mark.factor("length", [64, 70])
+def test_an_id_of_no_token_is_refused(name: str, length: int, wrong: int) -> None:
+    """The last page is full, or it is not."""
+    store = grown(name, length)
+    wrong = length + wrong if wrong in (0, 1) else wrong
+    ids, holes = ids_with(wrong)
+    query = torch.randn(2, 4, 1, DIM)
+    all_reads(store, holes)
+    for each in (store, store.fork()):
+        for read in (
+            lambda store=each: store.attend(query, ids, 0.3),
+            lambda store=each: store.scores(query, ids, 0.3),
+            lambda store=each: store.best(query, ids, 2, 0.3),
+            lambda store=each: store.gather(ids),
+        ):
+            with pytest.raises(WrongIdError, match=f"id {wrong} of {length} tokens"):
+                read()
+
+
+@pytest.mark.skipif(not interpreted(), reason="Triton runs on the CPU in its interpreter only")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["device", "resident", "higgs"])
+def test_triton_reads_nothing_for_an_id_of_no_token(name: str) -> None:
+    ids, holes = ids_with(70)
+    ids[0, 0, 0, 2:5], holes[0, 0, 0, 2:5] = torch.tensor([71, MOST, -2], dtype=torch.int32), -1
+    store = grown(name, 70)
+    with prefer("triton"):
+        assert all(map(torch.equal, all_reads(store, ids), all_reads(store, holes)))
