@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.record import StepRecord, Subscriber
 
-_Kind = TypeVar("_Kind")
+_Class = TypeVar("_Class")
 
 
 @dataclass
@@ -26,9 +26,9 @@ class LayerCounters(Subscriber):
     queries: int = 0
     candidates: int = 0
     cold_rows: int = 0
-    # Candidates of one query and head, and what that depends on.
+    # Candidates of one query and head, and what their number depends on.
     _candidates: int = field(default=0, init=False)
-    _form: tuple[object, ...] = field(default=(), init=False)
+    _key: tuple[object, ...] = field(default=(), init=False)
 
     def __call__(self, record: StepRecord) -> None:
         """Count a step."""
@@ -42,11 +42,11 @@ class LayerCounters(Subscriber):
         searches = len(query) * ids.shape[1] * queries
         self.cold_rows += count * searches
         kv = record.kv
-        form = kv.config, kv.changes, cold.budget
-        if form != self._form:
+        key = kv.config, kv.changes, cold.budget
+        if key != self._key:
             assert kv.index is not None, "only an index names tokens"
             cost = kv.index.cost(count, cold.budget)
-            self._form, self._candidates = form, cost.candidates
+            self._key, self._candidates = key, cost.candidates
         self.candidates += self._candidates * searches
 
     def reset(self) -> None:
@@ -62,9 +62,9 @@ class LayerCounters(Subscriber):
         self.steps, self.queries, self.candidates, self.cold_rows = numbers
 
 
-def subscriber(layer: RetrievalLayer, kind: type[_Kind]) -> _Kind | None:
-    """The subscriber of this kind that a layer has; None where it has none."""
-    return next((each for each in layer.subscribers if isinstance(each, kind)), None)
+def subscriber(layer: RetrievalLayer, cls: type[_Class]) -> _Class | None:
+    """The subscriber of this class that a layer has; None where it has none."""
+    return next((each for each in layer.subscribers if isinstance(each, cls)), None)
 
 
 def counters_of(layer: RetrievalLayer) -> LayerCounters:

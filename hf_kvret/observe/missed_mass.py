@@ -64,7 +64,7 @@ class MissedMass(Subscriber):
         if measured:
             self._measure(record)
         if self.warning is not None:
-            # At a flush a device may be waited for, and a CPU at any time.
+            # Reading the sum waits for the device, which only a flush may do.
             flushed, self._changes = record.kv.changes != self._changes, record.kv.changes
             if flushed or (measured and record.query.is_cpu):
                 self.warning.look()
@@ -87,7 +87,7 @@ class MissedMass(Subscriber):
         for number, shares in enumerate(missed_shares(logs, lse, means_lse)):
             total = self._totals[number]
             if total is None:
-                # Written to in and out of inference mode.
+                # Steps write to it in and out of inference mode.
                 with torch.inference_mode(False):
                     total = torch.zeros(2, dtype=torch.double, device=shares.device)
                 self._totals[number] = total
@@ -114,19 +114,19 @@ class MissedMassWarning:
         self.reset()
 
     def reset(self) -> None:
-        """It may warn again."""
-        self._given = False
+        """Allow the next warning."""
+        self._is_done = False
 
     def look(self) -> None:
         """Warn if the mean share that a layer missed is above ``warn_lost_mass``."""
         limit = self._options.warn_lost_mass
-        if limit is None or self._given:
+        if limit is None or self._is_done:
             return
         shares = {number: layer.mean() or 0.0 for number, layer in self.layers.items()}
         worst = max(shares, key=lambda number: shares[number])
         if shares[worst] <= limit:
             return
-        self._given = True
+        self._is_done = True
         more = "" if self._options.rest else ", or let rest='mean' stand for what is left out"
         above = sum(share > limit for share in shares.values())
         warnings.warn(
@@ -149,7 +149,7 @@ def missed_shares(
     """
     if means_lse is not None:
         lse = lse + torch.log1p(-(means_lse - lse).clamp(max=0.0).exp())
-    # NaN where there is nothing to attend to.
+    # A query with nothing to attend to gives NaN.
     return [(log - lse).sigmoid().nan_to_num(nan=0.0) for log in logs]
 
 
@@ -174,32 +174,32 @@ def missed_logits(
     """
     heads = ids.shape[1]
     valid = cold.valid[:, None, None]
-    # One element more, for ids of -1: as if it were selected.
-    taken = slot_marks(ids, len(cold))
-    taken[..., -1:].fill_(True)
-    taken[..., :-1].logical_or_(~valid)
+    # Ids of -1 go to an element more, which counts as selected.
+    excluded = slot_marks(ids, len(cold))
+    excluded[..., -1:].fill_(True)
+    excluded[..., :-1].logical_or_(~valid)
     if estimates.ids is None:
-        taken = taken[..., :-1]
+        excluded = excluded[..., :-1]
     else:
         columns = estimates.ids.long().masked_fill(estimates.ids < 0, len(cold))
-        taken = taken.gather(-1, columns)
-    known = estimates.logits.unflatten(1, (heads, -1))
-    known = known.masked_fill(taken.unsqueeze(2), float("-inf"))
+        excluded = excluded.gather(-1, columns)
+    logits = estimates.logits.unflatten(1, (heads, -1))
+    logits = logits.masked_fill(excluded.unsqueeze(2), float("-inf"))
     selected = (ids >= 0).sum(-1)
-    free = (valid.sum(-1) - selected).unsqueeze(2) - (known > float("-inf")).sum(-1)
+    free = (valid.sum(-1) - selected).unsqueeze(2) - (logits > float("-inf")).sum(-1)
     scores = exact_scores(query, means.keys, cold.scale, cold.softcap)[..., 0]
     others = scores + free.flatten(1, 2).clamp(min=0).log()
-    return known.logsumexp(-1).flatten(1, 2), others
+    return logits.logsumexp(-1).flatten(1, 2), others
 
 
 def exactly_missed_logits(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
     """What both of ``missed_logits`` estimate together, ``[B, Hq, Q]`` fp32. Reads all keys."""
     heads, batch = ids.shape[1], len(query)
-    taken = slot_marks(ids, len(cold))[..., :-1] | ~cold.valid[:, None, None]
+    excluded = slot_marks(ids, len(cold))[..., :-1] | ~cold.valid[:, None, None]
     sums = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     for start, keys in cold.store.key_chunks():
         scores = exact_scores(query, keys.to(query.device), cold.scale, cold.softcap)
-        part = taken[..., start : start + keys.shape[2]].unsqueeze(2)
+        part = excluded[..., start : start + keys.shape[2]].unsqueeze(2)
         scores = scores.view(batch, heads, -1, *scores.shape[2:]).masked_fill(part, float("-inf"))
         sums = torch.logaddexp(sums, scores.logsumexp(-1).flatten(1, 2))
     return sums

@@ -1,4 +1,4 @@
-"""Who is subscribed to the steps of a cache: what its options ask for, and observers."""
+"""Subscribers of a cache: those that its options ask for, and observers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Observation(Subscriber):
         self._observer = observer
 
     def __call__(self, record: StepRecord) -> None:
-        """Show a step; what the observer raises breaks off the forward pass."""
+        """Call the observer; an error of its own ends the forward pass."""
         self._observer(selection(record))
 
     def reset(self) -> None:
@@ -86,15 +86,15 @@ def selection(record: StepRecord) -> Selection:
 def observe(cache: Cache, observer: Observer) -> Iterator[None]:
     """Call ``observer`` with a ``Selection`` for every step of every layer that retrieves.
 
-        seen = []
-        with hf_kvret.observe(cache, seen.append):
+        selections = []
+        with hf_kvret.observe(cache, selections.append):
             model.generate(**inputs, past_key_values=cache)
 
     For study, with any method and store. A step is a forward pass of up to ``max_draft`` tokens
     after a prompt, in a layer with cold tokens; in prompts, and in shorter caches, nothing is
     selected. Where layers share a cache, each is told of. Forks are not observed. While a cache is
-    observed its steps are not replayed from a CUDA graph. What the observer raises breaks off the
-    forward pass.
+    observed its steps are not replayed from a CUDA graph. An error of the observer ends the forward
+    pass.
 
     Args:
         cache: a retrieval cache; TypeError for another.
@@ -109,7 +109,7 @@ def observe(cache: Cache, observer: Observer) -> Iterator[None]:
     entry = Observation(observer)
     for layer in layers:
         layer.subscribers = (*layer.subscribers, entry)
-        # What was captured before would not tell.
+        # An edit makes steps that were captured before invalid.
         layer.edits += 1
     try:
         yield
