@@ -11,13 +11,12 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_kvret import DecodeGraph, registry
-from hf_kvret.lab.coverage.conversation import Conversation, ask, assert_same, next_turn
-from hf_kvret.lab.coverage.pictures import picture_model
 from hf_kvret.replay import why_not
 from hf_kvret.replay.replayable import untested
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import TapeRecorder, taped
 
+from .pictures import Conversation, ask, assert_same, next_turn, picture_model
 from .steps import OPTIONS, PROMPT, DecodeLoop, small_cache, small_llama
 
 COVERING = {**OPTIONS, "top_k": 10**6}

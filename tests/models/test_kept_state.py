@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_kvret.lab.coverage import scan
-from hf_kvret.lab.coverage.pictures import picture_model
 from hf_kvret.models import kept_state
+
+from ..pictures import picture_model
 
 ROOT = Path(transformers.__file__).parent
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret.lab.coverage.pictures import padded, picture_model, picture_prompt
 from hf_kvret.models.position_shift import UNKNOWN, shifts
+
+from ..pictures import padded, picture_model, picture_prompt
 
 GRIDS = ((8, 12), (4, 4))
 
