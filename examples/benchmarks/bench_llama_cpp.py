@@ -16,7 +16,7 @@ from llama_bench import LLAMA_CPP, ROW_TYPES, LlamaBench, find_program
 from hf_kvret.lab.bench.decode import Decode
 from hf_kvret.lab.bench.filling import Subject
 from hf_kvret.lab.bench.limits import Need, shortage
-from hf_kvret.lab.bench.rows import Line
+from hf_kvret.lab.bench.model_measurement import Line
 from hf_kvret.lab.bench.tables import ms
 from hf_kvret.lab.evaluate.measurement import Outputs, Progress, Row
 from hf_kvret.lab.program.scripts import run_script

@@ -12,8 +12,8 @@ import torch
 
 from hf_kvret.lab.bench.decode import Decode
 from hf_kvret.lab.bench.limits import byte_count
+from hf_kvret.lab.bench.model_measurement import Line
 from hf_kvret.lab.bench.opponents import DENSE
-from hf_kvret.lab.bench.rows import Line
 from hf_kvret.lab.bench.tables import (
     SIZE,
     Column,

@@ -15,8 +15,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import Turn
 from hf_kvret.lab.bench.floors import Selections, decode_floor, selections
 from hf_kvret.lab.bench.limits import PeakDeviceMemory
-from hf_kvret.lab.bench.model_measurement import ModelMeasurement
-from hf_kvret.lab.bench.rows import TimedSample, timed_row
+from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, timed_row
 from hf_kvret.lab.bench.stepping import attention_clock, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.evaluate.measurement import CheckFailed, Outputs, Row

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -14,9 +15,13 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.index import Index, Scoring
-from hf_kvret.lab.bench.dense_cpp import reading_with_cpp
-from hf_kvret.lab.bench.opponents import CppDenseCache
+from hf_kvret.lab.bench.opponents import CppDenseCache, reading_with_cpp
 from hf_kvret.lab.bench.shapes import WeightBytes
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.study import Calibration
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import Reader, Usage
 from hf_kvret.lab.program.progress import prompt_bar
@@ -137,6 +142,29 @@ def measure_rows(model: PreTrainedModel, seed: int) -> list[LayerRows]:
     return found
 
 
+def attend(
+    layer: RetrievalLayer,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    value_dim: int,
+    positions: torch.Tensor | None = None,
+) -> None:
+    """Let a layer move rows on to its index and store, as a prompt's attention does.
+
+    The attention over the prompt itself is left out: one number stands for all its results.
+
+    Args:
+        query: ``[B, Hq, T, D]`` of the new tokens.
+        keys: as ``layer.update`` returned them, like ``values``.
+        value_dim: elements of a result.
+        positions: ``[B, T]`` of the new tokens.
+    """
+    out = partial(query.new_zeros(()).expand, *query.shape[:3], value_dim)
+    scoring = Scoring(None, query.shape[3] ** -0.5)
+    layer.attend(query, keys, values, AttentionCall(scoring, out, positions=positions))
+
+
 @torch.inference_mode()
 def fill_randomly(
     config: PreTrainedConfig,
@@ -152,10 +180,9 @@ def fill_randomly(
     """Write ``context`` normal rows of each layer's scale into every layer of an empty cache.
 
     They go in as a prompt's do, one layer after another: through ``cache.update``, and for a
-    retrieval layer also through its ``attend``, which moves them on to index and store. Only the
-    attention over the prompt itself is left out. Queries are as large as keys; where an index looks
-    at none, all tokens share one, which takes next to no memory. The same seed gives the same rows
-    to every cache.
+    retrieval layer also through ``attend``. Queries are as large as keys; where an index looks at
+    none, all tokens share one, which takes next to no memory. The same seed gives the same rows to
+    every cache.
     """
     generator = torch.Generator(device=device)
 
@@ -167,22 +194,16 @@ def fill_randomly(
     for number, (layer, like) in enumerate(zip(cache.layers, layers, strict=True)):
         keys = rows(3 * number, like.kv_heads, like.key_dim, like.key_scale, context)
         values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale, context)
-        held_keys, held_values = cache.update(keys, values, number)
+        keys, values = cache.update(keys, values, number)
         if isinstance(layer, RetrievalLayer):
             assert layer.regions is not None, "an update makes the regions"
             index = layer.regions.index
             learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1
-            # Queries as they are compared with rows, which may have more parts than keys.
+            # A row of the window may have more elements than a key, and a query as many.
             heads, dim = layer_shape(config, number).heads, layer.regions.window.keys.shape[3]
             query = rows(3 * number + 2, heads, dim, like.key_scale, count)
-            query = query.expand(-1, -1, context, -1)
-            call = AttentionCall(
-                Scoring(None, dim**-0.5),
-                # The attention over the prompt, whose result nobody looks at here: one number.
-                partial(query.new_zeros(()).expand, *query.shape[:3], like.value_dim),
-            )
-            layer.attend(query, held_keys, held_values, call)
+            attend(layer, query.expand(-1, -1, context, -1), keys, values, like.value_dim)
 
 
 @dataclass(frozen=True)
@@ -247,3 +268,34 @@ class Turn:
             return usage
         # A reader has one sequence, and only retrieval caches know of more.
         return dataclasses.replace(usage, full_bytes=self.batch * usage.full_bytes)
+
+
+# The methods' own sizes, learned in the least time: what they say changes no times.
+_SIZES: dict[str, Calibration] = {
+    "a2ats": A2ATSCalibration(rounds=0, compare=False),
+    "aqua": AquaCalibration(),
+}
+# More than the codewords of "a2ats", in sequences that most models have positions for.
+_TOKENS, _LENGTH = 5120, 2560
+
+
+def make_stand_ins(
+    models: Iterable[PreTrainedModel], choices: Iterable[CacheChoice], folder: Path, seed: int
+) -> None:
+    """Put artifacts for the ``choices`` that name none where each model's own are looked for.
+
+    They are learned from random tokens, below ``folder``, which becomes the place that the models'
+    configurations name.
+    """
+    lacking = {choice.method for choice in choices if choice.lacks_artifact}
+    for model in models if lacking else ():
+        home = folder / str(model.config.num_hidden_layers)
+        model.config._name_or_path = str(home)
+        text = model.config.get_text_config(decoder=True)
+        length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
+        count = -(-_TOKENS // length)
+        texts = list(random_tokens(model, count, length, seed).cpu())
+        for method in sorted(lacking):
+            corpus = Corpus(texts, 0, {"text": "random tokens"})
+            with torch.inference_mode(False):
+                calibrate(model, corpus, _SIZES[method], home / method)

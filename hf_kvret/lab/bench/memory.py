@@ -12,8 +12,7 @@ import torch
 
 from hf_kvret.lab.bench.filling import Turn
 from hf_kvret.lab.bench.limits import PeakDeviceMemory, PeakHostMemory, byte_count
-from hf_kvret.lab.bench.model_measurement import ModelMeasurement
-from hf_kvret.lab.bench.rows import Line
+from hf_kvret.lab.bench.model_measurement import Line, ModelMeasurement
 from hf_kvret.lab.bench.stepping import Steps
 from hf_kvret.lab.bench.tables import (
     SIZE,

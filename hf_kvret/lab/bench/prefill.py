@@ -15,8 +15,7 @@ from hf_kvret.attention.prompt_chunks import fit_chunk, prompt_chunk
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import Turn, feed, random_tokens, serving
 from hf_kvret.lab.bench.floors import prefill_floor
-from hf_kvret.lab.bench.model_measurement import ModelMeasurement
-from hf_kvret.lab.bench.rows import TimedSample, timed_row
+from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, timed_row
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.evaluate.caches import CacheChoice

@@ -1,13 +1,13 @@
-"""What a cache holds and reads at any length, from a few of its layers filled without contents."""
+"""Bytes that a cache holds and reads at any length, from a few layers filled without contents."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
@@ -17,39 +17,71 @@ from transformers.cache_utils import (
 )
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.contracts.index import Scoring
+from hf_kvret.lab.bench.filling import attend
 from hf_kvret.lab.bench.floors import held_bytes, layer_floor
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.plan.blank import Blank
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.models.compatibility import latent_rank, layer_shape
 from hf_kvret.observe.counters import counters_of
 from hf_kvret.observe.reports import memory_report
 from hf_kvret.options.config import byte_count
 
 _META = torch.device("meta")
-# Of layers that are alike, so many are filled. Where rows are predicted from the layer below, the
-# first is another, the second stands for the rest, and those above it take over what it doesn't
-# keep.
+# So many of the layers that are alike are filled. In a chain rows are predicted from the layer
+# below: the first layer is another, the second stands for all others, and those above it take over
+# the rows that it doesn't keep.
 _ALONE, _CHAINED = 1, 4
 _FULL_EVEN_LEN = 8192
 _WHOLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
+_SCALARS = {"__bool__": False, "__int__": 0, "__index__": 0, "__float__": 0.0, "item": 0}
+
+
+class Blank(TorchFunctionMode):
+    """A context for tensors that have shapes and no contents, on torch's meta device.
+
+    Nothing in them is padded, NaN or infinite: ``all`` and ``isfinite`` of a whole tensor say True,
+    ``any`` says False, ``nonzero`` finds nothing, other values are 0, copies on the CPU too.
+    Tensors on other devices have their own values.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensor = args[0] if args else None
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            name = getattr(func, "__name__", "")
+            if name in _SCALARS:
+                return _SCALARS[name]
+            if name == "nonzero":
+                indices = tensor.new_empty((0, tensor.ndim), dtype=torch.long)
+                return indices.unbind(1) if kwargs.get("as_tuple") else indices
+            if name == "cpu":
+                return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+            if name in ("all", "any") and len(args) == 1 and not kwargs:
+                return torch.tensor(name == "all")
+            if name == "isfinite" and not tensor.ndim:
+                return torch.tensor(True)
+        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of a filled cache, and what a decode step reads of it.
+class CacheBytes:
+    """Bytes that a filled cache holds, and that a decode step reads.
 
     Attributes:
-        window: sink and recent tokens; of other caches and layers, everything.
+        window: sink and recent tokens, and all tokens of layers without a store.
         index: on the device.
         store_device: cold rows and page tables on the device.
         store_host: the same in host memory.
         shared: one copy for all sequences, on the device.
-        read_device: bytes of a step that come from device memory, weights left out.
-        read_bus: bytes of a step that cross the bus.
-        read_cpu: bytes of a step that the CPU reads in host memory.
+        read_device: bytes that a step reads in device memory, weights left out.
+        read_bus: bytes that a step reads over the bus.
+        read_cpu: bytes that the CPU reads in host memory in a step.
     """
 
     window: float = 0
@@ -71,24 +103,19 @@ class Held:
         """Bytes in host memory."""
         return self.store_host
 
-    def plus(self, other: Held, factor: float = 1) -> Held:
-        """Every number, with ``factor`` times that of ``other`` added."""
-        return Held(
+    def plus(self, other: CacheBytes, factor: float = 1) -> CacheBytes:
+        """The sum with ``factor`` times ``other``."""
+        return CacheBytes(
             **{name: value + factor * getattr(other, name) for name, value in vars(self).items()}
         )
 
-    def of_batch(self, batch: int) -> Held:
-        """Of ``batch`` sequences, where this is of one."""
-        return Held(
-            **{
-                name: value if name == "shared" else batch * value
-                for name, value in vars(self).items()
-            }
-        )
+    def of_batch(self, batch: int) -> CacheBytes:
+        """Those of ``batch`` sequences, from those of one."""
+        return replace(CacheBytes().plus(self, batch), shared=self.shared)
 
 
 class Predictor:
-    """``Held`` of one cache for one model at any length, for one sequence.
+    """The ``CacheBytes`` of one cache for one model at any length, for one sequence.
 
     Up to ``even_len`` tokens the cache's own code is run at that very length, on tensors without
     contents; beyond, at ``even_len`` and half as much again, and a line goes through both.
@@ -117,74 +144,63 @@ class Predictor:
                     f"{choice.name}: store=auto decides by what is free where it runs: name a "
                     "store, as store=host"
                 )
-        # Refuses what the model can't have.
+        # This refuses caches that the model can't have.
         choice.make(config, self.even_len)
-        self._known: dict[int, Held] = {}
+        self._filled: dict[int, CacheBytes] = {}
 
-    def at(self, length: int) -> Held:
-        """What the cache holds after ``length`` tokens, and a step reads then."""
+    def at(self, length: int) -> CacheBytes:
+        """Bytes after ``length`` tokens, and those that a step reads then."""
         if length <= self.even_len:
-            return self._split(self._filled(length))
+            return self._split(self._fill(length))
         low, high = self.even_len, self.even_len * 3 // 2
-        first, last = self._filled(low), self._filled(high)
+        first, last = self._fill(low), self._fill(high)
         share = (length - low) / (high - low)
         return self._split(first.plus(last.plus(first, -1), share))
 
-    def _split(self, held: Held) -> Held:
-        """With rows beyond ``device_budget`` moved to the host, and read there."""
+    def _split(self, total: CacheBytes) -> CacheBytes:
+        """``total`` with rows beyond ``device_budget`` moved to the host, and read there."""
         options = self.choice.options
-        if options is None or not options.splits_rows or not held.store_device:
-            return held
+        if options is None or not options.splits_rows or not total.store_device:
+            return total
         assert options.device_budget is not None, "others were refused"
-        far = max(0.0, held.store_device - byte_count(options.device_budget))
-        # The selected rows are counted as if each were as likely to be far.
-        near = held.read_bus * (1 - far / held.store_device)
-        return held.plus(
-            Held(
-                store_device=-far,
-                store_host=far,
-                read_device=near,
-                read_bus=-near,
-            )
+        far = max(0.0, total.store_device - byte_count(options.device_budget))
+        # Every row is taken to be as likely to be selected, near or far.
+        near = total.read_bus * (1 - far / total.store_device)
+        return total.plus(
+            CacheBytes(store_device=-far, store_host=far, read_device=near, read_bus=-near)
         )
 
-    def _filled(self, length: int) -> Held:
-        if length not in self._known:
+    def _fill(self, length: int) -> CacheBytes:
+        if length not in self._filled:
             with torch.inference_mode(), Blank():
-                self._known[length] = self._fill(length)
-        return self._known[length]
+                self._filled[length] = self._measure(length)
+        return self._filled[length]
 
-    def _fill(self, length: int) -> Held:
-        # One more is decoded, so that what the first step makes is there.
-        cache = self._made(length + 1)
+    def _measure(self, length: int) -> CacheBytes:
+        # One more token is decoded, so that the buffers of a first step are there.
+        cache = self._make(length + 1)
         groups = list(self._groups(cache))
-        filled = _ALONE if self._indexed(cache) else _CHAINED
-        numbers = sorted(number for group in groups for number in group[:filled])
-        for start, count in ((0, length), (length, 1)):
-            for number in numbers:
-                self._pass(cache, number, start, count)
-        total = Held()
+        chained = isinstance(cache, RetrievalCache) and not cache.make_index(cache.options, 0)
+        count = _CHAINED if chained else _ALONE
+        layers = sorted(layer for group in groups for layer in group[:count])
+        for start, tokens in ((0, length), (length, 1)):
+            for layer in layers:
+                self._pass(cache, layer, start, tokens)
+        total = CacheBytes()
         for group in groups:
-            parts = [self._of_layer(cache, number) for number in group[:filled]]
-            if len(group) > filled:
-                parts = parts[:2]
-            for part in parts:
-                total = total.plus(part)
-            total = total.plus(parts[-1], len(group) - len(parts))
+            sizes = [self._layer_bytes(cache, layer) for layer in group[:count]]
+            if len(group) > count:
+                sizes = sizes[:2]
+            for size in sizes:
+                total = total.plus(size)
+            total = total.plus(sizes[-1], len(group) - len(sizes))
         return total
 
-    def _indexed(self, cache: Cache) -> bool:
-        """Whether layers have nothing to do with each other."""
-        if not isinstance(cache, RetrievalCache):
-            return True
-        return cache.make_index(cache.options, 0) is not None
-
-    def _made(self, capacity: int) -> Cache:
-        """The empty cache; on the meta device every kind of store keeps rows like these two."""
-        options = self.choice.options
+    def _make(self, capacity: int) -> Cache:
+        """The empty cache; on the meta device all stores keep rows as those of two types do."""
+        cache, options = self.choice.make(self.config, capacity), self.choice.options
         if options is None or not (options.splits_rows or options.store == "cpu"):
-            return self.choice.make(self.config, capacity)
-        cache = self.choice.make(self.config, capacity)
+            return cache
         assert isinstance(cache, RetrievalCache)
         store = "device" if options.splits_rows else "host"
         changes: dict[str, Any] = {"store": store, "device_budget": None}
@@ -197,51 +213,50 @@ class Predictor:
         groups: dict[Any, list[int]] = {}
         for number, layer in enumerate(cache.layers):
             if isinstance(layer, (RetrievalLayer, *_WHOLE)):
-                kind = type(layer), getattr(layer, "sliding_window", None)
-                groups.setdefault((kind, layer_shape(self.config, number)), []).append(number)
+                window = getattr(layer, "sliding_window", None)
+                key = type(layer), window, layer_shape(self.config, number)
+                groups.setdefault(key, []).append(number)
         yield from groups.values()
 
     def _pass(self, cache: Cache, number: int, start: int, count: int) -> None:
-        """Take ``count`` tokens into a layer, from slot ``start`` on."""
+        """Give a layer ``count`` tokens, which begin at the token index ``start``."""
         layer, shape = cache.layers[number], layer_shape(self.config, number)
         rank = latent_rank(self.config)
         dims = (rank, shape.head_dim - rank) if rank else (shape.head_dim, shape.head_dim)
         keys, values = (self._rows(shape.kv_heads, count, dim) for dim in dims)
-        given = layer.update(keys, values)
-        if not isinstance(layer, RetrievalLayer):
-            return
-        query = self._rows(shape.heads, count, shape.head_dim)
-        positions = torch.arange(start, start + count, device=_META)[None]
-        out = partial(query.new_empty, (1, shape.heads, count, rank or shape.head_dim))
-        scoring = Scoring(None, shape.head_dim**-0.5)
-        layer.attend(query, *given, AttentionCall(scoring, out, positions=positions))
+        rows = layer.update(keys, values)
+        if isinstance(layer, RetrievalLayer):
+            query = self._rows(shape.heads, count, shape.head_dim)
+            positions = torch.arange(start, start + count, device=_META)[None]
+            attend(layer, query, *rows, rank or shape.head_dim, positions)
 
     def _rows(self, heads: int, count: int, dim: int) -> torch.Tensor:
         return torch.empty(1, heads, count, dim, dtype=self.dtype, device=_META)
 
-    def _of_layer(self, cache: Cache, number: int) -> Held:
+    def _layer_bytes(self, cache: Cache, number: int) -> CacheBytes:
         layer, options = cache.layers[number], self.choice.options
         if not isinstance(layer, RetrievalLayer):
             nbytes = memory_report([layer], []).other_layers
             # A static layer counts its tokens in a tensor, and attends to its whole buffer.
             read = None if isinstance(layer, StaticLayer) else held_bytes(layer)
-            return Held(window=nbytes, read_device=nbytes if read is None else read)
+            return CacheBytes(window=nbytes, read_device=nbytes if read is None else read)
         report, floor = memory_report([layer], [layer]), layer_floor(layer)
         assert options is not None, "retrieval caches have some"
         near, far = floor.device_bytes, floor.host_bytes
         rows, over_bus = _selected_bytes(layer)
-        # Of a split store ``_split`` says which rows are near. Those of a resident one may all be.
+        # All rows of a resident store may be near; ``_split`` divides those of a split store.
         if options.splits_rows or (over_bus and options.store != "resident"):
             far += rows
         else:
             near += rows
         device, host = report.store_device, report.store_host
+        bus, cpu = far, 0.0
         if options.store == "cpu":
-            # Page tables, too. Nothing crosses the bus.
-            parts = 0, host + device, report.shared, near, 0.0, far
-        else:
-            parts = device, host, report.shared, near, far, 0.0
-        return Held(report.window, report.index, *parts)
+            # Page tables lie in host memory too, and nothing crosses the bus.
+            device, host, bus, cpu = 0, host + device, 0.0, far
+        return CacheBytes(
+            *(report.window, report.index, device, host, report.shared), *(near, bus, cpu)
+        )
 
 
 def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
@@ -257,7 +272,7 @@ def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
     return heads * count * row, regions.store.bus_share > 0
 
 
-def skipped_layers(config: PreTrainedConfig, cache: Cache) -> Sequence[int]:
-    """Numbers of layers whose state is left out, as it does not grow: linear and recurrent ones."""
-    kinds = (RetrievalLayer, *_WHOLE)
-    return [number for number, layer in enumerate(cache.layers) if not isinstance(layer, kinds)]
+def skipped_layers(cache: Cache) -> Sequence[int]:
+    """Numbers of linear and recurrent layers, whose state does not grow and is left out."""
+    types = (RetrievalLayer, *_WHOLE)
+    return [number for number, layer in enumerate(cache.layers) if not isinstance(layer, types)]

@@ -29,9 +29,9 @@ from hf_kvret.lab.program.common_options import (
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.outputs import check_file
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.tune.choosing import FULL, complete, halved, rounds, survivors
-from hf_kvret.lab.tune.measuring import Walker
-from hf_kvret.lab.tune.showing import picture, shown, write_choice
+from hf_kvret.lab.tune.measuring import Walker, cut_windows, needle_windows
+from hf_kvret.lab.tune.selection import FULL, complete, halved, rounds, survivors
+from hf_kvret.lab.tune.table import picture, shown, write_choice
 from hf_kvret.lab.tune.variants import (
     OFF,
     Variant,
@@ -40,7 +40,6 @@ from hf_kvret.lab.tune.variants import (
     ladder,
     make_variants,
 )
-from hf_kvret.lab.tune.windows import cut_windows, needle_windows
 from hf_kvret.stores import store_names
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.report.tables import markdown_table
-from hf_kvret.lab.tune.choosing import FULL, Chosen, Measured, choose, collect, finalists, front
+from hf_kvret.lab.tune.selection import FULL, Chosen, Measured, choose, collect, finalists, front
 from hf_kvret.saved.folder import replace_file
 
 _HEADER = (

@@ -19,8 +19,8 @@ from hf_kvret.lab.bench.floors import (
     selections,
 )
 from hf_kvret.lab.bench.limits import byte_count, predict_need, shortage
+from hf_kvret.lab.bench.model_measurement import Line
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
-from hf_kvret.lab.bench.rows import Line
 from hf_kvret.lab.bench.shapes import WeightBytes, load_shape, random_model
 from hf_kvret.lab.bench.timing import Bandwidth, quartiles
 from hf_kvret.lab.evaluate.reader import Usage

@@ -13,9 +13,8 @@ import torch
 from hf_kvret.lab.bench import stepping
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.decode import Decode
-from hf_kvret.lab.bench.dense_cpp import attend_to_all
 from hf_kvret.lab.bench.filling import feed, prefill, random_tokens, serving
-from hf_kvret.lab.bench.opponents import choose_bench_caches
+from hf_kvret.lab.bench.opponents import attend_to_all, choose_bench_caches
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.bench.stepping import (
     CompiledSteps,

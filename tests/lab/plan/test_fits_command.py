@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from hf_kvret.cli import main
 from hf_kvret.lab.bench.shapes import weight_bytes
-from hf_kvret.lab.plan import here
+from hf_kvret.lab.plan import machine
 from hf_kvret.lab.program.arguments import DTYPES
 
 TINY = ("tiny", "--caches", "full,flat", "--context", "4K,16K", "--reserve", "1MB")
@@ -69,7 +69,7 @@ def test_without_host_memory_all_is_in_one(capsys: pytest.CaptureFixture[str]) -
 
 def free_here(monkeypatch: pytest.MonkeyPatch, host: int | None, gpu: int | None = None) -> None:
     """A machine with so many free bytes; None: nobody says, or there is no GPU."""
-    monkeypatch.setattr(here, "free_host_bytes", lambda: host)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: host)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu, 2 * (gpu or 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")

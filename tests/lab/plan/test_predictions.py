@@ -14,7 +14,7 @@ from hf_kvret.lab.bench.filling import LayerRows, feed, fill_randomly, random_to
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.plan.filling import Predictor
+from hf_kvret.lab.plan.prediction import Predictor
 from hf_kvret.testing import LATENT_MODELS, MODELS
 
 # Sizes without contents are exact at the length asked for; on the line pages and room are rounded.

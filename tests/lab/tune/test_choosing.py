@@ -8,7 +8,7 @@ import pytest
 
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.results import Results
-from hf_kvret.lab.tune.choosing import (
+from hf_kvret.lab.tune.selection import (
     Measured,
     beats,
     choose,
@@ -20,7 +20,7 @@ from hf_kvret.lab.tune.choosing import (
     rounds,
     survivors,
 )
-from hf_kvret.lab.tune.showing import shown
+from hf_kvret.lab.tune.table import shown
 
 
 def row(equal: int, step_bytes: int, ms: float = 1.0, tokens: int = 100) -> Row:

@@ -18,9 +18,8 @@ from hf_kvret.lab.evaluate.texts import read_text, token_ids
 from hf_kvret.lab.report.report import write_report
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.tune.command import Tune
-from hf_kvret.lab.tune.measuring import Walker, divergence
+from hf_kvret.lab.tune.measuring import Walker, cut_windows, divergence
 from hf_kvret.lab.tune.variants import make_variants
-from hf_kvret.lab.tune.windows import cut_windows
 from hf_kvret.registry import restore
 
 SMALL = "recent=16:flush=16"

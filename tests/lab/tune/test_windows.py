@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hf_kvret.lab.tune.windows import cut_windows, needle_windows
+from hf_kvret.lab.tune.measuring import cut_windows, needle_windows
 
 
 @pytest.mark.parametrize("bos", [None, 999])
