@@ -20,7 +20,7 @@ from hf_kvret.lab.tune.selection import (
     rounds,
     survivors,
 )
-from hf_kvret.lab.tune.table import shown
+from hf_kvret.lab.tune.table import tuning_text
 
 
 def row(equal: int, step_bytes: int, ms: float = 1.0, tokens: int = 100) -> Row:
@@ -195,7 +195,7 @@ def test_rows_behind_a_gap_do_not_count() -> None:
     assert [one["equal"] for one in found["c"].rows] == [4, 3]
 
 
-def test_a_choice_that_was_beaten_on_fewer_tokens_is_shown() -> None:
+def test_a_choice_that_was_beaten_on_fewer_tokens_is_tuning_text() -> None:
     names = [f"v{place}" for place in range(6)]
     rows = {(name, 0): row(90, 10 + place) for place, name in enumerate(names)}
     # Better and cheaper on what it has seen, yet likelier ones went on.
@@ -203,8 +203,8 @@ def test_a_choice_that_was_beaten_on_fewer_tokens_is_shown() -> None:
     rows |= {(name, 1): row(99, 10) for name in survivors(complete(_results(rows), names, 1), 0.95)}
     rows.pop(("v5", 1), None)
     results = _results(rows)
-    assert "Not finished" in shown(results)
+    assert "Not finished" in tuning_text(results)
     rows |= {("v5", 1): {"out_of_memory": "no room"}}
     rows = {cell: one | {"method": "flat", "cache_config": {}} for cell, one in rows.items()}
-    told = shown(_results(rows))
+    told = tuning_text(_results(rows))
     assert "| **v0**" in told and "| v5 " in told and "Out of memory: v5" in told
