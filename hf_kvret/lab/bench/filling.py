@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.index import Index, Scoring
-from hf_kvret.lab.bench.opponents import CppDenseCache, reading_with_cpp
+from hf_kvret.lab.bench.opponents import CPP_ATTENTION, CppDenseCache, attention_of
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
@@ -40,7 +40,7 @@ _PROBE_LEN = 64
 def choose_fill(
     fill: str, context: int, device: torch.device, cache: str, latent: bool = False
 ) -> str:
-    """``"prefill"`` or ``"random"``: what ``fill`` comes to for this context and cache.
+    """``"prefill"`` or ``"random"``, as ``fill`` means it for this context and cache.
 
     ``latent``: the model has latent attention, whose many heads take long to read a prompt.
 
@@ -63,7 +63,7 @@ def choose_fill(
 def serving(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     """``model`` with the attention that ``cache`` needs: ours for retrieval, else its own."""
     if isinstance(cache, CppDenseCache):
-        with reading_with_cpp(model):
+        with attention_of(model, CPP_ATTENTION):
             yield
         return
     if not isinstance(cache, RetrievalCache):
@@ -111,7 +111,7 @@ def prefill(
 
 @dataclass(frozen=True)
 class LayerRows:
-    """What the rows of one layer look like: heads, widths, and standard deviations."""
+    """Heads, widths, and standard deviations of the rows of one layer."""
 
     kv_heads: int
     key_dim: int
@@ -122,14 +122,14 @@ class LayerRows:
 
 @torch.inference_mode()
 def measure_rows(model: PreTrainedModel, seed: int) -> list[LayerRows]:
-    """The rows that the model itself makes, layer by layer, from a prompt of 64 random tokens.
+    """The shape and scale of the rows that the model makes of a prompt of 64 random tokens.
 
     Raises:
         ValueError: the model has layers that hold no keys and values, as linear attention.
     """
     cache = DynamicCache(config=model.config)
     feed(model, cache, random_tokens(model, 1, _PROBE_LEN, seed), 0)
-    found = []
+    rows = []
     for number, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None:
@@ -138,8 +138,8 @@ def measure_rows(model: PreTrainedModel, seed: int) -> list[LayerRows]:
                 "stand for: use --fill prefill"
             )
         scales = float(keys.float().std()), float(values.float().std())
-        found.append(LayerRows(keys.shape[1], keys.shape[3], values.shape[3], *scales))
-    return found
+        rows.append(LayerRows(keys.shape[1], keys.shape[3], values.shape[3], *scales))
+    return rows
 
 
 def attend(
@@ -213,7 +213,7 @@ class Subject:
     Attributes:
         model: random weights, transformers' own sdpa attention.
         weights: bytes of its parameters.
-        rows: what random rows look like; None where they are not used.
+        rows: shape and scale of random rows; None where they are not used.
         seed: of tokens and rows.
     """
 
@@ -224,7 +224,7 @@ class Subject:
 
     @property
     def layers(self) -> int:
-        """How many it has."""
+        """Layers of the model."""
         return self.model.config.num_hidden_layers
 
 
@@ -260,7 +260,7 @@ class Turn:
                 yield cache, random_tokens(model, self.batch, 1, seed)
 
     def usage(self, cache: Cache, length: int) -> Usage:
-        """What ``cache`` holds after ``length`` tokens of each sequence."""
+        """The usage of ``cache`` after ``length`` tokens of each sequence."""
         reader = Reader(self.subject.model, self.choice, 0)
         reader.cache, reader.length = cache, length
         usage = reader.usage()
@@ -270,22 +270,22 @@ class Turn:
         return dataclasses.replace(usage, full_bytes=self.batch * usage.full_bytes)
 
 
-# The methods' own sizes, learned in the least time: what they say changes no times.
+# Artifacts have the methods' own sizes and are made quickly: their values change no times.
 _SIZES: dict[str, Calibration] = {
     "a2ats": A2ATSCalibration(rounds=0, compare=False),
     "aqua": AquaCalibration(),
 }
-# More than the codewords of "a2ats", in sequences that most models have positions for.
+# "a2ats" has fewer codewords than these tokens, and most models have positions for the length.
 _TOKENS, _LENGTH = 5120, 2560
 
 
 def make_stand_ins(
     models: Iterable[PreTrainedModel], choices: Iterable[CacheChoice], folder: Path, seed: int
 ) -> None:
-    """Put artifacts for the ``choices`` that name none where each model's own are looked for.
+    """Make artifacts for the ``choices`` that lack one, where each model's own are looked for.
 
-    They are learned from random tokens, below ``folder``, which becomes the place that the models'
-    configurations name.
+    They are learned from random tokens and kept below ``folder``, which the models' configurations
+    name from then on.
     """
     lacking = {choice.method for choice in choices if choice.lacks_artifact}
     for model in models if lacking else ():

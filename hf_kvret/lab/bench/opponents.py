@@ -19,6 +19,8 @@ from hf_kvret.models.compatibility import head_dims, model_layers
 from hf_kvret_kernels.host_step import HostWindow, run_step, why_not
 
 DENSE = ("dense", "dense-cpp", "dense-graph", "static-compile")
+CPP_ATTENTION = "hf_kvret_dense_cpp"
+"""The name of ``attend_to_all`` in transformers."""
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -111,6 +113,11 @@ class CppDenseCache(PreallocatedCache):
         if why_not():
             raise ImportError(f"dense-cpp: {why_not()}")
         super().__init__(config, capacity)
+        ALL_ATTENTION_FUNCTIONS.register(CPP_ATTENTION, attend_to_all)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(CPP_ATTENTION, sdpa_mask)
+
+
+_DENSE_TYPES: dict[str, type[Cache]] = {"dense-cpp": CppDenseCache, "static-compile": StaticCache}
 
 
 def bench_caches() -> list[str]:
@@ -127,16 +134,16 @@ def choose_bench_caches(
         ValueError: none, an unknown or doubled name, a bad option, a cache that can't work here.
         ModuleNotFoundError: the package behind an opponent is missing.
     """
-    known = ", ".join(bench_caches())
+    caches = ", ".join(bench_caches())
     if not texts:
-        raise ValueError(f"no cache named: choose among {known}")
+        raise ValueError(f"no cache named: choose among {caches}")
     if len(set(texts)) < len(texts):
         raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
     choices = {}
     for text in texts:
         name = text.partition(":")[0].strip()
         if name not in bench_caches():
-            raise ValueError(f"unknown cache {name!r}: choose among {known}")
+            raise ValueError(f"unknown cache {name!r}: choose among {caches}")
         if name in DENSE and name != text:
             raise ValueError(f"{text!r}: {name} takes no options")
         if name == "dense-graph" and torch.device(device).type != "cuda":
@@ -149,14 +156,10 @@ def choose_bench_caches(
                 f"dense-cpp reads with the CPU kernels, and the model is on {device!r}: use dense "
                 "here"
             )
-        make: type[Cache] = PreallocatedCache
-        if name == "static-compile":
-            make = StaticCache
-        elif name == "dense-cpp":
-            make = CppDenseCache
-        choices[text] = (
-            CacheChoice(text, make) if name in DENSE else choose_cache(text, defaults, device)
-        )
+        if name in DENSE:
+            choices[text] = CacheChoice(text, _DENSE_TYPES.get(name, PreallocatedCache))
+        else:
+            choices[text] = choose_cache(text, defaults, device)
     return choices
 
 
@@ -193,9 +196,6 @@ def check_choices(
             )
 
 
-_NAME = "hf_kvret_dense_cpp"
-
-
 def attend_to_all(
     module: nn.Module,
     query: torch.Tensor,
@@ -226,12 +226,10 @@ def attend_to_all(
 
 
 @contextmanager
-def reading_with_cpp(model: PreTrainedModel) -> Iterator[None]:
-    """``model`` with ``attend_to_all`` for its attention."""
+def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """``model`` with another implementation of attention, as ``"eager"`` or ``CPP_ATTENTION``."""
     before = model.config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, attend_to_all)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, sdpa_mask)
-    model.set_attn_implementation(_NAME)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""``hf-kvret bench decode``: time of one decode step behind a long context."""
+"""``hf-kvret bench decode`` and ``prefill``: time of a decode step, and to the first token."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
+from hf_kvret.attention.prompt_chunks import fit_chunk, prompt_chunk
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.bench.filling import Turn
-from hf_kvret.lab.bench.floors import Selections, decode_floor, selections
+from hf_kvret.lab.bench.filling import Turn, feed, random_tokens, serving
+from hf_kvret.lab.bench.floors import Selections, decode_floor, prefill_floor, selections
 from hf_kvret.lab.bench.limits import PeakDeviceMemory
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, timed_row
 from hf_kvret.lab.bench.stepping import attention_clock, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
+from hf_kvret.lab.bench.timing import StepClock
+from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed, Outputs, Row
-from hf_kvret.lab.program.arguments import known_names
-from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.arguments import known_names, length
+from hf_kvret.lab.program.options import option, with_default
 from hf_kvret.lab.program.scripts import load_measurement
 from hf_kvret.lab.report.results import Cell, Results
 
@@ -51,7 +56,7 @@ class Decode(ModelMeasurement):
     )
 
     def beside(self, outputs: Outputs) -> Any:
-        """With opponents the measurement that has them, which is a script."""
+        """The script's measurement where other programs are opponents."""
         return load_measurement("bench llama-cpp")(**vars(self)) if self.opponents else self
 
     def check(self) -> None:
@@ -68,9 +73,9 @@ class Decode(ModelMeasurement):
         peak = PeakDeviceMemory(self.place)
         with turn.filled(self.warmup + self.steps + 1) as (cache, token):
             steps = make_steps(turn.choice, turn.subject.model, cache, turn.context)
-            token, paces, _ = steps.run(token, self.warmup)
+            token, warm_seconds, _ = steps.run(token, self.warmup)
             before = selections(cache)
-            count = self.steps_within(paces[-1] if paces else 0.0)
+            count = self.steps_within(warm_seconds[-1] if warm_seconds else 0.0)
             with attention_clock(turn.subject.model) as clock:
                 _, seconds, taken = steps.run(token, count)
             steps.finish()
@@ -87,13 +92,13 @@ class Decode(ModelMeasurement):
         floor = decode_floor(
             turn.subject.weights, cache, usage, turn.batch, chosen, turn.choice.on_host
         )
-        held = peak.growth()
+        growth = peak.growth()
         more = {
             "selected_rows": chosen.rows,
             "bus_rows": chosen.bus_rows,
             "flushed_tokens": sum(step.flushed for step in taken),
             # On a CPU, where no peak is known, the bytes of the cache.
-            "device_peak_bytes": usage.device_bytes if held is None else held,
+            "device_peak_bytes": usage.device_bytes if growth is None else growth,
             "steps": [step.label for step in taken],
             "not_replayed": steps.reason,
             "attention_seconds": median(clock.seconds()[::2] or [0.0]) or None,
@@ -101,21 +106,19 @@ class Decode(ModelMeasurement):
         return TimedSample(seconds, floor, usage, more)
 
     def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
-        """Median and quartiles of a step, tokens a second, bytes held and read, the floor.
-
-        ``steps`` counts the timed steps by kind, ``seconds_by_kind`` has the median of each.
-        """
+        """See ``timed_row``; ``steps`` counts the timed steps by label, and ``seconds_by_kind`` has
+        the median of each."""
         rounds = samples[self.built]
-        by_kind: dict[str, list[float]] = defaultdict(list)
-        for one in rounds:
-            for kind, seconds in zip(one.more["steps"], one.seconds, strict=True):
-                by_kind[kind].append(seconds)
-        counts = Counter({kind: len(seconds) for kind, seconds in by_kind.items()})
+        by_label: dict[str, list[float]] = defaultdict(list)
+        for sample in rounds:
+            for label, seconds in zip(sample.more["steps"], sample.seconds, strict=True):
+                by_label[label].append(seconds)
+        counts = Counter({label: len(seconds) for label, seconds in by_label.items()})
         return timed_row(self, cell["batch"], samples) | {
-            "flushed_tokens": sum(one.more["flushed_tokens"] for one in rounds),
-            "device_peak_bytes": max(one.more["device_peak_bytes"] for one in rounds),
+            "flushed_tokens": sum(sample.more["flushed_tokens"] for sample in rounds),
+            "device_peak_bytes": max(sample.more["device_peak_bytes"] for sample in rounds),
             "steps": dict(counts.most_common()),
-            "seconds_by_kind": {kind: median(seconds) for kind, seconds in by_kind.items()},
+            "seconds_by_kind": {label: median(seconds) for label, seconds in by_label.items()},
         }
 
     @classmethod
@@ -125,3 +128,117 @@ class Decode(ModelMeasurement):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         plot_contexts(path, results, "time of a decode step", "ms", "seconds")
+
+
+Chunk = int | Literal["own"] | None
+
+
+def _chunk_length(text: str) -> Chunk:
+    """What ``--chunk`` means, for argparse: a length as 8K, ``own``, or ``none``."""
+    if text == "own":
+        return "own"
+    return None if text == "none" else length(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefill(ModelMeasurement):
+    """Time to the first token (TTFT): a prompt of given length goes into an empty cache.
+
+    Buffers are made while it is read, and count. A retrieval cache reads it as its prefill_chunk
+    says, in one pass or in chunks, the others in one pass; --chunk sets another length for all but
+    kvpress. Each round reads --warmup prompts and times --steps more; the caches take turns,
+    --rounds times. A row is the median.
+    """
+
+    name: ClassVar[str] = "prefill"
+    summary: ClassVar[str] = "time to the first token"
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench prefill --shape llama-3.1-8b --layers 8 --context 8K,32K --dtype bfloat16",
+    )
+
+    caches: str = with_default(
+        ModelMeasurement, "caches", "full,dense,flat,paris,lrqk,ctkvr,a2ats,aqua"
+    )
+    steps: int = with_default(ModelMeasurement, "steps", 1)
+    warmup: int = with_default(ModelMeasurement, "warmup", 1)
+    chunk: Chunk = option(
+        "own",
+        "tokens of a pass, as 8K; none: one pass; own: as each cache's prefill_chunk",
+        kind=_chunk_length,
+    )
+
+    def setup(self) -> dict[str, Any]:
+        return super().setup() | {"chunk": self.chunk}
+
+    @torch.inference_mode()
+    def once(self, turn: Turn) -> TimedSample:
+        """Read the prompt again and again, each time into a new cache."""
+        model, chunk = turn.subject.model, self._chunk(turn)
+        tokens = random_tokens(model, turn.batch, turn.context, self.seed)
+        seconds = []
+        for run in range(self.warmup + self.steps):
+            cache = turn.choice.make(model.config, turn.context)
+            with serving(model, cache):
+                clock = StepClock(model.device)
+                clock.mark()
+                _read(model, turn.choice, cache, tokens, chunk)[:, -1].argmax(-1)
+                clock.mark()
+                interval = clock.seconds()
+            usage = turn.usage(cache, turn.context)
+            if run >= self.warmup:
+                seconds += interval
+            # Two caches at once would need twice the memory.
+            del cache
+        floor = prefill_floor(turn.subject.weights, usage, turn.batch, turn.context)
+        return TimedSample(seconds, floor, usage, {"chunk": chunk})
+
+    def _chunk(self, turn: Turn) -> int | None:
+        """Tokens of a pass in this turn; None: all of them."""
+        choice, chunk = turn.choice, self.chunk
+        if choice.method == "kvpress":
+            return None
+        if choice.options is not None:
+            options = choice.options
+            if chunk != "own":
+                options = options.replace(prefill_chunk=chunk)
+            return prompt_chunk(options, turn.subject.model, turn.batch, turn.context)
+        return fit_chunk(turn.context, chunk, 0) if isinstance(chunk, int) else None
+
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
+        """Median and quartiles of the time to the first token, tokens a second, and ``chunk``."""
+        return timed_row(self, cell["batch"] * cell["context"], samples)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        table = timing_table(results, "ms to the first token")
+        chunked = [
+            f"{cell['cache']} at {cell['context']:,} x {cell['batch']}: {row['chunk']:,}"
+            for cell, row in results
+            if row.get("chunk")
+        ]
+        if not chunked:
+            return table
+        return f"{table}\n\nTokens of a pass, where it was not all: {'; '.join(chunked)}."
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        plot_contexts(path, results, "time to the first token", "ms", "seconds")
+
+
+def _read(
+    model: PreTrainedModel,
+    choice: CacheChoice,
+    cache: Cache,
+    tokens: torch.Tensor,
+    chunk: int | None,
+) -> torch.Tensor:
+    """Logits after ``tokens`` in passes of ``chunk``, which are announced as ``generate`` does."""
+    length = tokens.shape[1]
+    if isinstance(cache, RetrievalCache):
+        cache.expect(length, chunk or length)
+    start = 0
+    with choice.around_prefill(model):
+        for new in tokens.split(chunk or length, dim=1):
+            logits = feed(model, cache, new, start)
+            start += new.shape[1]
+    return logits

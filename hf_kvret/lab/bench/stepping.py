@@ -25,7 +25,7 @@ _WARM_STEPS = 3
 
 @dataclass(frozen=True)
 class Taken:
-    """One step that was taken.
+    """The kind of a step.
 
     Attributes:
         kind: ``"eager"``, ``"replay"``, ``"capture"`` (a graph was captured in it) or
@@ -85,7 +85,7 @@ class Steps:
     def _logits(
         self, call: Callable[..., Any], tokens: torch.Tensor, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Those of ``call``, a way to run the model."""
+        """The logits of ``call``, which runs the model."""
         if positions is None:
             positions = torch.full((1, 1), self.length, device=tokens.device)
         return call(
@@ -143,16 +143,16 @@ def unmasked() -> Iterator[None]:
     where no padding is given. Then sdpa copies keys and values for every query head and leaves its
     fastest kernels. Where there is padding, nothing changes.
     """
-    asked = masking_utils.is_tracing
+    is_tracing = masking_utils.is_tracing
 
-    def of_padding(tensor: torch.Tensor | None = None) -> bool:
-        return tensor is not None and asked(tensor)
+    def traces_padding(tensor: torch.Tensor | None = None) -> bool:
+        return tensor is not None and is_tracing(tensor)
 
-    masking_utils.is_tracing = of_padding
+    masking_utils.is_tracing = traces_padding
     try:
         yield
     finally:
-        masking_utils.is_tracing = asked
+        masking_utils.is_tracing = is_tracing
 
 
 class DenseGraphSteps(Steps):
@@ -185,7 +185,7 @@ class DenseGraphSteps(Steps):
         self._graph = None
 
     def _capture(self, tokens: torch.Tensor) -> torch.cuda.CUDAGraph:
-        # They have to stay where they are: the graph reads them.
+        # The graph reads these tensors, so they have to stay where they are.
         self._tokens = tokens.clone()
         self._positions = torch.full((1, 1), self.length, device=tokens.device)
         current = torch.cuda.current_stream(tokens.device)
@@ -193,15 +193,15 @@ class DenseGraphSteps(Steps):
         stream.wait_stream(current)
         with unmasked(), torch.cuda.stream(stream):
             for _ in range(_WARM_STEPS):
-                self._again()
+                self._step()
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with unmasked(), torch.cuda.graph(graph):
-            self._last = self._again()
+            self._last = self._step()
         self.cache.rewind(self.length)
         return graph
 
-    def _again(self) -> torch.Tensor:
+    def _step(self) -> torch.Tensor:
         self.cache.rewind(self.length)
         return self._logits(self.model, self._tokens, self._positions)
 

@@ -224,11 +224,11 @@ class Predictor:
         rank = latent_rank(self.config)
         dims = (rank, shape.head_dim - rank) if rank else (shape.head_dim, shape.head_dim)
         keys, values = (self._rows(shape.kv_heads, count, dim) for dim in dims)
-        rows = layer.update(keys, values)
+        keys, values = layer.update(keys, values)
         if isinstance(layer, RetrievalLayer):
             query = self._rows(shape.heads, count, shape.head_dim)
             positions = torch.arange(start, start + count, device=_META)[None]
-            attend(layer, query, *rows, rank or shape.head_dim, positions)
+            attend(layer, query, keys, values, rank or shape.head_dim, positions)
 
     def _rows(self, heads: int, count: int, dim: int) -> torch.Tensor:
         return torch.empty(1, heads, count, dim, dtype=self.dtype, device=_META)

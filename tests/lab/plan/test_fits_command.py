@@ -35,18 +35,13 @@ def test_the_largest_context_and_batch_fit_and_no_more(
     memory = ("--device-memory", "40MB", "--host-memory", "100MB")
     told = report(capsys, *TINY, *memory)
     for cache in ("full", "flat:store=host"):
-        for batch, count in (
-            ("1", row(told, cache, 16_384)["largest_context"]),
-            (str(row(told, cache, 16_384)["largest_batch"]), 16_384),
-        ):
-            given = ("tiny", "--caches", cache, "--reserve", "1MB", *memory)
-            just = report(capsys, *given, "--batch", batch, "--context", f"{count}")
-            assert just["rows"][0]["fits"]
-        # A page and a buffer's step are small beside this.
-        given = ("tiny", "--caches", cache, "--reserve", "1MB", *memory)
-        largest = row(told, cache, 16_384)["largest_context"]
-        beyond = report(capsys, *given, "--context", f"{largest * 21 // 20}")
-        assert not beyond["rows"][0]["fits"]
+        largest = row(told, cache, 16_384)
+        context, batch = largest["largest_context"], largest["largest_batch"]
+        # A page and a buffer's step are small beside a twentieth.
+        sizes = ((1, context, True), (batch, 16_384, True), (1, context * 21 // 20, False))
+        for count, length, fits in sizes:
+            options = ("--reserve", "1MB", *memory, "--batch", f"{count}", "--context", f"{length}")
+            assert report(capsys, "tiny", "--caches", cache, *options)["rows"][0]["fits"] == fits
 
 
 def test_full_attention_is_counted_to_the_byte(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,13 +25,8 @@ from hf_kvret.lab.tune.table import tuning_text
 
 def row(equal: int, step_bytes: int, ms: float = 1.0, tokens: int = 100) -> Row:
     sums = {"kl": 0.1 * tokens, "kl_squares": 0.02 * tokens}
-    return {
-        "tokens": tokens,
-        "equal": equal,
-        "step_bytes": step_bytes,
-        "device_bytes": 0,
-        "ms": ms,
-    } | sums
+    sizes = {"step_bytes": step_bytes, "device_bytes": 0}
+    return {"tokens": tokens, "equal": equal, **sizes, "ms": ms, **sums}
 
 
 def variant(name: str, *equal: int, bytes: int, ms: float = 1.0) -> Measured:
@@ -75,12 +70,13 @@ def test_the_cheapest_with_an_error_to_spare_is_chosen() -> None:
         variant("mean", 96, bytes=20),
         variant("short", 80, bytes=10),
     ]
-    chosen = choose(measured, 0.95)
-    assert (chosen.variant and chosen.variant.name, chosen.certainty) == ("sure", "sure")
-    chosen = choose(measured[2:], 0.95)
-    assert (chosen.variant and chosen.variant.name, chosen.certainty) == ("mean", "mean")
-    chosen = choose(measured[3:], 0.95)
-    assert (chosen.variant and chosen.variant.name, chosen.certainty) == ("short", "missed")
+    for first, name, certainty in (
+        (0, "sure", "sure"),
+        (2, "mean", "mean"),
+        (3, "short", "missed"),
+    ):
+        choice = choose(measured[first:], 0.95)
+        assert (choice.variant and choice.variant.name, choice.certainty) == (name, certainty)
     assert choose([], 0.95).variant is None
 
 
@@ -119,12 +115,12 @@ def test_finalists_are_known_when_the_last_round_is_over() -> None:
     for name in going_on:
         assert finalists(_results(rows)) is None
         rows[name, 1] = row(90, 1)
-    found = finalists(_results(rows))
-    assert found is not None and [one.name for one in found] == going_on
+    last = finalists(_results(rows))
+    assert last is not None and [one.name for one in last] == going_on
     # What did not fit into memory is out, at whichever time.
     rows[going_on[0], 1] = {"out_of_memory": "no room"}
-    found = finalists(_results(rows))
-    assert found is not None and [one.name for one in found] == going_on[1:]
+    last = finalists(_results(rows))
+    assert last is not None and [one.name for one in last] == going_on[1:]
     del rows["v0", 0]
     assert finalists(_results(rows)) is None
 
