@@ -33,7 +33,7 @@ class Floor:
     host_bytes: float
 
     def seconds(self, bandwidth: Bandwidth) -> float:
-        """Both parts one after the other, each at the bandwidth that was measured."""
+        """The time of both, one after the other, each at the bandwidth that was measured."""
         return self.device_bytes / bandwidth.device + self.host_bytes / bandwidth.host
 
 
@@ -55,7 +55,7 @@ class Selections(NamedTuple):
     host_share: float = 1
 
     def since(self, before: Selections, steps: int) -> Selections:
-        """What was selected since ``before``, per step of ``steps``."""
+        """The selections since ``before``, per step of ``steps``."""
         bus_bytes = (self.bus_bytes - before.bus_bytes) / steps
         far_bytes = bus_bytes * self.host_share
         return Selections(
@@ -74,7 +74,7 @@ def decode_floor(
     selected: Selections,
     on_host: bool,
 ) -> Floor:
-    """What a decode step reads at least, with the cache as it is now.
+    """The bytes that a decode step reads at least, with the cache as it is now.
 
     The weights once for the whole batch, an embedding row for each sequence, and of the cache:
 
@@ -123,7 +123,7 @@ def layer_floor(layer: RetrievalLayer) -> Floor:
 
 
 def prefill_floor(weights: WeightBytes, usage: Usage, batch: int, context: int) -> Floor:
-    """What reading a prompt moves at least: the weights once, and what the cache keeps, written.
+    """The bytes that a prompt moves at least: the weights are read, and the cache is written.
 
     A long prompt is bound by arithmetic, so time over this floor is large and says how far.
     """
@@ -147,7 +147,7 @@ def held_bytes(layer: Any) -> int | None:
 
 
 def selections(cache: Cache) -> Selections:
-    """What a cache selected so far. Waits for the device."""
+    """The selections of a cache so far. It waits for the device."""
     if not isinstance(cache, RetrievalCache):
         return Selections()
     rows, bus_rows, near_bytes, bus_bytes, on_host = 0, 0, 0, 0, 0.0

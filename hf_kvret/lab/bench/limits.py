@@ -1,4 +1,4 @@
-"""How much memory there is, how much a cache will take, and the most that was taken."""
+"""The memory that is free, that a cache will take, and that was taken at most."""
 
 from __future__ import annotations
 

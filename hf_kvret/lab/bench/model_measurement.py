@@ -189,7 +189,7 @@ class ModelMeasurement(Measurement):
                 raise ValueError(
                     f"{name} is a way to decode, bench {self.name} knows nothing of it: use {other}"
                 )
-        check_choices(self.choices, self.whole.config, self.context, part=self.scaled)
+        check_choices(self.choices, self.whole.config, self.context, self.scaled)
         self._fills()
 
     def setup(self) -> dict[str, Any]:

@@ -164,16 +164,19 @@ def choose_bench_caches(
 
 
 def check_choices(
-    choices: dict[str, CacheChoice], config: PreTrainedConfig, contexts: Sequence[int], part: bool
+    choices: dict[str, CacheChoice],
+    config: PreTrainedConfig,
+    contexts: Sequence[int],
+    fewer_layers: bool,
 ) -> None:
     """Look at retrieval caches before a model is built.
 
     Args:
-        part: only some of the model's layers are built.
+        fewer_layers: only some of the model's layers are built.
 
     Raises:
         ValueError: a context at which one would be plain attention, head sizes that it can't have,
-            or a store that depends on how many layers there are where only a part is.
+            or a store that depends on how many layers there are where only some are.
     """
     for name, options in ((name, choice.options) for name, choice in choices.items()):
         if options is None or not options.retrieves:
@@ -189,7 +192,7 @@ def check_choices(
                 f"flush={options.flush}); give a longer context, or smaller options as "
                 f"{name}:dense_below=0:recent=64:flush=64"
             )
-        if part and options.store == "auto":
+        if fewer_layers and options.store == "auto":
             raise ValueError(
                 f"{name} with store=auto decides by the number of layers, so fewer of them may "
                 "decide otherwise: give --store device or host with --layers"

@@ -77,7 +77,7 @@ class Decode(ModelMeasurement):
             before = selections(cache)
             count = self.steps_within(warm_seconds[-1] if warm_seconds else 0.0)
             with attention_clock(turn.subject.model) as clock:
-                _, seconds, taken = steps.run(token, count)
+                _, seconds, records = steps.run(token, count)
             steps.finish()
         chosen = Selections()
         if isinstance(cache, RetrievalCache):
@@ -96,10 +96,10 @@ class Decode(ModelMeasurement):
         more = {
             "selected_rows": chosen.rows,
             "bus_rows": chosen.bus_rows,
-            "flushed_tokens": sum(step.flushed for step in taken),
-            # On a CPU, where no peak is known, the bytes of the cache.
+            "flushed_tokens": sum(step.flushed for step in records),
+            # On a CPU no peak is known, and the bytes of the cache stand for it.
             "device_peak_bytes": usage.device_bytes if growth is None else growth,
-            "steps": [step.label for step in taken],
+            "steps": [step.label for step in records],
             "not_replayed": steps.reason,
             "attention_seconds": median(clock.seconds()[::2] or [0.0]) or None,
         }
@@ -134,7 +134,7 @@ Chunk = int | Literal["own"] | None
 
 
 def _chunk_length(text: str) -> Chunk:
-    """What ``--chunk`` means, for argparse: a length as 8K, ``own``, or ``none``."""
+    """The value of ``--chunk``, for argparse: a length as 8K, ``own``, or ``none``."""
     if text == "own":
         return "own"
     return None if text == "none" else length(text)

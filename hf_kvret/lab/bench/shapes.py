@@ -74,7 +74,7 @@ _LATENT = {
 _FLASH = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
 _V3 = {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _MISTRAL = {"rms_norm_eps": 1e-5, "sliding_window": None, **_MILLION}
-# The numbers of the models' published config.json files.
+# The sizes are those of the models' published config.json files.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": _llama3(8.0, 4096, 14_336, 32, 32, 8),
     "llama-3.2-1b": _llama3(32.0, 2048, 8192, 16, 32, 8, head_dim=64, **_TIED),

@@ -1,4 +1,4 @@
-"""How a decode step is taken: as usual, replayed from a CUDA graph, or compiled."""
+"""Decode steps: as usual, replayed from a CUDA graph, or compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WARM_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Taken:
+class Step:
     """The kind of a step.
 
     Attributes:
@@ -58,23 +58,23 @@ class Steps:
     def __init__(self, model: PreTrainedModel, cache: Cache, length: int) -> None:
         self.model, self.cache, self.length = model, cache, length
 
-    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Taken]:
+    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Step]:
         """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, valid until the next step, and its kind."""
         cold = _cold_tokens(self.cache)
         logits, kind = self._forward(tokens)
         self.length += 1
-        return logits, Taken(kind, max(0, _cold_tokens(self.cache) - cold))
+        return logits, Step(kind, max(0, _cold_tokens(self.cache) - cold))
 
-    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[Taken]]:
+    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[Step]]:
         """Take greedy steps from ``token [B, 1]``: the next one, seconds and kind of each step."""
-        taken, clock = [], StepClock(token.device)
+        steps, clock = [], StepClock(token.device)
         clock.mark()
         for _ in range(count):
             logits, step = self.take(token)
             token = logits.argmax(-1)
             clock.mark()
-            taken.append(step)
-        return token, clock.seconds(), taken
+            steps.append(step)
+        return token, clock.seconds(), steps
 
     def finish(self) -> None:
         """Let the cache hold the token of the newest step, where it does not yet."""
@@ -170,14 +170,14 @@ class DenseGraphSteps(Steps):
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @torch.inference_mode()
-    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Taken]:
+    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Step]:
         """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, always at the same length."""
         kind = "replay"
         if self._graph is None:
             self._graph, kind = self._capture(tokens), "capture"
         self._tokens.copy_(tokens)
         self._graph.replay()
-        return self._last, Taken(kind)
+        return self._last, Step(kind)
 
     def finish(self) -> None:
         self.length += 1
@@ -209,7 +209,7 @@ class DenseGraphSteps(Steps):
 class CompiledSteps(Steps):
     """Steps of transformers' static cache, compiled as ``generate`` compiles them.
 
-    The compiler starts anew for each object: it guards on the buffers of one cache, and after
+    The compiler starts again for each object: it guards on the buffers of one cache, and after
     some recompilations it would go on uncompiled without a word. Lengths are never made
     symbolic, which the opponent is better off with.
     """

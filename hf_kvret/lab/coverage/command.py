@@ -39,7 +39,7 @@ from hf_kvret.lab.program.options import add_options, option, read_options
 
 @dataclass(frozen=True)
 class ModelsOptions:
-    """What ``hf-kvret models`` takes."""
+    """The options of ``hf-kvret models``."""
 
     type: str | None = option(None, "one type with all that is known of it, by its default")
     json: bool = option(False, "print JSON instead")

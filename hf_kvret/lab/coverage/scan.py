@@ -1,4 +1,4 @@
-"""What the library says of every type that generates text, by its default configuration."""
+"""Every type that generates text: served or refused, by its default configuration."""
 
 from __future__ import annotations
 

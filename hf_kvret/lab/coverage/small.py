@@ -107,7 +107,7 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
         _shrink_text(settings, text)
     else:
         _shrink_text(settings[text_key(config)], text)
-        _shrink_parts(settings, text_key(config))
+        _shrink_towers(settings, text_key(config))
     _lower_marks(settings)
     _update(settings, CHANGES.get(config.model_type, {}))
     settings.pop("transformers_version", None)
@@ -162,22 +162,22 @@ def _keep_layers(settings: dict[str, Any], text: PreTrainedConfig) -> None:
             settings[name] = len(layers)
 
 
-def _shrink_parts(settings: dict[str, Any], but: str = "") -> None:
+def _shrink_towers(settings: dict[str, Any], but: str = "") -> None:
     """Towers for images and sounds, which prompts of text never call: two layers each."""
-    for name, part in settings.items():
-        if not isinstance(part, dict) or name == but:
+    for name, tower in settings.items():
+        if not isinstance(tower, dict) or name == but:
             continue
-        counts = {part[own] for own in _LAYERS if isinstance(part.get(own), int)}
-        for own, value in part.items():
+        counts = {tower[own] for own in _LAYERS if isinstance(tower.get(own), int)}
+        for own, value in tower.items():
             if own in _LAYERS and isinstance(value, int):
-                part[own] = min(value, 2)
+                tower[own] = min(value, 2)
             elif own in _INNER and isinstance(value, int):
-                part[own] = min(value, _SMALLER[own])
+                tower[own] = min(value, _SMALLER[own])
             elif isinstance(value, list) and len(value) in counts:
-                part[own] = value[:2]
+                tower[own] = value[:2]
             elif isinstance(value, list) and "index" in str(own):
-                part[own] = [0, 1][: len(value)]
-        _shrink_parts(part)
+                tower[own] = [0, 1][: len(value)]
+        _shrink_towers(tower)
 
 
 def _lower_marks(settings: dict[str, Any]) -> None:

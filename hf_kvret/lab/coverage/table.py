@@ -34,7 +34,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """What may be said of it, from the best to the worst.
+        """The verdict on the type; from the best to the worst:
 
         ``all modes``: in the conformance suite, and its trial was equal. ``tried``: its trial was
         equal. ``text part``: the trial of its text part was. ``not tried``: nothing is known

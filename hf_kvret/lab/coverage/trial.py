@@ -35,13 +35,13 @@ PROMPT_LEN, PADDING_LEN, NEW_TOKENS = 200, 57, 8
 _SPREAD = 4.0
 # Experts that are chosen by nearly the same scores spread rounding, on some processors more.
 _ROUNDING = 2.0
-# Of the rows that a budget of one leaves out, some must matter at least this many tolerances.
+# Without the rows that a budget of one leaves out, logits must differ by this many tolerances.
 _BITE = 10.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial of one type showed.
+    """The result of a trial of one type.
 
     Attributes:
         outcome: ``"equal"``, ``"differs"``, ``"raised"``, or ``"not tried"``.

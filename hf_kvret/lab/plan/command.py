@@ -32,7 +32,7 @@ _DEVICE_SPEED, _CPU_SPEED, _BUS_SPEED = 1000 * 10**9, 60 * 10**9, 25 * 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class FitsOptions:
-    """What ``hf-kvret fits`` takes."""
+    """The options of ``hf-kvret fits``."""
 
     context: tuple[int, ...] = option((32_768, 131_072), "as 128K or 128K,1M", kind=lengths)
     device_memory: int | None = option(
@@ -156,7 +156,7 @@ class Fits:
 
     @cached_property
     def weights(self) -> WeightBytes:
-        """Of the model's parameters."""
+        """Bytes of the model's parameters."""
         return weight_bytes(self.shape.config, self.dtype)
 
     @cached_property
@@ -190,7 +190,7 @@ class Fits:
         return choice
 
     def setup(self) -> dict[str, Any]:
-        """What the rows are about."""
+        """The model, options and machine that all rows share."""
         config, options = self.shape.config, self.options
         full = choose_cache("full").make(config, 1)
         return {

@@ -265,7 +265,7 @@ def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
     if regions is None or regions.store is None or not layer.cold_len:
         return 0.0, False
     window, cold_len = regions.window, layer.cold_len
-    # Rows to choose from, summed over heads; one step was taken.
+    # One step has counted the rows to choose from, summed over heads.
     heads = counters_of(layer).cold_rows / cold_len
     count = cold_len if regions.index is None else layer.config.budget(cold_len)
     row = regions.store.row_nbytes(window.row_dim * window.keys.element_size())

@@ -126,7 +126,7 @@ class Tune(Measurement):
 
     @cached_property
     def variants(self) -> dict[str, Variant]:
-        """What is tried, by name.
+        """The variants to try, by name.
 
         Raises:
             ValueError: see ``variants.check_method`` and ``variants.make_variants``.

@@ -95,11 +95,11 @@ class Walker:
         self._failed: tuple[str, int] | None = None
 
     def full(self, window: int) -> Row:
-        """As ``row``, of full attention, which agrees with itself."""
+        """The row of full attention, which agrees with itself."""
         return self._full(window).row
 
     def row(self, variant: Variant, window: int) -> Row:
-        """The numbers of a variant on one window.
+        """The row of a variant on one window.
 
         ``tokens`` foretold; ``equal``, how many of them are full attention's first choice too;
         ``kl`` and ``kl_squares``, sums over tokens of KL(full || variant) in nats and of its

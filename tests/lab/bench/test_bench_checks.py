@@ -208,15 +208,15 @@ def test_covering_changes_retrieval_caches_only() -> None:
 def test_a_store_that_splits_its_rows_splits_those_of_the_check() -> None:
     model = tiny()
     rows = measure_rows(model, seed=0)
-    given = FlatKVCache(model.config, store="split", device_budget="60GB")
-    cache = covering(given, model, 2, 800)
+    large = FlatKVCache(model.config, store="split", device_budget="60GB")
+    cache = covering(large, model, 2, 800)
     with serving(model, cache):
         fill_randomly(model.config, cache, rows, batch=2, context=800, seed=5, **PLACE)
     stores = [layer.regions.store for layer in cache.retrieval_layers]
     for store in stores:
         # A token's row is 1,024 bytes: keys and values of two heads of 64 elements in fp32.
-        part = 2 * 100 * 1024
-        assert store.nbytes() - store.host_nbytes() >= part and store.host_nbytes() >= part
+        least = 2 * 100 * 1024
+        assert store.nbytes() - store.host_nbytes() >= least and store.host_nbytes() >= least
 
 
 def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own() -> None:
@@ -246,13 +246,13 @@ def test_a_random_query_is_as_large_as_the_index_needs(
     sizes: list[tuple[int, int]] = []
     attend = RetrievalLayer.attend
 
-    def noting(self: RetrievalLayer, query: torch.Tensor, *more: Any) -> torch.Tensor:
+    def watched(self: RetrievalLayer, query: torch.Tensor, *more: Any) -> torch.Tensor:
         out = attend(self, query, *more)
         assert query.shape == out.shape == (2, 4, 300, 64)
         sizes.append(tuple(x.untyped_storage().nbytes() // 4 for x in (query, out)))
         return out
 
-    monkeypatch.setattr(RetrievalLayer, "attend", noting)
+    monkeypatch.setattr(RetrievalLayer, "attend", watched)
     model = tiny()
     small = f"{name}:dense_below=0:recent=32:flush=32"
     cache = choose_bench_caches([small], {"store": "device"}, "cpu")[small].make(model.config, 300)

@@ -1,4 +1,4 @@
-"""``bench prefill`` reads prompts in the chunks that were asked for, and says so."""
+"""``bench prefill`` reads prompts in chunks, and its table says so."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_several_lengths_are_refused(refused: Callable[..., str]) -> None:
 def test_a_cache_is_told_of_its_prompt_as_generate_tells_it(
     bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int]] = []
+    prompts: list[tuple[int, int]] = []
     expect = RetrievalCache.expect
 
     def note(self: RetrievalCache, tokens: int, chunk: int) -> None:
-        told.append((tokens, chunk))
+        prompts.append((tokens, chunk))
         expect(self, tokens, chunk)
 
     monkeypatch.setattr(RetrievalCache, "expect", note)
     assert bench("prefill", *ONCE, "--caches", CACHES) == 0
-    assert told == [(512, 512), (512, 200)]
+    assert prompts == [(512, 512), (512, 200)]

@@ -22,8 +22,8 @@ from hf_kvret.lab.bench.stepping import (
     CompiledSteps,
     DenseGraphSteps,
     ReplayedSteps,
+    Step,
     Steps,
-    Taken,
     make_steps,
     unmasked,
 )
@@ -63,13 +63,13 @@ def make(text: str, length: int, steps: int, layers: int = 2) -> tuple[Any, Any,
 
 
 def test_retrieval_caches_are_replayed_unless_their_option_says_no() -> None:
-    for text, kind in (
+    for text, cls in (
         (f"paris:{SMALL}", ReplayedSteps),
         (f"paris:{SMALL}:graph=false", Steps),
         ("dense", Steps),
     ):
         choice, model, cache, _ = make(text, 64, 4)
-        assert type(make_steps(choice, model, cache, 64)) is kind
+        assert type(make_steps(choice, model, cache, 64)) is cls
 
 
 def test_a_row_tells_the_kinds_of_its_steps(
@@ -110,7 +110,7 @@ def test_why_nothing_was_replayed_stands_in_row_and_table(
 @pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
 @torch.inference_mode()
 def test_replayed_steps_give_the_logits_of_usual_ones() -> None:
-    found: dict[str, list[torch.Tensor]] = {}
+    all_logits: dict[str, list[torch.Tensor]] = {}
     kinds: dict[str, list[str]] = {}
     for text in (f"flat:{SMALL}", f"flat:{SMALL}:graph=false"):
         with taped():
@@ -120,11 +120,11 @@ def test_replayed_steps_give_the_logits_of_usual_ones() -> None:
                 steps = make_steps(choice, model, cache, 40)
                 for _ in range(5):
                     logits, taken = steps.take(token)
-                    found.setdefault(text, []).append(logits.clone())
+                    all_logits.setdefault(text, []).append(logits.clone())
                     kinds.setdefault(text, []).append(taken.kind)
                     token = logits.argmax(-1)
         assert steps.reason is None and steps.length == 45
-    replayed, usual = found.values()
+    replayed, usual = all_logits.values()
     # The same kernels on the same numbers, in another buffer: rounding of sums at most.
     torch.testing.assert_close(torch.stack(replayed), torch.stack(usual), rtol=0, atol=1e-5)
     assert kinds[f"flat:{SMALL}"] == ["eager", "eager", "capture", "replay", "replay"]
@@ -139,12 +139,12 @@ def test_the_check_looks_at_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> N
     taken: list[str] = []
     take = Steps.take
 
-    def noting(self: Steps, tokens: torch.Tensor) -> Any:
+    def watched(self: Steps, tokens: torch.Tensor) -> Any:
         logits, step = take(self, tokens)
         taken.append(step.kind)
         return logits, step
 
-    monkeypatch.setattr(Steps, "take", noting)
+    monkeypatch.setattr(Steps, "take", watched)
     with taped():
         assert Checker(model, None, 0).check(choice, 64, 1, "prefill").startswith("equal within")
     assert "replay" in taken
@@ -168,7 +168,7 @@ def test_replayed_steps_are_measured_with_what_they_selected(
 
 
 def test_a_flush_is_told_apart_from_its_kind() -> None:
-    taken = [Taken("eager", 8), Taken("replay")]
+    taken = [Step("eager", 8), Step("replay")]
     assert [step.label for step in taken] == ["flush", "replay"]
 
 
@@ -259,11 +259,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     masks: list[tuple[bool, bool]] = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def noting(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:
+    def watched(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:
         masks.append((more.get("attn_mask") is not None, bool(more.get("enable_gqa"))))
         return sdpa(*tensors, **more)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     return masks
 
 

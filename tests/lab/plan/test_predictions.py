@@ -44,13 +44,13 @@ def check(model: PreTrainedModel, name: str, length: int, batch: int = 1) -> Non
         feed(model, cache, random_tokens(model, batch, length, 0), 0)
         feed(model, cache, random_tokens(model, batch, 1, 1), length)
     report = cache.memory()
-    held = Predictor(model.config, choice, model.dtype).at(length).of_batch(batch)
+    nbytes = Predictor(model.config, choice, model.dtype).at(length).of_batch(batch)
     assert report.index or report.store_device or report.store_host or choice.method == "latent"
-    assert held.index == pytest.approx(report.index, **CLOSE)
-    assert held.window == pytest.approx(report.window + report.other_layers, **CLOSE)
-    assert held.shared == report.shared
-    assert held.device == pytest.approx(report.device, **CLOSE)
-    assert held.host == pytest.approx(report.host, **CLOSE)
+    assert nbytes.index == pytest.approx(report.index, **CLOSE)
+    assert nbytes.window == pytest.approx(report.window + report.other_layers, **CLOSE)
+    assert nbytes.shared == report.shared
+    assert nbytes.device == pytest.approx(report.device, **CLOSE)
+    assert nbytes.host == pytest.approx(report.host, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_the_line_leads_to_the_bytes_of_a_longer_cache(name: str, length: int) -
     model = tiny()
     predictor = Predictor(model.config, choose_cache(name, SMALL), model.dtype)
     assert length > predictor.even_len
-    held, report = predictor.at(length), filled(model, name, length).memory()
-    assert held.device == pytest.approx(report.device, **CLOSE)
-    assert held.host == pytest.approx(report.host, **CLOSE)
+    nbytes, report = predictor.at(length), filled(model, name, length).memory()
+    assert nbytes.device == pytest.approx(report.device, **CLOSE)
+    assert nbytes.host == pytest.approx(report.host, **CLOSE)
 
 
 def test_a_store_that_asks_the_machine_is_refused() -> None:

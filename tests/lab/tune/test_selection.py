@@ -186,9 +186,9 @@ def test_rounds_double_and_take_every_window_once(windows: int) -> None:
 def test_rows_behind_a_gap_do_not_count() -> None:
     cells = [("a", 0), ("a", 2), ("b", 1), ("c", 1), ("c", 0)]
     rows = {cell: row(place, 1) for place, cell in enumerate(cells)}
-    found = collect(({"cache": name, "window": w}, one) for (name, w), one in rows.items())
-    assert {name: len(one.rows) for name, one in found.items()} == {"a": 1, "c": 2}
-    assert [one["equal"] for one in found["c"].rows] == [4, 3]
+    measured = collect(({"cache": name, "window": w}, one) for (name, w), one in rows.items())
+    assert {name: len(one.rows) for name, one in measured.items()} == {"a": 1, "c": 2}
+    assert [one["equal"] for one in measured["c"].rows] == [4, 3]
 
 
 def test_a_choice_that_was_beaten_on_fewer_tokens_is_tuning_text() -> None:
@@ -202,5 +202,5 @@ def test_a_choice_that_was_beaten_on_fewer_tokens_is_tuning_text() -> None:
     assert "Not finished" in tuning_text(results)
     rows |= {("v5", 1): {"out_of_memory": "no room"}}
     rows = {cell: one | {"method": "flat", "cache_config": {}} for cell, one in rows.items()}
-    told = tuning_text(_results(rows))
-    assert "| **v0**" in told and "| v5 " in told and "Out of memory: v5" in told
+    text = tuning_text(_results(rows))
+    assert "| **v0**" in text and "| v5 " in text and "Out of memory: v5" in text

@@ -22,8 +22,8 @@ CONTEXT = 8192
 
 
 def made(*methods: str, **changes: Any) -> dict[str, Variant]:
-    given = {"stores": ["auto"], "budgets": [64, 512], "rests": ["off"], "artifacts": {}}
-    return make_variants(methods, context=CONTEXT, **(given | changes))
+    options = {"stores": ["auto"], "budgets": [64, 512], "rests": ["off"], "artifacts": {}}
+    return make_variants(methods, context=CONTEXT, **(options | changes))
 
 
 def test_the_ladder_is_geometric() -> None:
