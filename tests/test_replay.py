@@ -124,8 +124,8 @@ def test_steps_of_a_cache_that_is_still_dense_are_replayed_too(shallow: PreTrain
         step = DecodeGraph(shallow, cache)
         assert torch.equal(DecodeLoop(step, cache).run(6), usual.run(6))
     assert step.replays == 5
-    assert cache.retrieval_layers[0].regions is not None
-    assert cache.retrieval_layers[0].regions.cold_len == 0
+    assert cache.retrieval_layers[0].kv is not None
+    assert cache.retrieval_layers[0].kv.cold_len == 0
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -203,8 +203,8 @@ def test_nothing_is_left_of_it_after_generate(
     gc.collect()
     assert step() is None
     layer = output.past_key_values.retrieval_layers[0]
-    assert layer.regions is not None
-    assert layer.regions.window.place is None
+    assert layer.kv is not None
+    assert layer.kv.window.capture is None
 
 
 def test_a_crop_a_reorder_and_a_fork_in_between_are_noticed(shallow: PreTrainedModel) -> None:

@@ -196,12 +196,12 @@ def fill_randomly(
         values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale, context)
         keys, values = cache.update(keys, values, number)
         if isinstance(layer, RetrievalLayer):
-            assert layer.regions is not None, "an update makes the regions"
-            index = layer.regions.index
+            assert layer.kv is not None, "an update makes the regions"
+            index = layer.kv.index
             learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1
             # A row of the window may have more elements than a key, and a query as many.
-            heads, dim = layer_shape(config, number).heads, layer.regions.window.keys.shape[3]
+            heads, dim = layer_shape(config, number).heads, layer.kv.window.keys.shape[3]
             query = rows(3 * number + 2, heads, dim, like.key_scale, count)
             attend(layer, query.expand(-1, -1, context, -1), keys, values, like.value_dim)
 

@@ -105,20 +105,20 @@ def decode_floor(
 
 def layer_floor(layer: RetrievalLayer) -> Floor:
     """The bytes that a step reads of one layer beside the rows that it selects."""
-    regions = layer.regions
-    if regions is None:
+    kv = layer.kv
+    if kv is None:
         return Floor(0.0, 0.0)
-    keys, values = regions.window.tokens()
-    cost = regions.search_cost()
+    keys, values = kv.window.tokens()
+    cost = kv.search_cost()
     near = keys.nbytes + values.nbytes + cost.nbytes
-    if regions.store is None or not regions.cold_len:
+    if kv.store is None or not kv.cold_len:
         return Floor(near, 0)
     # The selection compares stored keys with the query; coded rows are read in whole.
-    plain = regions.window.row_dim * keys.element_size()
-    row = regions.store.row_nbytes(plain)
+    plain = kv.window.row_dim * keys.element_size()
+    row = kv.store.row_nbytes(plain)
     key = keys.shape[3] * keys.element_size() if row == plain else row
     nbytes = cost.keys_read * keys.shape[0] * keys.shape[1] * key
-    far = nbytes * regions.store.bus_share
+    far = nbytes * kv.store.bus_share
     return Floor(near + (nbytes - far), far)
 
 
@@ -153,15 +153,15 @@ def selections(cache: Cache) -> Selections:
     rows, bus_rows, near_bytes, bus_bytes, on_host = 0, 0, 0, 0, 0.0
     for counts, layer in zip(cache.stats()["layers"], cache.retrieval_layers, strict=True):
         rows += counts["selected"]
-        regions, far = layer.regions, 0
-        if regions is None or regions.store is None:
+        kv, far = layer.kv, 0
+        if kv is None or kv.store is None:
             continue
-        if regions.store.bus_share > 0.0:
+        if kv.store.bus_share > 0.0:
             # A store that says what it missed has the other rows on the device.
             far = counts.get("misses", counts["selected"])
-            on_host += far * regions.store.bus_share
-        window = regions.window
-        row = regions.store.row_nbytes(window.row_dim * window.keys.element_size())
+            on_host += far * kv.store.bus_share
+        window = kv.window
+        row = kv.store.row_nbytes(window.row_dim * window.keys.element_size())
         bus_rows, bus_bytes = bus_rows + far, bus_bytes + far * row
         near_bytes += (counts["selected"] - far) * row
     host_share = on_host / bus_rows if bus_rows else 1.0

@@ -240,5 +240,5 @@ def _cold_tokens(cache: Cache) -> int:
     """Tokens that have left the windows, summed over layers; 0 for other caches."""
     if not isinstance(cache, RetrievalCache):
         return 0
-    regions = (layer.regions for layer in cache.retrieval_layers)
-    return sum(one.cold_len for one in regions if one is not None)
+    kv = (layer.kv for layer in cache.retrieval_layers)
+    return sum(one.cold_len for one in kv if one is not None)

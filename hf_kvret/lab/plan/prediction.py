@@ -261,15 +261,15 @@ class Predictor:
 
 def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
     """Bytes of the rows that a step selects in a layer, and whether they lie in host memory."""
-    regions = layer.regions
-    if regions is None or regions.store is None or not layer.cold_len:
+    kv = layer.kv
+    if kv is None or kv.store is None or not layer.cold_len:
         return 0.0, False
-    window, cold_len = regions.window, layer.cold_len
+    window, cold_len = kv.window, layer.cold_len
     # One step has counted the rows to choose from, summed over heads.
     heads = counters_of(layer).cold_rows / cold_len
-    count = cold_len if regions.index is None else layer.config.budget(cold_len)
-    row = regions.store.row_nbytes(window.row_dim * window.keys.element_size())
-    return heads * count * row, regions.store.bus_share > 0
+    count = cold_len if kv.index is None else layer.config.budget(cold_len)
+    row = kv.store.row_nbytes(window.row_dim * window.keys.element_size())
+    return heads * count * row, kv.store.bus_share > 0
 
 
 def skipped_layers(cache: Cache) -> Sequence[int]:

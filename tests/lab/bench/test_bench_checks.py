@@ -212,7 +212,7 @@ def test_a_store_that_splits_its_rows_splits_those_of_the_check() -> None:
     cache = covering(large, model, 2, 800)
     with serving(model, cache):
         fill_randomly(model.config, cache, rows, batch=2, context=800, seed=5, **PLACE)
-    stores = [layer.regions.store for layer in cache.retrieval_layers]
+    stores = [layer.kv.store for layer in cache.retrieval_layers]
     for store in stores:
         # A token's row is 1,024 bytes: keys and values of two heads of 64 elements in fp32.
         least = 2 * 100 * 1024
@@ -232,9 +232,9 @@ def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own
     ours = FlatKVCache(model.config, sink=4, recent=32, flush=32, dense_below=0, store="device")
     with serving(model, ours):
         fill_randomly(model.config, ours, rows, batch=2, context=300, seed=5, **PLACE)
-    regions = ours.retrieval_layers[1].regions
-    assert regions is not None and (regions.length, regions.cold_len) == (300, 268)
-    keys, values = held_tokens(regions)
+    kv = ours.retrieval_layers[1].kv
+    assert kv is not None and (kv.length, kv.cold_len) == (300, 268)
+    keys, values = held_tokens(kv)
     assert torch.equal(keys, plain.layers[1].keys)
     assert torch.equal(values, plain.layers[1].values)
 
