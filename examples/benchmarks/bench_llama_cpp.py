@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Self
 from gguf_model import check_architecture, find_gguf
 from llama_bench import LLAMA_CPP, ROW_TYPES, LlamaBench, find_program
 
-from hf_kvret.lab.bench.decode import Decode
 from hf_kvret.lab.bench.filling import Subject
 from hf_kvret.lab.bench.limits import Need, shortage
-from hf_kvret.lab.bench.rows import Line
-from hf_kvret.lab.bench.tables import ms
+from hf_kvret.lab.bench.model_measurement import Line
+from hf_kvret.lab.bench.passes import Decode
+from hf_kvret.lab.bench.timed import ms
 from hf_kvret.lab.evaluate.measurement import Outputs, Progress, Row
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Cell, Results
@@ -95,9 +95,9 @@ class BesideLlamaCpp(Decode):
     def fill_of(self, cell: Cell) -> str:
         return super().fill_of(cell) if cell["cache"] in self.choices else "prefill"
 
-    def begun(self, cell: Cell, progress: Progress) -> Row:
+    def check_row(self, cell: Cell, progress: Progress) -> Row:
         if cell["cache"] in self.choices:
-            return super().begun(cell, progress)
+            return super().check_row(cell, progress)
         short = self.shortage(cell)
         return self.lacking(
             cell, {"check": "not checked"} if short is None else {"out_of_memory": short}

@@ -28,7 +28,7 @@ from hf_kvret.lab.bench.filling import LayerRows, fill_randomly
 from hf_kvret.lab.bench.shapes import SHAPES, Shape, load_shape
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
-from hf_kvret.lab.plan.filling import skipped_layers
+from hf_kvret.lab.plan.prediction import skipped_layers
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, names
 from hf_kvret.lab.program.options import option
@@ -136,7 +136,7 @@ class Save(Measurement):
         choice: CacheChoice = choose_cache(name, {"store": "device"})
         cache = choice.make(config, context)
         assert isinstance(cache, RetrievalCache)
-        if strange := skipped_layers(config, cache):
+        if strange := skipped_layers(cache):
             raise ValueError(
                 f"--shape {self.shape}: layer {strange[0]} holds no keys and values that random "
                 "rows could stand for; choose a model whose layers all do"

@@ -17,8 +17,7 @@ from gguf_model import write_gguf
 
 from hf_kvret.lab.bench.filling import Subject
 from hf_kvret.lab.bench.floors import Floor
-from hf_kvret.lab.bench.model_measurement import ModelMeasurement
-from hf_kvret.lab.bench.rows import TimedSample, timed_row
+from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, timed_row
 from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
 from hf_kvret.lab.evaluate.reader import Usage
 from hf_kvret.models.compatibility import layer_shapes

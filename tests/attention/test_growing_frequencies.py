@@ -11,10 +11,10 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_kvret
-from hf_kvret.lab.coverage.conversation import COVER, Text, ask, assert_same, flat, next_turn
-from hf_kvret.lab.coverage.pictures import picture_model, picture_prompt
 from hf_kvret.models import kept_state
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE
+
+from ..pictures import COVER, Text, ask, assert_same, flat, next_turn, picture_model, picture_prompt
 
 
 def growing(rope_type: str = "dynamic") -> LlamaForCausalLM:

@@ -16,7 +16,10 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 import hf_kvret
 from hf_kvret.lab.coverage import scan
-from hf_kvret.lab.coverage.conversation import (
+from hf_kvret.models.versions import as_argument
+from hf_kvret.testing.conformance import LOGIT_TOLERANCE
+
+from ..pictures import (
     COVER,
     NEW_TOKENS,
     Conversation,
@@ -25,10 +28,10 @@ from hf_kvret.lab.coverage.conversation import (
     assert_same,
     flat,
     next_turn,
+    padded,
+    picture_model,
+    picture_prompt,
 )
-from hf_kvret.lab.coverage.pictures import padded, picture_model, picture_prompt
-from hf_kvret.models.versions import as_argument
-from hf_kvret.testing.conformance import LOGIT_TOLERANCE
 
 FEW = ("qwen2_5_vl", "glm_ocr", "qwen3_5")
 # These need inputs of other forms than a grid of patches.

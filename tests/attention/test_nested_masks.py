@@ -17,9 +17,8 @@ from transformers.cache_utils import Cache
 
 from hf_kvret import FlatKVCache, attach, restore
 from hf_kvret.lab.coverage.scan import default_type, text_class, type_names
-from hf_kvret.lab.coverage.small import VOCAB_SIZE, small_config, small_model
-from hf_kvret.lab.coverage.trial import _IMPOSSIBLE
-from hf_kvret.lab.coverage.unusual import image_inputs
+from hf_kvret.lab.coverage.small import VOCAB_SIZE, image_inputs, small_config, small_model
+from hf_kvret.lab.coverage.trial import IMPOSSIBLE
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
@@ -65,8 +64,8 @@ def finished_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def _model(name: str) -> PreTrainedModel:
     try:
-        return small_model(name, text_class(name))
-    except _IMPOSSIBLE as error:
+        return small_model(name)
+    except IMPOSSIBLE as error:
         pytest.skip(f"transformers can't build a small model: {error}")
 
 
@@ -201,6 +200,6 @@ def test_no_other_type_makes_masks_twice(name: str, monkeypatch: pytest.MonkeyPa
     model = _model(name)
     try:
         nests = _nests(model, monkeypatch)
-    except _IMPOSSIBLE as error:
+    except IMPOSSIBLE as error:
         pytest.skip(f"the model does not run on text alone: {error}")
     assert not nests or name in _candidates()

@@ -12,10 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from hf_kvret import FlatKVCache
 from hf_kvret.attention import prompt_chunks
-from hf_kvret.lab.coverage.scan import default_type, text_class, type_names
-from hf_kvret.lab.coverage.small import VOCAB_SIZE, small_model, small_text_part
-from hf_kvret.lab.coverage.trial import _IMPOSSIBLE
-from hf_kvret.lab.coverage.unusual import image_inputs
+from hf_kvret.lab.coverage.scan import default_type, type_names
+from hf_kvret.lab.coverage.small import VOCAB_SIZE, image_inputs, small_model, small_text_part
+from hf_kvret.lab.coverage.trial import IMPOSSIBLE
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
@@ -281,9 +280,9 @@ def _model(name: str) -> PreTrainedModel:
         pytest.skip("the type is refused")
     for make in (small_model, small_text_part):
         try:
-            model = make(name, text_class(name))
+            model = make(name)
             _generate(model, DynamicCache(config=model.config), **_inputs(model, 0, 8))
-        except _IMPOSSIBLE as error:
+        except IMPOSSIBLE as error:
             reason = str(error)
             continue
         _scale_scores(model)

@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_kvret.lab.coverage import scan
-from hf_kvret.lab.coverage.pictures import padded, picture_model, picture_prompt
 from hf_kvret.models import kept_state
 from hf_kvret.models.kept_state import UNKNOWN, shifts
+
+from ..pictures import padded, picture_model, picture_prompt
 
 ROOT = Path(transformers.__file__).parent
 

@@ -12,13 +12,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 import hf_kvret
 from hf_kvret import DecodeGraph, FlatKVCache
-from hf_kvret.lab.coverage.conversation import Conversation, ask, assert_same, next_turn
-from hf_kvret.lab.coverage.pictures import picture_model
 from hf_kvret.replay import why_not
 from hf_kvret.replay.replayable import untested
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 
+from ..pictures import Conversation, ask, assert_same, next_turn, picture_model
 from .steps import OPTIONS, PROMPT, DecodeLoop, compare, small_cache, small_llama
 
 COVERING = {**OPTIONS, "top_k": 10**6}

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import hf_kvret
-from hf_kvret.lab.coverage.conversation import Conversation, ask, flat
-from hf_kvret.lab.coverage.pictures import picture_model
 
+from ..pictures import Conversation, ask, flat, picture_model
 from ..replay.steps import small_llama
 
 

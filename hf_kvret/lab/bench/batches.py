@@ -10,22 +10,21 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.lab.bench.decode import Decode
 from hf_kvret.lab.bench.limits import byte_count
+from hf_kvret.lab.bench.model_measurement import Line
 from hf_kvret.lab.bench.opponents import DENSE
-from hf_kvret.lab.bench.rows import Line
+from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.tables import (
     SIZE,
-    Column,
     mb,
-    ms,
     of,
     per_second,
+    step_counts,
     table_of,
     tenths,
-    told_steps,
     why_missing,
 )
+from hf_kvret.lab.bench.timed import Column, ms, series
 from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program.common_options import count_option
 from hf_kvret.lab.program.options import option, with_default
@@ -75,16 +74,16 @@ class Batch(Decode):
         Raises:
             ValueError: no limit on a CPU, whose memory is not the device's.
         """
-        wanted = self.device_memory
+        limit = self.device_memory
         if self.place.type == "cuda":
             total = torch.cuda.get_device_properties(self.place).total_memory
-            return total if wanted is None else min(wanted, total)
-        if wanted is None:
+            return total if limit is None else min(limit, total)
+        if limit is None:
             raise ValueError(
                 "bench batch on a CPU needs --device-memory SIZE, as 1GB: it is how much memory "
                 "the device is taken to have"
             )
-        return wanted
+        return limit
 
     def check(self) -> None:
         if self.layers is not None:
@@ -97,7 +96,7 @@ class Batch(Decode):
         return super().setup() | {"device_memory": self.room, "most": self.most}
 
     def cells(self) -> list[Cell]:
-        """None is known before: which batches are measured is found out on the way."""
+        """No cells: the batches to measure follow from the results of others."""
         return []
 
     def count(self, results: Results) -> None:
@@ -108,21 +107,20 @@ class Batch(Decode):
         for context in self.context:
             fitting, last, batch = list(self.choices), dict.fromkeys(self.choices, 0), 1
             while fitting and batch <= self.most:
-                yield from self._tried(results, [_cell(name, context, batch) for name in fitting])
-                fitting = [
-                    name for name in fitting if _fitting(results, _cell(name, context, batch))
-                ]
+                cells = {name: _cell(name, context, batch) for name in fitting}
+                yield from self._try(results, list(cells.values()))
+                fitting = [name for name in fitting if _measured_row(results, cells[name])]
                 last |= dict.fromkeys(fitting, batch)
                 batch *= 2
             for name in self.choices:
-                yield from self._refined(results, name, context, last[name])
+                yield from self._refine(results, name, context, last[name])
 
-    def _refined(
+    def _refine(
         self, results: Results, name: str, context: int, low: int
     ) -> Iterator[Sequence[Cell]]:
-        """Towards the largest batch above ``low``, the largest power of two that fits."""
+        """Search the largest batch above ``low``, the largest power of two that fits."""
+        # Nothing lies between 1 and 2.
         if low < 2 or low == self.most:
-            # Nothing lies between 1 and 2.
             return
         high = min(2 * low - 1, self.most)
         line = self._line(results, _cell(name, context, low))
@@ -130,16 +128,16 @@ class Batch(Decode):
         batch = high = high if line is None else min(high, line)
         while low < high:
             cell = _cell(name, context, batch)
-            yield from self._tried(results, [cell])
-            if _fitting(results, cell):
+            yield from self._try(results, [cell])
+            if _measured_row(results, cell):
                 low = batch
             else:
                 high = batch - 1
             batch = (low + high + 1) // 2
 
-    def _tried(self, results: Results, cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
-        """Those of ``cells`` that have no row yet; what can't fit is given one."""
-        waiting = []
+    def _try(self, results: Results, cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
+        """The ``cells`` without a row; those that can't fit get a row that says so."""
+        pending = []
         for cell in cells:
             row = results.find(cell)
             if row is not None and "check_failed" not in row:
@@ -148,33 +146,32 @@ class Batch(Decode):
             if line is not None and line < cell["batch"]:
                 results.add(cell, self._too_large(cell, f"predicted: {line} fit"))
             else:
-                waiting.append(cell)
-        yield from self.together(waiting)
+                pending.append(cell)
+        yield from self.together(pending)
 
     def _line(self, results: Results, cell: Cell) -> int | None:
-        """The largest batch by the peaks of this cell's and half of it; None: they don't tell.
+        """The largest batch by the peaks at this cell's batch and at half of it; None: unknown.
 
-        They don't where a store decides by what is free, or by a budget, what goes to the host.
+        It is unknown where a store moves rows to the host by a budget, or by the memory free.
         """
         options, low = self.choices[cell["cache"]].options, cell["batch"]
         if low < 2 or (options is not None and (options.splits_rows or options.store == "auto")):
             return None
-        needed: dict[int, float] = {}
+        peaks: dict[int, float] = {}
         for batch in (low // 2, low):
-            row = _fitting(results, cell | {"batch": batch})
+            row = _measured_row(results, cell | {"batch": batch})
             if row is None:
                 return None
-            needed[batch] = self.weights.held + float(row["device_peak_bytes"])
-        return Line.through(needed).most(self.room)
+            peaks[batch] = self.weights.held + float(row["device_peak_bytes"])
+        return Line.through(peaks).most(self.room)
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
-        """As of ``Decode``; what took more than the limit doesn't fit."""
-        rows = super().rows(group, progress)
-        for place, (cell, row) in enumerate(zip(group, rows, strict=True)):
-            needed = self.weights.held + row.get("device_peak_bytes", 0)
-            if needed > self.room:
-                told = f"{needed / 1e9:.2f} GB of {self.room / 1e9:.2f} GB"
-                rows[place] = self._too_large(cell, told)
+        """Rows as of ``Decode``; a batch beyond the limit has one that says so."""
+        rows = []
+        for cell, row in zip(group, super().rows(group, progress), strict=True):
+            peak = self.weights.held + row.get("device_peak_bytes", 0)
+            why = f"{peak / 1e9:.2f} GB of {self.room / 1e9:.2f} GB"
+            rows.append(row if peak <= self.room else self._too_large(cell, why))
         return rows
 
     def _too_large(self, cell: Cell, why: str) -> Row:
@@ -207,13 +204,13 @@ class Batch(Decode):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         """Tokens a second against the batch, a line for each cache and context."""
-        lines: dict[str, tuple[list[float], list[float]]] = {}
-        for (context, cache), rows in _by_cache(results).items():
-            for cell, row in rows:
-                if "seconds" in row:
-                    xs, ys = lines.setdefault(f"{cache}, {context:,}", ([], []))
-                    xs.append(float(cell["batch"]))
-                    ys.append(row["tokens_per_second"])
+        points = [
+            (f"{cache}, {context:,}", float(cell["batch"]), row["tokens_per_second"])
+            for (context, cache), rows in _by_cache(results).items()
+            for cell, row in rows
+            if "seconds" in row
+        ]
+        lines = series(points)
         title = f"{results.setup['shape']}: new tokens a second"
         plot_lines(path, lines, title=title, x="batch", y="tokens/s", log_x=True, log_y=True)
 
@@ -226,12 +223,12 @@ _ALL: tuple[Column, ...] = (
     ("time / floor", of(tenths, "time_over_floor")),
     ("peak beyond weights MB", of(mb, "device_peak_bytes")),
     ("cache host MB", of(mb, "host_bytes")),
-    ("steps", told_steps),
+    ("steps", step_counts),
 )
 
 
 def best_batches(results: Results) -> dict[tuple[int, str], tuple[int, float]]:
-    """By context and cache the batch with the most tokens a second, and how many these are."""
+    """By context and cache: the batch with the most tokens a second, and these."""
     best: dict[tuple[int, str], tuple[int, float]] = {}
     for cell, row in results:
         key = cell["context"], cell["cache"]
@@ -252,7 +249,7 @@ def _cell(name: str, context: int, batch: int) -> Cell:
     return {"cache": name, "context": context, "batch": batch}
 
 
-def _fitting(results: Results, cell: Cell) -> Row | None:
+def _measured_row(results: Results, cell: Cell) -> Row | None:
     """The row of a cell that was measured; None where there is none, or it says why not."""
     row = results.find(cell)
     return None if row is None or why_missing(row) is not None else row

@@ -5,9 +5,6 @@ Time measured on wrong answers is worth nothing, so a cache that fails is not me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -21,6 +18,7 @@ from hf_kvret.lab.bench.filling import (
     serving,
 )
 from hf_kvret.lab.bench.limits import row_bits
+from hf_kvret.lab.bench.opponents import attention_of
 from hf_kvret.lab.bench.stepping import make_steps
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed
@@ -60,14 +58,14 @@ class Checker:
         self._passed: dict[tuple[str, int, int, str], str] = {}
 
     def check(self, choice: CacheChoice, context: int, batch: int, fill: str) -> str:
-        """What was found, in a few words for the row.
+        """The result in a few words for the row.
 
-        At ``min(context, 2048)`` tokens and at most two sequences: logits after the prompt and
-        after six steps, of ``choice`` and of ``DynamicCache``. A retrieval cache is given a budget
-        that covers everything and rows of 16 bits, so it has to give the same as full attention;
-        one with coded rows runs once more with them, and how far that leads is told. With
-        ``fill="random"`` the steps are compared again behind random rows. What has passed at the
-        same size is not looked at again.
+        Logits of ``choice`` and of ``DynamicCache`` are compared after the prompt and after six
+        steps, at ``min(context, 2048)`` tokens and at most two sequences. A retrieval cache has a
+        budget that covers everything and rows of 16 bits, so that its logits must equal those of
+        full attention. A cache with coded rows runs once more with them, and their distance is in
+        the result too. With ``fill="random"`` the steps are compared again behind random rows. A
+        cache that has passed at a size is not checked again there.
 
         Raises:
             CheckFailed: logits are not finite, or further apart than rounding explains.
@@ -80,13 +78,13 @@ class Checker:
 
     def _check(self, choice: CacheChoice, context: int, batch: int, fill: str) -> str:
         errors, coded = [], []
-        for way in ("prefill", "random") if fill == "random" else ("prefill",):
-            size = context, batch, way
-            found = self._logits(choice, *size)
+        for source in ("prefill", "random") if fill == "random" else ("prefill",):
+            size = context, batch, source
+            logits = self._logits(choice, *size)
             if choice.method in _INEXACT:
                 continue
             expected, limit = self._reference(*size)
-            errors.append(_distance(found, expected))
+            errors.append(_distance(logits, expected))
             if errors[-1] > limit:
                 raise CheckFailed(
                     f"{choice.name}: logits differ from full attention by {errors[-1]:.2e} of "
@@ -96,16 +94,16 @@ class Checker:
                 coded.append(_distance(self._logits(choice, *size, coded=True), expected))
         if not errors:
             return "finite; not exact by design"
-        told = f"equal within {max(errors):.1e}"
-        return f"{told} at 16 bits, {max(coded):.1e} as coded" if coded else told
+        result = f"equal within {max(errors):.1e}"
+        return f"{result} at 16 bits, {max(coded):.1e} as coded" if coded else result
 
-    def _reference(self, context: int, batch: int, way: str) -> tuple[torch.Tensor, float]:
-        """Logits of full attention, and how far from them rounding may lead."""
-        key = context, batch, way
+    def _reference(self, context: int, batch: int, source: str) -> tuple[torch.Tensor, float]:
+        """Logits of full attention, and the distance from them that rounding explains."""
+        key = context, batch, source
         if key not in self._references:
-            expected = self._logits(_FULL, context, batch, way)
-            with _eager(self.model):
-                rounding = _distance(self._logits(_FULL, context, batch, way), expected)
+            expected = self._logits(_FULL, *key)
+            with attention_of(self.model, "eager"):
+                rounding = _distance(self._logits(_FULL, *key), expected)
             least, largest = _LIMITS[self.model.dtype]
             limit = min(largest, max(least, _TIMES_ROUNDING * rounding))
             self._references[key] = expected, limit
@@ -113,31 +111,31 @@ class Checker:
 
     @torch.inference_mode()
     def _logits(
-        self, choice: CacheChoice, context: int, batch: int, way: str, coded: bool = False
+        self, choice: CacheChoice, context: int, batch: int, source: str, coded: bool = False
     ) -> torch.Tensor:
-        """Logits ``[places, B, V]`` fp32: after the prompt (if it is read) and after each step."""
+        """Logits ``[passes, B, V]`` fp32: after the prompt (if it is read) and after each step."""
         tokens = random_tokens(self.model, batch, context, self.seed)
         start = context - _STEPS
         cache = covering(choice.make(self.model.config, context), self.model, batch, start, coded)
-        places = []
+        passes = []
         with serving(self.model, cache):
-            if way == "prefill":
-                places.append(prefill(self.model, choice, cache, tokens[:, :start]))
+            if source == "prefill":
+                passes.append(prefill(self.model, choice, cache, tokens[:, :start]))
             else:
                 assert self.rows is not None
                 size = batch, start, self.seed
                 on = {"device": self.model.device, "dtype": self.model.dtype}
                 fill_randomly(self.model.config, cache, self.rows, *size, **on)
             steps = make_steps(choice, self.model, cache, start)
-            for place in range(start, context):
+            for token in tokens[:, start:].split(1, dim=1):
                 # A later step may use the same memory.
-                places.append(steps.take(tokens[:, place : place + 1])[0].clone())
+                passes.append(steps.take(token)[0].clone())
                 steps.finish()
-        found = torch.stack([logits[:, -1].float() for logits in places])
-        if not bool(found.isfinite().all()):
-            what = "logits of coded rows" if coded else "logits"
-            where = self._where(context, batch, way)
-            raise CheckFailed(f"{choice.name}: {what} are not finite {where}")
+        result = torch.stack([logits[:, -1].float() for logits in passes])
+        if not bool(result.isfinite().all()):
+            name = "logits of coded rows" if coded else "logits"
+            where = self._where(context, batch, source)
+            raise CheckFailed(f"{choice.name}: {name} are not finite {where}")
         retrieves = isinstance(cache, RetrievalCache) and cache.options.retrieves
         layers = cache.stats()["layers"] if retrieves else []
         idle = [str(layer["layer"]) for layer in layers if not layer["selected"]]
@@ -146,34 +144,33 @@ class Checker:
                 f"{choice.name}: layers {', '.join(idle)} retrieved nothing though their budget "
                 "covers everything; nothing was measured"
             )
-        return found
+        return result
 
-    def _where(self, context: int, batch: int, way: str) -> str:
-        """What was looked at, as the end of a message."""
-        size = f"{context} tokens, batch {batch}, {way}, {self.model.dtype}"
+    def _where(self, context: int, batch: int, source: str) -> str:
+        """The size of a check, as the end of a message."""
+        size = f"{context} tokens, batch {batch}, {source}, {self.model.dtype}"
         return f"({size}); nothing was measured"
 
 
 def covering(
     cache: Cache, model: PreTrainedModel, batch: int, length: int, coded: bool = False
 ) -> Cache:
-    """An empty retrieval cache like ``cache`` that should be exact; others as they are.
+    """An empty retrieval cache like ``cache`` that should be exact; other caches stay themselves.
 
     Its budget covers everything, its rows are not coded, unless ``coded`` leaves them so. Its
     window is small enough that most of ``length`` tokens of each of ``batch`` sequences are cold,
-    so they are retrieved. A store that splits its rows has to split these too, which are too few
-    for the budget that it was given.
+    so they are retrieved. A store that splits its rows gets a budget of half of these.
     """
     if not isinstance(cache, RetrievalCache) or not cache.options.retrieves:
         return cache
     options = cache.options
-    part = max(1, length // 8)
+    most = max(1, length // 8)
     whole = options.replace(top_k=1.0, slots=1.0) if coded else options.exact()
     changed = whole.replace(
         dense_below=0,
-        sink=min(options.sink, part),
-        recent=min(options.recent, part),
-        flush=min(options.flush, part),
+        sink=min(options.sink, most),
+        recent=min(options.recent, most),
+        flush=min(options.flush, most),
     )
     if options.splits_rows:
         width = 2 * sum(shape.width for shape in layer_shapes(model.config)) * model.dtype.itemsize
@@ -181,18 +178,7 @@ def covering(
     return type(cache)(model.config, changed)
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of the difference, over that of ``expected``; the worst place counts."""
-    apart = (found - expected).square().mean(dim=(1, 2)).sqrt()
-    return float((apart / expected.square().mean(dim=(1, 2)).sqrt()).max())
-
-
-@contextmanager
-def _eager(model: PreTrainedModel) -> Iterator[None]:
-    """``model`` with its own unfused attention: full attention, rounded differently."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference, over that of ``expected``; the worst pass counts."""
+    difference = (logits - expected).square().mean(dim=(1, 2)).sqrt()
+    return float((difference / expected.square().mean(dim=(1, 2)).sqrt()).max())

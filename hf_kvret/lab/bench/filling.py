@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -14,9 +15,13 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.index import Index, Scoring
-from hf_kvret.lab.bench.dense_cpp import reading_with_cpp
-from hf_kvret.lab.bench.opponents import CppDenseCache
+from hf_kvret.lab.bench.opponents import CPP_ATTENTION, CppDenseCache, attention_of
 from hf_kvret.lab.bench.shapes import WeightBytes
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.study import Calibration
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import Reader, Usage
 from hf_kvret.lab.program.progress import prompt_bar
@@ -35,7 +40,7 @@ _PROBE_LEN = 64
 def choose_fill(
     fill: str, context: int, device: torch.device, cache: str, latent: bool = False
 ) -> str:
-    """``"prefill"`` or ``"random"``: what ``fill`` comes to for this context and cache.
+    """``"prefill"`` or ``"random"``, as ``fill`` means it for this context and cache.
 
     ``latent``: the model has latent attention, whose many heads take long to read a prompt.
 
@@ -58,7 +63,7 @@ def choose_fill(
 def serving(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     """``model`` with the attention that ``cache`` needs: ours for retrieval, else its own."""
     if isinstance(cache, CppDenseCache):
-        with reading_with_cpp(model):
+        with attention_of(model, CPP_ATTENTION):
             yield
         return
     if not isinstance(cache, RetrievalCache):
@@ -106,7 +111,7 @@ def prefill(
 
 @dataclass(frozen=True)
 class LayerRows:
-    """What the rows of one layer look like: heads, widths, and standard deviations."""
+    """Heads, widths, and standard deviations of the rows of one layer."""
 
     kv_heads: int
     key_dim: int
@@ -117,14 +122,14 @@ class LayerRows:
 
 @torch.inference_mode()
 def measure_rows(model: PreTrainedModel, seed: int) -> list[LayerRows]:
-    """The rows that the model itself makes, layer by layer, from a prompt of 64 random tokens.
+    """The shape and scale of the rows that the model makes of a prompt of 64 random tokens.
 
     Raises:
         ValueError: the model has layers that hold no keys and values, as linear attention.
     """
     cache = DynamicCache(config=model.config)
     feed(model, cache, random_tokens(model, 1, _PROBE_LEN, seed), 0)
-    found = []
+    rows = []
     for number, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None:
@@ -133,8 +138,31 @@ def measure_rows(model: PreTrainedModel, seed: int) -> list[LayerRows]:
                 "stand for: use --fill prefill"
             )
         scales = float(keys.float().std()), float(values.float().std())
-        found.append(LayerRows(keys.shape[1], keys.shape[3], values.shape[3], *scales))
-    return found
+        rows.append(LayerRows(keys.shape[1], keys.shape[3], values.shape[3], *scales))
+    return rows
+
+
+def attend(
+    layer: RetrievalLayer,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    value_dim: int,
+    positions: torch.Tensor | None = None,
+) -> None:
+    """Let a layer move rows on to its index and store, as a prompt's attention does.
+
+    The attention over the prompt itself is left out: one number stands for all its results.
+
+    Args:
+        query: ``[B, Hq, T, D]`` of the new tokens.
+        keys: as ``layer.update`` returned them, like ``values``.
+        value_dim: elements of a result.
+        positions: ``[B, T]`` of the new tokens.
+    """
+    out = partial(query.new_zeros(()).expand, *query.shape[:3], value_dim)
+    scoring = Scoring(None, query.shape[3] ** -0.5)
+    layer.attend(query, keys, values, AttentionCall(scoring, out, positions=positions))
 
 
 @torch.inference_mode()
@@ -152,10 +180,9 @@ def fill_randomly(
     """Write ``context`` normal rows of each layer's scale into every layer of an empty cache.
 
     They go in as a prompt's do, one layer after another: through ``cache.update``, and for a
-    retrieval layer also through its ``attend``, which moves them on to index and store. Only the
-    attention over the prompt itself is left out. Queries are as large as keys; where an index looks
-    at none, all tokens share one, which takes next to no memory. The same seed gives the same rows
-    to every cache.
+    retrieval layer also through ``attend``. Queries are as large as keys; where an index looks at
+    none, all tokens share one, which takes next to no memory. The same seed gives the same rows to
+    every cache.
     """
     generator = torch.Generator(device=device)
 
@@ -167,22 +194,16 @@ def fill_randomly(
     for number, (layer, like) in enumerate(zip(cache.layers, layers, strict=True)):
         keys = rows(3 * number, like.kv_heads, like.key_dim, like.key_scale, context)
         values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale, context)
-        held_keys, held_values = cache.update(keys, values, number)
+        keys, values = cache.update(keys, values, number)
         if isinstance(layer, RetrievalLayer):
             assert layer.kv is not None, "an update makes the regions"
             index = layer.kv.index
             learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1
-            # Queries as they are compared with rows, which may have more parts than keys.
+            # A row of the window may have more elements than a key, and a query as many.
             heads, dim = layer_shape(config, number).heads, layer.kv.window.keys.shape[3]
             query = rows(3 * number + 2, heads, dim, like.key_scale, count)
-            query = query.expand(-1, -1, context, -1)
-            call = AttentionCall(
-                Scoring(None, dim**-0.5),
-                # The attention over the prompt, whose result nobody looks at here: one number.
-                partial(query.new_zeros(()).expand, *query.shape[:3], like.value_dim),
-            )
-            layer.attend(query, held_keys, held_values, call)
+            attend(layer, query.expand(-1, -1, context, -1), keys, values, like.value_dim)
 
 
 @dataclass(frozen=True)
@@ -192,7 +213,7 @@ class Subject:
     Attributes:
         model: random weights, transformers' own sdpa attention.
         weights: bytes of its parameters.
-        rows: what random rows look like; None where they are not used.
+        rows: shape and scale of random rows; None where they are not used.
         seed: of tokens and rows.
     """
 
@@ -203,7 +224,7 @@ class Subject:
 
     @property
     def layers(self) -> int:
-        """How many it has."""
+        """Layers of the model."""
         return self.model.config.num_hidden_layers
 
 
@@ -239,7 +260,7 @@ class Turn:
                 yield cache, random_tokens(model, self.batch, 1, seed)
 
     def usage(self, cache: Cache, length: int) -> Usage:
-        """What ``cache`` holds after ``length`` tokens of each sequence."""
+        """The usage of ``cache`` after ``length`` tokens of each sequence."""
         reader = Reader(self.subject.model, self.choice, 0)
         reader.cache, reader.length = cache, length
         usage = reader.usage()
@@ -247,3 +268,34 @@ class Turn:
             return usage
         # A reader has one sequence, and only retrieval caches know of more.
         return dataclasses.replace(usage, full_bytes=self.batch * usage.full_bytes)
+
+
+# Artifacts have the methods' own sizes and are made quickly: their values change no times.
+_SIZES: dict[str, Calibration] = {
+    "a2ats": A2ATSCalibration(rounds=0, compare=False),
+    "aqua": AquaCalibration(),
+}
+# "a2ats" has fewer codewords than these tokens, and most models have positions for the length.
+_TOKENS, _LENGTH = 5120, 2560
+
+
+def make_stand_ins(
+    models: Iterable[PreTrainedModel], choices: Iterable[CacheChoice], folder: Path, seed: int
+) -> None:
+    """Make artifacts for the ``choices`` that lack one, where each model's own are looked for.
+
+    They are learned from random tokens and kept below ``folder``, which the models' configurations
+    name from then on.
+    """
+    lacking = {choice.method for choice in choices if choice.lacks_artifact}
+    for model in models if lacking else ():
+        home = folder / str(model.config.num_hidden_layers)
+        model.config._name_or_path = str(home)
+        text = model.config.get_text_config(decoder=True)
+        length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
+        count = -(-_TOKENS // length)
+        texts = list(random_tokens(model, count, length, seed).cpu())
+        for method in sorted(lacking):
+            corpus = Corpus(texts, 0, {"text": "random tokens"})
+            with torch.inference_mode(False):
+                calibrate(model, corpus, _SIZES[method], home / method)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -34,7 +33,7 @@ class Floor:
     host_bytes: float
 
     def seconds(self, bandwidth: Bandwidth) -> float:
-        """Both parts one after the other, each at the bandwidth that was measured."""
+        """The time of both, one after the other, each at the bandwidth that was measured."""
         return self.device_bytes / bandwidth.device + self.host_bytes / bandwidth.host
 
 
@@ -56,7 +55,7 @@ class Selections(NamedTuple):
     host_share: float = 1
 
     def since(self, before: Selections, steps: int) -> Selections:
-        """What was selected since ``before``, per step of ``steps``."""
+        """The selections since ``before``, per step of ``steps``."""
         bus_bytes = (self.bus_bytes - before.bus_bytes) / steps
         far_bytes = bus_bytes * self.host_share
         return Selections(
@@ -75,7 +74,7 @@ def decode_floor(
     selected: Selections,
     on_host: bool,
 ) -> Floor:
-    """What a decode step reads at least, with the cache as it is now.
+    """The bytes that a decode step reads at least, with the cache as it is now.
 
     The weights once for the whole batch, an embedding row for each sequence, and of the cache:
 
@@ -92,45 +91,39 @@ def decode_floor(
     """
     device = float(weights.read + batch * weights.row)
     if not isinstance(cache, RetrievalCache):
-        known = [held_bytes(layer) for layer in cache.layers]
-        counted = [part for part in known if part is not None]
-        read = sum(counted) if len(counted) == len(known) else usage.device_bytes + usage.host_bytes
+        layers = [held_bytes(layer) for layer in cache.layers]
+        plain = [nbytes for nbytes in layers if nbytes is not None]
+        read = sum(plain) if len(plain) == len(layers) else usage.device_bytes + usage.host_bytes
         return Floor(device, float(read)) if on_host else Floor(device + read, 0.0)
     device += cache.memory().other_layers
     bus = 0.0
     for layer in cache.retrieval_layers:
-        part = layer_floor(layer)
-        bus, device = bus + part.host_bytes, device + part.device_bytes
+        floor = layer_floor(layer)
+        bus, device = bus + floor.host_bytes, device + floor.device_bytes
     return Floor(device + selected.near_bytes, bus + selected.bus_bytes)
 
 
 def layer_floor(layer: RetrievalLayer) -> Floor:
-    """What a step reads of one layer beside the rows that it selects."""
-    if layer.kv is None:
-        return Floor(0.0, 0.0)
-    keys, values = layer.kv.window.tokens()
-    far, near = _compared_bytes(layer, keys)
-    beside = keys.nbytes + values.nbytes + layer.kv.search_cost().nbytes
-    return Floor(beside + near, far)
-
-
-def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[float, float]:
-    """Bytes of the stored keys that one query's selection reads: over the bus, and beside it."""
+    """The bytes that a step reads of one layer beside the rows that it selects."""
     kv = layer.kv
-    if kv is None or kv.store is None or not kv.cold_len:
-        return 0, 0
-    count = kv.search_cost().keys_read
-    key = keys.shape[3] * keys.element_size()
+    if kv is None:
+        return Floor(0.0, 0.0)
+    keys, values = kv.window.tokens()
+    cost = kv.search_cost()
+    near = keys.nbytes + values.nbytes + cost.nbytes
+    if kv.store is None or not kv.cold_len:
+        return Floor(near, 0)
+    # The selection compares stored keys with the query; coded rows are read in whole.
     plain = kv.window.row_dim * keys.element_size()
     row = kv.store.row_nbytes(plain)
-    # Coded rows are read in whole.
-    nbytes = count * keys.shape[0] * keys.shape[1] * (key if row == plain else row)
+    key = keys.shape[3] * keys.element_size() if row == plain else row
+    nbytes = cost.keys_read * keys.shape[0] * keys.shape[1] * key
     far = nbytes * kv.store.bus_share
-    return far, nbytes - far
+    return Floor(near + (nbytes - far), far)
 
 
 def prefill_floor(weights: WeightBytes, usage: Usage, batch: int, context: int) -> Floor:
-    """What reading a prompt moves at least: the weights once, and what the cache keeps, written.
+    """The bytes that a prompt moves at least: the weights are read, and the cache is written.
 
     A long prompt is bound by arithmetic, so time over this floor is large and says how far.
     """
@@ -154,22 +147,22 @@ def held_bytes(layer: Any) -> int | None:
 
 
 def selections(cache: Cache) -> Selections:
-    """What a cache selected so far. Waits for the device."""
+    """The selections of a cache so far. It waits for the device."""
     if not isinstance(cache, RetrievalCache):
         return Selections()
     rows, bus_rows, near_bytes, bus_bytes, on_host = 0, 0, 0, 0, 0.0
-    for told, layer in zip(cache.stats()["layers"], cache.retrieval_layers, strict=True):
-        rows += told["selected"]
+    for counts, layer in zip(cache.stats()["layers"], cache.retrieval_layers, strict=True):
+        rows += counts["selected"]
         kv, far = layer.kv, 0
         if kv is None or kv.store is None:
             continue
         if kv.store.bus_share > 0.0:
             # A store that says what it missed has the other rows on the device.
-            far = told.get("misses", told["selected"])
+            far = counts.get("misses", counts["selected"])
             on_host += far * kv.store.bus_share
         window = kv.window
         row = kv.store.row_nbytes(window.row_dim * window.keys.element_size())
         bus_rows, bus_bytes = bus_rows + far, bus_bytes + far * row
-        near_bytes += (told["selected"] - far) * row
+        near_bytes += (counts["selected"] - far) * row
     host_share = on_host / bus_rows if bus_rows else 1.0
     return Selections(rows, bus_rows, near_bytes, bus_bytes, host_share)

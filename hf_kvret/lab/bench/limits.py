@@ -1,4 +1,4 @@
-"""How much memory there is, how much a cache will take, and the most that was taken."""
+"""The memory that is free, that a cache will take, and that was taken at most."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from hf_kvret.stores.free_memory import free_host_bytes
 
 # An index beside the store takes at most what a copy of the keys with spare room takes.
 _INDEX_SHARE = 0.6
-_STATUS = Path("/proc/self/status")
 
 
 def byte_count(text: str) -> int:
@@ -39,14 +38,15 @@ class Need(NamedTuple):
 def predict_need(
     config: PreTrainedConfig, choice: CacheChoice, batch: int, context: int, dtype: torch.dtype
 ) -> Need:
-    """Bytes of the filled cache, and of filling its largest layer, from above.
+    """An upper bound of the bytes of the filled cache, and of filling its largest layer.
 
     Keys and values of all tokens in every layer (a sliding layer takes less), for a retrieval
     cache its index too, and what one layer makes of a prompt: its keys and values three times, and
     queries and outputs of its attention or the three matrices of its MLP.
     """
-    shapes, sides = layer_shapes(config), 1 if is_latent(config) else 2
-    layers = [sides * batch * context * shape.width * dtype.itemsize for shape in shapes]
+    # Layers hold keys and values, or latents alone.
+    shapes, tensors = layer_shapes(config), 1 if is_latent(config) else 2
+    layers = [tensors * batch * context * shape.width * dtype.itemsize for shape in shapes]
     rows, queries = sum(layers), max(shape.heads * shape.head_dim for shape in shapes)
     if is_latent(config):
         dim = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
@@ -57,12 +57,12 @@ def predict_need(
         index, store = int(_INDEX_SHARE * rows), choice.options.store
         bits = row_bits(choice, config)
         if bits < 16:
-            # Codes, and a sixteenth for scales.
+            # Scales take a sixteenth of the bytes of codes.
             rows = rows * bits * 17 // (16 * 8 * dtype.itemsize)
         if store in ("host", "resident", "cpu", "higgs-host"):
             return Need(index + passing, rows)
         if choice.options.splits_rows:
-            # Without a budget the store takes half of what it finds free: here, no row at all.
+            # Without a budget the store takes half of the memory that is free: here, no row.
             budget = choice.options.device_budget
             near = 0 if budget is None else min(rows, options.byte_count(budget))
             return Need(near + index + passing, rows - near)
@@ -71,10 +71,10 @@ def predict_need(
 
 
 def row_bits(choice: CacheChoice, config: PreTrainedConfig) -> int:
-    """Bits of a number in the store of a cache for this model; 16: as the model has it."""
+    """Bits of an element in the store of a cache for this model; 16: as the model has it."""
     if choice.options is None:
         return 16
-    # Of a cache, because an artifact may tell them; an empty one takes no memory.
+    # A cache is made because its artifact may set them; an empty one takes no memory.
     cache = choice.make(config, 0)
     assert isinstance(cache, RetrievalCache)
     return cache.options.row_bits
@@ -86,12 +86,12 @@ def shortage(need: Need, device: torch.device) -> str | None:
     Only host memory is predicted: a GPU says by itself when it is full, and a host that runs out
     has its processes killed.
     """
-    wanted = need.host if device.type == "cuda" else need.host + need.device
+    host = need.host if device.type == "cuda" else need.host + need.device
     available = available_host_memory()
-    if wanted <= available:
+    if host <= available:
         return None
     return (
-        f"out of memory (predicted: {wanted / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB "
+        f"out of memory (predicted: {host / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB "
         "available)"
     )
 
@@ -149,24 +149,22 @@ class PeakHostMemory:
     def __init__(self) -> None:
         try:
             Path("/proc/self/clear_refs").write_text("5")
-            self._start = _field(_STATUS, "VmRSS")
+            self._start = _status_bytes("VmRSS")
         except OSError:
-            self._start = []
+            self._start = None
 
     def growth(self) -> int | None:
         """Bytes of the peak above where it began; None where the system doesn't say."""
-        peak = _field(_STATUS, "VmHWM")
-        return max(0, peak[0] - self._start[0]) if self._start and peak else None
+        peak = _status_bytes("VmHWM")
+        return None if self._start is None or peak is None else max(0, peak - self._start)
 
 
-def _field(path: Path, name: str) -> list[int]:
-    """Bytes of a line of ``path``; empty where there is none."""
-    lines = (line for line in _lines(path) if line.startswith(f"{name}:"))
-    return [int(line.split()[1]) * 1024 for line in lines]
-
-
-def _lines(path: Path) -> list[str]:
+def _status_bytes(name: str) -> int | None:
+    """Bytes of a line of the process' status; None where the system has none."""
     try:
-        return path.read_text().splitlines()
+        lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
-        return []
+        return None
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None
+    )

@@ -12,12 +12,10 @@ import torch
 
 from hf_kvret.lab.bench.filling import Turn
 from hf_kvret.lab.bench.limits import PeakDeviceMemory, PeakHostMemory, byte_count
-from hf_kvret.lab.bench.model_measurement import ModelMeasurement
-from hf_kvret.lab.bench.rows import Line
+from hf_kvret.lab.bench.model_measurement import Line, ModelMeasurement
 from hf_kvret.lab.bench.stepping import Steps
 from hf_kvret.lab.bench.tables import (
     SIZE,
-    Column,
     described,
     mb,
     of,
@@ -25,6 +23,7 @@ from hf_kvret.lab.bench.tables import (
     table_of,
     why_missing,
 )
+from hf_kvret.lab.bench.timed import Column
 from hf_kvret.lab.evaluate.measurement import Progress, Row, attempt
 from hf_kvret.lab.program.options import option, with_default
 from hf_kvret.lab.report.results import Cell, Results
@@ -79,7 +78,7 @@ class Memory(ModelMeasurement):
 
     @cached_property
     def _measured(self) -> list[Results]:
-        """What ``plan`` was given: in it are the rows that largest batches are computed from."""
+        """The results of ``plan``, from whose rows largest batches are computed."""
         return []
 
     def groups(self, results: Results) -> Iterator[Sequence[Cell]]:
@@ -120,8 +119,8 @@ class Memory(ModelMeasurement):
     def row(self, cell: Cell, samples: Mapping[int, Sequence[Row]]) -> Row:
         """Bytes of weights and cache, and the peaks, the largest of all rounds."""
         most: dict[int, Row] = {
-            layers: {key: _largest(one[key] for one in taken) for key in taken[0]}
-            for layers, taken in samples.items()
+            layers: {key: _largest(row[key] for row in rows) for key in rows[0]}
+            for layers, rows in samples.items()
         }
         row: Row = {"weight_bytes": self.subjects[0].weights.held, **most[self.built]}
         row["device_peak_is"] = "cache bytes" if row["fill_peak_bytes"] is None else "peak"
@@ -152,13 +151,13 @@ class Memory(ModelMeasurement):
             missing = why_missing(row)
             if missing is not None:
                 return {"batch": None, "why": f"batch {batch}: {missing}"}
-            part = row["scaled"] if self.scaled else row
-            points[batch] = self.weights.held + float(part["device_peak_bytes"])
+            sizes = row["scaled"] if self.scaled else row
+            points[batch] = self.weights.held + float(sizes["device_peak_bytes"])
         line = Line.through(points)
         most = line.most(cell["fits"])
         if most is None:
             return {"batch": None, "why": "more sequences took no more memory"}
-        fitted: Row = {
+        fit: Row = {
             "batch": most,
             "per_sequence_bytes": line.slope,
             "fixed_bytes": line.start,
@@ -166,10 +165,10 @@ class Memory(ModelMeasurement):
             "how": "scaled, computed" if self.scaled else "computed",
         }
         if self.scaled or not most or not _large_enough(self.place, cell["fits"]):
-            return fitted
-        return fitted | self._confirmed(size | {"batch": most}, cell["fits"])
+            return fit
+        return fit | self._confirm(size | {"batch": most}, cell["fits"])
 
-    def _confirmed(self, cell: Cell, limit: int) -> Row:
+    def _confirm(self, cell: Cell, limit: int) -> Row:
         """``how``, and what a run of the cell took together with the weights."""
         short = self.shortage(cell)
         if short is not None:

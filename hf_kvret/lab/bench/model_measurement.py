@@ -1,21 +1,30 @@
-"""What the benches that run a model have in common: models, caches, rounds."""
+"""Measurements of caches on a model: models, caches, rounds, and rows of time measurements."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
 from hf_kvret.lab.bench.checks import Checker
-from hf_kvret.lab.bench.filling import FILLS, Subject, Turn, choose_fill, measure_rows
+from hf_kvret.lab.bench.filling import (
+    FILLS,
+    Subject,
+    Turn,
+    choose_fill,
+    make_stand_ins,
+    measure_rows,
+)
+from hf_kvret.lab.bench.floors import Floor
 from hf_kvret.lab.bench.limits import check_weights, predict_need, shortage
 from hf_kvret.lab.bench.opponents import bench_caches, check_choices, choose_bench_caches
 from hf_kvret.lab.bench.shapes import (
@@ -26,11 +35,12 @@ from hf_kvret.lab.bench.shapes import (
     random_model,
     weight_bytes,
 )
-from hf_kvret.lab.bench.stand_ins import make_stand_ins
 from hf_kvret.lab.bench.tables import why_missing
-from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth
+from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth, quartiles
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row, attempt
+from hf_kvret.lab.evaluate.reader import Usage
+from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import (
     DTYPES,
     batches,
@@ -40,14 +50,6 @@ from hf_kvret.lab.program.arguments import (
     seconds_at_most,
     whole_number,
 )
-from hf_kvret.lab.program.common_options import (
-    budget_option,
-    count_option,
-    device_option,
-    dtype_option,
-    seed_option,
-    store_option,
-)
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.environment import describe_environment
 from hf_kvret.lab.report.results import Cell, Results
@@ -56,7 +58,7 @@ from hf_kvret.models.compatibility import is_latent
 _LEAST_CONTEXT = 64
 # A median of fewer steps says nothing.
 _LEAST_STEPS = 3
-# What numbers depend on besides the cells, the model's size and the limit.
+# Results depend on these besides the cells, the model's size and the limit.
 _OPTIONS = ("dtype", "device", "seed", "top_k", "store", "fill", "steps", "warmup", "rounds")
 _MACHINE = ("processor", "threads", "accelerator", "versions")
 
@@ -86,8 +88,8 @@ class ModelMeasurement(Measurement):
         "comma-separated, options after colons as paris:top_k=100:store=host; known: "
         f"{', '.join(bench_caches())}",
     )
-    top_k: int | float = budget_option()
-    store: str = store_option()
+    top_k: int | float = common.budget_option()
+    store: str = common.store_option()
     fill: str = option(
         "auto",
         "prefill: read the context through the model; random: write random rows of the model's "
@@ -101,16 +103,16 @@ class ModelMeasurement(Measurement):
         aliases=("--new-tokens",),
     )
     warmup: int = option(8, "as --steps, untimed", kind=whole_number(0))
-    rounds: int = count_option(3, "how often all caches take turns")
+    rounds: int = common.count_option(3, "how often all caches take turns")
     limit: float = option(
         60.0,
         "take fewer decode steps in a turn where --steps of them would take longer",
         kind=seconds_at_most,
         metavar="SECONDS",
     )
-    dtype: str = dtype_option()
-    device: str = device_option()
-    seed: int = seed_option()
+    dtype: str = common.dtype_option()
+    device: str = common.device_option()
+    seed: int = common.seed_option()
 
     @cached_property
     def whole(self) -> Shape:
@@ -154,12 +156,12 @@ class ModelMeasurement(Measurement):
         counts = (self.built, self.built // 2) if self.scaled else (self.built,)
         configs = [self.whole.with_layers(count) for count in counts]
         weights = [weight_bytes(config, dtype) for config in configs]
-        check_weights(sum(part.held for part in weights), self.place, self.shape)
+        check_weights(sum(size.held for size in weights), self.place, self.shape)
         models = [random_model(config, dtype, self.place, self.seed) for config in configs]
         random = "random" in self._fills()
         return tuple(
-            Subject(model, part, measure_rows(model, self.seed) if random else None, self.seed)
-            for model, part in zip(models, weights, strict=True)
+            Subject(model, size, measure_rows(model, self.seed) if random else None, self.seed)
+            for model, size in zip(models, weights, strict=True)
         )
 
     @cached_property
@@ -169,7 +171,7 @@ class ModelMeasurement(Measurement):
 
     @cached_property
     def checker(self) -> Checker:
-        """Knows what it has checked."""
+        """It checks each cache once at each size."""
         return Checker(self.subjects[0].model, self.subjects[0].rows, self.seed)
 
     def check(self) -> None:
@@ -187,15 +189,14 @@ class ModelMeasurement(Measurement):
                 raise ValueError(
                     f"{name} is a way to decode, bench {self.name} knows nothing of it: use {other}"
                 )
-        check_choices(self.choices, self.whole.config, self.context, part=self.scaled)
+        check_choices(self.choices, self.whole.config, self.context, self.scaled)
         self._fills()
 
     def setup(self) -> dict[str, Any]:
         here = describe_environment()
         return {
             "shape": self.shape,
-            "layers": self.built,
-            "of_layers": self.whole.layers,
+            **self._layers,
             # JSON has no infinity.
             "limit": self.limit if math.isfinite(self.limit) else None,
             **{name: getattr(self, name) for name in _OPTIONS},
@@ -211,7 +212,7 @@ class ModelMeasurement(Measurement):
         ]
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
-        """As ``groups``; methods that need an artifact have one meanwhile."""
+        """The ``groups``; methods that need an artifact have one meanwhile."""
         groups = self.groups(results)
         first = next(groups, None)
         if first is None:
@@ -219,46 +220,46 @@ class ModelMeasurement(Measurement):
         with TemporaryDirectory() as folder:
             models = [subject.model for subject in self.subjects]
             make_stand_ins(models, self.choices.values(), Path(folder), self.seed)
-            # Measured now, before caches take the memory.
+            # It is measured before caches take the memory.
             _ = self.bandwidth
             yield first
             yield from groups
 
     def groups(self, results: Results) -> Iterator[Sequence[Cell]]:
-        """What ``plan`` measures together, without a model."""
+        """Cells that ``plan`` measures together; no model is needed for them."""
         yield from self.together(self.waiting(results))
 
     def together(self, cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
-        """Cells of one context and batch, so that all of them see the same moods of the machine.
+        """Groups of one context and batch, so that all cells see the same moods of the machine.
 
-        With one round each is for itself: its row is kept as soon as it is measured.
+        With one round each cell is a group: its row is kept as soon as it is measured.
         """
-        for _, group in groupby(cells, lambda cell: (cell["context"], cell.get("batch"))):
-            those = list(group)
-            yield from ([cell] for cell in those) if self.rounds == 1 else (those,)
+        for _, cells_of_size in groupby(cells, lambda cell: (cell["context"], cell.get("batch"))):
+            group = list(cells_of_size)
+            yield from ([cell] for cell in group) if self.rounds == 1 else (group,)
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """A cell that runs out of memory, or whose cache is wrong, has a row that says so."""
-        rows = [self.begun(cell, progress) for cell in group]
+        rows = [self.check_row(cell, progress) for cell in group]
         samples: list[dict[int, list[Any]]] = [{} for _ in group]
         share = 1 / (self.rounds * len(self.subjects))
         for number in range(self.rounds):
-            for cell, row, taken in zip(group, rows, samples, strict=True):
+            for cell, row, by_layers in zip(group, rows, samples, strict=True):
                 for subject in self.subjects:
                     size = f"{cell['context']} x {cell['batch']}"
                     progress.say(f"{cell['cache']} {size}, round {number + 1}")
                     if why_missing(row) is None:
                         sample, why = attempt(partial(self.once, self.turn(cell, subject)))
-                        taken.setdefault(subject.layers, []).append(sample)
+                        by_layers.setdefault(subject.layers, []).append(sample)
                         row.update(why)
                     progress.advance(share)
         return [
-            row if why_missing(row) else row | self.row(cell, taken)
-            for cell, row, taken in zip(group, rows, samples, strict=True)
+            row if why_missing(row) else row | self.row(cell, by_layers)
+            for cell, row, by_layers in zip(group, rows, samples, strict=True)
         ]
 
     def lacking(self, cell: Cell, why: Row) -> Row:
-        """With what the row of every cell has; ``rows`` sees most that goes wrong before."""
+        """The reason, beside the entries of every row; ``rows`` catches most errors before."""
         return {"fill": self.fill_of(cell), **self._layers} | why
 
     @abstractmethod
@@ -267,9 +268,9 @@ class ModelMeasurement(Measurement):
 
     @abstractmethod
     def row(self, cell: Cell, samples: Mapping[int, Sequence[Any]]) -> Row:
-        """What a row has besides ``fill`` and ``check``, from samples by number of layers.
+        """The entries of a row besides ``fill`` and ``check``, from samples by number of layers.
 
-        What was measured and what was scaled stay apart: all scaled numbers are in ``scaled``.
+        Measurements and estimates stay apart: all scaled numbers are in ``scaled``.
         """
 
     def turn(self, cell: Cell, subject: Subject) -> Turn:
@@ -306,8 +307,8 @@ class ModelMeasurement(Measurement):
             for name in self.choices
         }
 
-    def begun(self, cell: Cell, progress: Progress) -> Row:
-        """How a cell's cache is filled and what its check found, or why it can't be measured."""
+    def check_row(self, cell: Cell, progress: Progress) -> Row:
+        """How a cell's cache is filled, and the result of its check or why it can't be measured."""
         fill = self.fill_of(cell)
         row: Row = {"fill": fill, **self._layers}
         short = self.shortage(cell)
@@ -315,5 +316,131 @@ class ModelMeasurement(Measurement):
             return row | {"out_of_memory": short}
         progress.say(f"{cell['cache']}: check")
         choice, size = self.choices[cell["cache"]], (cell["context"], cell["batch"])
-        found, why = attempt(lambda: self.checker.check(choice, *size, fill))
-        return row | {"check": found} | why
+        result, why = attempt(lambda: self.checker.check(choice, *size, fill))
+        return row | {"check": result} | why
+
+
+class Line(NamedTuple):
+    """Bytes or seconds by number of layers or sequences; estimates, not measurements.
+
+    Attributes:
+        slope: added by one more.
+        start: the value without any: embedding, head, launch.
+    """
+
+    slope: float
+    start: float
+
+    @classmethod
+    def through(cls, points: Mapping[int, float]) -> Self:
+        """The line through the first and the last of at least two points."""
+        few, many = min(points), max(points)
+        slope = (points[many] - points[few]) / (many - few)
+        return cls(slope, points[many] - slope * many)
+
+    def at(self, count: int) -> float:
+        """The value of so many layers or sequences."""
+        return self.slope * count + self.start
+
+    def most(self, limit: float) -> int | None:
+        """The largest count within ``limit``; None where more of them took no more."""
+        return max(0, int((limit - self.start) // self.slope)) if self.slope > 0 else None
+
+
+@dataclass(frozen=True)
+class TimedSample:
+    """The result of one turn of a time measurement.
+
+    Attributes:
+        seconds: of each timed step or prompt.
+        floor: of one of them, with the cache as it is after the last.
+        usage: of the cache after the last.
+        more: further entries of a row, which by default are those of the last turn.
+    """
+
+    seconds: list[float]
+    floor: Floor
+    usage: Usage
+    more: Row
+
+
+def timed_row(
+    measurement: ModelMeasurement, tokens: int, samples: Mapping[int, Sequence[TimedSample]]
+) -> Row:
+    """The row of a time measurement, from its samples by number of layers.
+
+    It has seconds as median and quartiles, ``tokens`` (of one step or prompt) a second, the bytes
+    of the cache, and the floor. Where fewer layers were measured than the model has, ``scaled`` has
+    the estimates for all.
+    """
+    rounds, bandwidth = samples[measurement.built], measurement.bandwidth
+    usage, floor = rounds[-1].usage, rounds[-1].floor
+    seconds = [value for one in rounds for value in one.seconds]
+    low, middle, high = quartiles(seconds)
+    least = floor.seconds(bandwidth)
+    row: Row = {
+        "seconds": middle,
+        "seconds_quartiles": [low, high],
+        "seconds_mean": fmean(seconds),
+        "seconds_by_round": [median(one.seconds) for one in rounds],
+        "timed": len(seconds),
+        "floor_device_bytes": floor.device_bytes,
+        "floor_host_bytes": floor.host_bytes,
+        "floor_seconds": least,
+        "time_over_floor": middle / least,
+        "device_bandwidth": bandwidth.device,
+        "host_bandwidth": bandwidth.host,
+        "tokens_per_second": tokens / middle,
+        "device_bytes": usage.device_bytes,
+        "host_bytes": usage.host_bytes,
+        "full_bytes": usage.full_bytes,
+        **rounds[-1].more,
+    }
+    return row | ({"scaled": _scaled(measurement, tokens, samples)} if measurement.scaled else {})
+
+
+def _scaled(
+    measurement: ModelMeasurement, tokens: int, samples: Mapping[int, Sequence[TimedSample]]
+) -> Row:
+    """Estimates for the whole model.
+
+    Seconds are None where the larger model was not slower, so that noise hides the layers.
+    """
+    layers, counts = measurement.whole.layers, list(samples)
+
+    def whole(value: Callable[[TimedSample], float]) -> float:
+        return Line.through({n: value(samples[n][-1]) for n in counts}).at(layers)
+
+    floor = Floor(
+        whole(lambda one: one.floor.device_bytes), whole(lambda one: one.floor.host_bytes)
+    )
+    least = floor.seconds(measurement.bandwidth)
+    row: Row = {
+        "layers": layers,
+        "from_layers": sorted(counts),
+        "seconds": None,
+        "seconds_per_layer": None,
+        "floor_device_bytes": floor.device_bytes,
+        "floor_host_bytes": floor.host_bytes,
+        "floor_seconds": least,
+        "time_over_floor": None,
+        "device_bytes": whole(lambda one: one.usage.device_bytes),
+        "host_bytes": whole(lambda one: one.usage.host_bytes),
+        "tokens_per_second": None,
+    }
+    line = Line.through({n: median(s for one in samples[n] for s in one.seconds) for n in counts})
+    if line.slope > 0:
+        seconds = line.at(layers)
+        by_round = [
+            Line.through({n: median(samples[n][number].seconds) for n in counts}).at(layers)
+            for number in range(measurement.rounds)
+        ]
+        row |= {
+            "seconds": seconds,
+            "seconds_by_round": [min(by_round), max(by_round)],
+            "seconds_per_layer": line.slope,
+            "seconds_rest": line.start,
+            "time_over_floor": seconds / least,
+            "tokens_per_second": tokens / seconds,
+        }
+    return row

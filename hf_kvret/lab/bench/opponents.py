@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, StaticCache
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, known_caches
 from hf_kvret.models.compatibility import head_dims, model_layers
-from hf_kvret_kernels.host_step import why_not
+from hf_kvret_kernels.host_step import HostWindow, run_step, why_not
 
 DENSE = ("dense", "dense-cpp", "dense-graph", "static-compile")
+CPP_ATTENTION = "hf_kvret_dense_cpp"
+"""The name of ``attend_to_all`` in transformers."""
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -106,6 +113,11 @@ class CppDenseCache(PreallocatedCache):
         if why_not():
             raise ImportError(f"dense-cpp: {why_not()}")
         super().__init__(config, capacity)
+        ALL_ATTENTION_FUNCTIONS.register(CPP_ATTENTION, attend_to_all)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(CPP_ATTENTION, sdpa_mask)
+
+
+_DENSE_TYPES: dict[str, type[Cache]] = {"dense-cpp": CppDenseCache, "static-compile": StaticCache}
 
 
 def bench_caches() -> list[str]:
@@ -122,16 +134,16 @@ def choose_bench_caches(
         ValueError: none, an unknown or doubled name, a bad option, a cache that can't work here.
         ModuleNotFoundError: the package behind an opponent is missing.
     """
-    known = ", ".join(bench_caches())
+    caches = ", ".join(bench_caches())
     if not texts:
-        raise ValueError(f"no cache named: choose among {known}")
+        raise ValueError(f"no cache named: choose among {caches}")
     if len(set(texts)) < len(texts):
         raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
     choices = {}
     for text in texts:
         name = text.partition(":")[0].strip()
         if name not in bench_caches():
-            raise ValueError(f"unknown cache {name!r}: choose among {known}")
+            raise ValueError(f"unknown cache {name!r}: choose among {caches}")
         if name in DENSE and name != text:
             raise ValueError(f"{text!r}: {name} takes no options")
         if name == "dense-graph" and torch.device(device).type != "cuda":
@@ -144,28 +156,27 @@ def choose_bench_caches(
                 f"dense-cpp reads with the CPU kernels, and the model is on {device!r}: use dense "
                 "here"
             )
-        make: type[Cache] = PreallocatedCache
-        if name == "static-compile":
-            make = StaticCache
-        elif name == "dense-cpp":
-            make = CppDenseCache
-        choices[text] = (
-            CacheChoice(text, make) if name in DENSE else choose_cache(text, defaults, device)
-        )
+        if name in DENSE:
+            choices[text] = CacheChoice(text, _DENSE_TYPES.get(name, PreallocatedCache))
+        else:
+            choices[text] = choose_cache(text, defaults, device)
     return choices
 
 
 def check_choices(
-    choices: dict[str, CacheChoice], config: PreTrainedConfig, contexts: Sequence[int], part: bool
+    choices: dict[str, CacheChoice],
+    config: PreTrainedConfig,
+    contexts: Sequence[int],
+    fewer_layers: bool,
 ) -> None:
     """Look at retrieval caches before a model is built.
 
     Args:
-        part: only some of the model's layers are built.
+        fewer_layers: only some of the model's layers are built.
 
     Raises:
         ValueError: a context at which one would be plain attention, head sizes that it can't have,
-            or a store that depends on how many layers there are where only a part is.
+            or a store that depends on how many layers there are where only some are.
     """
     for name, options in ((name, choice.options) for name, choice in choices.items()):
         if options is None or not options.retrieves:
@@ -181,8 +192,48 @@ def check_choices(
                 f"flush={options.flush}); give a longer context, or smaller options as "
                 f"{name}:dense_below=0:recent=64:flush=64"
             )
-        if part and options.store == "auto":
+        if fewer_layers and options.store == "auto":
             raise ValueError(
                 f"{name} with store=auto decides by the number of layers, so fewer of them may "
                 "decide otherwise: give --store device or host with --layers"
             )
+
+
+def attend_to_all(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: C++ for one query without a mask, sdpa for a prompt.
+
+    Shapes as of ``sdpa_attention_forward``; keys and values are views ``[:, :, :n]`` of buffers.
+
+    Raises:
+        ValueError: a soft cap or learned sinks, which sdpa would leave out of the prompt.
+    """
+    special = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if special:
+        raise ValueError(f"dense-cpp: this model's attention has {special[0]}; use full or static")
+    if query.shape[2] > 1 or attention_mask is not None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return out, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out, _ = run_step(query, HostWindow(key, value, key.shape[2]), scale=scale, dtype=query.dtype)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """``model`` with another implementation of attention, as ``"eager"`` or ``CPP_ATTENTION``."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,20 +1,19 @@
-"""``hf-kvret bench decode | prefill | memory | ...``: what can be measured."""
+"""``hf-kvret bench decode | batch | prefill | memory``: the measurements of the command."""
 
 from __future__ import annotations
 
 import argparse
 
 from hf_kvret.lab.bench.batches import Batch
-from hf_kvret.lab.bench.decode import Decode
 from hf_kvret.lab.bench.memory import Memory
-from hf_kvret.lab.bench.prefill import Prefill
+from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.evaluate.measurement import Measurement, add_measurement
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.scripts import SCRIPTS, add_script_name
 
-_KINDS: tuple[type[Measurement], ...] = (Decode, Batch, Prefill, Memory)
+_MEASUREMENTS: tuple[type[Measurement], ...] = (Decode, Batch, Prefill, Memory)
 
-MEASUREMENTS: dict[str, type[Measurement]] = {kind.title(): kind for kind in _KINDS}
+MEASUREMENTS: dict[str, type[Measurement]] = {cls.title(): cls for cls in _MEASUREMENTS}
 """The measurements by the name in their result files."""
 
 
@@ -29,8 +28,8 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         formatter_class=HelpFormatter,
     )
     measurements = parser.add_subparsers(required=True, metavar="MEASURE")
-    for kind in _KINDS:
-        add_measurement(measurements, kind)
+    for cls in _MEASUREMENTS:
+        add_measurement(measurements, cls)
     for title in SCRIPTS:
         if title.startswith("bench "):
             add_script_name(measurements, title)

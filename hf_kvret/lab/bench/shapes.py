@@ -23,10 +23,12 @@ _SIZES = (
 )
 
 
-def _model(kind: str, vocabulary: int, positions: int, *sizes: int, **more: Any) -> dict[str, Any]:
+def _model(
+    model_type: str, vocabulary: int, positions: int, *sizes: int, **more: Any
+) -> dict[str, Any]:
     """A model with an output head of its own; ``sizes`` are those of ``_SIZES``."""
     return {
-        "model_type": kind,
+        "model_type": model_type,
         "vocab_size": vocabulary,
         "max_position_embeddings": positions,
         "tie_word_embeddings": False,
@@ -72,7 +74,7 @@ _LATENT = {
 _FLASH = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
 _V3 = {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _MISTRAL = {"rms_norm_eps": 1e-5, "sliding_window": None, **_MILLION}
-# The numbers of the models' published config.json files.
+# The sizes are those of the models' published config.json files.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": _llama3(8.0, 4096, 14_336, 32, 32, 8),
     "llama-3.2-1b": _llama3(32.0, 2048, 8192, 16, 32, 8, head_dim=64, **_TIED),
@@ -130,8 +132,8 @@ class Shape:
         config = copy.deepcopy(self.config)
         if layers == self.layers:
             return config
-        for kind in ("layer_types", "mlp_layer_types"):
-            types = getattr(config, kind, None)
+        for name in ("layer_types", "mlp_layer_types"):
+            types = getattr(config, name, None)
             if types and len(set(types)) > 1:
                 raise ValueError(
                     f"--layers {layers}: the layers of {self.name} differ "
@@ -139,7 +141,7 @@ class Shape:
                     "leave --layers out"
                 )
             if types:
-                setattr(config, kind, list(types[:layers]))
+                setattr(config, name, list(types[:layers]))
         config.num_hidden_layers = layers
         return config
 
@@ -170,7 +172,7 @@ def load_shape(name: str, *, option: str = "--shape", experts: bool = False) -> 
         raise ValueError(unknown) from error
     config = config.get_text_config(decoder=True)
     check_config(config)
-    if not experts and _number(config, "num_experts", "num_local_experts"):
+    if not experts and _first_count(config, "num_experts", "num_local_experts"):
         raise ValueError(
             f"{option} {name}: a mixture of experts reads only some of its weights in a step, so "
             "the floor in bytes is not known; give a dense model"
@@ -178,8 +180,8 @@ def load_shape(name: str, *, option: str = "--shape", experts: bool = False) -> 
     return Shape(name, config)
 
 
-def _number(config: PreTrainedConfig, *names: str) -> int:
-    """The first of these fields that is there; 0 where none is."""
+def _first_count(config: PreTrainedConfig, *names: str) -> int:
+    """The first of these fields that the configuration has; 0 without any."""
     return next((count for name in names if (count := getattr(config, name, None))), 0)
 
 
@@ -231,10 +233,10 @@ def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> WeightBytes:
 
 def _idle_bytes(model: PreTrainedModel) -> int:
     """Bytes of the experts that a token does not pass through."""
-    count = _number(model.config, "num_experts", "num_local_experts", "n_routed_experts")
-    chosen = _number(model.config, "num_experts_per_tok", "moe_topk", "moe_k")
-    if not count or not chosen:
+    count = _first_count(model.config, "num_experts", "num_local_experts", "n_routed_experts")
+    active = _first_count(model.config, "num_experts_per_tok", "moe_topk", "moe_k")
+    if not count or not active:
         return 0
     named = model.named_parameters()
     nbytes = sum(parameter.nbytes for name, parameter in named if ".experts." in name)
-    return nbytes * (count - chosen) // count
+    return nbytes * (count - active) // count

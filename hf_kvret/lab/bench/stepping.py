@@ -1,4 +1,4 @@
-"""How a decode step is taken: as usual, replayed from a CUDA graph, or compiled."""
+"""Decode steps: as usual, replayed from a CUDA graph, or compiled."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WARM_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Taken:
-    """One step that was taken.
+class Step:
+    """The kind of a step.
 
     Attributes:
         kind: ``"eager"``, ``"replay"``, ``"capture"`` (a graph was captured in it) or
@@ -58,23 +58,23 @@ class Steps:
     def __init__(self, model: PreTrainedModel, cache: Cache, length: int) -> None:
         self.model, self.cache, self.length = model, cache, length
 
-    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Taken]:
+    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Step]:
         """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, valid until the next step, and its kind."""
         cold = _cold_tokens(self.cache)
         logits, kind = self._forward(tokens)
         self.length += 1
-        return logits, Taken(kind, max(0, _cold_tokens(self.cache) - cold))
+        return logits, Step(kind, max(0, _cold_tokens(self.cache) - cold))
 
-    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[Taken]]:
+    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[Step]]:
         """Take greedy steps from ``token [B, 1]``: the next one, seconds and kind of each step."""
-        taken, clock = [], StepClock(token.device)
+        steps, clock = [], StepClock(token.device)
         clock.mark()
         for _ in range(count):
             logits, step = self.take(token)
             token = logits.argmax(-1)
             clock.mark()
-            taken.append(step)
-        return token, clock.seconds(), taken
+            steps.append(step)
+        return token, clock.seconds(), steps
 
     def finish(self) -> None:
         """Let the cache hold the token of the newest step, where it does not yet."""
@@ -85,7 +85,7 @@ class Steps:
     def _logits(
         self, call: Callable[..., Any], tokens: torch.Tensor, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Those of ``call``, a way to run the model."""
+        """The logits of ``call``, which runs the model."""
         if positions is None:
             positions = torch.full((1, 1), self.length, device=tokens.device)
         return call(
@@ -143,16 +143,16 @@ def unmasked() -> Iterator[None]:
     where no padding is given. Then sdpa copies keys and values for every query head and leaves its
     fastest kernels. Where there is padding, nothing changes.
     """
-    asked = masking_utils.is_tracing
+    is_tracing = masking_utils.is_tracing
 
-    def of_padding(tensor: torch.Tensor | None = None) -> bool:
-        return tensor is not None and asked(tensor)
+    def traces_padding(tensor: torch.Tensor | None = None) -> bool:
+        return tensor is not None and is_tracing(tensor)
 
-    masking_utils.is_tracing = of_padding
+    masking_utils.is_tracing = traces_padding
     try:
         yield
     finally:
-        masking_utils.is_tracing = asked
+        masking_utils.is_tracing = is_tracing
 
 
 class DenseGraphSteps(Steps):
@@ -170,14 +170,14 @@ class DenseGraphSteps(Steps):
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @torch.inference_mode()
-    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Taken]:
+    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Step]:
         """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, always at the same length."""
         kind = "replay"
         if self._graph is None:
             self._graph, kind = self._capture(tokens), "capture"
         self._tokens.copy_(tokens)
         self._graph.replay()
-        return self._last, Taken(kind)
+        return self._last, Step(kind)
 
     def finish(self) -> None:
         self.length += 1
@@ -185,7 +185,7 @@ class DenseGraphSteps(Steps):
         self._graph = None
 
     def _capture(self, tokens: torch.Tensor) -> torch.cuda.CUDAGraph:
-        # They have to stay where they are: the graph reads them.
+        # The graph reads these tensors, so they have to stay where they are.
         self._tokens = tokens.clone()
         self._positions = torch.full((1, 1), self.length, device=tokens.device)
         current = torch.cuda.current_stream(tokens.device)
@@ -193,15 +193,15 @@ class DenseGraphSteps(Steps):
         stream.wait_stream(current)
         with unmasked(), torch.cuda.stream(stream):
             for _ in range(_WARM_STEPS):
-                self._again()
+                self._step()
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with unmasked(), torch.cuda.graph(graph):
-            self._last = self._again()
+            self._last = self._step()
         self.cache.rewind(self.length)
         return graph
 
-    def _again(self) -> torch.Tensor:
+    def _step(self) -> torch.Tensor:
         self.cache.rewind(self.length)
         return self._logits(self.model, self._tokens, self._positions)
 
@@ -209,7 +209,7 @@ class DenseGraphSteps(Steps):
 class CompiledSteps(Steps):
     """Steps of transformers' static cache, compiled as ``generate`` compiles them.
 
-    The compiler starts anew for each object: it guards on the buffers of one cache, and after
+    The compiler starts again for each object: it guards on the buffers of one cache, and after
     some recompilations it would go on uncompiled without a word. Lengths are never made
     symbolic, which the opponent is better off with.
     """

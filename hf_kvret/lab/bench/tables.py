@@ -6,18 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_kvret.lab.bench.timed import Column, ms, series
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table
-
-Column = tuple[str, Callable[[Cell, Row], str]]
-"""A header, and what stands below it for a cell and its row."""
-
-
-def ms(seconds: float) -> str:
-    """Milliseconds, three digits of them below a second."""
-    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
 def mb(count: float) -> str:
@@ -25,14 +18,14 @@ def mb(count: float) -> str:
     return f"{count / 1e6:,.1f}"
 
 
-def of(form: Callable[[Any], str], *keys: str) -> Callable[[Cell, Row], str]:
-    """What ``keys`` lead to in a row, written by ``form``; None is ``-``."""
+def of(style: Callable[[Any], str], *keys: str) -> Callable[[Cell, Row], str]:
+    """A column's text: the value at ``keys`` in a row, written by ``style``; None is ``-``."""
 
     def text(cell: Cell, row: Row) -> str:
         value: Any = row
         for key in keys:
             value = value[key]
-        return "-" if value is None else form(value)
+        return "-" if value is None else style(value)
 
     return text
 
@@ -56,17 +49,15 @@ def why_missing(row: Mapping[str, Any]) -> str | None:
     return row.get("out_of_memory")
 
 
-def table_of(
-    columns: Sequence[Column], rows: Iterable[tuple[Cell, Row]], reason: int = len(SIZE)
-) -> str:
-    """A markdown table; ``reason`` is the column that says why the others have no numbers."""
+def table_of(columns: Sequence[Column], rows: Iterable[tuple[Cell, Row]]) -> str:
+    """A markdown table; the column behind ``SIZE`` says why the others have no numbers."""
     lines = []
     for cell, row in rows:
         why = why_missing(row)
-        known = columns if why is None else columns[: min(reason, len(SIZE) - 1)]
-        line = [text(cell, row) for _, text in known] + ["-"] * (len(columns) - len(known))
+        filled = columns if why is None else columns[: len(SIZE) - 1]
+        line = [text(cell, row) for _, text in filled] + ["-"] * (len(columns) - len(filled))
         if why is not None:
-            line[reason] = why
+            line[len(SIZE)] = why
         lines.append(line)
     return markdown_table([header for header, _ in columns], lines)
 
@@ -85,11 +76,11 @@ def timing_table(results: Results, unit: str) -> str:
         ("cache device MB", of(mb, "device_bytes")),
         ("cache host MB", of(mb, "host_bytes")),
     ]
-    # Only decode steps have kinds.
+    # Decode steps have labels, prompts have none.
     if any("steps" in row for _, row in results):
-        # The mean stands beside the median, which knows nothing of flushes and captures.
+        # Beside the median stands the mean, which flushes and captures change.
         columns.insert(len(SIZE) + 1, (f"mean {unit}", of(ms, "seconds_mean")))
-        columns.append(("steps", told_steps))
+        columns.append(("steps", step_counts))
     if any(row.get("attention_seconds") for _, row in results):
         attention = of(
             lambda row: ms(row["attention_seconds"]) if row.get("attention_seconds") else "-"
@@ -107,24 +98,21 @@ def timing_table(results: Results, unit: str) -> str:
     return described(results, table_of(columns, results) + _step_notes(results))
 
 
-def told_steps(cell: Cell, row: Row) -> str:
-    """``"31 replay, 1 capture"``: the timed steps of a row by kind; ``"-"`` where it has none."""
+def step_counts(cell: Cell, row: Row) -> str:
+    """The timed steps of a row by label, ``"31 replay, 1 capture"``; ``"-"`` where it has none."""
     counts = row.get("steps")
-    return "-" if not counts else ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return "-" if not counts else ", ".join(f"{count} {label}" for label, count in counts.items())
 
 
 def _step_notes(results: Results) -> str:
-    """Lines below a table: times of single kinds where there are several, and why none is replayed.
-
-    Begins with an empty line; empty where there is nothing to say.
-    """
+    """Lines below a table: times by label where there are several, and why none is replayed."""
     lines = []
     reasons: dict[str, list[str]] = {}
     for cell, row in results:
-        by_kind = row.get("seconds_by_kind") or {}
-        if len(by_kind) > 1:
-            told = ", ".join(f"{kind} {ms(seconds)} ms" for kind, seconds in by_kind.items())
-            lines.append(f"- {cell['cache']}, {cell['context']:,} x {cell['batch']}: {told}")
+        by_label = row.get("seconds_by_kind") or {}
+        if len(by_label) > 1:
+            times = ", ".join(f"{label} {ms(seconds)} ms" for label, seconds in by_label.items())
+            lines.append(f"- {cell['cache']}, {cell['context']:,} x {cell['batch']}: {times}")
         if row.get("not_replayed"):
             reasons.setdefault(row["not_replayed"], []).append(cell["cache"])
     lines += [
@@ -151,18 +139,22 @@ def plot_contexts(path: Path, results: Results, title: str, unit: str, key: str)
     ``unit`` is ``ms`` of seconds or ``MB`` of bytes.
     """
     rows = [(cell, row) for cell, row in results if key in row and "batch" in cell]
-    lines: dict[str, tuple[list[float], list[float]]] = {}
     several = len({cell["batch"] for cell, _ in rows}) > 1
-    for cell, row in sorted(rows, key=lambda pair: pair[0]["context"]):
-        name = f"{cell['cache']}, batch {cell['batch']}" if several else cell["cache"]
-        xs, ys = lines.setdefault(name, ([], []))
-        xs.append(float(cell["context"]))
-        ys.append(row[key] * {"ms": 1e3, "MB": 1e-6}[unit])
+    points = [
+        (
+            f"{cell['cache']}, batch {cell['batch']}" if several else cell["cache"],
+            float(cell["context"]),
+            row[key] * {"ms": 1e3, "MB": 1e-6}[unit],
+        )
+        for cell, row in sorted(rows, key=lambda pair: pair[0]["context"])
+    ]
     setup = results.setup
     heading = f"{setup['shape']}: {title}"
     if setup["layers"] < setup["of_layers"]:
         heading += f", {setup['layers']} of {setup['of_layers']} layers"
-    plot_lines(path, lines, title=heading, x="context (tokens)", y=unit, log_x=True, log_y=True)
+    plot_lines(
+        path, series(points), title=heading, x="context (tokens)", y=unit, log_x=True, log_y=True
+    )
 
 
 def _with_rounds(scaled: Row) -> str:

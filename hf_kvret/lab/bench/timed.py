@@ -1,4 +1,4 @@
-"""What benches without a model share: their set-up, rows of timed calls, and tables of them."""
+"""Set-up, rows of timed calls, and tables of them, for benches without a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table
 
 Column = tuple[str, Callable[[Cell, Row], str]]
-"""A header, and what stands below it for a cell and its row."""
+"""A header, and the function that makes the text below it from a cell and its row."""
 
-# Why a row has no numbers.
+# One of these entries of a row says why it has no numbers.
 _REASONS = ("out_of_memory", "check_failed", "skipped")
 
 
@@ -65,17 +65,17 @@ def series(
     return lines
 
 
-def milliseconds(seconds: float) -> str:
-    """Three digits, and all of more than a second."""
+def ms(seconds: float) -> str:
+    """Milliseconds: three digits of them, and all of more than a second."""
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
-def spread(row: Row, text: Callable[[float], str] = milliseconds) -> str:
+def spread(row: Row, text: Callable[[float], str] = ms) -> str:
     """The quartiles of ``calls_row``."""
     low, high = row["seconds_quartiles"]
     return f"{text(low)} to {text(high)}" if row["timed"] > 1 else "once"
 
 
 def thread_count(count: int) -> str:
-    """In words."""
+    """A number of threads in words."""
     return "1 thread" if count == 1 else f"{count} threads"

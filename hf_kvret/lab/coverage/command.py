@@ -39,7 +39,7 @@ from hf_kvret.lab.program.options import add_options, option, read_options
 
 @dataclass(frozen=True)
 class ModelsOptions:
-    """What ``hf-kvret models`` takes."""
+    """The options of ``hf-kvret models``."""
 
     type: str | None = option(None, "one type with all that is known of it, by its default")
     json: bool = option(False, "print JSON instead")
@@ -98,19 +98,19 @@ def run_models(options: ModelsOptions, model: str | None = None) -> int:
     if options.md and (model or options.type or options.json):
         raise ValueError("--md writes tables of all types: leave --type, --json and the model out")
     transformers_logging.set_verbosity_error()
-    one = model or options.type
-    types = scan() if one is None else [_find(one, anywhere=model is not None)]
-    record = Record.read() if options.trials is None else _try(types, options.trials, bool(one))
+    name = model or options.type
+    types = scan() if name is None else [_find(name, anywhere=model is not None)]
+    record = Record.read() if options.trials is None else _try(types, options.trials, bool(name))
     rows = make_rows(types, record)
-    if one is None and (note := stale_note(rows, record)):
+    if name is None and (note := stale_note(rows, record)):
         print(note, file=sys.stderr)
     if options.md:
         write_page(options.md, markdown(rows, record))
         print(f"wrote {options.md}")
     elif options.json:
-        shown = [row.as_dict() for row in rows]
-        print(json.dumps(shown if one is None else shown[0], indent=1))
-    elif one is None:
+        entries = [row.as_dict() for row in rows]
+        print(json.dumps(entries if name is None else entries[0], indent=1))
+    elif name is None:
         print("\n".join(lines(rows, shutil.get_terminal_size().columns)))
     else:
         print(details(rows[0], record))
@@ -121,7 +121,9 @@ def _find(name: str, *, anywhere: bool) -> ModelType:
     """A type of transformers; ``anywhere`` also what a folder or the hub has of that name."""
     if not anywhere or (name in type_names() and not Path(name).exists()):
         return default_type(name)
-    if _is_path(name) and not Path(name).exists():
+    # A hub id is a name with at most an owner before it.
+    is_path = name.startswith((".", "~", "/")) or name.endswith("/") or len(Path(name).parts) > 2
+    if is_path and not Path(name).exists():
         raise FileNotFoundError(f"there is no folder {name!r}: give one with a config.json")
     try:
         config = AutoConfig.from_pretrained(name)
@@ -130,17 +132,12 @@ def _find(name: str, *, anywhere: bool) -> ModelType:
             f"transformers can't read the configuration of {name!r} "
             f"({type(error).__name__}: {' '.join(str(error).split())}): correct its config.json"
         ) from error
-    known = config.model_type in type_names()
-    return configured_type(config, partial(text_class, config.model_type) if known else None)
+    generates = config.model_type in type_names()
+    return configured_type(config, partial(text_class, config.model_type) if generates else None)
 
 
-def _is_path(name: str) -> bool:
-    """Whether this can't be a hub id, which has a name and at most an owner before it."""
-    return name.startswith((".", "~", "/")) or name.endswith("/") or len(Path(name).parts) > 2
-
-
-def _try(types: list[ModelType], path: Path, anew: bool) -> Record:
-    """Try the types that are served, under a bar; one type alone is tried ``anew``."""
-    served = [one.name for one in types if one.served]
+def _try(types: list[ModelType], path: Path, again: bool) -> Record:
+    """Try the types that are served, under a bar; ``again`` tries present trials too."""
+    served = [each.name for each in types if each.served]
     bar = partial(tqdm, desc="trials", unit="type", disable=len(served) < 2)
-    return try_types(served, path, anew=anew, report=tqdm.write, progress=bar)
+    return try_types(served, path, again=again, report=tqdm.write, progress=bar)

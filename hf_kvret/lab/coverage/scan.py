@@ -1,4 +1,4 @@
-"""What the library says of every type that generates text, by its default configuration."""
+"""Every type that generates text: served or refused, by its default configuration."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ModelType:
         text_type: type of its text part; its own where it has no parts.
         refusal: the library's error; empty for a type that is served.
         untold: why transformers has no default configuration; empty where it has one.
-        layers: how many cache layers of each kind: ``full`` ones retrieve, others are ``sliding``,
-            ``recurrent`` or ``other``. Empty where it is refused.
+        layers: counts of its cache layers: ``full`` ones retrieve, others are ``sliding``,
+            ``recurrent`` or ``other``. None where it is refused.
         latent: whether full layers hold latents (MLA).
         kv_heads: heads of the rows that full layers hold; 1 where all queries share latents.
-        key_dim: numbers of a key.
+        key_dim: elements of a key.
         replay: whether decode steps may be replayed from a CUDA graph.
         chunks: whether ``prefill_chunk="auto"`` may cut its prompts.
         conformance: whether a small model of it is in the conformance suite.
@@ -76,10 +76,7 @@ class ModelType:
 
 
 def scan() -> list[ModelType]:
-    """Every type of transformers that generates text, in the order of the alphabet.
-
-    Takes seconds: all their modules are imported.
-    """
+    """``default_type`` of all ``type_names``; takes seconds, as all their modules are imported."""
     return [default_type(name) for name in type_names()]
 
 
@@ -95,7 +92,7 @@ def default_type(name: str) -> ModelType:
     Raises:
         ValueError: no type that generates text; the message has similar names.
     """
-    _check_known(name)
+    _check_name(name)
     try:
         config = AutoConfig.for_model(name)
     except (ValueError, TypeError, StrictDataclassError) as error:
@@ -107,10 +104,10 @@ def default_type(name: str) -> ModelType:
 def configured_type(
     config: PreTrainedConfig, find_class: Callable[[], type[PreTrainedModel]] | None = None
 ) -> ModelType:
-    """What becomes of models with ``config``.
+    """The type of models with ``config``: served, or refused.
 
-    ``find_class`` returns their class, which takes long to import: it is only called, and looked
-    at, where nothing else is against them.
+    ``find_class`` returns their class, which takes long to import: it is only called where nothing
+    else is against them.
     """
     text = config.get_text_config(decoder=True)
     name, types = config.model_type, {config.model_type, text.model_type}
@@ -127,7 +124,7 @@ def configured_type(
     return ModelType(
         name,
         text.model_type,
-        layers=dict(Counter(map(_kind, empty.layers))),
+        layers=dict(Counter(map(_layer_name, empty.layers))),
         latent=is_latent(config),
         kv_heads=kv_heads(config),
         key_dim=head_dims(config)[0],
@@ -159,17 +156,16 @@ def text_class(name: str) -> type[PreTrainedModel]:
     Raises:
         ValueError: no type that generates text; the message has similar names.
     """
-    _check_known(name)
+    _check_name(name)
     classes = [getattr(transformers, class_name) for class_name in _class_names()[name]]
     config_class = transformers.CONFIG_MAPPING[name]
-    whole = (one for one in classes if issubclass(config_class, one.config_class or ()))
+    whole = (cls for cls in classes if issubclass(config_class, cls.config_class or ()))
     return next(whole, classes[0])
 
 
-def _check_known(name: str) -> None:
-    known = type_names()
-    if name not in known:
-        similar = [other for other in known if name[:4].lower() in other]
+def _check_name(name: str) -> None:
+    if name not in type_names():
+        similar = [other for other in type_names() if name[:4].lower() in other]
         raise ValueError(
             f"{name!r} is no type of transformers {transformers.__version__} that generates text: "
             + (f"did you mean {', '.join(similar[:8])}?" if similar else "see hf-kvret models")
@@ -198,7 +194,7 @@ def _conformance_types() -> frozenset[str]:
     return frozenset(types)
 
 
-def _kind(layer: object) -> str:
+def _layer_name(layer: object) -> str:
     if isinstance(layer, RetrievalLayer):
         return "full"
     if getattr(layer, "is_sliding", False):

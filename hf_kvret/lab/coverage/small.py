@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_kvret.lab.coverage.unusual import CHANGES
+from hf_kvret.lab.coverage.scan import text_class
 from hf_kvret.models.compatibility import by_layer, text_key
 from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
 
@@ -27,9 +27,8 @@ _SEED = 5
 _MOST_LAYERS = 6
 _MOST_KV_HEADS = 2
 _MOST_GROUP = 2
-_WINDOW = 32
 
-# Names in configurations, by what becomes of them.
+# Names of these sizes in configurations.
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth", "encoder_layers",
     "num_blocks", "resampler_depth", "aligner_num_add_layers",
@@ -50,7 +49,7 @@ _SMALLER = {
         ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"), 2
     ),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention"), _WINDOW),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention"), 32),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
     "q_lora_rank": 64,
     "zero_expert_num": 2,
@@ -58,29 +57,26 @@ _SMALLER = {
 }  # fmt: skip
 
 
-def small_model(model_type: str, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+def small_model(model_type: str) -> PreTrainedModel:
     """A random model: fp32, on the CPU, in eval mode, the same weights every time.
 
     Raises:
         Exception: of any kind, where a configuration of this type can't be made small like that.
     """
-    config = small_config(AutoConfig.for_model(model_type))
+    config, cls = small_config(AutoConfig.for_model(model_type)), text_class(model_type)
     text = config.get_text_config(decoder=True)
-    if not isinstance(config, model_class.config_class) and isinstance(
-        text, model_class.config_class
-    ):
+    if not isinstance(config, cls.config_class) and isinstance(text, cls.config_class):
         config = text
-    return build(config, model_class)
+    return build(config, cls)
 
 
-def small_text_part(model_type: str, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+def small_text_part(model_type: str) -> PreTrainedModel:
     """The text part of ``small_model`` as a model of its own.
 
     Raises:
         ValueError: it has no text part that transformers generates with alone; else as
             ``small_model``.
     """
-    del model_class
     config = small_config(AutoConfig.for_model(model_type))
     text = config.get_text_config(decoder=True)
     if text is config:
@@ -88,11 +84,11 @@ def small_text_part(model_type: str, model_class: type[PreTrainedModel]) -> PreT
     return build(text, MODEL_FOR_CAUSAL_LM_MAPPING[type(text)])
 
 
-def build(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+def build(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedModel:
     """A random model of ``config``: fp32, on the CPU, in eval mode, the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class._from_config(config, dtype=torch.float32)
+        model = cls._from_config(config, dtype=torch.float32)
     spread_weights(model, _SEED)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD_TOKEN
@@ -111,7 +107,7 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
         _shrink_text(settings, text)
     else:
         _shrink_text(settings[text_key(config)], text)
-        _shrink_parts(settings, text_key(config))
+        _shrink_towers(settings, text_key(config))
     _lower_marks(settings)
     _update(settings, CHANGES.get(config.model_type, {}))
     settings.pop("transformers_version", None)
@@ -144,42 +140,44 @@ def _shrink_text(settings: dict[str, Any], text: PreTrainedConfig) -> None:
 
 
 def _keep_layers(settings: dict[str, Any], text: PreTrainedConfig) -> None:
-    """Keep one layer of each kind, and the last of full attention."""
+    """Keep one layer of each type, and the last two layers."""
     count = next((getattr(text, name) for name in _LAYERS if _count(text, name)), 0)
     lists = {
         name: value
         for name, value in settings.items()
         if isinstance(value, list) and len(value) == count
     }
-    kinds = [tuple(map(str, kind)) for kind in zip(*lists.values(), strict=True)] or [()] * count
-    first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}
-    kept = sorted({*list(first.values())[-_MOST_LAYERS:], count - 1, count - 2})
+    types = [tuple(map(str, type_)) for type_ in zip(*lists.values(), strict=True)] or [()] * count
+    first = {type_: layer for layer, type_ in reversed(list(enumerate(types)))}
+    layers = sorted({*list(first.values())[-_MOST_LAYERS:], count - 1, count - 2})
     for name, value in lists.items():
-        settings[name] = [value[at] for at in kept]
-    own = {int(at): one for at, one in (settings.get("per_layer_config") or {}).items()}
+        settings[name] = [value[layer] for layer in layers]
+    own = {int(layer): config for layer, config in (settings.get("per_layer_config") or {}).items()}
     if own:
-        settings["per_layer_config"] = {new: own[at] for new, at in enumerate(kept) if at in own}
+        settings["per_layer_config"] = {
+            new: own[layer] for new, layer in enumerate(layers) if layer in own
+        }
     for name in _LAYERS:
         if isinstance(settings.get(name), int):
-            settings[name] = len(kept)
+            settings[name] = len(layers)
 
 
-def _shrink_parts(settings: dict[str, Any], but: str = "") -> None:
+def _shrink_towers(settings: dict[str, Any], but: str = "") -> None:
     """Towers for images and sounds, which prompts of text never call: two layers each."""
-    for name, part in settings.items():
-        if not isinstance(part, dict) or name == but:
+    for name, tower in settings.items():
+        if not isinstance(tower, dict) or name == but:
             continue
-        counts = {part[own] for own in _LAYERS if isinstance(part.get(own), int)}
-        for own, value in part.items():
+        counts = {tower[own] for own in _LAYERS if isinstance(tower.get(own), int)}
+        for own, value in tower.items():
             if own in _LAYERS and isinstance(value, int):
-                part[own] = min(value, 2)
+                tower[own] = min(value, 2)
             elif own in _INNER and isinstance(value, int):
-                part[own] = min(value, _SMALLER[own])
+                tower[own] = min(value, _SMALLER[own])
             elif isinstance(value, list) and len(value) in counts:
-                part[own] = value[:2]
+                tower[own] = value[:2]
             elif isinstance(value, list) and "index" in str(own):
-                part[own] = [0, 1][: len(value)]
-        _shrink_parts(part)
+                tower[own] = [0, 1][: len(value)]
+        _shrink_towers(tower)
 
 
 def _lower_marks(settings: dict[str, Any]) -> None:
@@ -188,7 +186,7 @@ def _lower_marks(settings: dict[str, Any]) -> None:
 
     def low(value: Any) -> Any:
         if isinstance(value, list):
-            return [low(one) for one in value]
+            return [low(element) for element in value]
         return ids.setdefault(value, len(ids) + 3) if isinstance(value, int) else value
 
     def walk(part: dict[str, Any]) -> None:
@@ -209,7 +207,7 @@ def _less(name: str, value: Any) -> Any:
     if isinstance(value, bool) or name not in _SMALLER:
         return value
     if isinstance(value, list):
-        return [_less(name, one) for one in value]
+        return [_less(name, element) for element in value]
     return min(value, _SMALLER[name]) if isinstance(value, int) else value
 
 
@@ -224,3 +222,79 @@ def _update(settings: dict[str, Any], changes: dict[str, Any]) -> None:
             _update(settings[name], value)
         else:
             settings[name] = value
+
+
+def _rope(*section: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section)}
+
+
+_COMPASS = {"rope_parameters": {"full_attention": _rope(24, 20, 20)}}
+_GLM4V = {"text_config": {"rope_parameters": _rope(16, 24, 24)}}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_OPEN_IDS = {"vocabulary_map": {"<image>": 8}}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    # Codes of images and sounds are a part of the vocabulary.
+    "apertus1p5": {
+        "image_token_offset": 16,
+        "audio_token_offset": 48,
+        "vision_config": {"codebook_size": 32},
+        "audio_config": {"codebook_size": 64},
+    },
+    "aya_vision": {"vision_config": {"num_attention_heads": 16}},
+    "chameleon": _OPEN_IDS,
+    "cohere_compass": {"text_config": _COMPASS},
+    "cohere_compass_text": _COMPASS,
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_experts_per_tok": 2,
+            **_ONE_GROUP,
+        },
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 96,
+    },
+    "emu3": _OPEN_IDS,
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 512, "intermediate_size": 128}},
+    "glm46v": _GLM4V,
+    "glm4v": _GLM4V,
+    "glm4v_moe": {"text_config": {"head_dim": 128, "rope_parameters": _rope(8, 12, 12)}},
+    "glmga": _GLM4V,
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
+    "granite_docling": {"vision_config": {"out_hidden_size": 256}},
+    # By default scores are not scaled down, and fp32 rounding alone moves logits by 1e-3.
+    "granite_swa": {"attention_multiplier": 1 / 128},
+    # Two cycles of one layer and of three times another: a cache layer for each.
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": _rope(16, 24, 24)}},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"]},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}},
+    "muse_spark": {"audio_config": {"out_hidden_size": 256}},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 2},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 2, "text_config": {"head_dim": 128}},
+    "step3p7": {"text_config": {"sliding_window": 32}},
+}
+"""By type, settings of the small configuration, nested as in it."""
+
+
+def image_inputs(name: str, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Inputs of ``generate`` beside ``[batch, length]`` tokens; empty for most types.
+
+    A type that doesn't run on text alone gets images, fp32 ``[batch, 1, 3, 224, 224]``, and an
+    int64 mask ``[batch, length, 1]``, on the CPU.
+    """
+    if name != "idefics":
+        return {}
+    pixels = torch.linspace(0, 1, 3 * 224 * 224).view(1, 1, 3, 224, 224)
+    seen = torch.ones(batch, length, 1, dtype=torch.int64)
+    return {"pixel_values": pixels.expand(batch, -1, -1, -1, -1), "image_attention_mask": seen}

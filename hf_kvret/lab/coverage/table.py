@@ -26,11 +26,7 @@ _OTHER_LAYERS = {"sliding": "slide", "recurrent": "are recurrent", "other": "hol
 
 @dataclass(frozen=True)
 class Row:
-    """A type and its trial; None where there was none.
-
-    Attributes:
-        stale: the trial was made with another transformers, or with other code of ours.
-    """
+    """A type, and its trial where there was one; ``stale`` as ``Setup.stale``."""
 
     type: ModelType
     trial: Trial | None
@@ -38,7 +34,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """What may be said of it, from the best to the worst.
+        """The verdict on the type; from the best to the worst:
 
         ``all modes``: in the conformance suite, and its trial was equal. ``tried``: its trial was
         equal. ``text part``: the trial of its text part was. ``not tried``: nothing is known
@@ -69,16 +65,16 @@ class Row:
     @property
     def layers(self) -> str:
         """``12 of 48, others slide``; empty where it is refused."""
-        kinds = self.type.layers or {}
-        total, full = sum(kinds.values()), kinds.get("full", 0)
+        counts = self.type.layers or {}
+        total, full = sum(counts.values()), counts.get("full", 0)
         if total == full:
             return "all" if total else ""
-        others = " or ".join(text for kind, text in _OTHER_LAYERS.items() if kind in kinds)
+        others = " or ".join(text for name, text in _OTHER_LAYERS.items() if name in counts)
         return f"{full} of {total}, others {others}"
 
     @property
     def rows(self) -> str:
-        """KV heads, numbers of a key and of a value; ``8 x (128 + 128)``, empty if unknown."""
+        """KV heads, elements of a key and of a value: ``8 x (128 + 128)``; empty if unknown."""
         dims = self._dims
         return f"{self.type.kv_heads} x ({' + '.join(map(str, dims))})" if dims else ""
 
@@ -95,16 +91,13 @@ class Row:
         of_latents = self.type.served and self.type.latent
         return [
             name
-            for name, kind in registered_methods().items()
-            if tried.get(name, "equal") != "equal" and (kind.Config.retrieves or of_latents)
+            for name, cls in registered_methods().items()
+            if tried.get(name, "equal") != "equal" and (cls.Config.retrieves or of_latents)
         ]
 
     @property
     def _dims(self) -> tuple[int, ...]:
-        """Numbers of a key and of a value; empty if unknown.
-
-        That of a key is the configuration's, what a value has beside it was seen in the trial.
-        """
+        """Elements of a key, by the configuration, and of a value, by the trial; else empty."""
         if self.trial is None or len(self.trial.rows) != 1:
             return ()
         _, key, value = self.trial.rows[0]
@@ -126,7 +119,7 @@ class Row:
             "without": self.without,
             "default": asdict(self.type),
             "stale": self.stale,
-            "trial": None if self.trial is None else self.trial.as_dict(),
+            "trial": None if self.trial is None else asdict(self.trial),
         }
 
 
@@ -204,9 +197,9 @@ def write_page(path: Path, text: str) -> None:
         ValueError: the page has no marks; the message says which lines they are.
     """
     page = path.read_text(encoding="utf-8")
-    head, begun, rest = page.partition(BEGIN)
-    _, ended, tail = rest.partition(END)
-    if not begun or not ended:
+    head, begin, body = page.partition(BEGIN)
+    _, end, tail = body.partition(END)
+    if not begin or not end:
         raise ValueError(
             f"{path} has no place for the table: write these two lines where it shall be: "
             f"{BEGIN} {END}"
@@ -232,10 +225,10 @@ def _short(row: Row) -> str:
     """``12/48  8x(128+128)  192  yes`` and more, or why it is refused."""
     if not row.type.served:
         return row.reason
-    kinds = row.type.layers or {}
+    counts = row.type.layers or {}
     return _in_columns(
         (
-            f"{kinds.get('full', 0)}/{sum(kinds.values())}",
+            f"{counts.get('full', 0)}/{sum(counts.values())}",
             row.rows.replace(" ", ""),
             f"{row.token_bytes / 1024:,.0f}" if row.token_bytes else "",
             "yes" if row.type.replay else "",

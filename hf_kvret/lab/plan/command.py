@@ -14,10 +14,9 @@ from transformers.utils import logging as transformers_logging
 from hf_kvret.lab.bench.limits import byte_count
 from hf_kvret.lab.bench.shapes import SHAPES, Shape, WeightBytes, load_shape, weight_bytes
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
-from hf_kvret.lab.plan.filling import Predictor, skipped_layers
-from hf_kvret.lab.plan.here import find_memory
-from hf_kvret.lab.plan.room import Machine, largest_batch, largest_context
-from hf_kvret.lab.plan.showing import shown
+from hf_kvret.lab.plan.machine import Machine, find_memory, largest_batch, largest_context
+from hf_kvret.lab.plan.prediction import Predictor, skipped_layers
+from hf_kvret.lab.plan.table import report_text
 from hf_kvret.lab.program.arguments import DTYPES, known_names, lengths, names
 from hf_kvret.lab.program.common_options import budget_option, count_option, dtype_option
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
@@ -26,14 +25,14 @@ from hf_kvret.models.compatibility import is_latent
 from hf_kvret.stores import SPLIT, STORES
 
 _CACHES = "full,flat,paris,lrqk,ctkvr,aqua:predictor=none:first_bits=4"
-_OURS = ("full", "static")
-# A GPU with memory of its own, and a CPU.
-_SPEEDS = {"device": 1000 * 10**9, "host": 60 * 10**9, "bus": 25 * 10**9}
+_FULL = ("full", "static")
+# Bytes a second of a usual GPU's memory, of a CPU's, and between them.
+_DEVICE_SPEED, _CPU_SPEED, _BUS_SPEED = 1000 * 10**9, 60 * 10**9, 25 * 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitsOptions:
-    """What ``hf-kvret fits`` takes."""
+    """The options of ``hf-kvret fits``."""
 
     context: tuple[int, ...] = option((32_768, 131_072), "as 128K or 128K,1M", kind=lengths)
     device_memory: int | None = option(
@@ -80,18 +79,16 @@ class FitsOptions:
     @cached_property
     def machine(self) -> Machine:
         """The memory that was given, or that is free here now; ValueError of ``find_memory``."""
-        memory = find_memory(self.device_memory, self.host_memory)
-        usual = dict(_SPEEDS)
-        if memory.host is None:
-            usual["device"] = usual["host"]
+        device, host, origin = find_memory(self.device_memory, self.host_memory)
+        device_speed = _CPU_SPEED if host is None else _DEVICE_SPEED
         return Machine(
-            memory.device,
-            memory.host,
+            device,
+            host,
             self.reserve,
-            origin=memory.origin,
-            device_speed=self.device_bandwidth or usual["device"],
-            host_speed=self.host_bandwidth or usual["host"],
-            bus_speed=self.bus_bandwidth or usual["bus"],
+            origin=origin,
+            device_speed=self.device_bandwidth or device_speed,
+            host_speed=self.host_bandwidth or _CPU_SPEED,
+            bus_speed=self.bus_bandwidth or _BUS_SPEED,
         )
 
 
@@ -141,7 +138,7 @@ def run_fits(options: FitsOptions, model: str) -> int:
     if len(refused) == len(rows):
         raise ValueError(refused[0]["refused"])
     report = table.setup() | {"rows": rows}
-    print(json.dumps(report, indent=1) if options.json else shown(report))
+    print(json.dumps(report, indent=1) if options.json else report_text(report))
     return 0
 
 
@@ -159,23 +156,23 @@ class Fits:
 
     @cached_property
     def weights(self) -> WeightBytes:
-        """Of the model's parameters."""
+        """Bytes of the model's parameters."""
         return weight_bytes(self.shape.config, self.dtype)
 
     @cached_property
     def choices(self) -> dict[str, CacheChoice]:
         """The caches by name, each in every store that it takes; ValueError for an unknown one."""
         options = self.options
-        wanted = names(options.caches)
+        texts = names(options.caches)
         if options.caches == _CACHES and is_latent(self.shape.config):
-            wanted.insert(1, "latent")
+            texts.insert(1, "latent")
         choices: dict[str, CacheChoice] = {}
-        for name in wanted:
+        for name in texts:
             for store in options.stores:
                 choice = self._choice(name, store)
-                if choice.options is None and choice.method not in _OURS:
+                if choice.options is None and choice.method not in _FULL:
                     raise ValueError(
-                        f"--caches {name}: fits knows {', '.join(_OURS)} and the retrieval caches; "
+                        f"--caches {name}: fits knows {', '.join(_FULL)} and the retrieval caches; "
                         "leave it out"
                     )
                 choices.setdefault(_title(name, choice), choice)
@@ -193,10 +190,9 @@ class Fits:
         return choice
 
     def setup(self) -> dict[str, Any]:
-        """What the rows are about."""
+        """The model, options and machine that all rows share."""
         config, options = self.shape.config, self.options
-        first = next(iter(self.choices.values()), None)
-        made = None if first is None else choose_cache("full").make(config, 1)
+        full = choose_cache("full").make(config, 1)
         return {
             "model": self.shape.name,
             "layers": self.shape.layers,
@@ -206,7 +202,7 @@ class Fits:
             "top_k": options.top_k,
             "weights": asdict(self.weights),
             "machine": asdict(options.machine),
-            "layers_left_out": 0 if made is None else len(skipped_layers(config, made)),
+            "layers_left_out": len(skipped_layers(full)),
         }
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -227,17 +223,17 @@ class Fits:
 
     def _row(self, predictor: Predictor, context: int) -> dict[str, Any]:
         batch, machine, weights = self.options.batch, self.options.machine, self.weights
-        held = predictor.at(context).of_batch(batch)
+        cache = predictor.at(context).of_batch(batch)
         read = weights.read + batch * weights.row
         return {
-            "bytes": {name: round(value) for name, value in asdict(held).items()},
-            "device_bytes": round(held.device),
-            "host_bytes": round(held.host),
-            "fits": machine.fits(weights, held),
+            "bytes": {name: round(value) for name, value in asdict(cache).items()},
+            "device_bytes": round(cache.device),
+            "host_bytes": round(cache.host),
+            "fits": machine.fits(weights, cache),
             "largest_context": largest_context(machine, weights, predictor, batch),
             "largest_batch": largest_batch(machine, weights, predictor, context),
-            "read_bytes": round(read + held.read_device + held.read_bus + held.read_cpu),
-            "floor_seconds": machine.seconds(weights, held, batch),
+            "read_bytes": round(read + cache.read_device + cache.read_bus + cache.read_cpu),
+            "floor_seconds": machine.seconds(weights, cache, batch),
         }
 
 

@@ -29,9 +29,9 @@ from hf_kvret.lab.program.common_options import (
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.outputs import check_file
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.tune.choosing import FULL, complete, halved, rounds, survivors
-from hf_kvret.lab.tune.measuring import Walker
-from hf_kvret.lab.tune.showing import picture, shown, write_choice
+from hf_kvret.lab.tune.measuring import Walker, cut_windows, needle_windows
+from hf_kvret.lab.tune.selection import FULL, complete, halved, rounds, survivors
+from hf_kvret.lab.tune.table import draw_tuning, tuning_text, write_choice
 from hf_kvret.lab.tune.variants import (
     OFF,
     Variant,
@@ -40,7 +40,6 @@ from hf_kvret.lab.tune.variants import (
     ladder,
     make_variants,
 )
-from hf_kvret.lab.tune.windows import cut_windows, needle_windows
 from hf_kvret.stores import store_names
 
 
@@ -127,18 +126,18 @@ class Tune(Measurement):
 
     @cached_property
     def variants(self) -> dict[str, Variant]:
-        """What is tried, by name.
+        """The variants to try, by name.
 
         Raises:
             ValueError: see ``variants.check_method`` and ``variants.make_variants``.
         """
         artifacts = find_artifacts(names(self.artifact or ""))
         methods, stores = names(self.methods), names(self.stores)
-        known = {text.partition(":")[0].strip() for text in methods}
-        methods += [method for method in artifacts if method not in known]
-        for what, given in (("--methods", methods), ("--stores", stores)):
-            if not given:
-                raise ValueError(f"{what}: none is named")
+        without_options = {text.partition(":")[0].strip() for text in methods}
+        methods += [method for method in artifacts if method not in without_options]
+        for name, values in (("--methods", methods), ("--stores", stores)):
+            if not values:
+                raise ValueError(f"{name}: none is named")
         for text in methods:
             check_method(text, artifacts, self.model)
         budgets = self.top_k or ladder(self.context)
@@ -166,8 +165,8 @@ class Tune(Measurement):
             *("methods", "stores", "top_k", "rest"),
         )
         text = describe_file("--text", self.text)
-        tried = {"text": text, "variants": len(self.variants)}
-        return self.subject.describe() | tried | {key: getattr(self, key) for key in keys}
+        search = {"text": text, "variants": len(self.variants)}
+        return self.subject.describe() | search | {key: getattr(self, key) for key in keys}
 
     def cells(self) -> list[Cell]:
         """Every variant on every window; halving leaves many of them out."""
@@ -178,7 +177,7 @@ class Tune(Measurement):
         ]
 
     def count(self, results: Results) -> int:
-        """Those that are not left out, if memory suffices for all."""
+        """Cells that halving does not leave out, if memory suffices for all."""
         planned, running = 0, len(self.variants)
         for windows in rounds(self.windows):
             planned += len(windows) * (1 + running)
@@ -200,34 +199,30 @@ class Tune(Measurement):
                     if results.find(cell) is None:
                         yield [cell]
                     if name == FULL and not complete(results, [FULL], window + 1):
-                        # It did not fit, and without it there is nothing to agree with.
+                        # Full attention did not fit, and nothing can be compared with it.
                         return
             running = survivors(complete(results, running, windows.stop), self.agreement)
         if self.out is not None and write_choice(self.out, results) is not None:
             tqdm.write(f"wrote {self.out}")
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
-        """See ``Walker.row``; and of variants their method, configuration and artifact."""
-        found: list[Row] = []
-        for cell in group:
-            if cell["cache"] == FULL:
-                found.append(self._walker.full(cell["window"]))
-                continue
-            variant = self.variants[cell["cache"]]
-            row = self._walker.row(variant, cell["window"])
-            row |= {"method": variant.method, "cache_config": dict(variant.cache_config)}
-            artifact = self._artifacts[variant.name]
-            found.append(row if artifact is None else {**row, "artifact": artifact})
-        return found
+        """See ``Walker.row``; variants have their method, configuration and artifact too."""
+        return [self._row(cell["cache"], cell["window"]) for cell in group]
+
+    def _row(self, name: str, window: int) -> Row:
+        if name == FULL:
+            return self._walker.full(window)
+        variant, artifact = self.variants[name], self._artifacts[name]
+        row = self._walker.row(variant, window)
+        row |= {"method": variant.method, "cache_config": dict(variant.cache_config)}
+        return row if artifact is None else {**row, "artifact": artifact}
 
     @cached_property
     def _artifacts(self) -> dict[str, str | None]:
         """The artifact of each variant, None for those without."""
-        known: dict[str, str | None] = {}
-        for one in self.variants.values():
-            if one.base.name not in known:
-                known[one.base.name] = artifact_sha256(one.base, self.subject)
-        return {name: known[one.base.name] for name, one in self.variants.items()}
+        bases = {one.base.name: one.base for one in self.variants.values()}
+        sums = {name: artifact_sha256(base, self.subject) for name, base in bases.items()}
+        return {name: sums[one.base.name] for name, one in self.variants.items()}
 
     @property
     def _new(self) -> int:
@@ -255,9 +250,9 @@ class Tune(Measurement):
     @classmethod
     def table(cls, results: Results) -> str:
         """The front and the choice."""
-        return shown(results)
+        return tuning_text(results)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         """Agreement against bytes a step."""
-        picture(path, results)
+        draw_tuning(path, results)

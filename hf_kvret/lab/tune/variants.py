@@ -1,4 +1,4 @@
-"""What is tried: methods with stores, budgets and rests, as forks of few filled caches."""
+"""The variants to try: methods with stores, budgets and rests, as forks of few filled caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_kvret.registry import registered_methods
 OFF = "off"
 """The name of ``rest=None`` on the command line."""
 
-# What a fork changes, unless it decides what a filled cache keeps; a method's own options don't.
+# Options that a fork may change otherwise, and that here decide which rows a filled cache keeps.
 _ALWAYS_FILLED = {"h2o": ("top_k",)}
 _LEAST_BUDGET = 16
 
@@ -68,7 +68,7 @@ def find_artifacts(sources: Sequence[str]) -> dict[str, str]:
 
 
 def check_method(text: str, artifacts: Mapping[str, str], model: str) -> None:
-    """Refuse what can't be tried.
+    """Refuse a method that can't be tried.
 
     Args:
         text: of ``--methods``, options included.
@@ -80,9 +80,9 @@ def check_method(text: str, artifacts: Mapping[str, str], model: str) -> None:
             artifact.
     """
     method = text.partition(":")[0].strip()
-    known = {name: cls for name, cls in registered_methods().items() if cls.Config.retrieves}
-    if method not in known:
-        raise ValueError(f"--methods: unknown: {method}; choose among {', '.join(known)}")
+    names = [name for name, cls in registered_methods().items() if cls.Config.retrieves]
+    if method not in names:
+        raise ValueError(f"--methods: unknown: {method}; choose among {', '.join(names)}")
     choice = choose_cache(text, _defaults(method, "auto", artifacts))
     if choice.lacks_artifact and not (model_folder(model) / method).is_dir():
         raise ValueError(
@@ -133,8 +133,8 @@ def make_variants(
                     raise ValueError(f"--methods: {choice.name} twice: name each once")
                 seen.append((method, choice.options))
                 variants[choice.name] = _fork(choice, bases)
-    order = {base: place for place, base in enumerate(bases)}
-    ranked = sorted(variants.values(), key=lambda one: order[one.base.name])
+    order = list(bases)
+    ranked = sorted(variants.values(), key=lambda one: order.index(one.base.name))
     return {one.name: one for one in ranked}
 
 
@@ -153,15 +153,15 @@ def _names(
     """The names of all variants of one method and store."""
     options = choose_cache(text, dict(defaults)).options
     assert options is not None
-    given = {part.partition("=")[0].strip() for part in text.split(":")[1:]}
+    fixed = {option.partition("=")[0].strip() for option in text.split(":")[1:]}
     start = text
-    if store != "auto" and "store" not in given and type(options).takes_store(store):
+    if store != "auto" and "store" not in fixed and type(options).takes_store(store):
         start += f":store={store}"
-    # A budget of all by default: nothing is selected, so nothing is left out either.
+    # With a default budget of all rows nothing is selected, and budgets and rests mean nothing.
     if type(options).top_k == 1.0:
         return [start]
-    ends = [""] if "top_k" in given else [f":top_k={budget}" for budget in budgets]
-    if "rest" not in given:
+    ends = [""] if "top_k" in fixed else [f":top_k={budget}" for budget in budgets]
+    if "rest" not in fixed:
         ends = [
             end + ("" if rest == OFF else f":rest={rest}")
             for rest in rests
@@ -192,12 +192,11 @@ def _retrieving(choice: CacheChoice, defaults: dict[str, Any], context: int) -> 
 
 
 def _fork(choice: CacheChoice, bases: dict[str, CacheChoice]) -> Variant:
-    """The variant of ``choice``, as a fork of one of ``bases``, which gets what is missing."""
+    """The variant of ``choice``, as a fork of one of ``bases``, to which a new base is added."""
     options = choice.options
     assert options is not None
-    kept = _ALWAYS_FILLED.get(choice.method, ())
-    free = FORK_OPTIONS.difference(kept)
-    # From where on a cache retrieves makes no difference to one that does.
+    free = FORK_OPTIONS.difference(_ALWAYS_FILLED.get(choice.method, ()))
+    # The length from which on a cache retrieves makes no difference to one that does.
     fixed = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(options)
@@ -229,6 +228,6 @@ def _fork(choice: CacheChoice, bases: dict[str, CacheChoice]) -> Variant:
         if getattr(options, field.name) != getattr(own, field.name)
     }
     if own.top_k != 1.0:
-        # Said also where it is the default, as it is what was looked for.
+        # The budget is always named, as it is the result of the search.
         config = {"top_k": options.top_k, **config}
     return Variant(choice.name, base, changes, config)

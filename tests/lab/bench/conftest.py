@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hf_kvret.lab.bench import timing
+from hf_kvret.lab.bench.filling import Turn
+from hf_kvret.lab.bench.model_measurement import ModelMeasurement
 from hf_kvret.lab.bench.parser import add_bench_parser
 from hf_kvret.lab.bench.shapes import load_shape
+from hf_kvret.lab.report.results import Results
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +36,43 @@ def bench() -> Callable[..., int]:
         return options.run(options)
 
     return run
+
+
+@pytest.fixture
+def measure(bench: Callable[..., int], tmp_path: Path) -> Callable[..., Results]:
+    """As ``bench`` for arguments that succeed; returns the results."""
+    numbers = itertools.count()
+
+    def run(*arguments: str) -> Results:
+        file = tmp_path / f"results-{next(numbers)}.json"
+        assert bench(*arguments, "--json", str(file)) == 0
+        return Results.load(file)
+
+    return run
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int]]]:
+    """``watch(Decode)`` returns a list that grows by cache and batch of every turn.
+
+    ``before`` is called with each turn, and may raise.
+    """
+
+    def start(
+        cls: type[ModelMeasurement], before: Callable[[Turn], Any] = lambda turn: None
+    ) -> list[tuple[str, int]]:
+        turns: list[tuple[str, int]] = []
+        once = cls.once
+
+        def watched(self: ModelMeasurement, turn: Turn) -> Any:
+            turns.append((turn.choice.name, turn.batch))
+            before(turn)
+            return once(self, turn)
+
+        monkeypatch.setattr(cls, "once", watched)
+        return turns
+
+    return start
 
 
 @pytest.fixture

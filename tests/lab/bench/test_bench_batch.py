@@ -13,39 +13,32 @@ from hf_kvret.lab.bench.batches import Batch, best_batches
 from hf_kvret.lab.report.results import Results
 
 SMALL = "dense_below=0:recent=16:flush=16"
-QUICK = ["--context", "128", "--steps", "2", "--warmup", "0"]
+QUICK = ["batch", "--context", "128", "--steps", "2", "--warmup", "0"]
+FULL = [*QUICK, "--caches", "full"]
 # The tiny shape in float32: its weights, and a sequence of 128 tokens, 2 steps.
 WEIGHTS = 6_823_936
 SEQUENCE = 2 * 2 * 2 * 256 * 130
 
+Measure = Callable[..., Results]
+Watch = Callable[..., list[tuple[str, int]]]
 
-def note_batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Cache and batch of every turn from now on."""
-    turns: list[tuple[str, int]] = []
-    once = Batch.once
 
-    def noting(self: Batch, turn: Any) -> Any:
-        turns.append((turn.choice.name, turn.batch))
-        return once(self, turn)
-
-    monkeypatch.setattr(Batch, "once", noting)
-    return turns
+def rows_of(results: Results) -> dict[int, dict[str, Any]]:
+    """Rows of one cache by batch."""
+    return {cell["batch"]: row for cell, row in results}
 
 
 def test_powers_of_two_and_the_largest_batch_are_measured(
-    bench: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    bench: Callable[..., int], tmp_path: Path, watch: Watch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    turns, file, picture = note_batches(monkeypatch), tmp_path / "b.json", tmp_path / "b.png"
-    # Room for 13 sequences and a half.
+    turns, file, picture = watch(Batch), tmp_path / "b.json", tmp_path / "b.png"
+    # The limit leaves room for 13 sequences and a half.
     limit = WEIGHTS + 13 * SEQUENCE + SEQUENCE // 2
-    arguments = [*QUICK, "--caches", "full", "--device-memory", str(limit)]
-    assert bench("batch", *arguments, "--json", str(file), "--plot", str(picture)) == 0
+    arguments = [*FULL, "--device-memory", str(limit), "--json", str(file)]
+    assert bench(*arguments, "--plot", str(picture)) == 0
     assert turns == [("full", batch) for batch in (1, 2, 4, 8, 13)]
     results = Results.load(file)
-    rows = {cell["batch"]: row for cell, row in results}
+    rows = rows_of(results)
     assert set(rows) == {1, 2, 4, 8, 13, 16}
     assert (results.setup["limit"], results.setup["most"]) == (60.0, 256)
     assert rows[13]["device_peak_bytes"] == 13 * SEQUENCE
@@ -56,18 +49,13 @@ def test_powers_of_two_and_the_largest_batch_are_measured(
     assert picture.stat().st_size > 1000
     # The same command again measures nothing.
     capsys.readouterr()
-    assert bench("batch", *arguments, "--json", str(file)) == 0
+    assert bench(*arguments) == 0
     assert len(turns) == 5 and "| full  | 128     | 13 " in capsys.readouterr().out
 
 
-def test_caches_are_compared_with_the_best_dense_one(
-    bench: Callable[..., int], tmp_path: Path
-) -> None:
-    file = tmp_path / "b.json"
+def test_caches_are_compared_with_the_best_dense_one(measure: Measure) -> None:
     caches = f"full,dense,flat:{SMALL}:graph=false"
-    arguments = [*QUICK, "--caches", caches, "--most", "3", "--device-memory", "1GB"]
-    assert bench("batch", *arguments, "--json", str(file)) == 0
-    results = Results.load(file)
+    results = measure(*QUICK, "--caches", caches, "--most", "3", "--device-memory", "1GB")
     best = {cache: rate for (_, cache), (_, rate) in best_batches(results).items()}
     over = best[f"flat:{SMALL}:graph=false"] / max(best["full"], best["dense"])
     assert f"| {over:.2f} " in Batch.table(results)
@@ -75,92 +63,56 @@ def test_caches_are_compared_with_the_best_dense_one(
     assert sorted(cell["batch"] for cell, _ in results if cell["cache"] == "full") == [1, 2, 3]
 
 
-def test_a_batch_that_runs_out_of_memory_is_halved_towards_what_fits(
-    bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("most", "error", "search"),
+    [
+        # The line through 4 and 8 says that more fit, so the search begins at 15.
+        (9, torch.OutOfMemoryError("CUDA out of memory"), [15, 11, 9, 10]),
+        # 11 fits, and so do 13 and 14: the search ends at the largest, not the first that fits.
+        (14, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), [15, 11, 13, 14]),
+    ],
+)
+def test_a_batch_that_runs_out_of_memory_is_halved_towards_the_largest_that_fits(
+    most: int, error: Exception, search: list[int], measure: Measure, watch: Watch
 ) -> None:
-    turns: list[int] = []
-    once = Batch.once
+    def fail(turn: Any) -> None:
+        if turn.batch > most:
+            raise error
 
-    def scarce(self: Batch, turn: Any) -> Any:
-        turns.append(turn.batch)
-        if turn.batch > 9:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return once(self, turn)
-
-    monkeypatch.setattr(Batch, "once", scarce)
-    file = tmp_path / "b.json"
-    arguments = [*QUICK, "--caches", "full", "--device-memory", "1GB", "--json", str(file)]
-    assert bench("batch", *arguments) == 0
-    # 16 fails; the line through 4 and 8 says that more fit, so 15, 11, 9 and 10 are tried.
-    assert turns == [1, 2, 4, 8, 16, 15, 11, 9, 10]
-    rows = {cell["batch"]: row for cell, row in Results.load(file)}
-    assert "seconds" in rows[9] and "CUDA out of memory" in rows[11]["out_of_memory"]
+    turns = watch(Batch, fail)
+    rows = rows_of(measure(*FULL, "--device-memory", "1GB"))
+    assert [batch for _, batch in turns] == [1, 2, 4, 8, 16, *search]
+    assert "seconds" in rows[most] and str(error) in rows[most + 1]["out_of_memory"]
 
 
-def test_between_a_batch_that_fits_and_one_that_does_not_others_are_tried(
-    bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turns: list[int] = []
-    once = Batch.once
-
-    def scarce(self: Batch, turn: Any) -> Any:
-        turns.append(turn.batch)
-        if turn.batch > 14:
-            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
-        return once(self, turn)
-
-    monkeypatch.setattr(Batch, "once", scarce)
-    file = tmp_path / "b.json"
-    arguments = [*QUICK, "--caches", "full", "--device-memory", "1GB", "--json", str(file)]
-    assert bench("batch", *arguments) == 0
-    # 11 fits, and so do 13 and 14: the largest is found, not the first that fits.
-    assert turns == [1, 2, 4, 8, 16, 15, 11, 13, 14]
-
-
-def test_what_exceeds_the_limit_counts_as_not_fitting(
-    bench: Callable[..., int], tmp_path: Path
-) -> None:
-    file = tmp_path / "b.json"
+def test_what_exceeds_the_limit_counts_as_not_fitting(measure: Measure) -> None:
     limit = WEIGHTS + SEQUENCE + SEQUENCE // 2
-    arguments = [*QUICK, "--caches", "full", "--device-memory", str(limit), "--json", str(file)]
-    assert bench("batch", *arguments) == 0
-    rows = {cell["batch"]: row for cell, row in Results.load(file)}
+    rows = rows_of(measure(*FULL, "--device-memory", str(limit)))
     assert set(rows) == {1, 2} and "seconds" in rows[1]
     assert rows[2]["out_of_memory"].startswith("does not fit (0.01 GB of")
 
 
-def test_a_store_with_a_budget_is_tried_and_not_predicted(
-    bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turns, file = note_batches(monkeypatch), tmp_path / "b.json"
-    cache = f"flat:{SMALL}:store=split:device_budget=400KB"
-    arguments = [*QUICK, "--caches", cache, "--most", "8", "--device-memory", "1GB"]
-    assert bench("batch", *arguments, "--json", str(file)) == 0
-    rows = {cell["batch"]: row for cell, row in Results.load(file)}
+def test_a_store_with_a_budget_is_tried_and_not_predicted(measure: Measure, watch: Watch) -> None:
+    turns = watch(Batch)
+    arguments = [*QUICK, "--caches", f"flat:{SMALL}:store=split:device_budget=400KB"]
+    rows = rows_of(measure(*arguments, "--most", "8", "--device-memory", "1GB"))
     assert [batch for _, batch in turns] == [1, 2, 4, 8]
-    # Rows of one sequence fit into the budget, of two they don't: no line leads on from there.
+    # Rows of one sequence fit into the budget, those of two don't: no line leads on from there.
     assert rows[1]["host_bytes"] == 0 < rows[2]["host_bytes"]
     turns.clear()
     limit = str(WEIGHTS + rows[8]["device_peak_bytes"])
-    arguments = [*QUICK, "--caches", cache, "--device-memory", limit, "--most", "16"]
-    assert bench("batch", *arguments) == 0
+    measure(*arguments, "--device-memory", limit, "--most", "16")
     # 16 is beyond the limit; 15, 11 and 9 are too, as the halving finds.
     assert [batch for _, batch in turns] == [1, 2, 4, 8, 16, 15, 11, 9]
 
 
-def test_a_cache_of_which_nothing_fits_has_no_best(
-    bench: Callable[..., int], tmp_path: Path
-) -> None:
-    file = tmp_path / "b.json"
-    arguments = [*QUICK, "--caches", "full", "--device-memory", str(WEIGHTS + 100)]
-    assert bench("batch", *arguments, "--json", str(file)) == 0
-    results = Results.load(file)
+def test_a_cache_of_which_nothing_fits_has_no_best(measure: Measure) -> None:
+    results = measure(*FULL, "--device-memory", str(WEIGHTS + 100))
     assert best_batches(results) == {} and "| full  | 128     | 0 " in Batch.table(results)
 
 
-def test_mistakes_of_a_batch_search_are_refused(bench: Callable[..., int]) -> None:
-    with pytest.raises(ValueError, match="bench batch on a CPU needs --device-memory"):
-        bench("batch", *QUICK, "--caches", "full")
-    with pytest.raises(ValueError, match="--layers: which batch fits"):
-        bench("batch", *QUICK, "--caches", "full", "--device-memory", "1GB", "--layers", "2")
+def test_mistakes_of_a_batch_search_are_refused(refused: Callable[..., str]) -> None:
+    assert "bench batch on a CPU needs --device-memory" in refused(*FULL)
+    arguments = ["--device-memory", "1GB", "--layers", "2"]
+    assert "--layers: which batch fits" in refused(*FULL, *arguments)
     assert Batch(device="cpu", device_memory=7).room == 7

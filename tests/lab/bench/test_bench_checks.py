@@ -14,7 +14,6 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_kvret import FlatKVCache
 from hf_kvret.lab.bench import stepping
 from hf_kvret.lab.bench.checks import Checker, covering
-from hf_kvret.lab.bench.decode import Decode
 from hf_kvret.lab.bench.filling import (
     choose_fill,
     feed,
@@ -24,6 +23,7 @@ from hf_kvret.lab.bench.filling import (
     serving,
 )
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
+from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed
@@ -34,6 +34,7 @@ from hf_kvret.stores import QuantizedStore
 from hf_kvret.testing import held_tokens
 
 PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
+SMALL = "flat:dense_below=0:recent=64:flush=64"
 CACHES = ["full", "dense", "static", "flat", "paris", "paris:store=host"]
 
 
@@ -48,9 +49,9 @@ def checker(dtype: torch.dtype = torch.float32) -> Checker:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_right_caches_pass_in_every_dtype(dtype: torch.dtype) -> None:
-    looked = checker(dtype)
+    own_checker = checker(dtype)
     for choice in choose_bench_caches(CACHES, {"store": "device"}, "cpu").values():
-        assert looked.check(choice, 128, 2, "random").startswith("equal within")
+        assert own_checker.check(choice, 128, 2, "random").startswith("equal within")
 
 
 def test_the_shortest_context_is_checked_too() -> None:
@@ -123,14 +124,14 @@ def test_logits_that_are_not_finite_are_refused_even_of_inexact_caches(
 
 @pytest.mark.parametrize("name", ["quantized:nbits=2", "kvpress:SnapKV"])
 def test_caches_that_are_inexact_by_design_need_only_be_finite(name: str) -> None:
-    found = checker().check(CacheChoice(name, Swapped), 128, 1, "prefill")
-    assert found == "finite; not exact by design"
+    result = checker().check(CacheChoice(name, Swapped), 128, 1, "prefill")
+    assert result == "finite; not exact by design"
 
 
 def test_the_model_has_its_own_attention_back_after_a_check() -> None:
-    looked = checker()
-    looked.check(choose_bench_caches(["flat"], {}, "cpu")["flat"], 128, 1, "prefill")
-    assert looked.model.config._attn_implementation == "sdpa"
+    own_checker = checker()
+    own_checker.check(choose_bench_caches(["flat"], {}, "cpu")["flat"], 128, 1, "prefill")
+    assert own_checker.model.config._attn_implementation == "sdpa"
 
 
 def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
@@ -141,8 +142,7 @@ def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
 ) -> None:
     use_index(monkeypatch, Forgetful)
     file = tmp_path / "decode.json"
-    small = "flat:dense_below=0:recent=64:flush=64"
-    arguments = ["--context", "256", "--caches", f"full,{small}", "--json", str(file)]
+    arguments = ["--context", "256", "--caches", f"full,{SMALL}", "--json", str(file)]
     arguments += ["--steps", "2", "--warmup", "0"]
     for measure in ("decode", "batch"):
         file.unlink(missing_ok=True)
@@ -152,15 +152,14 @@ def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
         assert "differ from full attention" in said.err
         assert "check failed: flat" in said.out
         rows = {cell["cache"]: row for cell, row in Results.load(file)}
-        assert "seconds" in rows["full"] and "seconds" not in rows[small]
-        assert "differ from full attention" in rows[small]["check_failed"]
+        assert "seconds" in rows["full"] and "seconds" not in rows[SMALL]
+        assert "differ from full attention" in rows[SMALL]["check_failed"]
 
 
 def test_what_failed_is_checked_again_by_the_same_command(
     bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    small = "flat:dense_below=0:recent=64:flush=64"
-    arguments = ["--context", "256", "--caches", small, "--json", str(tmp_path / "d.json")]
+    arguments = ["--context", "256", "--caches", SMALL, "--json", str(tmp_path / "d.json")]
     arguments += ["--steps", "2", "--warmup", "0"]
     with monkeypatch.context() as broken:
         use_index(broken, Forgetful)
@@ -171,16 +170,14 @@ def test_what_failed_is_checked_again_by_the_same_command(
 
 
 def test_with_one_round_a_row_is_kept_as_soon_as_it_is_measured(
-    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bench: Callable[..., int], watch: Callable[..., Any], tmp_path: Path
 ) -> None:
-    file, once = tmp_path / "d.json", Decode.once
-
-    def interrupted(self: Decode, turn: Any) -> Any:
+    def interrupt(turn: Any) -> None:
         if turn.choice.name == "dense":
             raise KeyboardInterrupt
-        return once(self, turn)
 
-    monkeypatch.setattr(Decode, "once", interrupted)
+    watch(Decode, interrupt)
+    file = tmp_path / "d.json"
     arguments = ["--context", "64", "--caches", "full,dense", "--json", str(file)]
     arguments += ["--steps", "2", "--warmup", "0", "--rounds", "1"]
     with pytest.raises(KeyboardInterrupt):
@@ -195,8 +192,7 @@ def test_steps_that_retrieve_nothing_are_not_reported(
 ) -> None:
     use_index(monkeypatch, Idle)
     monkeypatch.setattr(Checker, "check", lambda *arguments: "passed")
-    small = "flat:dense_below=0:recent=64:flush=64"
-    assert bench("decode", "--context", "256", "--caches", small, "--rounds", "1") == 1
+    assert bench("decode", "--context", "256", "--caches", SMALL, "--rounds", "1") == 1
     assert "retrieved nothing" in capsys.readouterr().err
 
 
@@ -212,15 +208,15 @@ def test_covering_changes_retrieval_caches_only() -> None:
 def test_a_store_that_splits_its_rows_splits_those_of_the_check() -> None:
     model = tiny()
     rows = measure_rows(model, seed=0)
-    given = FlatKVCache(model.config, store="split", device_budget="60GB")
-    cache = covering(given, model, 2, 800)
+    large = FlatKVCache(model.config, store="split", device_budget="60GB")
+    cache = covering(large, model, 2, 800)
     with serving(model, cache):
         fill_randomly(model.config, cache, rows, batch=2, context=800, seed=5, **PLACE)
     stores = [layer.kv.store for layer in cache.retrieval_layers]
     for store in stores:
-        # A token's row is 1,024 bytes: keys and values of two heads of 64 numbers in fp32.
-        part = 2 * 100 * 1024
-        assert store.nbytes() - store.host_nbytes() >= part and store.host_nbytes() >= part
+        # A token's row is 1,024 bytes: keys and values of two heads of 64 elements in fp32.
+        least = 2 * 100 * 1024
+        assert store.nbytes() - store.host_nbytes() >= least and store.host_nbytes() >= least
 
 
 def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own() -> None:
@@ -243,20 +239,20 @@ def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own
     assert torch.equal(values, plain.layers[1].values)
 
 
-@pytest.mark.parametrize("name, held", [("paris", 2 * 4 * 64), ("lrqk", 2 * 4 * 300 * 64)])
+@pytest.mark.parametrize("name, elements", [("paris", 2 * 4 * 64), ("lrqk", 2 * 4 * 300 * 64)])
 def test_a_random_query_is_as_large_as_the_index_needs(
-    name: str, held: int, monkeypatch: pytest.MonkeyPatch
+    name: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[tuple[int, int]] = []
     attend = RetrievalLayer.attend
 
-    def noting(self: RetrievalLayer, query: torch.Tensor, *more: Any) -> torch.Tensor:
+    def watched(self: RetrievalLayer, query: torch.Tensor, *more: Any) -> torch.Tensor:
         out = attend(self, query, *more)
         assert query.shape == out.shape == (2, 4, 300, 64)
         sizes.append(tuple(x.untyped_storage().nbytes() // 4 for x in (query, out)))
         return out
 
-    monkeypatch.setattr(RetrievalLayer, "attend", noting)
+    monkeypatch.setattr(RetrievalLayer, "attend", watched)
     model = tiny()
     small = f"{name}:dense_below=0:recent=32:flush=32"
     cache = choose_bench_caches([small], {"store": "device"}, "cpu")[small].make(model.config, 300)
@@ -264,7 +260,7 @@ def test_a_random_query_is_as_large_as_the_index_needs(
         fill_randomly(
             model.config, cache, measure_rows(model, seed=0), batch=2, context=300, seed=5, **PLACE
         )
-    assert sizes == [(held, 1)] * 2
+    assert sizes == [(elements, 1)] * 2
 
 
 def test_random_rows_and_tokens_follow_the_seed() -> None:
@@ -288,9 +284,9 @@ def test_coded_rows_are_checked_as_they_are_kept(monkeypatch: pytest.MonkeyPatch
     model = tiny()
     name = "flat:store=higgs:bits=4"
     choice = choose_bench_caches([name], {}, "cpu")[name]
-    told = Checker(model, None, 0).check(choice, 300, 1, "prefill")
-    found = re.fullmatch(r"equal within (\S+) at 16 bits, (\S+) as coded", told)
-    assert found is not None and float(found[1]) < 1e-5 < float(found[2]) < 0.5
+    result = Checker(model, None, 0).check(choice, 300, 1, "prefill")
+    errors = re.fullmatch(r"equal within (\S+) at 16 bits, (\S+) as coded", result)
+    assert errors is not None and float(errors[1]) < 1e-5 < float(errors[2]) < 0.5
 
     def lost(self: object, query: torch.Tensor, ids: torch.Tensor, *how: object) -> object:
         result = torch.full_like(query, torch.nan), torch.full(query.shape[:3], 9.0)

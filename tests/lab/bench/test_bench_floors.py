@@ -19,16 +19,20 @@ from hf_kvret.lab.bench.floors import (
     selections,
 )
 from hf_kvret.lab.bench.limits import byte_count, predict_need, shortage
+from hf_kvret.lab.bench.model_measurement import Line
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
-from hf_kvret.lab.bench.rows import Line
 from hf_kvret.lab.bench.shapes import WeightBytes, load_shape, random_model
 from hf_kvret.lab.bench.timing import Bandwidth, quartiles
 from hf_kvret.lab.evaluate.reader import Usage
 
 WEIGHTS = WeightBytes(held=5000, read=4000, row=10)
-# tiny: two layers, two KV heads of 64, fp32; a key or a value of one head takes 256 bytes.
+# The tiny shape has two layers and two KV heads of 64; a key of one head takes 256 bytes in fp32.
 ROW = 2 * 256
+LAYERS, HEADS = 2, 2
 BATCH, TOKENS = 3, 40
+# A page has 64 tokens; without the recent 8, 140 tokens are three pages of each sequence.
+PAGE, PAGED = HEADS * 64 * ROW, 140
+SMALL: dict[str, Any] = {"top_k": 5, "sink": 4, "recent": 8, "flush": 8, "dense_below": 0}
 HAS_FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 
 
@@ -39,6 +43,24 @@ def model() -> PreTrainedModel:
 
 def no_usage(device: int = 0, host: int = 0) -> Usage:
     return Usage(device, host, 0, 0, 0, 0)
+
+
+def fill(model: PreTrainedModel, cache: Any, length: int = TOKENS, steps: int = 0) -> None:
+    """Fill ``cache`` with a prompt of ``length`` tokens, and with some one by one."""
+    tokens = random_tokens(model, BATCH, length + steps, seed=0)
+    with serving(model, cache):
+        feed(model, cache, tokens[:, :length], 0)
+        for place in range(length, length + steps):
+            feed(model, cache, tokens[:, place : place + 1], place)
+
+
+def step(model: PreTrainedModel, cache: Any, length: int = TOKENS, count: int = 1) -> Selections:
+    """What ``count`` steps behind ``length`` tokens select, per step."""
+    before = selections(cache)
+    with serving(model, cache):
+        for place in range(length, length + count):
+            feed(model, cache, random_tokens(model, BATCH, 1, seed=place), place)
+    return selections(cache).since(before, count)
 
 
 def test_dense_caches_read_the_rows_of_all_tokens_and_no_spare_room(
@@ -61,20 +83,14 @@ def test_dense_caches_read_the_rows_of_all_tokens_and_no_spare_room(
 
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, store: str) -> None:
-    cache = FlatKVCache(
-        model.config, top_k=5, sink=4, recent=8, flush=8, dense_below=0, store=store
-    )
-    with serving(model, cache):
-        feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
+    cache = FlatKVCache(model.config, store=store, **SMALL)
+    fill(model, cache)
     # With the token of the step.
     window = 2 * 2 * BATCH * (4 + 9) * ROW
     # The keys of the 32 cold tokens, without the spare room that the index holds.
     index = 2 * 2 * BATCH * 32 * 256
     assert index < cache.memory().index
-    before = selections(cache)
-    with serving(model, cache):
-        feed(model, cache, random_tokens(model, BATCH, 1, seed=1), TOKENS)
-    chosen = selections(cache).since(before, 1)
+    chosen = step(model, cache)
     rows = 2 * 2 * BATCH * 5
     assert (chosen.rows, chosen.bus_rows) == (rows, rows if store == "host" else 0)
     floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, chosen, on_host=False)
@@ -89,17 +105,12 @@ def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, 
 def test_coded_rows_are_read_as_they_are_kept(
     model: PreTrainedModel, store: str, bits: int
 ) -> None:
-    options: dict[str, Any] = {"sink": 4, "recent": 8, "flush": 8, "dense_below": 0, "top_k": 5}
     name = f"flat:store={store}:bits={bits}"
-    choice = choose_bench_caches([name], {**options, "store": "device"}, "cpu")[name]
+    choice = choose_bench_caches([name], {**SMALL, "store": "device"}, "cpu")[name]
     cache = choice.make(model.config, TOKENS)
-    with serving(model, cache):
-        feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
-    before = selections(cache)
-    with serving(model, cache):
-        feed(model, cache, random_tokens(model, BATCH, 1, seed=1), TOKENS)
-    chosen = selections(cache).since(before, 1)
-    # Keys and values of 64 numbers, each of them with a scale of two bytes.
+    fill(model, cache)
+    chosen = step(model, cache)
+    # Keys and values of 64 elements, each of them with a scale of two bytes.
     row = ROW if bits == 16 else 2 * (64 * bits // 8 + 2)
     read = 2 * 2 * BATCH * 5 * row
     near, far = (read, 0) if store == "higgs" else (0, read)
@@ -119,14 +130,8 @@ def test_keys_that_a_rerank_compares_are_read_where_they_lie(
 ) -> None:
     floors = []
     for rerank in ("auto", "lists"):
-        options: dict[str, Any] = {"sink": 4, "recent": 8, "flush": 8, "dense_below": 0}
-        cache = CTkvrCache(
-            model.config, top_k=5, tokens_per_centroid=4, rerank=rerank, store=store, **options
-        )
-        tokens = random_tokens(model, BATCH, TOKENS + 1, seed=0)
-        with serving(model, cache):
-            feed(model, cache, tokens[:, :TOKENS], 0)
-            feed(model, cache, tokens[:, TOKENS:], TOKENS)
+        cache = CTkvrCache(model.config, tokens_per_centroid=4, rerank=rerank, store=store, **SMALL)
+        fill(model, cache, steps=1)
         floors.append(decode_floor(WEIGHTS, cache, no_usage(), BATCH, Selections(), on_host=False))
     # Two layers and two heads; 4 lists of 13 keys, but there are 32; half a row is the key.
     compared = 2 * 2 * BATCH * 32 * ROW // 2
@@ -139,23 +144,16 @@ def test_keys_that_a_rerank_compares_are_read_where_they_lie(
 def test_rows_come_over_the_bus_from_the_host_and_where_slots_miss_them(
     model: PreTrainedModel, store: str
 ) -> None:
-    cache = FlatKVCache(
-        model.config, top_k=5, sink=4, recent=8, flush=8, dense_below=0, store=store
-    )
-    tokens = random_tokens(model, BATCH, TOKENS + 3, seed=0)
-    with serving(model, cache):
-        feed(model, cache, tokens[:, :TOKENS], 0)
-        before = selections(cache)
-        for place in range(TOKENS, TOKENS + 3):
-            feed(model, cache, tokens[:, place : place + 1], place)
-    found = selections(cache).since(before, 3)
+    cache = FlatKVCache(model.config, store=store, **SMALL)
+    fill(model, cache)
+    chosen = step(model, cache, count=3)
     rows = 2 * 2 * BATCH * 5
-    assert found.rows == rows
+    assert chosen.rows == rows
     if store == "resident":
         misses = sum(layer["misses"] for layer in cache.stats()["layers"])
-        assert 0 < misses < 3 * rows and found.bus_rows == misses / 3
+        assert 0 < misses < 3 * rows and chosen.bus_rows == misses / 3
     else:
-        assert found.bus_rows == (rows if store == "host" else 0)
+        assert chosen.bus_rows == (rows if store == "host" else 0)
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="transformers before 5.23 has no fp8 cache")
@@ -207,7 +205,7 @@ def test_needs_are_predicted_from_above_and_by_place() -> None:
     full, flat, hosted = (
         predict_need(config, choices[text], 1, 1000, torch.bfloat16) for text in texts
     )
-    # Of one layer: keys and values three times, three matrices of the MLP.
+    # One layer has: keys and values three times, three matrices of the MLP.
     passing = 3 * rows // 32 + 1000 * 3 * 14_336 * 2
     assert (full.device, full.host) == (rows + passing, 0)
     assert flat.device > full.device + rows // 2
@@ -225,3 +223,62 @@ def test_quartiles_are_interpolated() -> None:
     assert quartiles([2.0]) == (2.0, 2.0, 2.0)
     with pytest.raises(ValueError, match="no values"):
         quartiles([])
+
+
+@pytest.mark.parametrize("columns", [0, 1, 2, 3])
+def test_selected_rows_come_over_the_bus_as_far_as_they_lie_there(
+    model: PreTrainedModel, columns: int
+) -> None:
+    budget = max(1, columns * BATCH * PAGE * LAYERS)
+    cache = FlatKVCache(model.config, store="split", device_budget=budget, **SMALL)
+    fill(model, cache, PAGED, steps=1)
+    chosen = step(model, cache, PAGED + 1)
+    rows, share = LAYERS * HEADS * BATCH * 5, 1 - columns / 3
+    assert chosen.rows == rows
+    assert chosen.bus_rows == pytest.approx(rows * share)
+    assert chosen.bus_bytes == pytest.approx(rows * share * ROW)
+    assert chosen.near_bytes + chosen.bus_bytes == pytest.approx(rows * ROW)
+
+
+def test_rows_that_move_to_the_host_later_do_not_count_for_steps_before() -> None:
+    before = Selections(rows=100, bus_rows=100, bus_bytes=1000, host_share=0.0)
+    after = Selections(rows=130, bus_rows=130, near_bytes=5, bus_bytes=1300, host_share=0.5)
+    assert after.since(before, 10) == Selections(3, 1.5, 15.5, 15, 1)
+
+
+def test_compared_keys_of_a_split_store_are_counted_where_they_lie(model: PreTrainedModel) -> None:
+    floors = []
+    for rerank in ("auto", "lists"):
+        cache = CTkvrCache(
+            model.config,
+            tokens_per_centroid=4,
+            rerank=rerank,
+            store="split",
+            device_budget=BATCH * PAGE * LAYERS,
+            **SMALL,
+        )
+        fill(model, cache, PAGED, steps=1)
+        floors.append(decode_floor(WEIGHTS, cache, no_usage(), BATCH, Selections(), on_host=False))
+    on_bus = floors[0].host_bytes - floors[1].host_bytes
+    beside = floors[0].device_bytes - floors[1].device_bytes
+    assert on_bus > 0 and beside > 0
+    # Two of three pages of each row are on the host.
+    assert on_bus == pytest.approx(2 * beside)
+
+
+def test_a_split_store_is_predicted_to_fill_its_budget_first() -> None:
+    config = load_shape("llama-3.1-8b").config
+    texts = [
+        "flat:store=device",
+        "flat:store=host",
+        "flat:store=split:device_budget=30MB",
+        "flat:store=auto:device_budget=1000GB",
+        "flat:store=split",
+    ]
+    choices = choose_bench_caches(texts, {}, "cpu")
+    rows = 2 * 32 * 8 * 128 * 2 * 1000
+    near, far, split, ample, unknown = (
+        predict_need(config, choices[text], 1, 1000, torch.bfloat16) for text in texts
+    )
+    assert (split.host, split.device) == (rows - 30_000_000, far.device + 30_000_000)
+    assert ample == near and unknown == far

@@ -1,4 +1,4 @@
-"""``bench prefill`` reads prompts in the chunks that were asked for, and says so."""
+"""``bench prefill`` reads prompts in chunks, and its table says so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.bench import prefill as measured
+from hf_kvret.lab.bench import passes as measured
 from hf_kvret.lab.report.results import Results
 
 SMALL = "dense_below=0:recent=32:flush=32:top_k=16"
@@ -20,25 +20,21 @@ CACHES = f"dense,flat:{SMALL},flat:{SMALL}:prefill_chunk=200"
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each pass that was timed."""
-    seen: list[int] = []
+    lengths: list[int] = []
     feed = measured.feed
 
     def fed(model: Any, cache: Any, tokens: Any, start: int) -> Any:
-        # What is read begins where the cache ends.
+        # A pass begins where the cache ends.
         assert cache.get_seq_length() == start
-        seen.append(tokens.shape[1])
+        lengths.append(tokens.shape[1])
         return feed(model, cache, tokens, start)
 
     monkeypatch.setattr(measured, "feed", fed)
-    return seen
-
-
-def _chunks(file: Path) -> dict[str, int | None]:
-    return {cell["cache"]: row["chunk"] for cell, row in Results.load(file)}
+    return lengths
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected", "in_passes"),
+    ("chunk", "expected", "in_passes"),
     [
         ([], [None, None, 200], [512, 512, 200, 200, 112]),
         (["--chunk", "none"], [None, None, None], [512, 512, 512]),
@@ -48,20 +44,18 @@ def _chunks(file: Path) -> dict[str, int | None]:
     ],
 )
 def test_caches_read_in_chunks(
-    bench: Callable[..., int],
+    measure: Callable[..., Results],
     passes: list[int],
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    asked: list[str],
+    chunk: list[str],
     expected: list[int | None],
     in_passes: list[int],
 ) -> None:
-    file = tmp_path / "p.json"
-    assert bench("prefill", *ONCE, "--caches", CACHES, *asked, "--json", str(file)) == 0
-    assert list(_chunks(file).values()) == expected
+    results = measure("prefill", *ONCE, "--caches", CACHES, *chunk)
+    assert [row["chunk"] for _, row in results] == expected
     assert passes == in_passes
-    told = "Tokens of a pass, where it was not all" in capsys.readouterr().out
-    assert told == any(expected)
+    noted = "Tokens of a pass, where it was not all" in capsys.readouterr().out
+    assert noted == any(expected)
 
 
 def test_another_chunk_is_another_measurement(bench: Callable[..., int], tmp_path: Path) -> None:
@@ -72,24 +66,20 @@ def test_another_chunk_is_another_measurement(bench: Callable[..., int], tmp_pat
         bench("prefill", *arguments, "--chunk", "200")
 
 
-def test_several_lengths_are_refused(
-    bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench("prefill", "--chunk", "1K,2K")
-    assert "are several numbers: write one, as 4K" in capsys.readouterr().err
+def test_several_lengths_are_refused(refused: Callable[..., str]) -> None:
+    assert "are several numbers: write one, as 4K" in refused("prefill", "--chunk", "1K,2K")
 
 
 def test_a_cache_is_told_of_its_prompt_as_generate_tells_it(
     bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int]] = []
+    prompts: list[tuple[int, int]] = []
     expect = RetrievalCache.expect
 
     def note(self: RetrievalCache, tokens: int, chunk: int) -> None:
-        told.append((tokens, chunk))
+        prompts.append((tokens, chunk))
         expect(self, tokens, chunk)
 
     monkeypatch.setattr(RetrievalCache, "expect", note)
     assert bench("prefill", *ONCE, "--caches", CACHES) == 0
-    assert told == [(512, 512), (512, 200)]
+    assert prompts == [(512, 512), (512, 200)]

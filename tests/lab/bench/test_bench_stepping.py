@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from hf_kvret.lab.bench import stepping
 from hf_kvret.lab.bench.checks import Checker
-from hf_kvret.lab.bench.decode import Decode
-from hf_kvret.lab.bench.dense_cpp import attend_to_all
 from hf_kvret.lab.bench.filling import feed, prefill, random_tokens, serving
-from hf_kvret.lab.bench.opponents import choose_bench_caches
+from hf_kvret.lab.bench.opponents import PreallocatedCache, attend_to_all, choose_bench_caches
+from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.bench.stepping import (
     CompiledSteps,
+    DenseGraphSteps,
     ReplayedSteps,
+    Step,
     Steps,
-    Taken,
     make_steps,
+    unmasked,
 )
 from hf_kvret.lab.report.results import Results
 from hf_kvret.testing.tape import taped
 from hf_kvret_kernels._dispatch import interpreted
 
 SMALL = "dense_below=0:recent=16:flush=8:sink=2:top_k=8"
+LENGTH = 24
 
 
 class Graph:
@@ -59,27 +63,25 @@ def make(text: str, length: int, steps: int, layers: int = 2) -> tuple[Any, Any,
 
 
 def test_retrieval_caches_are_replayed_unless_their_option_says_no() -> None:
-    for text, kind in (
+    for text, cls in (
         (f"paris:{SMALL}", ReplayedSteps),
         (f"paris:{SMALL}:graph=false", Steps),
         ("dense", Steps),
     ):
         choice, model, cache, _ = make(text, 64, 4)
-        assert type(make_steps(choice, model, cache, 64)) is kind
+        assert type(make_steps(choice, model, cache, 64)) is cls
 
 
 def test_a_row_tells_the_kinds_of_its_steps(
-    bench: Callable[..., int],
-    tmp_path: Path,
+    measure: Callable[..., Results],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(stepping, "DecodeGraph", Graph)
-    file = tmp_path / "d.json"
     caches = f"dense,flat:{SMALL},flat:{SMALL}:graph=false"
     arguments = ["--context", "64", "--steps", "9", "--warmup", "1", "--rounds", "1"]
-    assert bench("decode", *arguments, "--caches", caches, "--json", str(file)) == 0
-    rows = {cell["cache"]: row for cell, row in Results.load(file)}
+    results = measure("decode", *arguments, "--caches", caches)
+    rows = {cell["cache"]: row for cell, row in results}
     flat = rows[f"flat:{SMALL}"]
     # Calls 1 to 9 of the stand-in. The prompt left 16 tokens in the window, the first step that
     # finds 24 there moves 8: the ninth call, which would have been eager.
@@ -88,21 +90,19 @@ def test_a_row_tells_the_kinds_of_its_steps(
     assert flat["not_replayed"] is None
     assert rows[f"flat:{SMALL}:graph=false"]["steps"] == {"eager": 8, "flush": 1}
     assert rows["dense"]["steps"] == {"eager": 9}
-    told = capsys.readouterr().out
-    header, _, first = told[told.index("| cache") :].splitlines()[:3]
-    place = [part.strip() for part in header.split("|")].index("mean ms a step")
-    mean = float(first.split("|")[place].replace(",", ""))
+    text = capsys.readouterr().out
+    header, _, first = text[text.index("| cache") :].splitlines()[:3]
+    column = [name.strip() for name in header.split("|")].index("mean ms a step")
+    mean = float(first.split("|")[column].replace(",", ""))
     assert mean == pytest.approx(1e3 * rows["dense"]["seconds_mean"], rel=0.01)
-    assert "| 4 replay, 3 capture, 1 " in told and re.search(r"[,:] capture [\d.]+ ms", told)
+    assert "| 4 replay, 3 capture, 1 " in text and re.search(r"[,:] capture [\d.]+ ms", text)
 
 
 def test_why_nothing_was_replayed_stands_in_row_and_table(
-    bench: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    measure: Callable[..., Results], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "d.json"
     arguments = ["--context", "64", "--steps", "2", "--warmup", "0", "--rounds", "1"]
-    assert bench("decode", *arguments, "--caches", f"flat:{SMALL}", "--json", str(file)) == 0
-    row = next(iter(Results.load(file)))[1]
+    ((_, row),) = measure("decode", *arguments, "--caches", f"flat:{SMALL}")
     assert row["steps"] == {"eager": 2} and "cpu" in row["not_replayed"]
     assert f"not replayed: flat:{SMALL}: {row['not_replayed']}" in capsys.readouterr().out
 
@@ -110,21 +110,21 @@ def test_why_nothing_was_replayed_stands_in_row_and_table(
 @pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
 @torch.inference_mode()
 def test_replayed_steps_give_the_logits_of_usual_ones() -> None:
-    found: dict[str, list[torch.Tensor]] = {}
+    all_logits: dict[str, list[torch.Tensor]] = {}
     kinds: dict[str, list[str]] = {}
     for text in (f"flat:{SMALL}", f"flat:{SMALL}:graph=false"):
         with taped():
-            # Of one layer, for the interpreter is slow.
+            # The model has one layer, for the interpreter is slow.
             choice, model, cache, token = make(text, 40, 8, layers=1)
             with serving(model, cache):
                 steps = make_steps(choice, model, cache, 40)
                 for _ in range(5):
                     logits, taken = steps.take(token)
-                    found.setdefault(text, []).append(logits.clone())
+                    all_logits.setdefault(text, []).append(logits.clone())
                     kinds.setdefault(text, []).append(taken.kind)
                     token = logits.argmax(-1)
         assert steps.reason is None and steps.length == 45
-    replayed, usual = found.values()
+    replayed, usual = all_logits.values()
     # The same kernels on the same numbers, in another buffer: rounding of sums at most.
     torch.testing.assert_close(torch.stack(replayed), torch.stack(usual), rtol=0, atol=1e-5)
     assert kinds[f"flat:{SMALL}"] == ["eager", "eager", "capture", "replay", "replay"]
@@ -139,12 +139,12 @@ def test_the_check_looks_at_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> N
     taken: list[str] = []
     take = Steps.take
 
-    def noting(self: Steps, tokens: torch.Tensor) -> Any:
+    def watched(self: Steps, tokens: torch.Tensor) -> Any:
         logits, step = take(self, tokens)
         taken.append(step.kind)
         return logits, step
 
-    monkeypatch.setattr(Steps, "take", noting)
+    monkeypatch.setattr(Steps, "take", watched)
     with taped():
         assert Checker(model, None, 0).check(choice, 64, 1, "prefill").startswith("equal within")
     assert "replay" in taken
@@ -153,24 +153,22 @@ def test_the_check_looks_at_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
 def test_replayed_steps_are_measured_with_what_they_selected(
-    bench: Callable[..., int], tmp_path: Path
+    measure: Callable[..., Results],
 ) -> None:
-    file = tmp_path / "d.json"
     arguments = ["--context", "64", "--steps", "6", "--warmup", "1", "--rounds", "1"]
     caches = f"flat:{SMALL},flat:{SMALL}:graph=false"
     with taped():
-        assert bench("decode", *arguments, "--caches", caches, "--json", str(file)) == 0
-    replayed, usual = (row for _, row in Results.load(file))
+        replayed, usual = (row for _, row in measure("decode", *arguments, "--caches", caches))
     assert replayed["steps"]["replay"] >= 3 and replayed["steps"]["capture"] == 1
     assert replayed["not_replayed"] is None and usual["steps"] == {"eager": 6}
     # Eight rows for each of two KV heads in each of two layers.
     assert replayed["selected_rows"] == usual["selected_rows"] == 2 * 2 * 8
-    for part in ("floor_device_bytes", "device_bytes", "flushed_tokens"):
-        assert replayed[part] == pytest.approx(usual[part], rel=0.05)
+    for name in ("floor_device_bytes", "device_bytes", "flushed_tokens"):
+        assert replayed[name] == pytest.approx(usual[name], rel=0.05)
 
 
 def test_a_flush_is_told_apart_from_its_kind() -> None:
-    taken = [Taken("eager", 8), Taken("replay")]
+    taken = [Step("eager", 8), Step("replay")]
     assert [step.label for step in taken] == ["flush", "replay"]
 
 
@@ -236,3 +234,77 @@ def test_compiled_steps_give_the_logits_of_usual_ones() -> None:
         # Fused sums are rounded differently; logits are about 1.
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
         token = expected.argmax(-1)
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    """``is_tracing`` in a capture as in transformers 5.17, which also asks without padding."""
+
+    def is_tracing(tensor: torch.Tensor | None = None) -> bool:
+        return True
+
+    skips = masking_utils._ignore_causal_mask_sdpa
+
+    def as_before(padding_mask: torch.Tensor | None, *sizes: Any, **more: Any) -> bool:
+        return not masking_utils.is_tracing(padding_mask) and skips(padding_mask, *sizes, **more)
+
+    monkeypatch.setattr(masking_utils, "is_tracing", is_tracing)
+    monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", as_before)
+    return is_tracing
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """For each call of sdpa: whether it has a mask, and whether heads share keys and values."""
+    masks: list[tuple[bool, bool]] = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:
+        masks.append((more.get("attn_mask") is not None, bool(more.get("enable_gqa"))))
+        return sdpa(*tensors, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    return masks
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and graphs that do nothing: what is captured runs as usual."""
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda what: contextlib.nullcontext())
+
+
+@torch.inference_mode()
+def filled() -> tuple[Any, PreallocatedCache, torch.Tensor]:
+    """Model of the tiny shape, a cache of ``LENGTH`` tokens with room for one, the next token."""
+    model = random_model(load_shape("tiny").config, torch.float32, "cpu", seed=0)
+    cache = PreallocatedCache(model.config, LENGTH + 1)
+    with unmasked():
+        logits = feed(model, cache, random_tokens(model, 2, LENGTH, seed=1), 0)
+    return model, cache, logits.argmax(-1)
+
+
+def test_a_dense_step_is_captured_without_a_mask(
+    tracing: Callable[..., bool], cuda: None, calls: list[tuple[bool, bool]]
+) -> None:
+    model, cache, token = filled()
+    calls.clear()
+    logits, taken = DenseGraphSteps(model, cache, LENGTH).take(token)
+    assert set(calls) == {(False, True)} and cache.get_seq_length() == LENGTH
+    assert taken.kind == "capture"
+    assert masking_utils.is_tracing is tracing
+    # Without the context this version gives a mask, and the logits are the same.
+    calls.clear()
+    expected = feed(model, cache, token, LENGTH)
+    assert {masked for masked, _ in calls} == {True}
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_padding_is_traced_as_before(tracing: Callable[..., bool]) -> None:
+    with unmasked():
+        assert masking_utils.is_tracing(torch.ones(1, 4)) and not masking_utils.is_tracing(None)
+    with pytest.raises(KeyError), unmasked():
+        raise KeyError
+    assert masking_utils.is_tracing is tracing

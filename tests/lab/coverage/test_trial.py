@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
-import torch
 import transformers
 from transformers import AutoConfig
 
 from hf_kvret import FlatKVCache
-from hf_kvret.lab.coverage import record, trial
-from hf_kvret.lab.coverage.record import Record, Setup, try_types
+from hf_kvret.lab.coverage import trial
+from hf_kvret.lab.coverage.record import Record
 from hf_kvret.lab.coverage.scan import default_type, kv_heads
 from hf_kvret.lab.coverage.small import VOCAB_SIZE, small_config
-from hf_kvret.lab.coverage.trial import Trial
 from hf_kvret.models.compatibility import model_layers
 
 
@@ -70,91 +64,6 @@ def test_a_small_configuration_keeps_kinds_of_layers_and_shapes_of_heads(name: s
     text, few = config.get_text_config(), small.get_text_config()
     assert few.head_dim == text.head_dim and few.num_hidden_layers <= 8
     assert kv_heads(small) <= 2 and few.vocab_size == VOCAB_SIZE
-
-
-@pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of types in the order of their trials, of which none takes time."""
-    names: list[str] = []
-
-    def note(name: str) -> Trial:
-        names.append(name)
-        return Trial("equal", rows=[[1, 2, 3]])
-
-    monkeypatch.setattr(record, "trial", note)
-    return names
-
-
-def test_a_record_goes_on_where_it_stopped(tmp_path: Path, tried: list[str]) -> None:
-    path, said = tmp_path / "trials.json", []
-    try_types(["b", "a"], path, report=said.append)
-    kept = try_types(["a", "c"], path, report=said.append)
-    assert tried == ["b", "a", "c"] and said == ["b: equal", "a: equal", "c: equal"]
-    assert Record.read(path) == kept and list(json.loads(path.read_text())["types"]) == list("abc")
-    assert (kept.setups["c"].torch, kept.trials["c"].rows) == (torch.__version__, [[1, 2, 3]])
-    try_types(["a"], path, reset_on_fork=True, report=said.append)
-    assert tried[-1] == "a"
-
-
-def test_a_run_that_broke_off_keeps_what_it_tried(
-    tmp_path: Path, tried: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, first = tmp_path / "trials.json", record.trial
-
-    def broken(name: str) -> Trial:
-        if name == "b":
-            raise KeyboardInterrupt
-        return first(name)
-
-    monkeypatch.setattr(record, "trial", broken)
-    with pytest.raises(KeyboardInterrupt):
-        try_types(["a", "b", "c"], path)
-    monkeypatch.setattr(record, "trial", first)
-    bar: list[str] = []
-
-    def progress(names: list[str]) -> list[str]:
-        bar.extend(names)
-        return names
-
-    try_types(["a", "b", "c"], path, progress=progress)
-    assert tried == ["a", "b", "c"] and bar == ["b", "c"]
-
-
-@pytest.mark.parametrize("changed", ["transformers", "code", "both"])
-def test_a_stale_trial_is_made_again_in_its_place(
-    changed: str, tmp_path: Path, tried: list[str]
-) -> None:
-    present, path = Setup.present(), tmp_path / "trials.json"
-    old = Setup(
-        "4.0.0" if changed != "code" else present.transformers,
-        present.torch,
-        "0123" if changed != "transformers" else present.code,
-    )
-    assert old.stale and not present.stale
-    trials = {name: Trial("differs") for name in ("a", "b", "not asked for")}
-    Record(trials, {"a": old, "b": present, "not asked for": old}).write(path)
-    kept = try_types(["a", "b"], path)
-    assert tried == ["a"] and kept.setups == {"a": present, "b": present, "not asked for": old}
-    assert [kept.trials[name].outcome for name in kept.trials] == ["equal", "differs", "differs"]
-    assert Record.read(path) == kept
-
-
-def test_another_torch_makes_no_trial_stale() -> None:
-    assert not replace(Setup.present(), torch="2.11.0").stale
-
-
-def test_a_change_of_our_code_makes_trials_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup.present()
-    monkeypatch.setattr(record, "code_state", lambda: "0123")
-    assert setup.stale and Setup.present().code == "0123"
-
-
-def test_a_file_that_is_no_record_says_what_to_do(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.json"
-    for text in ("{}", "[]", '{"types": {"a": {"outcome": "equal"}}}', "no JSON"):
-        broken.write_text(text)
-        with pytest.raises(ValueError, match=r"no record of trials.*new file"):
-            Record.read(broken)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from hf_kvret.cli import main
 from hf_kvret.lab.bench.shapes import weight_bytes
-from hf_kvret.lab.plan import here
+from hf_kvret.lab.plan import machine
 from hf_kvret.lab.program.arguments import DTYPES
 
 TINY = ("tiny", "--caches", "full,flat", "--context", "4K,16K", "--reserve", "1MB")
@@ -23,8 +23,8 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return json.loads(capsys.readouterr().out)
 
 
-def row(told: dict[str, Any], cache: str, context: int) -> dict[str, Any]:
-    rows = [one for one in told["rows"] if (one["cache"], one["context"]) == (cache, context)]
+def row(result: dict[str, Any], cache: str, context: int) -> dict[str, Any]:
+    rows = [one for one in result["rows"] if (one["cache"], one["context"]) == (cache, context)]
     assert len(rows) == 1
     return rows[0]
 
@@ -33,29 +33,24 @@ def test_the_largest_context_and_batch_fit_and_no_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     memory = ("--device-memory", "40MB", "--host-memory", "100MB")
-    told = report(capsys, *TINY, *memory)
+    result = report(capsys, *TINY, *memory)
     for cache in ("full", "flat:store=host"):
-        for batch, count in (
-            ("1", row(told, cache, 16_384)["largest_context"]),
-            (str(row(told, cache, 16_384)["largest_batch"]), 16_384),
-        ):
-            given = ("tiny", "--caches", cache, "--reserve", "1MB", *memory)
-            just = report(capsys, *given, "--batch", batch, "--context", f"{count}")
-            assert just["rows"][0]["fits"]
-        # A page and a buffer's step are small beside this.
-        given = ("tiny", "--caches", cache, "--reserve", "1MB", *memory)
-        largest = row(told, cache, 16_384)["largest_context"]
-        beyond = report(capsys, *given, "--context", f"{largest * 21 // 20}")
-        assert not beyond["rows"][0]["fits"]
+        largest = row(result, cache, 16_384)
+        context, batch = largest["largest_context"], largest["largest_batch"]
+        # A page and a buffer's step are small beside a twentieth.
+        sizes = ((1, context, True), (batch, 16_384, True), (1, context * 21 // 20, False))
+        for count, length, fits in sizes:
+            options = ("--reserve", "1MB", *memory, "--batch", f"{count}", "--context", f"{length}")
+            assert report(capsys, "tiny", "--caches", cache, *options)["rows"][0]["fits"] == fits
 
 
 def test_full_attention_is_counted_to_the_byte(capsys: pytest.CaptureFixture[str]) -> None:
-    told = report(capsys, *TINY, "--device-memory", "1GB", "--host-memory", "1GB")
-    full = row(told, "full", 4096)
+    result = report(capsys, *TINY, "--device-memory", "1GB", "--host-memory", "1GB")
+    full = row(result, "full", 4096)
     # Two layers of two KV heads of 64, keys and values, bfloat16; a token is decoded, too.
     cache = 4097 * 2 * 2 * 64 * 2 * 2
     assert full["device_bytes"] == cache
-    weights = told["weights"]
+    weights = result["weights"]
     assert full["read_bytes"] == weights["read"] + weights["row"] + cache
     assert full["floor_seconds"] == pytest.approx(full["read_bytes"] / 1e12)
 
@@ -69,7 +64,7 @@ def test_without_host_memory_all_is_in_one(capsys: pytest.CaptureFixture[str]) -
 
 def free_here(monkeypatch: pytest.MonkeyPatch, host: int | None, gpu: int | None = None) -> None:
     """A machine with so many free bytes; None: nobody says, or there is no GPU."""
-    monkeypatch.setattr(here, "free_host_bytes", lambda: host)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: host)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu, 2 * (gpu or 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
@@ -79,10 +74,10 @@ def test_without_options_the_memory_is_what_is_free_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free_here(monkeypatch, 20_000_000)
-    told = report(capsys, *TINY)
-    given = report(capsys, *TINY, "--device-memory", "20MB")
-    assert told["rows"] == given["rows"]
-    assert (told["machine"]["device"], told["machine"]["host"]) == (20_000_000, None)
+    result = report(capsys, *TINY)
+    expected = report(capsys, *TINY, "--device-memory", "20MB")
+    assert result["rows"] == expected["rows"]
+    assert (result["machine"]["device"], result["machine"]["host"]) == (20_000_000, None)
     assert main(["fits", *TINY]) == 0
     assert "Memory: what is free on this machine, which has no GPU\n" in capsys.readouterr().out
     assert main(["fits", *TINY, "--device-memory", "20MB"]) == 0
@@ -93,10 +88,10 @@ def test_a_gpu_of_this_machine_counts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free_here(monkeypatch, 100_000_000, gpu=20_000_000)
-    told = report(capsys, *TINY)
+    result = report(capsys, *TINY)
     memory = ("--device-memory", "20MB", "--host-memory", "100MB")
-    assert told["rows"] == report(capsys, *TINY, *memory)["rows"]
-    assert "this machine's GPU (A GPU)" in told["machine"]["origin"]
+    assert result["rows"] == report(capsys, *TINY, *memory)["rows"]
+    assert "this machine's GPU (A GPU)" in result["machine"]["origin"]
     host = report(capsys, *TINY, "--host-memory", "1GB")["machine"]
     assert (host["device"], host["host"]) == (20_000_000, 1_000_000_000)
     alone = report(capsys, *TINY, "--device-memory", "20MB")["machine"]
@@ -136,8 +131,8 @@ def test_rows_on_the_host_cross_the_bus(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_table_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("tiny", "--caches", "full,latent", "--context", "256K", "--device-memory", "100MB")
-    assert main(["fits", *given, "--host-memory", "1GB", "--reserve", "1MB"]) == 0
+    options = ("tiny", "--caches", "full,latent", "--context", "256K", "--device-memory", "100MB")
+    assert main(["fits", *options, "--host-memory", "1GB", "--reserve", "1MB"]) == 0
     text = capsys.readouterr().out
     assert "262,144 tokens x 1" in text
     line = next(line for line in text.splitlines() if line.startswith("| full"))
@@ -163,7 +158,7 @@ def test_a_mixture_reads_the_experts_of_one_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("no-such-shape", "--device-memory", "1GB"), "MODEL no-such-shape: neither a known shape"),
         (("tiny", "--device-memory", "1GB", "--caches", "offloaded"), "offloaded: "),
@@ -173,9 +168,9 @@ def test_a_mixture_reads_the_experts_of_one_token(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told_in_a_line(
-    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fits", *arguments]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.startswith("hf-kvret: error: ")

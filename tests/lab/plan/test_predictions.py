@@ -14,7 +14,7 @@ from hf_kvret.lab.bench.filling import LayerRows, feed, fill_randomly, random_to
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.plan.filling import Predictor
+from hf_kvret.lab.plan.prediction import Predictor
 from hf_kvret.testing import LATENT_MODELS, MODELS
 
 # Sizes without contents are exact at the length asked for; on the line pages and room are rounded.
@@ -35,26 +35,22 @@ def six_layers() -> PreTrainedModel:
     return random_model(config, torch.float32, "cpu", 0)
 
 
-def really(model: PreTrainedModel, cache: RetrievalCache, batch: int, length: int) -> None:
-    """Read a prompt of ``length`` tokens and decode one more."""
-    with serving(model, cache):
-        feed(model, cache, random_tokens(model, batch, length, 0), 0)
-        feed(model, cache, random_tokens(model, batch, 1, 1), length)
-
-
 def check(model: PreTrainedModel, name: str, length: int, batch: int = 1) -> None:
+    """The prediction is that of a cache that read ``length`` tokens and decoded one more."""
     choice = choose_cache(name, SMALL)
     cache = choice.make(model.config, length + 1)
     assert isinstance(cache, RetrievalCache)
-    really(model, cache, batch, length)
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, batch, length, 0), 0)
+        feed(model, cache, random_tokens(model, batch, 1, 1), length)
     report = cache.memory()
-    held = Predictor(model.config, choice, model.dtype).at(length).of_batch(batch)
+    nbytes = Predictor(model.config, choice, model.dtype).at(length).of_batch(batch)
     assert report.index or report.store_device or report.store_host or choice.method == "latent"
-    assert held.index == pytest.approx(report.index, **CLOSE)
-    assert held.window == pytest.approx(report.window + report.other_layers, **CLOSE)
-    assert held.shared == report.shared
-    assert held.device == pytest.approx(report.device, **CLOSE)
-    assert held.host == pytest.approx(report.host, **CLOSE)
+    assert nbytes.index == pytest.approx(report.index, **CLOSE)
+    assert nbytes.window == pytest.approx(report.window + report.other_layers, **CLOSE)
+    assert nbytes.shared == report.shared
+    assert nbytes.device == pytest.approx(report.device, **CLOSE)
+    assert nbytes.host == pytest.approx(report.host, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +74,8 @@ def test_bytes_are_those_of_a_filled_cache(name: str) -> None:
     check(tiny(), name + SHORT, 500)
 
 
-@pytest.mark.parametrize("batch", [3])
-def test_a_batch_takes_its_multiple(batch: int) -> None:
-    check(tiny(), "lrqk:store=host" + SHORT, 300, batch)
+def test_a_batch_takes_its_multiple() -> None:
+    check(tiny(), "lrqk:store=host" + SHORT, 300, batch=3)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
@@ -99,17 +94,14 @@ def test_an_artifact_gives_codes_their_size(tmp_path: Path) -> None:
     check(model, f"a2ats:artifact={folder}" + SHORT, 200)
 
 
-def rows_of(model: PreTrainedModel) -> list[LayerRows]:
-    return [LayerRows(2, 64, 64, 1.0, 1.0)] * model.config.num_hidden_layers
-
-
 def filled(model: PreTrainedModel, name: str, length: int) -> RetrievalCache:
     """A cache with ``length`` random rows and a decoded token, which no model has read."""
     cache = choose_cache(name, SMALL).make(model.config, length + 1)
     assert isinstance(cache, RetrievalCache)
     with serving(model, cache):
+        rows = [LayerRows(2, 64, 64, 1.0, 1.0)] * model.config.num_hidden_layers
         place = {"device": model.device, "dtype": model.dtype}
-        fill_randomly(model.config, cache, rows_of(model), 1, length, 0, **place)
+        fill_randomly(model.config, cache, rows, 1, length, 0, **place)
         feed(model, cache, random_tokens(model, 1, 1, 1), length)
     return cache
 
@@ -128,9 +120,9 @@ def test_the_line_leads_to_the_bytes_of_a_longer_cache(name: str, length: int) -
     model = tiny()
     predictor = Predictor(model.config, choose_cache(name, SMALL), model.dtype)
     assert length > predictor.even_len
-    held, report = predictor.at(length), filled(model, name, length).memory()
-    assert held.device == pytest.approx(report.device, **CLOSE)
-    assert held.host == pytest.approx(report.host, **CLOSE)
+    nbytes, report = predictor.at(length), filled(model, name, length).memory()
+    assert nbytes.device == pytest.approx(report.device, **CLOSE)
+    assert nbytes.host == pytest.approx(report.host, **CLOSE)
 
 
 def test_a_store_that_asks_the_machine_is_refused() -> None:

@@ -22,8 +22,8 @@ CONTEXT = 8192
 
 
 def made(*methods: str, **changes: Any) -> dict[str, Variant]:
-    given = {"stores": ["auto"], "budgets": [64, 512], "rests": ["off"], "artifacts": {}}
-    return make_variants(methods, context=CONTEXT, **(given | changes))
+    options = {"stores": ["auto"], "budgets": [64, 512], "rests": ["off"], "artifacts": {}}
+    return make_variants(methods, context=CONTEXT, **(options | changes))
 
 
 def test_the_ladder_is_geometric() -> None:
@@ -78,6 +78,10 @@ def test_options_of_a_method_stay_and_free_ones_share_its_cache() -> None:
     assert variants["paris:recent=64:top_k=64"].base is not variants["paris:top_k=7"].base
 
 
+def test_the_same_method_twice_is_one() -> None:
+    assert len(made("paris", "paris")) == 2
+
+
 def test_what_a_fill_keeps_is_no_change_of_a_fork() -> None:
     """H2O evicts by its budget while it reads."""
     variants = made("h2o")
@@ -94,22 +98,17 @@ def test_a_method_that_attends_to_all_has_one_variant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
-        ({"methods": ["paris", "paris"]}, None),
         ({"methods": ["paris:dense_below=9000"]}, "attends to everything up to 9001 tokens"),
         ({"methods": ["paris:flush=9000"]}, r"\(sink, recent and flush\)"),
         ({"methods": ["paris:rank=3"]}, "has no option 'rank'"),
         ({"methods": ["paris"], "rests": ["half"]}, "rest='half'"),
     ],
 )
-def test_impossible_variants_are_refused(given: dict[str, Any], message: str | None) -> None:
-    if message is None:
-        # The same twice is one.
-        assert len(made(*given["methods"])) == 2
-        return
+def test_impossible_variants_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        made(*given.pop("methods"), **given)
+        made(*options.pop("methods"), **options)
 
 
 def test_methods_are_checked_before_the_work(tmp_path: Path) -> None:

@@ -13,18 +13,18 @@ _HEADER = (
 )
 
 
-def shown(report: Mapping[str, Any]) -> str:
+def report_text(report: Mapping[str, Any]) -> str:
     """Weights and memory in a paragraph, a table for each context, what was refused, notes."""
     contexts = dict.fromkeys(row["context"] for row in report["rows"])
-    parts = [_opening(report)]
+    paragraphs = [_opening(report)]
     for context in contexts:
         rows = [row for row in report["rows"] if row["context"] == context]
         lines = [_line(report, row) for row in rows if "refused" not in row]
         title = f"{context:,} tokens x {report['batch']}, sizes in GB"
-        parts.append(f"{title}\n\n{markdown_table(_HEADER, lines)}")
+        paragraphs.append(f"{title}\n\n{markdown_table(_HEADER, lines)}")
     refused = {row["cache"]: row["refused"] for row in report["rows"] if "refused" in row}
-    parts += [f"{cache}: {reason}" for cache, reason in refused.items()]
-    return "\n\n".join([*parts, *_notes(report, list(contexts))])
+    paragraphs += [f"{cache}: {reason}" for cache, reason in refused.items()]
+    return "\n\n".join([*paragraphs, *_notes(report, list(contexts))])
 
 
 def _opening(report: Mapping[str, Any]) -> str:
@@ -40,12 +40,12 @@ def _opening(report: Mapping[str, Any]) -> str:
 
 
 def _line(report: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    held = row["bytes"]
+    nbytes = row["bytes"]
     return [
         row["cache"],
-        _gb(held["window"]),
-        _gb(held["index"] + held["shared"]),
-        _gb(held["store_device"]),
+        _gb(nbytes["window"]),
+        _gb(nbytes["index"] + nbytes["shared"]),
+        _gb(nbytes["store_device"]),
         _gb(row["host_bytes"]),
         _gb(row["device_bytes"] + report["weights"]["held"]),
         "yes" if row["fits"] else "no",
@@ -58,15 +58,15 @@ def _line(report: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
 
 def _notes(report: Mapping[str, Any], contexts: list[int]) -> list[str]:
     notes = []
-    positions, left_out = report["positions"], report["layers_left_out"]
+    positions, skipped = report["positions"], report["layers_left_out"]
     if positions is not None and max(contexts) > positions:
         notes.append(
             f"The model was made for {positions:,} positions: more of them fit, but need a model "
             "or a RoPE scaling that knows them."
         )
-    if left_out:
+    if skipped:
         notes.append(
-            f"The states of {left_out} linear or recurrent layers, which don't grow, are left out."
+            f"The states of {skipped} linear or recurrent layers, which don't grow, are left out."
         )
     return notes
 

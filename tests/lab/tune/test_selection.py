@@ -8,7 +8,7 @@ import pytest
 
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.results import Results
-from hf_kvret.lab.tune.choosing import (
+from hf_kvret.lab.tune.selection import (
     Measured,
     beats,
     choose,
@@ -20,18 +20,13 @@ from hf_kvret.lab.tune.choosing import (
     rounds,
     survivors,
 )
-from hf_kvret.lab.tune.showing import shown
+from hf_kvret.lab.tune.table import tuning_text
 
 
 def row(equal: int, step_bytes: int, ms: float = 1.0, tokens: int = 100) -> Row:
     sums = {"kl": 0.1 * tokens, "kl_squares": 0.02 * tokens}
-    return {
-        "tokens": tokens,
-        "equal": equal,
-        "step_bytes": step_bytes,
-        "device_bytes": 0,
-        "ms": ms,
-    } | sums
+    sizes = {"step_bytes": step_bytes, "device_bytes": 0}
+    return {"tokens": tokens, "equal": equal, **sizes, "ms": ms, **sums}
 
 
 def variant(name: str, *equal: int, bytes: int, ms: float = 1.0) -> Measured:
@@ -75,12 +70,13 @@ def test_the_cheapest_with_an_error_to_spare_is_chosen() -> None:
         variant("mean", 96, bytes=20),
         variant("short", 80, bytes=10),
     ]
-    chosen = choose(measured, 0.95)
-    assert (chosen.variant and chosen.variant.name, chosen.certainty) == ("sure", "sure")
-    chosen = choose(measured[2:], 0.95)
-    assert (chosen.variant and chosen.variant.name, chosen.certainty) == ("mean", "mean")
-    chosen = choose(measured[3:], 0.95)
-    assert (chosen.variant and chosen.variant.name, chosen.certainty) == ("short", "missed")
+    for first, name, certainty in (
+        (0, "sure", "sure"),
+        (2, "mean", "mean"),
+        (3, "short", "missed"),
+    ):
+        choice = choose(measured[first:], 0.95)
+        assert (choice.variant and choice.variant.name, choice.certainty) == (name, certainty)
     assert choose([], 0.95).variant is None
 
 
@@ -119,12 +115,12 @@ def test_finalists_are_known_when_the_last_round_is_over() -> None:
     for name in going_on:
         assert finalists(_results(rows)) is None
         rows[name, 1] = row(90, 1)
-    found = finalists(_results(rows))
-    assert found is not None and [one.name for one in found] == going_on
+    last = finalists(_results(rows))
+    assert last is not None and [one.name for one in last] == going_on
     # What did not fit into memory is out, at whichever time.
     rows[going_on[0], 1] = {"out_of_memory": "no room"}
-    found = finalists(_results(rows))
-    assert found is not None and [one.name for one in found] == going_on[1:]
+    last = finalists(_results(rows))
+    assert last is not None and [one.name for one in last] == going_on[1:]
     del rows["v0", 0]
     assert finalists(_results(rows)) is None
 
@@ -190,12 +186,12 @@ def test_rounds_double_and_take_every_window_once(windows: int) -> None:
 def test_rows_behind_a_gap_do_not_count() -> None:
     cells = [("a", 0), ("a", 2), ("b", 1), ("c", 1), ("c", 0)]
     rows = {cell: row(place, 1) for place, cell in enumerate(cells)}
-    found = collect(({"cache": name, "window": w}, one) for (name, w), one in rows.items())
-    assert {name: len(one.rows) for name, one in found.items()} == {"a": 1, "c": 2}
-    assert [one["equal"] for one in found["c"].rows] == [4, 3]
+    measured = collect(({"cache": name, "window": w}, one) for (name, w), one in rows.items())
+    assert {name: len(one.rows) for name, one in measured.items()} == {"a": 1, "c": 2}
+    assert [one["equal"] for one in measured["c"].rows] == [4, 3]
 
 
-def test_a_choice_that_was_beaten_on_fewer_tokens_is_shown() -> None:
+def test_a_choice_that_was_beaten_on_fewer_tokens_is_tuning_text() -> None:
     names = [f"v{place}" for place in range(6)]
     rows = {(name, 0): row(90, 10 + place) for place, name in enumerate(names)}
     # Better and cheaper on what it has seen, yet likelier ones went on.
@@ -203,8 +199,8 @@ def test_a_choice_that_was_beaten_on_fewer_tokens_is_shown() -> None:
     rows |= {(name, 1): row(99, 10) for name in survivors(complete(_results(rows), names, 1), 0.95)}
     rows.pop(("v5", 1), None)
     results = _results(rows)
-    assert "Not finished" in shown(results)
+    assert "Not finished" in tuning_text(results)
     rows |= {("v5", 1): {"out_of_memory": "no room"}}
     rows = {cell: one | {"method": "flat", "cache_config": {}} for cell, one in rows.items()}
-    told = shown(_results(rows))
-    assert "| **v0**" in told and "| v5 " in told and "Out of memory: v5" in told
+    text = tuning_text(_results(rows))
+    assert "| **v0**" in text and "| v5 " in text and "Out of memory: v5" in text

@@ -1,4 +1,4 @@
-"""Where contexts are taken."""
+"""Windows are cut from the whole text, and the divergence is that of torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hf_kvret.lab.tune.windows import cut_windows, needle_windows
+from hf_kvret.lab.tune.measuring import cut_windows, divergence, needle_windows
 
 
 @pytest.mark.parametrize("bos", [None, 999])
@@ -48,3 +48,16 @@ def test_needle_windows_are_different_documents() -> None:
     windows = needle_windows(200, 50, 3, seed=0)
     assert [len(window) for window in windows] == [250] * 3
     assert not torch.equal(windows[0], windows[1])
+
+
+def test_divergence_is_that_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    full, other = torch.randn(2, 37, 50, generator=generator)
+    want = torch.nn.functional.kl_div(
+        other.double().log_softmax(-1),
+        full.double().log_softmax(-1),
+        log_target=True,
+        reduction="none",
+    ).sum(-1)
+    torch.testing.assert_close(divergence(full, other), want)
+    assert (divergence(full, full) == 0).all()

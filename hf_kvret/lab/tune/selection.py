@@ -1,4 +1,4 @@
-"""What goes on to the next round, what is on the front, and what is chosen."""
+"""The variants that go on to the next round, that are on the front, and the choice."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ LEAST = 4
 """So many variants are never halved."""
 # Steps whose times are nearer than this are as quick as each other.
 _AS_QUICK = 1.05
-# Of fewer windows the spread is a guess.
-_WINDOWS_THAT_TELL = 4
-# The shares of windows spread so much more than those of as many independent tokens: 1.2 to 1.5
-# times on WikiText-2.
+# The spread of fewer windows is a guess.
+_LEAST_WINDOWS = 4
+# Shares of windows spread 1.2 to 1.5 times as much on WikiText-2 as shares of as many independent
+# tokens.
 _TEXT = 1.5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a variant: a row for each window, from the first one on without a gap."""
+    """The measurements of a variant: a row for each window, from the first one on without a gap."""
 
     name: str
     rows: tuple[Row, ...]
 
     @property
     def tokens(self) -> int:
-        """Foretold in all windows."""
+        """Tokens that were foretold in all windows."""
         return sum(row["tokens"] for row in self.rows)
 
     @property
@@ -43,13 +43,8 @@ class Measured:
 
     @property
     def agreement_error(self) -> float:
-        """Standard error of ``agreement``, the larger one of tokens and of windows.
-
-        Tokens: of a share that is drawn to 1/2 by one token, so that it is never 0.
-        """
-        share = (self.agreement * self.tokens + 0.5) / (self.tokens + 1)
-        of_tokens = math.sqrt(share * (1 - share) / self.tokens)
-        return max(of_tokens, _window_error([row["equal"] / row["tokens"] for row in self.rows]))
+        """Standard error of ``agreement``, the larger one of tokens and of windows."""
+        return max(self._token_error(self.agreement), self._window_error("equal"))
 
     @property
     def kl(self) -> float:
@@ -63,22 +58,22 @@ class Measured:
             return 0.0
         squares = sum(row["kl_squares"] for row in self.rows)
         variance = (squares - self.tokens * self.kl**2) / (self.tokens - 1)
-        of_tokens = math.sqrt(max(0.0, variance) / self.tokens)
-        return max(of_tokens, _window_error([row["kl"] / row["tokens"] for row in self.rows]))
+        token_error = math.sqrt(max(0.0, variance) / self.tokens)
+        return max(token_error, self._window_error("kl"))
 
     @property
     def step_bytes(self) -> float:
-        """Of the cache that a step reads, mean over windows."""
+        """Bytes of the cache that a step reads, mean over windows."""
         return fmean(row["step_bytes"] for row in self.rows)
 
     @property
     def device_bytes(self) -> float:
-        """Held on the device, mean over windows."""
+        """Bytes of the cache on the device, mean over windows."""
         return fmean(row["device_bytes"] for row in self.rows)
 
     @property
     def ms(self) -> float:
-        """Of a step, mean over windows of the median."""
+        """Milliseconds of a step, mean over the windows' medians."""
         return fmean(row["ms"] for row in self.rows)
 
     @property
@@ -87,25 +82,36 @@ class Measured:
         return self.step_bytes, self.ms
 
     def surplus(self, target: float) -> float:
-        """Of the agreement over ``target``, in standard errors that it would have at ``target``.
+        """The agreement over ``target``, in standard errors that it would have at ``target``.
 
-        Its own would be near 0 where one window has been kind to it.
+        The error at its own agreement would be near 0 where one window has been kind to it.
         """
-        # Of a share that is drawn to 1/2, so that there is an error for a target of 1, too.
-        share = (target * self.tokens + 0.5) / (self.tokens + 1)
-        of_tokens = math.sqrt(share * (1 - share) / self.tokens)
-        if len(self.rows) < _WINDOWS_THAT_TELL:
-            return (self.agreement - target) / (_TEXT * of_tokens)
-        of_windows = _window_error([row["equal"] / row["tokens"] for row in self.rows])
-        return (self.agreement - target) / max(of_tokens, of_windows)
+        error = self._token_error(target)
+        if len(self.rows) < _LEAST_WINDOWS:
+            return (self.agreement - target) / (_TEXT * error)
+        return (self.agreement - target) / max(error, self._window_error("equal"))
 
     def on(self, windows: int) -> Measured:
-        """What is known of the first windows."""
+        """The measurements on the first windows."""
         return Measured(self.name, self.rows[:windows])
+
+    def _token_error(self, share: float) -> float:
+        """Standard error of a share of all tokens, which one token draws to 1/2: it is never 0."""
+        share = (share * self.tokens + 0.5) / (self.tokens + 1)
+        return math.sqrt(share * (1 - share) / self.tokens)
+
+    def _window_error(self, key: str) -> float:
+        """Standard error of the mean over windows of ``key`` a token; 0 for too few windows.
+
+        Tokens of a window have its text in common, and so their errors.
+        """
+        if len(self.rows) < _LEAST_WINDOWS:
+            return 0.0
+        return stdev(row[key] / row["tokens"] for row in self.rows) / math.sqrt(len(self.rows))
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Choice:
     """The choice, and how sure it is.
 
     Attributes:
@@ -118,28 +124,15 @@ class Chosen:
     certainty: str
 
 
-def _window_error(means: Sequence[float]) -> float:
-    """Standard error of the mean of ``means``, one of each window; 0 where these are too few.
-
-    Tokens of a window have its text in common, and so their errors.
-    """
-    if len(means) < _WINDOWS_THAT_TELL:
-        return 0.0
-    return stdev(means) / math.sqrt(len(means))
-
-
 def collect(cells: Iterable[tuple[Cell, Row]]) -> dict[str, Measured]:
-    """All that was measured, by cache; rows after a missing window are left out.
-
-    So are those without numbers, of what did not fit into memory.
-    """
-    found: dict[str, dict[int, Row]] = {}
+    """All measurements by cache, up to the first window that has no numbers."""
+    by_cache: dict[str, dict[int, Row]] = {}
     for cell, row in cells:
-        rows = found.setdefault(cell["cache"], {})
+        rows = by_cache.setdefault(cell["cache"], {})
         if "tokens" in row:
             rows[cell["window"]] = row
     measured = {}
-    for name, rows in found.items():
+    for name, rows in by_cache.items():
         count = next(number for number in range(len(rows) + 1) if number not in rows)
         if count:
             measured[name] = Measured(name, tuple(rows[number] for number in range(count)))
@@ -148,12 +141,12 @@ def collect(cells: Iterable[tuple[Cell, Row]]) -> dict[str, Measured]:
 
 def rounds(windows: int) -> list[range]:
     """The windows of each round: the first one, the second, two more, four more and so on."""
-    found, start = [], 0
+    ranges, start = [], 0
     while start < windows:
         stop = min(windows, max(1, 2 * start))
-        found.append(range(start, stop))
+        ranges.append(range(start, stop))
         start = stop
-    return found
+    return ranges
 
 
 def halved(count: int) -> int:
@@ -168,17 +161,17 @@ def survivors(measured: Sequence[Measured], target: float) -> list[str]:
     are taken as independent. The one that is surest to reach the target is always among them.
     """
     by_cost = sorted(measured, key=lambda one: one.cost)
-    # The cheapest of those that are as sure.
+    # Among equally sure variants it is the cheapest.
     surest = max(by_cost, key=lambda one: one.surplus(target), default=None)
     ranked, none_cheaper = [], 1.0
-    for place, one in enumerate(by_cost):
+    for rank, one in enumerate(by_cost):
         surplus = one.surplus(target)
         chance = NormalDist().cdf(surplus)
-        # Far below the target all chances are 0.
-        ranked.append((one is not surest, -none_cheaper * chance, -surplus, place, one.name))
+        # Far below the target all chances are 0, and the surplus decides.
+        ranked.append((one is not surest, -none_cheaper * chance, -surplus, rank, one.name))
         none_cheaper *= 1 - chance
-    kept = {name for *_, name in sorted(ranked)[: halved(len(ranked))]}
-    return [one.name for one in measured if one.name in kept]
+    names = {name for *_, name in sorted(ranked)[: halved(len(ranked))]}
+    return [one.name for one in measured if one.name in names]
 
 
 def complete(results: Results, running: Sequence[str], stop: int) -> list[Measured]:
@@ -191,7 +184,7 @@ def complete(results: Results, running: Sequence[str], stop: int) -> list[Measur
 def finalists(results: Results) -> list[Measured] | None:
     """The variants that the last round of a tuning has measured; None before its end."""
     running = [cell["cache"] for cell, _ in results if cell["window"] == 0]
-    # All of them, and full attention.
+    # The first window is measured with all variants and full attention.
     if len(running) <= results.setup["variants"]:
         return None
     running.remove(FULL)
@@ -205,22 +198,22 @@ def finalists(results: Results) -> list[Measured] | None:
     return last
 
 
-def choose(measured: Sequence[Measured], target: float) -> Chosen:
-    """The cheapest variant of the last round that reaches ``target``; see ``Chosen``."""
+def choose(measured: Sequence[Measured], target: float) -> Choice:
+    """The cheapest variant of the last round that reaches ``target``; see ``Choice``."""
     by_cost = sorted(measured, key=lambda one: one.cost)
     for certainty, errors in (("sure", 1.0), ("mean", 0.0)):
         reaching = [x for x in by_cost if x.agreement - errors * x.agreement_error >= target]
-        # Of those that cost the same, the best.
+        # Among variants of one cost the best is chosen.
         unbeaten = [x for x in reaching if not any(beats(other, x) for other in reaching)]
         if unbeaten:
-            return Chosen(unbeaten[0], certainty)
-    return Chosen(max(by_cost, key=lambda one: one.agreement, default=None), "missed")
+            return Choice(unbeaten[0], certainty)
+    return Choice(max(by_cost, key=lambda one: one.agreement, default=None), "missed")
 
 
 def front(measured: Sequence[Measured]) -> list[Measured]:
-    """Those that no other one beats, cheapest first; see ``beats``."""
-    kept = [one for one in measured if not any(beats(other, one) for other in measured)]
-    return sorted(kept, key=lambda one: one.cost)
+    """The variants that no other one beats, cheapest first; see ``beats``."""
+    unbeaten = [one for one in measured if not any(beats(other, one) for other in measured)]
+    return sorted(unbeaten, key=lambda one: one.cost)
 
 
 def beats(one: Measured, other: Measured) -> bool:

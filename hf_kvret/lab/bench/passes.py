@@ -1,0 +1,244 @@
+"""``hf-kvret bench decode`` and ``prefill``: time of a decode step, and to the first token."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar, Literal
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_kvret.attention.prompt_chunks import fit_chunk, prompt_chunk
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.bench.filling import Turn, feed, random_tokens, serving
+from hf_kvret.lab.bench.floors import Selections, decode_floor, prefill_floor, selections
+from hf_kvret.lab.bench.limits import PeakDeviceMemory
+from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, timed_row
+from hf_kvret.lab.bench.stepping import attention_clock, make_steps
+from hf_kvret.lab.bench.tables import plot_contexts, timing_table
+from hf_kvret.lab.bench.timing import StepClock
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.measurement import CheckFailed, Outputs, Row
+from hf_kvret.lab.program.arguments import known_names, length
+from hf_kvret.lab.program.options import option, with_default
+from hf_kvret.lab.program.scripts import load_measurement
+from hf_kvret.lab.report.results import Cell, Results
+
+# A compiled step is compiled in the first, and its graph is recorded in the next two.
+_LEAST_COMPILED_WARMUP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode(ModelMeasurement):
+    """Time of a decode step behind a context of given length.
+
+    Each round fills every cache anew, takes --warmup steps and times --steps steps; the caches take
+    turns, --rounds times. A row is the median over all timed steps, with quartiles. Steps of
+    retrieval caches are replayed from a CUDA graph where they can be; graph=false, as in
+    paris:graph=false, measures them as they are without it.
+    """
+
+    decodes: ClassVar[bool] = True
+    name: ClassVar[str] = "decode"
+    summary: ClassVar[str] = "time of a decode step"
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench decode --shape llama-3.1-8b --context 32K,128K --batch 1,8 --dtype "
+        "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
+    )
+
+    opponents: tuple[str, ...] = option(
+        (), "llama.cpp: time it too, in a checkout", kind=known_names(["llama.cpp"], none=True)
+    )
+
+    def beside(self, outputs: Outputs) -> Any:
+        """The script's measurement where other programs are opponents."""
+        return load_measurement("bench llama-cpp")(**vars(self)) if self.opponents else self
+
+    def check(self) -> None:
+        super().check()
+        if "static-compile" in self.choices and self.warmup < _LEAST_COMPILED_WARMUP:
+            raise ValueError(
+                f"--warmup {self.warmup}: static-compile compiles and records in its first steps, "
+                f"give at least {_LEAST_COMPILED_WARMUP}"
+            )
+
+    @torch.inference_mode()
+    def once(self, turn: Turn) -> TimedSample:
+        """Fill, warm up, time; CheckFailed when a retrieval cache retrieved nothing."""
+        peak = PeakDeviceMemory(self.place)
+        with turn.filled(self.warmup + self.steps + 1) as (cache, token):
+            steps = make_steps(turn.choice, turn.subject.model, cache, turn.context)
+            token, warm_seconds, _ = steps.run(token, self.warmup)
+            before = selections(cache)
+            count = self.steps_within(warm_seconds[-1] if warm_seconds else 0.0)
+            with attention_clock(turn.subject.model) as clock:
+                _, seconds, records = steps.run(token, count)
+            steps.finish()
+        chosen = Selections()
+        if isinstance(cache, RetrievalCache):
+            after = selections(cache)
+            if after.rows == before.rows and cache.options.retrieves:
+                raise CheckFailed(
+                    f"{turn.choice.name}: {len(seconds)} steps behind {turn.context} tokens "
+                    "retrieved nothing; nothing was reported"
+                )
+            chosen = after.since(before, len(seconds))
+        usage = turn.usage(cache, steps.length)
+        floor = decode_floor(
+            turn.subject.weights, cache, usage, turn.batch, chosen, turn.choice.on_host
+        )
+        growth = peak.growth()
+        more = {
+            "selected_rows": chosen.rows,
+            "bus_rows": chosen.bus_rows,
+            "flushed_tokens": sum(step.flushed for step in records),
+            # On a CPU no peak is known, and the bytes of the cache stand for it.
+            "device_peak_bytes": usage.device_bytes if growth is None else growth,
+            "steps": [step.label for step in records],
+            "not_replayed": steps.reason,
+            "attention_seconds": median(clock.seconds()[::2] or [0.0]) or None,
+        }
+        return TimedSample(seconds, floor, usage, more)
+
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
+        """See ``timed_row``; ``steps`` counts the timed steps by label, and ``seconds_by_kind`` has
+        the median of each."""
+        rounds = samples[self.built]
+        by_label: dict[str, list[float]] = defaultdict(list)
+        for sample in rounds:
+            for label, seconds in zip(sample.more["steps"], sample.seconds, strict=True):
+                by_label[label].append(seconds)
+        counts = Counter({label: len(seconds) for label, seconds in by_label.items()})
+        return timed_row(self, cell["batch"], samples) | {
+            "flushed_tokens": sum(sample.more["flushed_tokens"] for sample in rounds),
+            "device_peak_bytes": max(sample.more["device_peak_bytes"] for sample in rounds),
+            "steps": dict(counts.most_common()),
+            "seconds_by_kind": {label: median(seconds) for label, seconds in by_label.items()},
+        }
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        return timing_table(results, "ms a step")
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        plot_contexts(path, results, "time of a decode step", "ms", "seconds")
+
+
+Chunk = int | Literal["own"] | None
+
+
+def _chunk_length(text: str) -> Chunk:
+    """The value of ``--chunk``, for argparse: a length as 8K, ``own``, or ``none``."""
+    if text == "own":
+        return "own"
+    return None if text == "none" else length(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefill(ModelMeasurement):
+    """Time to the first token (TTFT): a prompt of given length goes into an empty cache.
+
+    Buffers are made while it is read, and count. A retrieval cache reads it as its prefill_chunk
+    says, in one pass or in chunks, the others in one pass; --chunk sets another length for all but
+    kvpress. Each round reads --warmup prompts and times --steps more; the caches take turns,
+    --rounds times. A row is the median.
+    """
+
+    name: ClassVar[str] = "prefill"
+    summary: ClassVar[str] = "time to the first token"
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench prefill --shape llama-3.1-8b --layers 8 --context 8K,32K --dtype bfloat16",
+    )
+
+    caches: str = with_default(
+        ModelMeasurement, "caches", "full,dense,flat,paris,lrqk,ctkvr,a2ats,aqua"
+    )
+    steps: int = with_default(ModelMeasurement, "steps", 1)
+    warmup: int = with_default(ModelMeasurement, "warmup", 1)
+    chunk: Chunk = option(
+        "own",
+        "tokens of a pass, as 8K; none: one pass; own: as each cache's prefill_chunk",
+        kind=_chunk_length,
+    )
+
+    def setup(self) -> dict[str, Any]:
+        return super().setup() | {"chunk": self.chunk}
+
+    @torch.inference_mode()
+    def once(self, turn: Turn) -> TimedSample:
+        """Read the prompt again and again, each time into a new cache."""
+        model, chunk = turn.subject.model, self._chunk(turn)
+        tokens = random_tokens(model, turn.batch, turn.context, self.seed)
+        seconds = []
+        for run in range(self.warmup + self.steps):
+            cache = turn.choice.make(model.config, turn.context)
+            with serving(model, cache):
+                clock = StepClock(model.device)
+                clock.mark()
+                _read(model, turn.choice, cache, tokens, chunk)[:, -1].argmax(-1)
+                clock.mark()
+                interval = clock.seconds()
+            usage = turn.usage(cache, turn.context)
+            if run >= self.warmup:
+                seconds += interval
+            # Two caches at once would need twice the memory.
+            del cache
+        floor = prefill_floor(turn.subject.weights, usage, turn.batch, turn.context)
+        return TimedSample(seconds, floor, usage, {"chunk": chunk})
+
+    def _chunk(self, turn: Turn) -> int | None:
+        """Tokens of a pass in this turn; None: all of them."""
+        choice, chunk = turn.choice, self.chunk
+        if choice.method == "kvpress":
+            return None
+        if choice.options is not None:
+            options = choice.options
+            if chunk != "own":
+                options = options.replace(prefill_chunk=chunk)
+            return prompt_chunk(options, turn.subject.model, turn.batch, turn.context)
+        return fit_chunk(turn.context, chunk, 0) if isinstance(chunk, int) else None
+
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
+        """Median and quartiles of the time to the first token, tokens a second, and ``chunk``."""
+        return timed_row(self, cell["batch"] * cell["context"], samples)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        table = timing_table(results, "ms to the first token")
+        chunked = [
+            f"{cell['cache']} at {cell['context']:,} x {cell['batch']}: {row['chunk']:,}"
+            for cell, row in results
+            if row.get("chunk")
+        ]
+        if not chunked:
+            return table
+        return f"{table}\n\nTokens of a pass, where it was not all: {'; '.join(chunked)}."
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        plot_contexts(path, results, "time to the first token", "ms", "seconds")
+
+
+def _read(
+    model: PreTrainedModel,
+    choice: CacheChoice,
+    cache: Cache,
+    tokens: torch.Tensor,
+    chunk: int | None,
+) -> torch.Tensor:
+    """Logits after ``tokens`` in passes of ``chunk``, which are announced as ``generate`` does."""
+    length = tokens.shape[1]
+    if isinstance(cache, RetrievalCache):
+        cache.expect(length, chunk or length)
+    start = 0
+    with choice.around_prefill(model):
+        for new in tokens.split(chunk or length, dim=1):
+            logits = feed(model, cache, new, start)
+            start += new.shape[1]
+    return logits
