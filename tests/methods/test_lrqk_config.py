@@ -45,7 +45,7 @@ VARIANTS: list[dict[str, Any]] = [
         ({"slots": 64}, ValueError, "slots=2.0"),
         ({"factors": "svd"}, ValueError, "factors='svd': choose 'closed' or 'als'"),
         ({"factors": ["als"]}, ValueError, "choose 'closed' or 'als'"),
-        ({"init": "zeros"}, ValueError, "choose 'randn' or 'top' or 'topcol'"),
+        ({"init": "zeros"}, ValueError, "choose 'randn', 'top' or 'topcol'"),
         ({"proxy_dtype": torch.int8}, ValueError, "choose 'bfloat16' or 'int8'"),
         ({"iterations": 0}, ValueError, "iterations=0 must be at least 1"),
         ({"lite": -1}, ValueError, "lite=-1 must be at least 0"),

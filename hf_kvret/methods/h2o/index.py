@@ -14,7 +14,7 @@ from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Form, check_ids, damaged
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig, check_int, check_number
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 
@@ -39,7 +39,7 @@ class H2OConfig(RetrievalConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.observed is not None:
-            _check_count("observed", self.observed, "queries, or None for all")
+            check_int("observed", self.observed, 1, "queries, or None for all")
 
     @classmethod
     def for_prompt(cls, prompt_len: int, share: float = 0.2, **changes: Any) -> Self:
@@ -49,21 +49,12 @@ class H2OConfig(RetrievalConfig):
         protected. Each half is at least one token; ``changes`` are other options. ValueError for a
         ``share`` that is not above 0 and at most 1, or for a prompt without tokens.
         """
-        _check_count("prompt_len", prompt_len, "tokens")
-        if isinstance(share, bool) or not isinstance(share, int | float):
-            raise TypeError(f"share must be a number, got {share!r}")
-        if not 0.0 < share <= 1.0:
-            raise ValueError(f"share={share}: the part that is kept, above 0 and at most 1")
+        check_int("prompt_len", prompt_len, 1, "tokens")
+        meaning = "the part that is kept, above 0 and at most 1"
+        check_number("share", share, lambda x: 0.0 < x <= 1.0, meaning)
         half = max(1, int(share / 2 * prompt_len))
         published = {"top_k": half, "recent": half, "sink": 0, "flush": 1, "dense_below": 0}
         return cls.from_options(**{**published, **changes})
-
-
-def _check_count(name: str, count: object, unit: str) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name} must be an int ({unit}), got {count!r}")
-    if count < 1:
-        raise ValueError(f"{name}={count}: at least 1 is needed ({unit})")
 
 
 # Scores that are in memory at once, over batch and heads; on a CPU they pass through its cache.

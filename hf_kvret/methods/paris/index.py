@@ -14,7 +14,7 @@ from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Ind
 from hf_kvret.contracts.schema import FLOATS, Form, damaged
 from hf_kvret.contracts.state import tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig, check_choice, check_flag, check_int
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch
 from hf_kvret_kernels.paris.codes import check_widths
@@ -68,21 +68,15 @@ class ParisConfig(RetrievalConfig):
             value = getattr(self, name)
             if not isinstance(value, tuple | list) and (name == "schedule" or value is not None):
                 raise TypeError(f"{name} must be a sequence, got {value!r}")
-        if not isinstance(self.center, bool):
-            raise TypeError(f"center must be True or False, got {self.center!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an int, got {self.seed!r}")
-        if isinstance(self.subspace_dim, bool) or not isinstance(self.subspace_dim, int):
-            raise TypeError(f"subspace_dim must be an int, got {self.subspace_dim!r}")
+        check_flag("center", self.center)
+        check_int("seed", self.seed)
+        check_choice("subspace_dim", self.subspace_dim, (4, 8))
+        check_choice("group_reduce", self.group_reduce, ("max", "mean"))
         # JSON has no tuples: lists come back from a saved configuration.
         object.__setattr__(self, "schedule", tuple(tuple(row) for row in self.schedule))
         for name in ("tiers", "levels"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.subspace_dim not in (4, 8):
-            raise ValueError(f"subspace_dim={self.subspace_dim}: choose 4 or 8")
-        if self.group_reduce not in ("max", "mean"):
-            raise ValueError(f"group_reduce={self.group_reduce!r}: choose 'max' or 'mean'")
         if self.levels is not None and len(self.levels) != 8:
             raise ValueError(f"levels needs 8 magnitudes, got {len(self.levels)}")
         tiers = _TIERS if self.tiers is None else self.tiers
