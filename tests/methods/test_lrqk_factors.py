@@ -7,9 +7,16 @@ import math
 import pytest
 import torch
 
-from hf_kvret.methods.lrqk.als import RANDOM_START, STARTS, Moments, RandomSource
-from hf_kvret.methods.lrqk.factors import AlternatingFactors, Factors, alternating, closed_form
-from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
+from hf_kvret.methods.lrqk.als import (
+    RANDOM_START,
+    STARTS,
+    AlternatingFactors,
+    Moments,
+    RandomSource,
+    alternating,
+    start_sketches,
+)
+from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
 
 DIM, RANK = 24, 8
 CASES = ("full", "ragged", "deficient", "few_rows", "zero", "scaled", "thin_overlap")
@@ -70,7 +77,7 @@ def _als(
     q: torch.Tensor, k: torch.Tensor, init: str, rank: int, rounds: int = 2, penalty: float = 1.0
 ) -> AlternatingFactors:
     of_q, of_k = _moments(q, k, init, rank)
-    starts = STARTS[init](of_q, of_k, rank)
+    starts = start_sketches(init, of_q, of_k, rank)
     return alternating(of_q.gram, of_k.gram, *starts, rounds, penalty)
 
 
@@ -299,8 +306,8 @@ def test_sums_for_als_add_up_over_blocks(init: str, cuts: tuple[int, ...]) -> No
     whole.add(rows, RANK, chance)
     assert pieced.state_dict().keys() == whole.state_dict().keys() == {"gram", "sizes"}
     for found, expected in zip(
-        STARTS[init](pieced, pieced, RANK),
-        STARTS[init](whole, whole, RANK),
+        start_sketches(init, pieced, pieced, RANK),
+        start_sketches(init, whole, whole, RANK),
         strict=True,
     ):
         torch.testing.assert_close(found.cross, expected.cross, rtol=1e-5, atol=1e-3)
@@ -339,7 +346,7 @@ def test_pieces_and_passes_with_and_without_padding_add_up(
     whole.add(queries, all_valid)
     expected = whole.weighted(0.5)
     scale = whole.scale
-    monkeypatch.setattr("hf_kvret.methods.lrqk.grams.PIECE", 7)
+    monkeypatch.setattr("hf_kvret.methods.lrqk.factors.CHUNK_LEN", 7)
     pieces.scale, pieces._is_scaled = scale, True
     for part, mask in zip(queries.split([cut, 50 - cut], dim=2), masks, strict=True):
         pieces.add(part, mask)

@@ -1,19 +1,36 @@
-"""Proxies: the rows that stand for keys in a layer's scores, in bf16 or in a byte a number."""
+"""Proxies: rows that stand for keys in a layer's scores, in bf16 or in a byte an element."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from hf_kvret.contracts.schema import Form, damaged
 from hf_kvret.contracts.state import State, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
+from hf_kvret.methods.lrqk.factors import float_chunks
 
 DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0
 # Largest range of int8, in root mean squares.
 _WIDEST = 8.0
+
+
+def project(
+    to_key: torch.Tensor, keys: Iterable[torch.Tensor], mean: torch.Tensor | None = None
+) -> Iterator[torch.Tensor]:
+    """Proxies ``[B, F, *, r]`` fp32 of all ``keys [B, Hkv, *, D]``, some after the others.
+
+    ``to_key [B, F, D, r]``; ``mean [B, Hkv, D]`` is subtracted from the keys.
+    """
+    batch, _, dim, rank = to_key.shape
+    for block in keys:
+        maps = to_key.view(batch, block.shape[1], -1, dim, rank)
+        for chunk in float_chunks(block, None):
+            # The mean's proxy taken off later would cost digits where products are rounded.
+            deviations = chunk if mean is None else chunk - mean.unsqueeze(2)
+            yield (deviations.unsqueeze(2) @ maps).flatten(1, 2)
 
 
 class Proxies(State):
@@ -43,11 +60,11 @@ class Proxies(State):
 
     def replace(
         self,
-        pieces: Iterable[torch.Tensor],
+        chunks: Iterable[torch.Tensor],
         spread: torch.Tensor | None = None,
         keep: torch.Tensor | None = None,
     ) -> None:
-        """Replace all rows by ``pieces`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
+        """Replace all rows by ``chunks`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
 
         ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens. With it,
         int8 clamps outliers, so that padding or a single key does not coarsen all.
@@ -55,7 +72,7 @@ class Proxies(State):
         """
         old = None if keep is None else (self.rows, self.steps)
         # bf16 in between: the steps of int8 need all rows first.
-        rows = torch.cat([piece.bfloat16() for piece in pieces], dim=2)
+        rows = torch.cat([chunk.bfloat16() for chunk in chunks], dim=2)
         self._rows = TokenBuffer()
         if self.dtype == torch.int8:
             largest = rows.float().nan_to_num_(nan=0.0).abs().amax(dim=2, keepdim=True)
@@ -81,7 +98,7 @@ class Proxies(State):
         return query if self.steps is None else query * self.steps
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some of the rows, ``[B, F, *, r]``, as fp32 numbers."""
+        """The ``rows [B, F, *, r]`` of ``self.rows`` in fp32."""
         return rows.float() if self.steps is None else rows.float() * self.steps
 
     def check_loaded(self, form: Form) -> None:
