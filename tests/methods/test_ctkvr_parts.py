@@ -11,7 +11,7 @@ import torch
 from hf_kvret import TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrIndex
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS, InvertedLists
+from hf_kvret.methods.ctkvr.inverted_file import MOST_TOKENS, Centroids, InvertedLists
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, make_sampler
 
 
@@ -21,9 +21,9 @@ from hf_kvret.methods.ctkvr.sampler import CentroidSampler, make_sampler
         ({"centroids": 0}, ValueError, "centroids=0"),
         ({"nprobe": 2.5}, TypeError, "nprobe must be an int"),
         ({"update": -1}, ValueError, "update=-1"),
-        ({"choice": "newest"}, ValueError, "'mixed' or 'last'"),
+        ({"choice": "newest"}, ValueError, "choose 'mixed', 'last', 'random', 'first' or 'even'"),
         ({"update_lists": "some"}, ValueError, "'all' or 'recalled'"),
-        ({"rerank": "exact"}, ValueError, "'auto' or 'cpu'"),
+        ({"rerank": "exact"}, ValueError, "choose 'auto', 'cpu', 'device', 'codes' or 'lists'"),
         ({"rerank": "cpu"}, ValueError, "store='cpu'"),
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"list_ratio": 0.5}, ValueError, "list_ratio=0.5"),
@@ -104,12 +104,16 @@ def test_padding_is_never_chosen_and_takes_no_room() -> None:
     assert sorted(pool.best(4)[1][1].tolist()) == [-1, 10, 11, 13]
 
 
+def _centroid(slot: int) -> Centroids:
+    return Centroids(torch.ones(1, 1, 1, 2, 4), torch.tensor([[slot]]))
+
+
 @pytest.mark.parametrize(("tokens", "nbytes"), [(65_535, 2), (65_536, 3), (MOST_TOKENS, 3)])
 def test_slots_take_two_bytes_as_long_as_they_can(tokens: int, nbytes: int) -> None:
     most = tokens - 1
     ids = torch.tensor([-1, 0, 1, 32_766, 32_767, 32_768, most - 1, most], dtype=torch.int32)
     lists = InvertedLists(10)
-    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), [ids.view(1, 1, 1, -1)], tokens)
+    lists.append(_centroid(7), [ids.view(1, 1, 1, -1)], tokens)
     assert lists.ids.flatten().tolist() == [*ids.tolist(), -1, -1]
     assert lists.list_nbytes() == 10 * nbytes
     assert lists.take(torch.zeros(1, 1, 1, 3, dtype=torch.long)).shape == (1, 1, 1, 3, 10)
@@ -126,9 +130,9 @@ def test_more_tokens_than_three_bytes_can_name_are_refused() -> None:
 def test_lists_grow_wider_when_slots_do() -> None:
     lists = InvertedLists(2)
     near, far = (torch.tensor([[[[x, -1]]]], dtype=torch.int32) for x in (65_534, 70_000))
-    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), [near], 65_535)
+    lists.append(_centroid(7), [near], 65_535)
     twin = lists.fork()
-    twin.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[8]]), [far], 70_001)
+    twin.append(_centroid(8), [far], 70_001)
     assert twin.ids.flatten().tolist() == [65_534, -1, 70_000, -1]
     assert lists.ids.flatten().tolist() == [65_534, -1] and lists.list_nbytes() == 4
     again = InvertedLists(2)

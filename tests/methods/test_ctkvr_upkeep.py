@@ -274,7 +274,7 @@ def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rera
     ids = run.step(_query(20))
     assert ids is not None and int(ids.min()) >= 0 and int(ids.max()) < 300
     assert run.index._file.queue is not None
-    assert all(int(piece.max()) < 300 for piece in run.index._file.queue.pieces())
+    assert all(int(ids.max()) < 300 for ids in run.index._file.queue.chunks())
     query = run.queries[:, :, -1:]
     run.flush(3 * query + 0.5 * _query(4, count=40))
     if rerank == "auto":
