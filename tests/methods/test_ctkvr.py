@@ -18,7 +18,7 @@ from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
 from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels.relevance import group_relevance
 
-from .watched_stores import normal
+from .watched_stores import normal, ragged, slot_sets
 
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 2 / math.sqrt(DIM)
@@ -67,24 +67,11 @@ def _fill(
     return index, store
 
 
-def _ragged(batch: int, count: int) -> torch.Tensor:
-    valid = torch.ones(batch, count, dtype=torch.bool)
-    valid[-1, : count // 2] = False
-    valid[0, count // 3 : count // 3 + count // 10] = False
-    return valid
-
-
 def _prompt(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return (
         normal(seed, batch, HEADS * GROUP, count, DIM),
         normal(seed + 1, batch, HEADS, count, DIM),
     )
-
-
-def _sets(ids: torch.Tensor) -> list[set[int]]:
-    rows = [row[row >= 0].tolist() for row in ids.flatten(0, 2)]
-    assert all(len(set(row)) == len(row) for row in rows), "a slot twice"
-    return [set(row) for row in rows]
 
 
 @pytest.mark.factor("softcap", [None, 3.0])
@@ -95,7 +82,7 @@ def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
     group: int, budget: int, softcap: float | None, cuts: tuple[int, ...]
 ) -> None:
     queries, keys = _prompt(300)
-    queries, valid = queries[:, : HEADS * group], _ragged(2, 300)
+    queries, valid = queries[:, : HEADS * group], ragged(2, 300)
     hidden = ~valid[:, None, :, None]
     seen = [x.masked_fill(hidden, float("nan")) for x in (queries, keys)]
     index, store = _fill(_options(), *seen, valid, cuts, budget=budget, softcap=softcap)
@@ -103,7 +90,7 @@ def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
     index.on_forward(query, keys[:, :, :2], 300, None)
     ids = index.search(query, cold_tokens(valid[:, :held], SCALE, budget, softcap, store=store))
     assert ids.shape == (2, HEADS, 2, budget) and ids.dtype == torch.int32
-    assert all(len(row) == budget for row in _sets(ids))
+    assert all(len(row) == budget for row in slot_sets(ids))
     assert index._file.queue is not None
     listed = index._file.queue.recall(query.unflatten(1, (HEADS, group)).transpose(2, 3), 1)[
         ..., 0, :
@@ -111,11 +98,11 @@ def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
     scores = exact_scores(query, store.gather(_all(held))[0][:, :, 0], SCALE, softcap)
     scores = scores.masked_fill(~valid[:, None, None, :held], float("-inf"))
     best = group_relevance(scores, HEADS).topk(budget).indices
-    for wanted, mine in zip(_sets(best), _sets(listed), strict=True):
+    for wanted, mine in zip(slot_sets(best), slot_sets(listed), strict=True):
         assert wanted <= mine
     if group == 1:
         # With more heads than one, what was not recalled is missing in the softmaxes compared.
-        assert _sets(ids) == _sets(best)
+        assert slot_sets(ids) == slot_sets(best)
 
 
 def _all(held: int) -> torch.Tensor:
@@ -135,7 +122,7 @@ def test_the_rerank_takes_the_best_of_what_was_recalled(softcap: float | None) -
     marked = torch.zeros(2, HEADS, 280, dtype=torch.bool).scatter_(2, named.long(), True)
     marked = marked.repeat_interleave(GROUP, dim=1).unsqueeze(2)
     best = group_relevance(scores.masked_fill(~marked, float("-inf")), HEADS).topk(15).indices
-    assert _sets(ids) == _sets(best)
+    assert slot_sets(ids) == slot_sets(best)
 
 
 def test_other_queries_find_what_similar_centroids_found() -> None:
@@ -163,21 +150,21 @@ def test_other_queries_find_what_similar_centroids_found() -> None:
 @pytest.mark.parametrize("rerank", ["auto", "codes", "lists"])
 def test_a_budget_for_all_selects_exactly_the_valid_tokens(held: int, rerank: str) -> None:
     queries, keys = _prompt(held + RECENT, batch=3)
-    valid = _ragged(3, held + RECENT)
+    valid = ragged(3, held + RECENT)
     valid[1] = False
     valid[1, -1] = True
     index, store = _fill(_options(rerank=rerank), queries, keys, valid, budget=held)
     ids = index.search(queries[:, :, :2], cold_tokens(valid[:, :held], SCALE, held, store=store))
     expected = [set(row.nonzero().flatten().tolist()) for row in valid[:, :held]]
     assert ids.shape == (3, HEADS, 2, held)
-    assert _sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
+    assert slot_sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
 
 
 @pytest.mark.parametrize("rerank", ["auto", "codes", "lists"])
 def test_sinks_padding_and_holes_are_never_selected(rerank: str) -> None:
     """They get the largest keys of all, so that any leak would pick them first."""
     queries, keys = _prompt(220, batch=3)
-    valid = _ragged(3, 220)
+    valid = ragged(3, 220)
     padding = valid.clone()
     valid[:, :4] = False
     keys = torch.where(valid[:, None, :, None], keys, 100 * queries[:, ::GROUP, -1:])
@@ -185,13 +172,13 @@ def test_sinks_padding_and_holes_are_never_selected(rerank: str) -> None:
     for start in (220, 221):
         index.on_forward(queries[:, :, -1:], keys[:, :, -1:], start, None)
         ids = index.search(queries[:, :, -1:], cold_tokens(valid[:, :200], SCALE, 20, store=store))
-        for row, chosen in enumerate(_sets(ids)):
+        for row, chosen in enumerate(slot_sets(ids)):
             assert len(chosen) == 20 and all(valid[row // HEADS, list(chosen)])
 
 
 def test_a_row_does_not_change_with_its_neighbours() -> None:
     queries, keys = _prompt(400, batch=3)
-    valid = _ragged(3, 400)
+    valid = ragged(3, 400)
     steps = normal(3, 3, HEADS * GROUP, 60, DIM)
     chosen = []
     for pair in ([0, 1], [0, 2]):
