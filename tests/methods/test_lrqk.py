@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret import (
-    TokenBlock,
-)
+from hf_kvret import TokenBlock
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
 from hf_kvret.testing.cold import cold_tokens

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import (
-    TokenBlock,
-)
+from hf_kvret import TokenBlock
 from hf_kvret.methods.lrqk import LRQKIndex
 from hf_kvret.testing import all_valid
 from hf_kvret.testing.cold import cold_tokens
