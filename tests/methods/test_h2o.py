@@ -90,7 +90,7 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
     """A padded prompt, drafts of which some are rejected, flushes, and a long second prompt."""
     # So that there are several pieces of keys and, in each, several blocks of queries.
     monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
-    monkeypatch.setattr(h2o, "_SCORES_CPU", 2 * HEADS * GROUP * 16 * 7)
+    monkeypatch.setattr(h2o, "_LOGITS_CPU", 2 * HEADS * GROUP * 16 * 7)
     run = Run(softcap)
     simulation = Simulation(run)
     (queries, keys), valid = random_tokens(0, 60), _ragged(60)
@@ -126,16 +126,16 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
 
 def test_no_more_scores_than_allowed_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
-    plain = h2o.Chunk.logits
+    plain = H2OIndex._logits
 
-    def measured(*how: Any) -> torch.Tensor:
+    def measured(*arguments: Any) -> torch.Tensor:
         nonlocal largest
-        logits = plain(*how)
+        logits = plain(*arguments)
         largest = max(largest, logits.numel())
         return logits
 
-    monkeypatch.setattr(h2o.Chunk, "logits", measured)
-    monkeypatch.setattr(h2o, "_SCORES_CPU", 2000)
+    monkeypatch.setattr(H2OIndex, "_logits", measured)
+    monkeypatch.setattr(h2o, "_LOGITS_CPU", 2000)
     monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
     run = Run()
     run.prompt(random_tokens(0, 200))
