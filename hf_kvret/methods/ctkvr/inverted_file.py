@@ -182,7 +182,7 @@ class InvertedLists(State):
         return self.queries.shape[3], self._low.rows.shape[3], len(self._high) > 0
 
     def list_nbytes(self) -> int:
-        """Bytes of one list of one head and batch row."""
+        """Bytes of one list of one head and sequence."""
         return self.width * (3 if len(self._high) else 2)
 
     def loaded(self) -> None:
@@ -283,9 +283,9 @@ class CentroidQueue(State):
         yield from self._fresh.chunks()
 
     def lists_of(self, index: torch.Tensor) -> torch.Tensor:
-        """``[B, H, c, width]`` int32: for each row those of ``index [B, c]``, among all that count.
+        """``[B, H, c, width]`` int32: for each sequence those of ``index [B, c]``.
 
-        -1 where there is no such centroid.
+        Indices are among all that count; -1 where there is no such centroid.
         """
         absent = (index < 0) | (index >= len(self))
         indices = (index.masked_fill(absent, 0) + self.drop_count)[:, None, None]

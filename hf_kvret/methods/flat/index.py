@@ -23,7 +23,7 @@ class FlatConfig(RetrievalConfig):
 
 
 # Keys that are made fp32 at once.
-_PIECE_LEN = 8192
+_CHUNK_LEN = 8192
 
 
 class FlatIndex(CapturableIndex, Index):
@@ -46,11 +46,9 @@ class FlatIndex(CapturableIndex, Index):
 
     def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
         """The exact logits of all tokens."""
-        pieces = [
-            exact_scores(query, keys, cold.scale, cold.softcap)
-            for keys in self._keys.rows.split(_PIECE_LEN, dim=2)
-        ]
-        return Estimates(torch.cat(pieces, dim=-1))
+        chunks = self._keys.rows.split(_CHUNK_LEN, dim=2)
+        logits = [exact_scores(query, keys, cold.scale, cold.softcap) for keys in chunks]
+        return Estimates(torch.cat(logits, dim=-1))
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         return FlatSearch(self._keys.rows)

@@ -83,7 +83,7 @@ class H2OIndex(Index):
     # Queries that do not count yet, and keys of tokens that are not cold.
     _queries: TokenBuffer = part(lambda: TokenBuffer(64, dims="B Q n D"))
     _keys: TokenBuffer = part(lambda: TokenBuffer(64, dims="B H n D"))
-    # Of all tokens: which are valid, and the sums of their weights, -inf once they are evicted.
+    # All tokens have a validity, and a sum of their weights, which is -inf once they are evicted.
     _valid: TokenBuffer = passed(dims="B 1 t", dtype=torch.bool)
     _scores: TokenBuffer = passed(dims="B H t", dtype=torch.float32)
     # The newest of the queries, which may be rejected drafts.
@@ -91,7 +91,7 @@ class H2OIndex(Index):
     # Cold tokens and budget of the current selection.
     _chosen_len: int = number(0, key="counts", least=0, most="N")
     _chosen_budget: int = number(0, key="counts", least=0, most="N")
-    # Slots [B, Hkv, k] int32, and with the sinks' before them [B, Hkv, s + k].
+    # The kept tokens' slots [B, Hkv, k] int32, and the same after the sinks' [B, Hkv, s + k].
     _selection: torch.Tensor | None = tensor(key="kept", optional=True, shared=True)
     _attention_ids: torch.Tensor | None = tensor(key="attended", optional=True, shared=True)
 
@@ -328,7 +328,7 @@ class H2OIndex(Index):
         self._chosen_len, self._chosen_budget = len(cold), cold.budget
 
     def _sinks(self, cold_len: int) -> torch.Tensor:
-        """``[B, Hkv, s]`` int32: the first valid cold tokens of each row, -1 for none."""
+        """``[B, Hkv, s]`` int32: the first valid cold tokens of each sequence, -1 for none."""
         valid = self._valid.rows[:, :, :cold_len]
         first = valid & (valid.cumsum(-1) <= self.options.sink)
         slots = torch.arange(cold_len, dtype=torch.int32, device=valid.device)

@@ -22,7 +22,7 @@ from hf_kvret.methods.lrqk.als import (
     start_sketches,
 )
 from hf_kvret.methods.lrqk.config import LRQKConfig
-from hf_kvret.methods.lrqk.proxies import Proxies, project
+from hf_kvret.methods.lrqk.proxies import Proxies, check_complete, project
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 
@@ -121,7 +121,7 @@ class PaperLRQKIndex(Index):
 
     Departures: the factors come from Gram matrices, with the same result (see ``alternating``); a
     prompt is factorized when the first token after it is decoded, so that it may come in
-    pieces; a pass of several tokens takes their steps one after the other; of a prompt's tokens
+    chunks; a pass of several tokens takes their steps one after the other; of a prompt's tokens
     that are in the window then, all but the newest ``max(lite, max_draft)`` get the proxies of
     algorithm 2's first guess, when they leave it.
     """
@@ -136,7 +136,7 @@ class PaperLRQKIndex(Index):
     # B_Q and B_K, [B, Hq, r, D].
     _query_basis: torch.Tensor | None = tensor(key="bases.query", **_BASIS)
     _key_basis: torch.Tensor | None = tensor(key="bases.key", **_BASIS)
-    # Of the newest query, [B, Hq, 1, k] int32.
+    # The tokens that the newest query selected, [B, Hq, 1, k] int32.
     _selection: torch.Tensor | None = tensor(
         key="selected.ids", optional=True, shared=True, dims="B Q 1 k", dtype=torch.int32
     )
@@ -226,7 +226,7 @@ class PaperLRQKIndex(Index):
         return ProxySearch(self._solve(query, cold), self._proxies.rows, heads=query.shape[1])
 
     def after_search(self, ids: torch.Tensor) -> None:
-        """Remember what the newest query has chosen."""
+        """Remember the selection of the newest query."""
         self._selection = ids[:, :, -1:]
 
     def _solve(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
@@ -283,17 +283,15 @@ class PaperLRQKIndex(Index):
         return SearchCost(0, self._proxies.rows.nbytes + both + fit_bytes)
 
     def loaded(self) -> None:
-        """KeyError for a missing part."""
+        """KeyError if only some of the tensors were saved."""
         length = len(self._proxies)
-        parts = {
+        values = {
             "bases.query": self._query_basis,
             "bases.key": self._key_basis,
             "proxies.rows": length or None,
             "waiting.proxies": self._recent.proxies.is_allocated or None,
         }
-        absent = [name for name, value in parts.items() if value is None]
-        if 0 < len(absent) < len(parts):
-            raise KeyError(absent[0])
+        check_complete(values)
         if self._queries.cross is not None and self._chance.state is None:
             raise KeyError("chance.state")
 

@@ -30,7 +30,7 @@ class LRQKConfig(RetrievalConfig):
 
     Attributes:
         top_k: None by default: a count that grows with the length (appendix D).
-        rank: numbers of a proxy, r, at most the head dim and 256; None: 32, or the head dim if it
+        rank: elements of a proxy, r, at most the head dim and 256; None: 32, or the head dim if it
             is less.
         factors: ``"closed"``: the best factors there are, from Gram matrices; ``"als"``: the
             paper's, by alternating least squares and with its updates at every step.
@@ -96,10 +96,9 @@ class LRQKConfig(RetrievalConfig):
     @property
     def group_obstacle(self) -> str:
         """See ``RetrievalConfig``."""
-        apart = self.factors != "closed" or not self.shared
-        return (
-            "with factors='als' or shared=False each query head selects for itself" if apart else ""
-        )
+        if self.factors == "closed" and self.shared:
+            return ""
+        return "with factors='als' or shared=False each query head selects for itself"
 
     @property
     def estimate_obstacle(self) -> str:

@@ -81,7 +81,7 @@ def closed_form(query_gram: torch.Tensor, key_gram: torch.Tensor, rank: int) -> 
 def finite(*grams: torch.Tensor) -> list[torch.Tensor]:
     """The ``grams`` in fp64, after one wait for the device; ValueError where one is not finite."""
     doubles = [gram.double() for gram in grams]
-    # In fp64 a sum of finite numbers of a Gram stays finite.
+    # In fp64 a sum of a Gram's finite elements stays finite.
     if not bool(torch.isfinite(torch.stack([gram.abs().sum() for gram in doubles]).sum())):
         raise ValueError(
             "queries or keys of this layer are NaN or infinite, or too large for sums of squares "

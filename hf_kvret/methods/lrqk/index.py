@@ -16,7 +16,7 @@ from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
-from hf_kvret.methods.lrqk.proxies import Proxies, project
+from hf_kvret.methods.lrqk.proxies import Proxies, check_complete, project
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
@@ -41,7 +41,7 @@ class LRQKIndex(CapturableIndex, Index):
     _keys: KeyGrams = part(KeyGrams, may_be_empty=True)
     _queries: QueryGrams = part()
     _proxies: Proxies = part(may_be_empty=True)
-    # Of the factors, [B, F, D, r]; the mean key, [B, Hkv, D].
+    # The maps of the factors, [B, F, D, r], and the mean key, [B, Hkv, D].
     _to_query: torch.Tensor | None = tensor(
         optional=True, shared=True, dims="B F D R", dtype=torch.float32, finite=True
     )
@@ -59,7 +59,7 @@ class LRQKIndex(CapturableIndex, Index):
     _check: bool = number(False, key="due")
     _flushed: bool = number(False, key="due")
     # Queries since the last reprojection: drafts must not trigger one every time.
-    _since: float = number(math.inf, key="due", least=0)
+    _queries_since_projection: float = number(math.inf, key="due", least=0)
     _reprojections: int = number(0, saved=False, anew=True)
     _reprojected_rows: int = number(0, saved=False, anew=True)
 
@@ -67,7 +67,7 @@ class LRQKIndex(CapturableIndex, Index):
         self.options = options
         self._queries = QueryGrams(0, options.half_life)
         self._proxies = Proxies(options.proxy_dtype)
-        self._before = self._check, self._flushed, self._since
+        self._before = self._check, self._flushed, self._queries_since_projection
 
     def on_forward(
         self,
@@ -82,7 +82,7 @@ class LRQKIndex(CapturableIndex, Index):
             self._queries.sets = keys.shape[1] if self.options.shared else queries.shape[1]
         self._queries.add(queries, valid)
         self._check |= queries.shape[2] > 1
-        self._since += queries.shape[2]
+        self._queries_since_projection += queries.shape[2]
 
     def add(self, block: TokenBlock) -> None:
         if len(block) == 0:
@@ -103,7 +103,7 @@ class LRQKIndex(CapturableIndex, Index):
         if self._partial:
             every_row = torch.ones_like(cold.valid[:, 0])
             self._reproject(self._fit(), cold.store, every_row)
-            self._partial, self._since = False, math.inf
+            self._partial, self._queries_since_projection = False, math.inf
         self.before_search(cold)
 
     def before_search(self, cold: ColdTokens) -> None:
@@ -111,7 +111,7 @@ class LRQKIndex(CapturableIndex, Index):
 
         Synchronizes with the device only after a flush or a pass of several tokens.
         """
-        is_question = self._check and self._since >= 2 * self.options.half_life
+        is_question = self._check and self._queries_since_projection >= 2 * self.options.half_life
         due, self._check, self._flushed = is_question or self._flushed, False, False
         if not due or self._factors is None or self._reference_error is None:
             return
@@ -180,14 +180,14 @@ class LRQKIndex(CapturableIndex, Index):
 
     def before_capture(self) -> None:
         self._queries.before_capture()
-        self._before = self._check, self._flushed, self._since
+        self._before = self._check, self._flushed, self._queries_since_projection
 
     def capture_failed(self) -> None:
-        self._check, self._flushed, self._since = self._before
+        self._check, self._flushed, self._queries_since_projection = self._before
         self._queries.capture_failed()
 
     def replayed(self) -> None:
-        self._since += 1
+        self._queries_since_projection += 1
         self._queries.replayed()
 
     def cost(self, n: int, budget: int) -> SearchCost:
@@ -232,7 +232,7 @@ class LRQKIndex(CapturableIndex, Index):
 
     def loaded(self) -> None:
         """KeyError if only some of the factors' tensors were saved."""
-        parts = {
+        values = {
             "to_query": self._to_query,
             "to_key": self._to_key,
             "mean": self._mean,
@@ -240,9 +240,7 @@ class LRQKIndex(CapturableIndex, Index):
             "keys.gram": self._keys.gram,
             "proxies.rows": self._proxies.rows if len(self._proxies) else None,
         }
-        absent = [name for name, value in parts.items() if value is None]
-        if 0 < len(absent) < len(parts):
-            raise KeyError(absent[0])
+        check_complete(values)
 
     @property
     def _factors(self) -> Factors | None:
@@ -268,9 +266,9 @@ class LRQKIndex(CapturableIndex, Index):
         return gram.repeat_interleave(sets // gram.shape[1], dim=1)
 
     def _reproject(self, factors: Factors, store: Store, rows: torch.Tensor) -> None:
-        """Make new proxies of all keys for the batch rows where ``rows [B]`` is True."""
+        """Make new proxies of all keys for the sequences where ``rows [B]`` is True."""
         self._adopt(factors, (keys for _, keys in store.key_chunks()), rows)
-        self._since = 0.0
+        self._queries_since_projection = 0.0
         self._reprojections += 1
         self._reprojected_rows += len(store) * len(rows) * self._heads()
 
@@ -279,7 +277,7 @@ class LRQKIndex(CapturableIndex, Index):
     ) -> None:
         """Use ``factors`` from now on, with proxies of ``keys``, all cold keys.
 
-        With ``rows [B]`` only where it is True: rows of a batch must not affect each other.
+        With ``rows [B]`` only where it is True: sequences must not affect each other.
         """
         center = self.options.center
         mean = self._keys.mean() if center else torch.zeros_like(self._keys.mean())

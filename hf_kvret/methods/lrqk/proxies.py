@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -15,6 +15,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0
 # Largest range of int8, in root mean squares.
 _WIDEST = 8.0
+
+
+def check_complete(values: Mapping[str, object]) -> None:
+    """KeyError with the name of a value that is None, unless all are."""
+    absent = [name for name, value in values.items() if value is None]
+    if 0 < len(absent) < len(values):
+        raise KeyError(absent[0])
 
 
 def project(
@@ -68,7 +75,7 @@ class Proxies(State):
 
         ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens. With it,
         int8 clamps outliers, so that padding or a single key does not coarsen all.
-        ``keep [B]`` bool: batch rows that keep their old rows.
+        ``keep [B]`` bool: sequences that keep their old rows.
         """
         old = None if keep is None else (self.rows, self.steps)
         # bf16 in between: the steps of int8 need all rows first.
