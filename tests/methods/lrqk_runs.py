@@ -137,13 +137,13 @@ class Run:
         self.index.add(block)
 
     def prompt(
-        self, count: int = PROMPT, valid: torch.Tensor | None = None, pieces: int = 1
+        self, count: int = PROMPT, valid: torch.Tensor | None = None, chunks: int = 1
     ) -> Run:
         """A prompt in equal pieces, all but ``RECENT`` tokens of it cold."""
         queries, keys = paper_tokens(count, 0)
-        for part in torch.arange(count).chunk(pieces):
-            mask = None if valid is None else valid[:, part]
-            self.watch(queries[:, :, part], keys[:, :, part], mask)
+        for span in torch.arange(count).chunk(chunks):
+            mask = None if valid is None else valid[:, span]
+            self.watch(queries[:, :, span], keys[:, :, span], mask)
         self.flush(count - RECENT)
         return self
 

@@ -18,7 +18,7 @@ from hf_kvret.testing import COVERING_OPTIONS, Case, all_valid, run_case
 from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels.relevance import group_relevance
 
-from .watched_stores import normal, ragged, slot_sets
+from .watched_stores import normal, ragged, slot_sets, slot_sets_of
 
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 2 / math.sqrt(DIM)
@@ -170,7 +170,7 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(length: int, rerank: 
     valid[1, -1] = True
     run = _fill(_options(rerank=rerank), queries, keys, valid, budget=length)
     ids = run.select(queries[:, :, :2], length, valid)
-    expected = [set(row.nonzero().flatten().tolist()) for row in valid[:, :length]]
+    expected = slot_sets_of(valid[:, :length])
     assert ids.shape == (3, HEADS, 2, length)
     assert slot_sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
 

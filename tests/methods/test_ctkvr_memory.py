@@ -53,17 +53,17 @@ def _fall(one: InvertedFile) -> None:
 def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[], object]]:
     """What makes lists, and where they are then."""
     if name == "first":
-        made: list[InvertedFile] = []
-        return made, lambda: made.append(_inverted_file(cold))
+        files: list[InvertedFile] = []
+        return files, lambda: files.append(_inverted_file(cold))
     one = _inverted_file(cold)
-    joining: list[Centroids] = []
+    new: list[Centroids] = []
     if name == "anew":
         one.listed_len = -(10**6)
     elif name == "coverage":
         _fall(one)
     else:
-        joining = [_centroids(2, 90, 40 if name == "padded" else 0)]
-    return [one], lambda: one.keep_up(cold, joining, True)
+        new = [_centroids(2, 90, 40 if name == "padded" else 0)]
+    return [one], lambda: one.keep_up(cold, new, True)
 
 
 def _lists(name: str) -> tuple[torch.Tensor, ...]:
@@ -74,12 +74,12 @@ def _lists(name: str) -> tuple[torch.Tensor, ...]:
     return torch.cat(list(queue.chunks()), dim=2), *queue.live()
 
 
-def _compare(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+def _compare(lists: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
     """The same lists, but for keys that a rounding of fp32 puts in another order."""
-    assert torch.equal(found[0] < 0, wanted[0] < 0)
-    assert (found[0] != wanted[0]).float().mean() < 1e-3
-    for got, want in zip(found[1:], wanted[1:], strict=True):
-        assert torch.equal(got, want)
+    assert torch.equal(lists[0] < 0, expected[0] < 0)
+    assert (lists[0] != expected[0]).float().mean() < 1e-3
+    for result, expectation in zip(lists[1:], expected[1:], strict=True):
+        assert torch.equal(result, expectation)
 
 
 WORK = ("first", "anew", "joining", "padded", "coverage")
@@ -103,8 +103,8 @@ def test_temporaries_are_bounded(
 
 @pytest.mark.parametrize("name", WORK)
 def test_pieces_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _lists(name)
-    whole: list[tuple[Any, str]] = [
+    lists = _lists(name)
+    limits: list[tuple[Any, str]] = [
         (naive, "_MOST_IDS"),
         (naive, "_MOST_ENTRIES"),
         (naive, "_MOST_SCORES"),
@@ -113,10 +113,10 @@ def test_pieces_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         (inverted_file, "_ELEMENTS"),
         (inverted_file, "_CHUNK_ELEMENTS"),
     ]
-    for module, size in whole:
+    for module, size in limits:
         monkeypatch.setattr(module, size, 1 << 40)
-    _compare(found, _lists(name))
+    _compare(lists, _lists(name))
     monkeypatch.undo()
-    for module, size in whole[1:2] + whole[5:]:
+    for module, size in limits[1:2] + limits[5:]:
         monkeypatch.setattr(module, size, 1 << 12)
-    _compare(found, _lists(name))
+    _compare(lists, _lists(name))

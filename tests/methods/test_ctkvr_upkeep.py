@@ -260,8 +260,8 @@ def test_reordered_rows_answer_like_the_old_ones(rerank: str) -> None:
 def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rerank: str) -> None:
     run = Run(_options(rerank=rerank))
     _history(run, range(10, 20))
-    for part in (run.store, run.index):
-        part.crop(300)
+    for holder in (run.store, run.index):
+        holder.crop(300)
     run.end = 310
     ids = run.step(_query(20))
     assert ids is not None and int(ids.min()) >= 0 and int(ids.max()) < 300
@@ -334,8 +334,8 @@ def test_of_drafts_every_eighth_query_joins() -> None:
         run.step(_query(3))
         queue = run.index._file.queue
         assert queue is not None
-        joined = queue.live()[1][0]
-        assert joined[joined >= PROMPT].tolist() == [PROMPT + 8 * i + 7 for i in range(4)]
+        slots = queue.live()[1][0]
+        assert slots[slots >= PROMPT].tolist() == [PROMPT + 8 * i + 7 for i in range(4)]
 
 
 def test_lists_that_became_short_for_the_budget_are_made_anew() -> None:

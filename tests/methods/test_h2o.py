@@ -12,7 +12,7 @@ from hf_kvret.methods.h2o import index as h2o
 from hf_kvret.testing.cold import cold_tokens
 
 from .h2o_runs import DIM, GROUP, HEADS, OPTIONS, SCALE, Run, Tokens, random_tokens
-from .watched_stores import slot_sets
+from .watched_stores import slot_sets, slot_sets_of
 
 
 class Simulation:
@@ -52,10 +52,10 @@ class Simulation:
 
     def choose(self) -> list[set[int]]:
         """Evict what the budget has no room for; the kept tokens of each row and head."""
-        held, kept = self.run.cold_len, []
-        budget = self.run.options.budget(held)
+        cold_len, kept = self.run.cold_len, []
+        budget = self.run.options.budget(cold_len)
         for b in range(len(self.keys)):
-            valid = self.run.valid[b, :held]
+            valid = self.run.valid[b, :cold_len]
             slots = valid.nonzero().flatten().tolist()[self.run.options.sink :]
             for h in range(HEADS):
                 left = [slot for slot in slots if not self.evicted[b, h, slot]]
@@ -70,9 +70,9 @@ class Simulation:
         for query in range(ids.shape[2]):
             assert slot_sets(ids[:, :, query]) == kept
         assert torch.equal(self.run.evicted, self.evicted)
-        wanted = self.gathered.masked_fill(self.evicted, float("-inf"))
+        expected = self.gathered.masked_fill(self.evicted, float("-inf"))
         # Sums of at most some hundred weights, each good to fp32.
-        torch.testing.assert_close(self.run.scores.double(), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(self.run.scores.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def _ragged(count: int) -> torch.Tensor:
@@ -149,8 +149,8 @@ def test_a_covering_budget_keeps_every_valid_token(top_k: int | float) -> None:
     run.prompt(random_tokens(0, 50), valid)
     for number in range(12):
         ids = run.step(random_tokens(10 + number, 1))
-        held = run.cold_len
-        slots = [run.valid[b, :held].nonzero().flatten().tolist()[2:] for b in range(2)]
+        cold_len = run.cold_len
+        slots = [run.valid[b, :cold_len].nonzero().flatten().tolist()[2:] for b in range(2)]
         assert slot_sets(ids[:, :, 0]) == [set(slots[b]) for b in range(2) for _ in range(HEADS)]
     assert run.index.stats() == {"evicted": 0}
 
@@ -173,14 +173,14 @@ def test_an_evicted_token_never_comes_back_however_well_it_would_fit() -> None:
     queries, keys = random_tokens(0, 60)
     run.prompt((queries, keys))
     run.step(random_tokens(1, 1))
-    gone = [set(row.nonzero().flatten().tolist()) for row in run.evicted.flatten(0, 1)]
-    assert all(len(row) >= 35 for row in gone)
-    slot = min(gone[0])
+    evicted = slot_sets_of(run.evicted)
+    assert all(len(row) >= 35 for row in evicted)
+    slot = min(evicted[0])
     # From now on every query asks for one of the evicted tokens.
-    wanted = 5 * keys[:, :, slot : slot + 1].repeat_interleave(GROUP, dim=1)
+    query = 5 * keys[:, :, slot : slot + 1].repeat_interleave(GROUP, dim=1)
     for number in range(30):
-        ids = run.step((wanted, random_tokens(10 + number, 1)[1]))
-        assert not any(a & b for a, b in zip(slot_sets(ids[:, :, 0]), gone, strict=True))
+        ids = run.step((query, random_tokens(10 + number, 1)[1]))
+        assert not any(a & b for a, b in zip(slot_sets(ids[:, :, 0]), evicted, strict=True))
     assert run.cold_len == 60 - 6 + 28
 
 
@@ -206,11 +206,11 @@ def test_only_the_observed_queries_of_a_prompt_count() -> None:
     logits = queries @ keys.repeat_interleave(GROUP, dim=1).mT * SCALE
     later = torch.arange(60) > torch.arange(52, 60)[:, None]
     weights = logits.masked_fill(later, float("-inf")).softmax(-1)
-    wanted = weights.unflatten(1, (HEADS, GROUP)).sum((2, 3))
-    found = run.scores.double()
+    expected = weights.unflatten(1, (HEADS, GROUP)).sum((2, 3))
+    scores = run.scores.double()
     left = ~run.evicted
-    torch.testing.assert_close(found[left], wanted[left], rtol=1e-4, atol=1e-5)
-    order = wanted[:, :, 2:54].topk(run.options.budget(54)).indices + 2
+    torch.testing.assert_close(scores[left], expected[left], rtol=1e-4, atol=1e-5)
+    order = expected[:, :, 2:54].topk(run.options.budget(54)).indices + 2
     ids = run.step(random_tokens(1, 1))
     assert slot_sets(ids[:, :, 0]) == slot_sets(order)
 
@@ -240,9 +240,9 @@ def test_what_is_left_of_a_long_question_counts_as_if_nothing_had_been_dropped()
         simulation.count(run.length - 1)
         simulation.take(tokens)
         simulation.check(ids)
-    (queries, keys), held = random_tokens(20, 14), run.cold_len
+    (queries, keys), cold_len = random_tokens(20, 14), run.cold_len
     run.prompt((queries, keys))
-    assert run.cold_len > held
+    assert run.cold_len > cold_len
     run.crop(5)
     simulation.take((queries[:, :, :9], keys[:, :, :9]))
     tokens = random_tokens(30, 1)

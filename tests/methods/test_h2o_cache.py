@@ -81,16 +81,14 @@ def test_the_published_protocol_keeps_a_fifth_half_of_it_recent() -> None:
 class _CheckedIndex(H2OIndex):
     """Selects all that a covering budget allows, after checking what a small one selects."""
 
-    gone: torch.Tensor | None = None
-
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         ids, valid = super().search(query, cold), cold.valid
         evicted = self._scores.rows[:, :, : valid.shape[1]] == float("-inf")
         flat = ids.flatten(2).long()
-        named = flat.clamp(min=0)
-        assert not evicted.gather(2, named)[flat >= 0].any()
+        indices = flat.clamp(min=0)
+        assert not evicted.gather(2, indices)[flat >= 0].any()
         allowed = valid[:, None].expand_as(evicted)
-        assert allowed.gather(2, named)[flat >= 0].all()
+        assert allowed.gather(2, indices)[flat >= 0].all()
         # Every token is kept, evicted, or not to be selected.
         assert torch.equal((allowed & ~evicted).sum(-1), (ids[:, :, 0] >= 0).sum(-1))
         every = torch.arange(valid.shape[1], dtype=torch.int32).expand_as(evicted)
@@ -108,15 +106,15 @@ def test_every_mode_of_use_evicts_and_never_selects_what_is_evicted(
     model: str, observed: int | None
 ) -> None:
     """The text is that of full attention, as the checked index then lets all pass."""
-    made = []
+    caches = []
 
     def make(built: PreTrainedModel) -> H2OCache:
-        made.append(_CheckedCache(config=built.config, observed=observed, **SMALL))
-        return made[-1]
+        caches.append(_CheckedCache(config=built.config, observed=observed, **SMALL))
+        return caches[-1]
 
     results = run_conformance(make, [model], TELLING_MODES)
     assert not failures(results)
-    assert sum(layer["evicted"] for cache in made for layer in cache.stats()["layers"]) > 1000
+    assert sum(layer["evicted"] for cache in caches for layer in cache.stats()["layers"]) > 1000
 
 
 @pytest.mark.parametrize("part", ["kept", "attended"])
@@ -129,12 +127,12 @@ def test_a_file_that_names_other_tokens_is_refused(bad: int, part: str, tmp_path
     cache.save_pretrained(tmp_path)
     description, tensors = read_saved(tmp_path)
     name = next(name for name in tensors if name.endswith(f"index.{part}"))
-    chosen = int(tensors[name].view(-1)[-1])
+    slot = int(tensors[name].view(-1)[-1])
     tensors[name].view(-1)[-1] = bad
     write_saved(tmp_path, description, tensors)
     with pytest.raises(ValueError, match=rf"index\.{part} .* crafted, save the cache again"):
         H2OCache.from_pretrained(tmp_path, model.config)
-    tensors[name].view(-1)[-1] = chosen
+    tensors[name].view(-1)[-1] = slot
     write_saved(tmp_path, description, {**tensors, name: tensors[name].long()})
     with pytest.raises(ValueError, match=rf"index\.{part} is int64"):
         H2OCache.from_pretrained(tmp_path, model.config)

@@ -11,7 +11,7 @@ from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
 from hf_kvret.testing.cold import cold_tokens
 
 from .lrqk_runs import CLOSED_SCALE, HEADS, closed_options, fill
-from .watched_stores import normal, overlap, ragged, slot_sets
+from .watched_stores import normal, overlap, ragged, slot_sets, slot_sets_of
 
 GROUP, DIM = 3, 32
 SCALE = CLOSED_SCALE
@@ -77,7 +77,7 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(length: int, options:
     valid[1, -1] = True
     run = fill(closed_options(**options), queries, keys, valid)
     ids = run.select(_tokens(2, batch=3)[0], length, valid)
-    expected = [set(row.nonzero().flatten().tolist()) for row in valid]
+    expected = slot_sets_of(valid)
     assert slot_sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
 
 

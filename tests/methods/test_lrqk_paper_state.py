@@ -45,7 +45,7 @@ def _at(moment: str, init: str) -> Run:
     run = Run(paper_options(init=init))
     if moment == "prompt":
         return run.prompt()
-    run.prompt(pieces=2)
+    run.prompt(chunks=2)
     for number in range(4):
         run.step(number, flush=2 * (number == 2))
     return run

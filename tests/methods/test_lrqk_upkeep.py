@@ -41,24 +41,24 @@ def test_a_prompt_in_pieces_is_projected_once_more_and_selects_like_one_pass(
 ) -> None:
     queries, keys = _document()
     options, query = closed_options(shared=False), _queries(3, seed=4)
-    whole, pieces = fill(options, queries, keys), fill(options, queries, keys, cuts=cuts)
-    assert torch.equal(pieces.select(query).sort(-1).values, whole.select(query).sort(-1).values)
-    assert whole.reprojections == 0 and pieces.reprojections == 1
-    assert pieces.index.stats()["reprojected_rows"] == 2 * HEADS * LENGTH
+    whole, chunks = fill(options, queries, keys), fill(options, queries, keys, cuts=cuts)
+    assert torch.equal(chunks.select(query).sort(-1).values, whole.select(query).sort(-1).values)
+    assert whole.reprojections == 0 and chunks.reprojections == 1
+    assert chunks.index.stats()["reprojected_rows"] == 2 * HEADS * LENGTH
 
 
 def test_with_shared_factors_pieces_differ_by_how_long_the_first_queries_are() -> None:
     queries, keys = _document()
     options, query = closed_options(), _queries(3, seed=4)
-    pieces = fill(options, queries, keys, cuts=(100,)).select(query)
+    chunks = fill(options, queries, keys, cuts=(100,)).select(query)
     whole = fill(options, queries, keys).select(query)
-    same = (pieces.unsqueeze(-1) == whole.unsqueeze(-2)).any(-1).float().mean()
+    same = (chunks.unsqueeze(-1) == whole.unsqueeze(-2)).any(-1).float().mean()
     # The scale of a head is that of its first pass, which 100 queries tell to a few per cent.
     assert same > 0.97
     even = queries / queries.norm(dim=-1, keepdim=True)
-    pieces = fill(options, even, keys, cuts=(100,)).select(query)
+    chunks = fill(options, even, keys, cuts=(100,)).select(query)
     assert torch.equal(
-        pieces.sort(-1).values, fill(options, even, keys).select(query).sort(-1).values
+        chunks.sort(-1).values, fill(options, even, keys).select(query).sort(-1).values
     )
 
 
@@ -226,9 +226,9 @@ def test_reordered_rows_take_everything_along(order: list[int], proxy_dtype: str
     run.store.reorder(rows)
     assert torch.equal(run.select(query[rows]), still.select(query)[rows])
     question, later = _unseen(5), normal(6, 2, HEADS, 30, DIM)
-    for each, taken in ((run, rows), (still, torch.arange(2))):
-        each.flush(later[taken])
-        each.see(question[taken])
+    for each, sequences in ((run, rows), (still, torch.arange(2))):
+        each.flush(later[sequences])
+        each.see(question[sequences])
     assert run.reprojections == still.reprojections == 1
     assert torch.equal(run.select(question[rows]), still.select(question)[rows])
 
@@ -276,12 +276,12 @@ def test_queries_that_only_a_fork_saw_do_not_count_for_the_original() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"shared": False, "proxy_dtype": "int8"}], ids=str)
-@pytest.mark.parametrize("pieces", [(), (100,)], ids=str)
+@pytest.mark.parametrize("chunks", [(), (100,)], ids=str)
 def test_a_saved_index_goes_on_like_the_one_it_was(
-    pieces: tuple[int, ...], changes: dict[str, Any]
+    chunks: tuple[int, ...], changes: dict[str, Any]
 ) -> None:
     options = closed_options(rank=24, **changes)
-    run, question = fill(options, *_document(), cuts=pieces), _unseen(5)
+    run, question = fill(options, *_document(), cuts=chunks), _unseen(5)
     run.see(_queries(1, seed=11))
     loaded = ClosedRun(LRQKIndex(options), run.store.fork())
     loaded.index.load_state_dict(run.index.state_dict())
@@ -289,10 +289,10 @@ def test_a_saved_index_goes_on_like_the_one_it_was(
         each.see(question[:, :, :1])
         each.flush(normal(6, 2, HEADS, 30, DIM))
         each.see(question)
-    found, wanted = (each.select(question).sort(-1).values for each in (loaded, run))
-    assert torch.equal(found, wanted)
+    ids, expected = (each.select(question).sort(-1).values for each in (loaded, run))
+    assert torch.equal(ids, expected)
     # A saved index counts anew.
-    assert run.reprojections - bool(pieces) == loaded.reprojections == 1
+    assert run.reprojections - bool(chunks) == loaded.reprojections == 1
 
 
 def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:

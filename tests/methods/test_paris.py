@@ -18,7 +18,7 @@ from hf_kvret.methods.paris import ParisConfig, ParisIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, held_tokens
 from hf_kvret.testing.cold import cold_tokens
 
-from .watched_stores import overlap, slot_sets
+from .watched_stores import overlap, slot_sets, slot_sets_of
 
 HEADS, GROUP = 2, 2
 OURS, PAPER = ParisConfig(), ParisConfig.paper()
@@ -45,16 +45,16 @@ def _fill(
 
 
 def _peaked(
-    held: int, dim: int, batch: int = 2, common: float = 0.0
+    length: int, dim: int, batch: int = 2, common: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys with a few topics, and queries that ask for one of them: attention as models have it.
 
     ``common`` is the length of a part that all keys share, as the keys of real models do.
     """
-    generator = torch.Generator().manual_seed(held + dim)
+    generator = torch.Generator().manual_seed(length + dim)
     topics = torch.randn(batch, HEADS, 16, dim, generator=generator)
-    which = torch.randint(0, 16, (batch, HEADS, held, 1), generator=generator)
-    own = torch.randn(batch, HEADS, held, dim, generator=generator)
+    which = torch.randint(0, 16, (batch, HEADS, length, 1), generator=generator)
+    own = torch.randn(batch, HEADS, length, dim, generator=generator)
     keys = topics.gather(2, which.expand(-1, -1, -1, dim)) + 0.7 * own
     keys = keys + common * torch.randn(batch, HEADS, 1, dim, generator=generator)
     noise = torch.randn(batch, HEADS * GROUP, 2, dim, generator=generator)
@@ -66,9 +66,9 @@ def _quality(
     options: ParisConfig, keys: torch.Tensor, query: torch.Tensor, budget: int
 ) -> tuple[float, float]:
     """Overlap with exact top-k, and the attention mass held relative to what top-k holds."""
-    dim, held = keys.shape[3], keys.shape[2]
+    dim, length = keys.shape[3], keys.shape[2]
     scale = 2 / math.sqrt(dim)
-    valid = torch.ones(len(keys), held, dtype=torch.bool)
+    valid = torch.ones(len(keys), length, dtype=torch.bool)
     ids = _index(options, keys).search(query, cold_tokens(valid, scale, budget))
     exact = FlatIndex()
     exact.add(TokenBlock(keys, keys, 0))
@@ -94,11 +94,11 @@ def test_the_selection_finds_what_exact_top_k_finds(options: ParisConfig, dim: i
 @pytest.mark.parametrize("dims", [(512, 64), (256, 32), (128, 32)])
 def test_the_part_of_a_row_that_decides_may_be_short(dims: tuple[int, int]) -> None:
     """Latents and rotated keys of other scales, which blocks have to mix."""
-    latents, asked = _peaked(2000, dims[0], batch=1)
+    latents, latent_query = _peaked(2000, dims[0], batch=1)
     keys, query = _peaked(2000, dims[1], batch=1, common=1.0)
     keys, query = (
         torch.cat([latents, 4 * keys], dim=-1),
-        torch.cat([asked, 4 * query], dim=-1),
+        torch.cat([latent_query, 4 * query], dim=-1),
     )
     options = OURS.replace(schedule=((math.inf, 0.25, 0.3),))
     overlap, mass = _quality(options, keys, query, budget=100)
@@ -145,18 +145,18 @@ def test_a_head_with_a_longer_query_does_not_decide_alone() -> None:
 
 @pytest.mark.factor("m", [4, 8])
 @pytest.mark.factor("options", [OURS, PAPER], ids=["ours", "paper"])
-@pytest.mark.factor("held", [1, 3, 300])
+@pytest.mark.factor("length", [1, 3, 300])
 def test_a_budget_for_all_selects_exactly_the_valid_tokens(
-    options: ParisConfig, m: int, held: int
+    options: ParisConfig, m: int, length: int
 ) -> None:
-    keys, query = _peaked(held, 24, batch=3)
-    valid = torch.ones(3, held, dtype=torch.bool)
-    valid[1, : held // 2] = False
-    valid[2, held // 3 : held // 3 + 1] = False
+    keys, query = _peaked(length, 24, batch=3)
+    valid = torch.ones(3, length, dtype=torch.bool)
+    valid[1, : length // 2] = False
+    valid[2, length // 3 : length // 3 + 1] = False
     options = options.replace(subspace_dim=m, levels=None)
-    ids = _index(options, keys, valid).search(query, cold_tokens(valid, 0.2, held))
-    assert ids.shape == (3, HEADS, 2, held) and ids.dtype == torch.int32
-    expected = [set(row.nonzero().flatten().tolist()) for row in valid]
+    ids = _index(options, keys, valid).search(query, cold_tokens(valid, 0.2, length))
+    assert ids.shape == (3, HEADS, 2, length) and ids.dtype == torch.int32
+    expected = slot_sets_of(valid)
     assert slot_sets(ids) == [slots for slots in expected for _ in range(HEADS * 2)]
 
 
@@ -275,24 +275,24 @@ def test_every_layer_holds_the_tokens_it_was_given() -> None:
     model = MODELS["smollm3"].build()
     hf_kvret.attach(model)
     cache = ParisKVCache(model.config, **SMALL)
-    given: dict[int, list[torch.Tensor]] = {}
+    keys_by_layer: dict[int, list[torch.Tensor]] = {}
     update = cache.update
 
-    def noting(
+    def record(
         keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> Any:
-        given.setdefault(layer, []).append(keys.clone())
+        keys_by_layer.setdefault(layer, []).append(keys.clone())
         return update(keys, values, layer, *args, **kwargs)
 
-    cache.update = noting  # type: ignore[method-assign]
+    cache.update = record  # type: ignore[method-assign]
     ids = torch.randint(3, 128, (2, 30), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     ids[1, :9], mask[1, :9] = 0, 0
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=21)
-    assert len(given) == 3
+    assert len(keys_by_layer) == 3
     for number, layer in enumerate(cache.retrieval_layers):
         assert layer.regions is not None and layer.regions.store is not None
-        keys = torch.cat(given[number], dim=2)
+        keys = torch.cat(keys_by_layer[number], dim=2)
         assert keys.shape[2] == 50 and layer.regions.cold_len > 30
         assert torch.equal(held_tokens(layer.regions)[0], keys)
         index, cold = layer.regions.index, layer.regions.cold_len
@@ -304,8 +304,8 @@ def test_every_layer_holds_the_tokens_it_was_given() -> None:
         valid = torch.cat([mask.bool(), torch.ones(2, 20, dtype=torch.bool)], dim=1)[:, :cold]
         alone.add(TokenBlock(keys[:, :, :cold], keys[:, :, :cold], 0, valid))
         for name in ("sign", "magnitude", "weight"):
-            held, wanted = getattr(index, f"_{name}"), getattr(alone, f"_{name}")
-            assert torch.equal(held.rows, wanted.rows)
+            length, expected = getattr(index, f"_{name}"), getattr(alone, f"_{name}")
+            assert torch.equal(length.rows, expected.rows)
         assert torch.equal(index._counts, alone._counts)
 
 

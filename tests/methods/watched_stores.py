@@ -28,6 +28,11 @@ def slot_sets(ids: torch.Tensor) -> list[set[int]]:
     return [set(slots) for slots in selections]
 
 
+def slot_sets_of(marks: torch.Tensor) -> list[set[int]]:
+    """The slots where ``marks [..., n]`` are True, a set for each row."""
+    return [set(row.nonzero().flatten().tolist()) for row in marks.flatten(0, -2)]
+
+
 def overlap(ids: torch.Tensor, best: torch.Tensor) -> float:
     """Share of the ``ids [..., k]`` that are among the ``best [..., k]``."""
     return float((ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean())
