@@ -106,7 +106,7 @@ def test_lrqk_sums_the_same_queries_in_the_same_groups(monkeypatch: pytest.Monke
         first = loop.run(3)
         loop.mask[0, -1] = 0
         logits = torch.cat([first, loop.run(13)])
-        index = loop.cache.retrieval_layers[0].regions.index
+        index = loop.cache.retrieval_layers[0].kv.index
         index._queries.fold()
         return torch.cat([logits.flatten(), index._queries.steady.flatten()])
 
@@ -203,7 +203,7 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
             loop.run(2)
             model.model.norm = Waiting(model.model.norm)
             given.append(loop.run(4))
-            index = cache.retrieval_layers[0].regions.index
+            index = cache.retrieval_layers[0].kv.index
             waiting = index._queries._buffer
             assert waiting.count == int(waiting._next)
     assert torch.equal(*given)

@@ -11,7 +11,7 @@ import torch
 from hf_kvret import ColdTokens
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.layer.regions import Regions
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.stores.memory import DeviceMemory
 
@@ -49,20 +49,20 @@ class Run:
         self.softcap, self.batch = softcap, batch
         # Of all tokens; None: there is no padding.
         self.mask: torch.Tensor | None = None
-        self.regions = Regions(self.options, H2OIndex(self.options), _store, keys, keys)
+        self.kv = LayerKV(self.options, H2OIndex(self.options), _store, keys, keys)
 
     @property
     def index(self) -> H2OIndex:
-        assert isinstance(self.regions.index, H2OIndex)
-        return self.regions.index
+        assert isinstance(self.kv.index, H2OIndex)
+        return self.kv.index
 
     @property
     def length(self) -> int:
-        return self.regions.length
+        return self.kv.length
 
     @property
     def cold_len(self) -> int:
-        return self.regions.cold_len
+        return self.kv.cold_len
 
     @property
     def valid(self) -> torch.Tensor:
@@ -81,12 +81,12 @@ class Run:
 
     @property
     def cold(self) -> ColdTokens | None:
-        return self.regions.cold(Scoring(self.mask, SCALE, self.softcap))
+        return self.kv.cold(Scoring(self.mask, SCALE, self.softcap))
 
     def prompt(self, tokens: Tokens, valid: torch.Tensor | None = None) -> None:
         """A pass that is attended exactly."""
         self._watch(tokens, valid)
-        self.regions.take_prompt(tokens[1], tokens[1], self.mask)
+        self.kv.take_prompt(tokens[1], tokens[1], self.mask)
 
     def _watch(self, tokens: Tokens, valid: torch.Tensor | None) -> None:
         queries, keys = tokens
@@ -94,25 +94,25 @@ class Run:
             new = torch.ones(len(keys), keys.shape[2], dtype=torch.bool)
             new = new if valid is None else valid
             self.mask = torch.cat([self.valid, new], dim=1)
-        self.regions.on_forward(queries, keys, self.mask)
+        self.kv.on_forward(queries, keys, self.mask)
 
     def build(self) -> None:
         cold = self.cold
         if cold is not None:
-            self.regions.build_index(cold)
+            self.kv.build_index(cold)
 
     def step(self, tokens: Tokens) -> torch.Tensor:
         """The slots that a pass selects."""
         queries, keys = tokens
         self.build()
         self._watch(tokens, None)
-        self.regions.take_step(keys, keys, self.mask)
+        self.kv.take_step(keys, keys, self.mask)
         return self.ask(queries)
 
     def ask(self, queries: torch.Tensor) -> torch.Tensor:
         cold = self.cold
         assert cold is not None
-        index = self.regions.ready_index(cold)
+        index = self.kv.ready_index(cold)
         ids = index.search(queries, cold)
         index.after_search(ids)
         return ids
@@ -126,10 +126,10 @@ class Run:
     def fork(self) -> Run:
         self.build()
         twin = copy.copy(self)
-        twin.regions = self.regions.fork(_store)
+        twin.kv = self.kv.fork(_store)
         return twin
 
     def crop(self, count: int) -> None:
         """Drop the newest ``count`` tokens."""
-        self.regions.crop(count)
+        self.kv.crop(count)
         self.mask = None if self.mask is None else self.mask[:, :-count]

@@ -139,7 +139,7 @@ class Run:
     def prompt(
         self, count: int = PROMPT, valid: torch.Tensor | None = None, chunks: int = 1
     ) -> Run:
-        """A prompt in equal pieces, all but ``RECENT`` tokens of it cold."""
+        """A prompt in equal chunks, all but ``RECENT`` tokens of it cold."""
         queries, keys = paper_tokens(count, 0)
         for span in torch.arange(count).chunk(chunks):
             mask = None if valid is None else valid[:, span]

@@ -1,4 +1,4 @@
-"""What making ctkvr's lists takes beside what is kept, and that pieces change no list."""
+"""What making ctkvr's lists takes beside what is kept, and that chunks change no list."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_temporaries_are_bounded(
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_pieces_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = _lists(name)
     limits: list[tuple[Any, str]] = [
         (naive, "_MOST_IDS"),

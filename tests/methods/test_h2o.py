@@ -88,7 +88,7 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
     monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], softcap: float | None
 ) -> None:
     """A padded prompt, drafts of which some are rejected, flushes, and a long second prompt."""
-    # So that there are several pieces of keys and, in each, several blocks of queries.
+    # So that there are several chunks of keys and, in each, several blocks of queries.
     monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
     monkeypatch.setattr(h2o, "_LOGITS_CPU", 2 * HEADS * GROUP * 16 * 7)
     run = Run(softcap)
@@ -189,7 +189,7 @@ def test_a_larger_budget_does_not_bring_evicted_tokens_back() -> None:
     run.prompt(random_tokens(0, 60))
     before = run.step(random_tokens(1, 1))
     run.options = run.options.replace(top_k=1.0)
-    run.regions.set_options(run.options)
+    run.kv.set_options(run.options)
     after = run.step(random_tokens(2, 1))
     assert after.shape[-1] == 54
     assert slot_sets(after[:, :, 0]) == slot_sets(before[:, :, 0])

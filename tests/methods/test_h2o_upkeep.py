@@ -29,16 +29,16 @@ def test_all_keys_are_read_for_a_prompt_alone() -> None:
     """Twice; steps, drafts and flushes read the kept ones."""
     run = _read()
     run.build()
-    assert isinstance(run.regions.store, CountingStore)
-    assert run.regions.store.readings == 2
+    assert isinstance(run.kv.store, CountingStore)
+    assert run.kv.store.readings == 2
     run.steps(range(10, 40))
     for seed in range(40, 50):
         run.step(random_tokens(seed, 5))
         run.crop(2)
-    assert run.cold_len > 100 and run.regions.store.readings == 2
+    assert run.cold_len > 100 and run.kv.store.readings == 2
     run.prompt(random_tokens(50, 20))
     run.steps(range(50, 53))
-    assert run.regions.store.readings == 4
+    assert run.kv.store.readings == 4
 
 
 def test_rejected_drafts_leave_no_trace() -> None:
@@ -90,7 +90,7 @@ def test_a_saved_index_goes_on_like_the_one_that_was_saved(steps: int) -> None:
     run = _read()
     run.steps(range(10, 10 + steps))
     twin = run.fork()
-    twin.regions.index = H2OIndex(run.options)
+    twin.kv.index = H2OIndex(run.options)
     twin.index.load_state_dict({name: x.clone() for name, x in run.index.state_dict().items()})
     _assert_same(run.steps(range(60, 80)), twin.steps(range(60, 80)))
     assert torch.equal(run.scores, twin.scores)
@@ -111,7 +111,7 @@ def test_reordered_rows_go_on_like_the_old_ones() -> None:
     run, moved = _read(), _read()
     for each in (run, moved):
         each.steps(range(10, 17))
-    moved.regions.reorder(torch.tensor(rows))
+    moved.kv.reorder(torch.tensor(rows))
     expected = [ids[rows] for ids in run.steps(range(40, 52))]
     _assert_same(moved.steps(range(40, 52), rows), expected)
 

@@ -164,7 +164,7 @@ def test_every_layer_has_a_state_of_its_own(
     """The published code empties its cache for every layer and step."""
     cache = _cache(llama, **variant)
     llama.generate(**_prompt(batch=1), **GREEDY, max_new_tokens=10, past_key_values=cache)
-    indexes = [layer.regions.index for layer in cache.retrieval_layers]
+    indexes = [layer.kv.index for layer in cache.retrieval_layers]
     assert all(type(index) is (PaperLRQKIndex if variant else LRQKIndex) for index in indexes)
     cold = [layer["cold_tokens"] for layer in cache.stats()["layers"]]
     assert [len(index._proxies) for index in indexes] == cold and cold[0] == cold[1] > 50

@@ -326,10 +326,10 @@ def test_random_sums_are_of_one_random_matrix_without_rows_for_padding() -> None
 
 
 @pytest.mark.parametrize("padded_first", [True, False])
-def test_pieces_and_passes_with_and_without_padding_add_up(
+def test_chunks_and_passes_with_and_without_padding_add_up(
     padded_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One piece after another is turned into fp32; padding of one pass is none of the other's."""
+    """One chunk after another is turned into fp32; padding of one pass is none of the other's."""
     queries = torch.randn(2, 4, 50, 8, generator=torch.Generator().manual_seed(3))
     valid = torch.rand(2, 20, generator=torch.Generator().manual_seed(4)) > 0.3
     cut = 20 if padded_first else 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret.contracts.schema import Form
+from hf_kvret.contracts.schema import Schema
 from hf_kvret.methods.lrqk import PaperLRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
@@ -121,10 +121,10 @@ def test_a_file_that_names_other_tokens_is_refused(bad: int) -> None:
 def _loaded(run: Run, state: dict[str, torch.Tensor]) -> PaperLRQKIndex:
     """An index with ``state``, compared with the layer that it is of."""
     sizes = {"B": BATCH, "H": HEADS, "Q": HEADS * GROUP, "D": DIM, "V": DIM, "S": 0}
-    form = Form(torch.float32, sizes | {"N": run.cold, "T": run.cold})
+    schema = Schema(torch.float32, sizes | {"N": run.cold, "T": run.cold})
     index = PaperLRQKIndex(run.index.options)
     index.load_state_dict(state)
-    index.check_loaded(form)
+    index.check_loaded(schema)
     return index
 
 

@@ -1,4 +1,4 @@
-"""LRQKIndex over time: pieces of a prompt, drift, crop, reorder, fork and saving."""
+"""LRQKIndex over time: chunks of a prompt, drift, crop, reorder, fork and saving."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _document(count: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cuts", [(100,), (1, 2, 3), (64, 65, 130, 299)])
-def test_a_prompt_in_pieces_is_projected_once_more_and_selects_like_one_pass(
+def test_a_prompt_in_chunks_is_projected_once_more_and_selects_like_one_pass(
     cuts: tuple[int, ...],
 ) -> None:
     queries, keys = _document()
@@ -47,7 +47,7 @@ def test_a_prompt_in_pieces_is_projected_once_more_and_selects_like_one_pass(
     assert chunks.index.stats()["reprojected_rows"] == 2 * HEADS * LENGTH
 
 
-def test_with_shared_factors_pieces_differ_by_how_long_the_first_queries_are() -> None:
+def test_with_shared_factors_chunks_differ_by_how_long_the_first_queries_are() -> None:
     queries, keys = _document()
     options, query = closed_options(), _queries(3, seed=4)
     chunks = fill(options, queries, keys, cuts=(100,)).select(query)

@@ -291,11 +291,11 @@ def test_every_layer_holds_the_tokens_it_was_given() -> None:
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=21)
     assert len(keys_by_layer) == 3
     for number, layer in enumerate(cache.retrieval_layers):
-        assert layer.regions is not None and layer.regions.store is not None
+        assert layer.kv is not None and layer.kv.store is not None
         keys = torch.cat(keys_by_layer[number], dim=2)
-        assert keys.shape[2] == 50 and layer.regions.cold_len > 30
-        assert torch.equal(held_tokens(layer.regions)[0], keys)
-        index, cold = layer.regions.index, layer.regions.cold_len
+        assert keys.shape[2] == 50 and layer.kv.cold_len > 30
+        assert torch.equal(held_tokens(layer.kv)[0], keys)
+        index, cold = layer.kv.index, layer.kv.cold_len
         assert isinstance(index, ParisIndex)
         # Of the first block, as the layer cut it.
         alone = index.fork()

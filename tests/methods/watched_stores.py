@@ -43,9 +43,9 @@ class CountingStore(PagedStore):
 
     readings = 0
 
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+    def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         self.readings += 1
-        return super().key_chunks(piece_len)
+        return super().key_chunks(chunk_len)
 
 
 class GuardedStore(PagedStore):
@@ -54,11 +54,11 @@ class GuardedStore(PagedStore):
     closed = False
 
     def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
+        self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         assert not self.closed, "keys were read from the store"
-        return super().chunks(piece_len, stop)
+        return super().chunks(chunk_len, stop)
 
-    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+    def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         assert not self.closed, "keys were read from the store"
-        return super().key_chunks(piece_len)
+        return super().key_chunks(chunk_len)

@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "ids-of-another-dtype",
         "hf_kvret/methods/flat/index.py",
-        "return top_places(scores, keys.shape[1], cold.budget)",
-        "return top_places(scores, keys.shape[1], cold.budget).long()",
+        "return top_indices(scores, keys.shape[1], cold.budget)",
+        "return top_indices(scores, keys.shape[1], cold.budget).long()",
     ),
     Fault(
         "padding-selected",
@@ -44,7 +44,7 @@ FAULTS = (
     Fault(
         "calibrated-with-queries-that-are-not-absorbed",
         "hf_kvret/lab/calibrate/a2ats.py",
-        "rows = piece if heads is None else heads.absorb(piece)",
-        "rows = piece",
+        "rows = chunk if heads is None else heads.absorb(chunk)",
+        "rows = chunk",
     ),
 )

@@ -11,7 +11,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import Tensors, number, part
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import (
@@ -193,7 +193,7 @@ class CTkvrIndex(Index):
         options = self.options
         return queue.host_search(query, options.nprobe, self._file.pending(len(cold)))
 
-    # Tensors kept here must be writable outside inference mode: see Regions.
+    # Tensors kept here must be writable outside inference mode: see LayerKV.
     @torch.inference_mode(False)
     def after_search(self, ids: torch.Tensor) -> None:
         """Make queries of this pass centroids, with the best of their recalled tokens."""
@@ -243,25 +243,25 @@ class CTkvrIndex(Index):
         super().reset()
         self._forget_pass()
 
-    def saved_sizes(self, form: Form) -> dict[str, int]:
+    def saved_sizes(self, schema: Schema) -> dict[str, int]:
         """G query heads of each KV head."""
-        heads = form.get("Q")
-        return {} if heads is None else {"G": heads // form["H"]}
+        heads = schema.get("Q")
+        return {} if heads is None else {"G": heads // schema["H"]}
 
-    def check_saved(self, state: Tensors, form: Form) -> None:
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
         """As for every state; KeyError for an empty ``state``, which no field would report."""
         if not state:
             raise KeyError("counts")
-        super().check_saved(state, form)
+        super().check_saved(state, schema)
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for other heads or tokens than the layer's, KeyError without queries."""
-        super().check_loaded(form)
-        group = form["Q"] // form["H"] if form.get("Q") else self._group
-        if (self._heads, self._group) != (form["H"], group) or self._length != form["N"]:
+        super().check_loaded(schema)
+        group = schema["Q"] // schema["H"] if schema.get("Q") else self._group
+        if (self._heads, self._group) != (schema["H"], group) or self._length != schema["N"]:
             raise damaged(
                 f"index.counts are of {self._heads} heads, groups of {self._group} and "
-                f"{self._length} tokens, not of {form['H']}, {group} and {form['N']}"
+                f"{self._length} tokens, not of {schema['H']}, {group} and {schema['N']}"
             )
         if self._file.queue is None and not len(self._prompt_queries):
             raise KeyError("pool.queries")

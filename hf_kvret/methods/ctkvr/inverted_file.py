@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.schema import Form, check_range, damaged
+from hf_kvret.contracts.schema import Schema, check_range, damaged
 from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
@@ -188,13 +188,13 @@ class InvertedLists(State):
     def loaded(self) -> None:
         self.width = self._low.rows.shape[-1]
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for lists that name tokens that are not cold."""
         if not len(self):
             return
         check_range("slots", self.slots, -1, MOST_SLOT)
         for ids in self.chunks():
-            check_range("lists", ids, -1, form["N"] - 1)
+            check_range("lists", ids, -1, schema["N"] - 1)
 
     def _pack(self, chunks: Iterable[torch.Tensor], queries: torch.Tensor, wide: bool) -> None:
         """Append the lists ``chunks`` of as many centroids as there are ``queries``."""
@@ -325,9 +325,9 @@ class CentroidQueue(State):
     def loaded(self) -> None:
         self._fresh.width = self._base.width
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for two generations that do not go on, or more dropped than there are."""
-        super().check_loaded(form)
+        super().check_loaded(schema)
         if not self.drop_count < len(self._base):
             raise damaged(f"lists: {self.drop_count} of {len(self._base)} centroids are dropped")
         if len(self._fresh) and self._fresh.generation_form != self._base.generation_form:
@@ -355,8 +355,8 @@ class InvertedFile(State):
 
     queue: CentroidQueue | None = part(lambda: CentroidQueue(0, 0), key="", optional=True)
     listed_len: int = number(0, key="listed", least=0, most="N")
-    list_builds: int = number(0, saved=False, anew=True)
-    keys_scored: int = number(0, saved=False, anew=True)
+    list_builds: int = number(0, saved=False, reset_on_fork=True)
+    keys_scored: int = number(0, saved=False, reset_on_fork=True)
     # Share of the tokens in any list, [B] fp32, at the last check.
     _coverage: torch.Tensor | None = tensor(
         key="covered", optional=True, shared=True, dims="B", dtype=torch.float32

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.schema import FLOATS, Form
+from hf_kvret.contracts.schema import FLOATS, Schema
 from hf_kvret.contracts.state import State, tensor
 from hf_kvret.contracts.store import best_of, scores_of_gathered
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
@@ -183,10 +183,10 @@ class KeyCodes(Rerank):
         planes = [plane for plane in (self._sign, self._magnitude, self._weight) if len(plane)]
         return sum(plane.rows.nbytes / len(plane) for plane in planes)
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for codes of keys of another length."""
         if len(self._sign):
-            check_widths(self._codes(), form["D"], _SUBSPACE_DIM)
+            check_widths(self._codes(), schema["D"], _SUBSPACE_DIM)
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

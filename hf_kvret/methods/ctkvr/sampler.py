@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.contracts.schema import Form, check_range
+from hf_kvret.contracts.schema import Schema, check_range
 from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT
 
@@ -54,7 +54,7 @@ class CentroidSampler(State):
     def __len__(self) -> int:
         return 0 if self._queries is None else self._queries.shape[2]
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for slots or ranks that no query has."""
         if self._slots is not None and self._ranks is not None:
             check_range("slots", self._slots, -1, MOST_SLOT)

@@ -14,7 +14,7 @@ from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.host_step import FlatSearch, HostSearch
-from hf_kvret_kernels.relevance import top_places
+from hf_kvret_kernels.relevance import top_indices
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FlatIndex(CapturableIndex, Index):
         keys = self._keys.rows
         scores = exact_scores(query, keys, cold.scale, cold.softcap)
         scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
-        return top_places(scores, keys.shape[1], cold.budget)
+        return top_indices(scores, keys.shape[1], cold.budget)
 
     def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
         """The exact logits of all tokens."""

@@ -11,7 +11,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Form, check_ids, damaged
+from hf_kvret.contracts.schema import Schema, check_ids, damaged
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
 from hf_kvret.options.config import RetrievalConfig, check_int, check_number
@@ -190,13 +190,13 @@ class H2OIndex(Index):
             if ids is None:
                 raise KeyError(name)
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for chosen ids out of range, or buffers that do not end alike."""
         end = len(self._scores)
         ends = {"queries": self._queries.end, "keys": self._keys.end, "valid": len(self._valid)}
         # A crop leaves what it dropped to the next pass.
-        if set(ends.values()) != {end} or end < form["T"]:
-            raise damaged(f"index: {ends} and scores {end} of {form['T']} tokens")
+        if set(ends.values()) != {end} or end < schema["T"]:
+            raise damaged(f"index: {ends} and scores {end} of {schema['T']} tokens")
         if self._tentative > len(self._queries):
             raise damaged(f"index: {self._tentative} of {len(self._queries)} queries may be drafts")
         selection, attended = self._selection, self._attention_ids
@@ -204,8 +204,8 @@ class H2OIndex(Index):
             return
         length, budget = self._chosen_len, self._chosen_budget
         sinks = min(self.options.sink, length)
-        form.check("index.kept", selection, f"B H {budget}", torch.int32)
-        form.check("index.attended", attended, f"B H {sinks + budget}", torch.int32)
+        schema.check("index.kept", selection, f"B H {budget}", torch.int32)
+        schema.check("index.attended", attended, f"B H {sinks + budget}", torch.int32)
         check_ids("index.kept", selection, length)
         check_ids("index.attended", attended[..., :sinks], length)
         if not torch.equal(attended[..., sinks:], selection):

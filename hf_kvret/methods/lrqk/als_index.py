@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Form, check_ids, damaged
+from hf_kvret.contracts.schema import Schema, check_ids, damaged
 from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
 from hf_kvret.methods.lrqk.als import (
@@ -95,11 +95,11 @@ class RecentProxies(State):
         self.proxies.drop(block.end)
         return proxies
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for tokens that are not the newest; a crop leaves later ones."""
         count, end = len(self.keys), self.end
-        if not max(count, self._pass_len, form["T"]) <= end:
-            raise damaged(f"index.waiting: {count} tokens end at {end} of {form['T']}")
+        if not max(count, self._pass_len, schema["T"]) <= end:
+            raise damaged(f"index.waiting: {count} tokens end at {end} of {schema['T']}")
 
     def loaded(self) -> None:
         for rows in (self.keys, self.proxies):
@@ -213,7 +213,7 @@ class PaperLRQKIndex(Index):
             self._omega = self._omega.plus(Sketch.of_rows(proxies, keys[:, :, 0]))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        return proxy.top_places(
+        return proxy.top_indices(
             self._solve(query, cold),
             self._proxies.rows,
             query.shape[1],
@@ -295,22 +295,22 @@ class PaperLRQKIndex(Index):
         if self._queries.cross is not None and self._chance.state is None:
             raise KeyError("chance.state")
 
-    def saved_sizes(self, form: Form) -> dict[str, int]:
+    def saved_sizes(self, schema: Schema) -> dict[str, int]:
         """Rank R; proxies are of each query head."""
-        heads = form.get("Q")
-        return {"R": self.options.rank_of(form["D"])} | ({} if heads is None else {"F": heads})
+        heads = schema.get("Q")
+        return {"R": self.options.rank_of(schema["D"])} | ({} if heads is None else {"F": heads})
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for selected ids out of range, or without what the factors are made of."""
-        super().check_loaded(form)
+        super().check_loaded(schema)
         if self._selection is not None:
-            check_ids("index.selected.ids", self._selection, form["N"])
+            check_ids("index.selected.ids", self._selection, schema["N"])
         basis = self._query_basis if self._bases is not None else self._queries.gram
         if basis is None or (self._bases is None and self._keys.gram is None):
             raise KeyError("queries.gram")
-        if basis.shape[1] % form["H"]:
+        if basis.shape[1] % schema["H"]:
             raise damaged(f"index: {basis.shape[1]} query heads")
-        if self._bases is None and form["N"]:
+        if self._bases is None and schema["N"]:
             # A save builds the index.
             raise KeyError("bases.query")
 

@@ -11,7 +11,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
@@ -60,8 +60,8 @@ class LRQKIndex(CapturableIndex, Index):
     _flushed: bool = number(False, key="due")
     # Queries since the last reprojection: drafts must not trigger one every time.
     _queries_since_projection: float = number(math.inf, key="due", least=0)
-    _reprojections: int = number(0, saved=False, anew=True)
-    _reprojected_rows: int = number(0, saved=False, anew=True)
+    _reprojections: int = number(0, saved=False, reset_on_fork=True)
+    _reprojected_rows: int = number(0, saved=False, reset_on_fork=True)
 
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
@@ -127,7 +127,7 @@ class LRQKIndex(CapturableIndex, Index):
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         proxies, offset = self._query_proxies(query, cold)
-        return proxy.top_places(
+        return proxy.top_indices(
             proxies,
             self._proxies.rows,
             self._heads(),
@@ -216,18 +216,18 @@ class LRQKIndex(CapturableIndex, Index):
             "reprojected_rows": self._reprojected_rows,
         }
 
-    def saved_sizes(self, form: Form) -> dict[str, int]:
+    def saved_sizes(self, schema: Schema) -> dict[str, int]:
         """F sets of heads and rank R."""
-        sets = form["H"] if self.options.shared else form.get("Q")
-        return {"R": self.options.rank_of(form["D"])} | ({} if sets is None else {"F": sets})
+        sets = schema["H"] if self.options.shared else schema.get("Q")
+        return {"R": self.options.rank_of(schema["D"])} | ({} if sets is None else {"F": sets})
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError where heads do not go evenly into sets, or factors are missing."""
-        super().check_loaded(form)
+        super().check_loaded(schema)
         sets, scale = self._queries.sets, self._queries.scale
-        if scale is not None and (scale.shape[1] % form["H"] or sets % form["H"]):
+        if scale is not None and (scale.shape[1] % schema["H"] or sets % schema["H"]):
             raise damaged(f"index: {scale.shape[1]} query heads in {sets} sets")
-        if form["N"] and self._to_query is None:
+        if schema["N"] and self._to_query is None:
             raise KeyError("to_query")
 
     def loaded(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from hf_kvret.contracts.schema import Form, damaged
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.lrqk.factors import float_chunks
@@ -108,7 +108,7 @@ class Proxies(State):
         """The ``rows [B, F, *, r]`` of ``self.rows`` in fp32."""
         return rows.float() if self.steps is None else rows.float() * self.steps
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for rows of another dtype than the options ask for."""
         if len(self) and self.rows.dtype != self.dtype:
             raise damaged(f"index.proxies are {self.rows.dtype}, not {self.dtype}")

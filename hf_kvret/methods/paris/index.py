@@ -11,7 +11,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.contracts.schema import FLOATS, Form, damaged
+from hf_kvret.contracts.schema import FLOATS, Schema, damaged
 from hf_kvret.contracts.state import tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.options.config import RetrievalConfig, check_choice, check_flag, check_int
@@ -339,12 +339,12 @@ class ParisIndex(CapturableIndex, Index):
         twin._host_search = None
         return twin
 
-    def check_loaded(self, form: Form) -> None:
+    def check_loaded(self, schema: Schema) -> None:
         """ValueError for codes of another length, or counts that are not those of the tokens."""
         m, counts, weight = self.options.subspace_dim, self._counts, self._weight.rows
         if counts is None:
             return
-        check_widths(self._codes(), form["D"], m)
+        check_widths(self._codes(), schema["D"], m)
         counted = (weight[:, 0, :, 0] >= 0).sum(dim=1)[:, None, None]
         if counts.shape[3] != 1 << m or bool((counts < 0).any() | (counts.sum(3) != counted).any()):
             raise damaged("index.counts do not add up to the tokens")
