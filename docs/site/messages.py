@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_kvret"
+OPTIONS = PACKAGE / "options" / "config.py"
 PAGE = ROOT / "docs" / "troubleshooting.md"
 BEGIN = "<!-- made by `python docs/site/messages.py`, from here -->"
 END = "<!-- made by `python docs/site/messages.py`, to here -->"
@@ -109,11 +110,15 @@ class Helper(NamedTuple):
         """What it may return, each with its names as ``call`` gives them."""
         nodes = (node for node in ast.walk(self.function) if isinstance(node, ast.Return))
         returned = [one.value for one in nodes if one.value and ast.unparse(one.value) != "None"]
+        names = assignments(self.function.body) | self.arguments(call, texts, local)
+        return [(one, names) for one in returned]
+
+    def arguments(self, call: ast.Call, texts: Texts, local: Local) -> Local:
+        """The texts of a call's arguments, by the names of the parameters."""
         names = [one.arg for one in self.function.args.args if one.arg not in ("self", "cls")]
-        given = dict(zip(names, call.args, strict=False))
-        given |= {one.arg: one.value for one in call.keywords if one.arg}
-        known = {name: ast.Constant(texts.of(value, local) or GAP) for name, value in given.items()}
-        return [(one, assignments(self.function.body) | known) for one in returned]
+        values = dict(zip(names, call.args, strict=False))
+        values |= {one.arg: one.value for one in call.keywords if one.arg}
+        return {name: ast.Constant(texts.argument(value, local)) for name, value in values.items()}
 
 
 class Texts:
@@ -166,6 +171,12 @@ class Texts:
             return None if value is None else self.of(value, {})
         return None
 
+    def argument(self, node: ast.expr, local: Local) -> str:
+        """The text of an argument, an int's too; a gap where it isn't known."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return str(node.value)
+        return self.of(node, local) or GAP
+
     def of_call(self, call: ast.Call, local: Local) -> str | None:
         if isinstance(call.func, ast.Attribute) and call.func.attr == "format":
             made = self.of(call.func.value, local)
@@ -217,18 +228,56 @@ def clean(text: str) -> str:
     return re.sub(rf"{GAP}(?:\s*{GAP})+", GAP, re.sub(r"\s+", " ", text)).strip()
 
 
-def calls(texts: Texts) -> Iterator[tuple[ast.Call, Local]]:
-    """What a module raises and warns with, and what the names of that place hold."""
-    around = {}
+def functions_around(texts: Texts) -> dict[ast.AST, ast.FunctionDef]:
+    """The innermost function of each node of a module that is in one."""
+    around: dict[ast.AST, ast.FunctionDef] = {}
     for node in ast.walk(texts.tree):
         if isinstance(node, ast.FunctionDef):
             around |= dict.fromkeys(ast.walk(node), node)
+    return around
+
+
+def calls(texts: Texts) -> Iterator[tuple[ast.Call, Local]]:
+    """What a module raises and warns with, and what the names of that place hold."""
+    around = functions_around(texts)
     for node in ast.walk(texts.tree):
         call = node.exc if isinstance(node, ast.Raise) else node
         if not isinstance(call, ast.Call):
             continue
         if call is not node or ast.unparse(call.func).rpartition(".")[2] in WARNINGS:
-            yield call, assignments(around[node].body) if node in around else {}
+            yield call, names_of(around.get(node))
+
+
+def names_of(function: ast.FunctionDef | None) -> Local:
+    """What the names of a function hold; a parameter may hold anything."""
+    if function is None:
+        return {}
+    parameters = {one.arg: ast.Constant(GAP) for one in function.args.args}
+    return parameters | assignments(function.body)
+
+
+def option_checks(texts: Texts) -> Iterator[Message]:
+    """The messages of the checks of options that a module calls, with the options' names."""
+    around = functions_around(texts)
+    for node in ast.walk(texts.tree):
+        if isinstance(node, ast.Call):
+            yield from option_check(texts, node, names_of(around.get(node)))
+
+
+def option_check(texts: Texts, call: ast.Call, local: Local) -> Iterator[Message]:
+    helper = texts.helper(call)
+    if helper is None or helper.texts is not read(OPTIONS) or not call.args:
+        return
+    arguments = helper.arguments(call, texts, local)
+    # A check that was called in a loop has no name here.
+    if next(iter(arguments)) != "name" or ast.unparse(arguments["name"]) == repr(GAP):
+        return
+    names = names_of(helper.function) | arguments
+    for node in ast.walk(helper.function):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield from helper.texts.error(node.exc, names)
+        elif isinstance(node, ast.Call):
+            yield from option_check(helper.texts, node, names)
 
 
 @functools.cache
@@ -242,6 +291,7 @@ def found(file: Path) -> Iterator[Message]:
     for call, local in calls(texts):
         for kind, text in texts.error(call, local):
             yield Message("warning" if kind.rpartition(".")[2] in WARNINGS else kind, text)
+    yield from option_checks(texts)
     inside = str(file.relative_to(PACKAGE)) if file.is_relative_to(PACKAGE) else ""
     for name in RAISED_ELSEWHERE.get(inside, ()):
         for node in ast.walk(texts.functions[name].function):

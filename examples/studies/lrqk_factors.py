@@ -42,9 +42,15 @@ from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.lrqk import LRQKConfig
-from hf_kvret.methods.lrqk.als import RANDOM_START, STARTS, Moments, RandomSource
-from hf_kvret.methods.lrqk.factors import Factors, alternating, closed_form
-from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
+from hf_kvret.methods.lrqk.als import (
+    RANDOM_START,
+    STARTS,
+    Moments,
+    RandomSource,
+    alternating,
+    start_sketches,
+)
+from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
 from hf_kvret.methods.lrqk.proxies import Proxies as RoundedProxies
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret_kernels.relevance import group_relevance
@@ -192,7 +198,7 @@ def _alternating(study: LayerStudy, rank: int, options: LRQKConfig, *, start: st
     of_queries, of_keys = Moments(is_random), Moments(is_random)
     of_queries.add(study.queries[None], rank, chance)
     of_keys.add(study.spread(study.keys)[None], rank, chance)
-    starts = STARTS[start](of_queries, of_keys, rank)
+    starts = start_sketches(start, of_queries, of_keys, rank)
     assert of_queries.gram is not None and of_keys.gram is not None
     grams = of_queries.gram, of_keys.gram
     factors = alternating(*grams, *starts, options.iterations, options.penalty)

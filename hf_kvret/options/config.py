@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -49,8 +50,8 @@ class RetrievalConfig:
         slots: of ``store="resident"``, rows on the device per head that selects: a count
             (``int >= top_k``), or a multiple of the budget (``float >= 1``). More than the budget
             keep rows that were used recently, for a later query to find.
-        bits: of ``store="higgs"`` and ``"higgs-host"``, for each number of a key or value: 2, 3, 4,
-            or 16, which is the model's own dtype. With 16, ``"auto"`` codes nothing.
+        bits: of ``store="higgs"`` and ``"higgs-host"``, for each element of a key or value: 2, 3,
+            4, or 16, which is the model's own dtype. With 16, ``"auto"`` codes nothing.
         rest: what stands for the cold tokens that a query does not select. None: nothing.
             ``"mean"``: one token of each KV head, with the mean key and the mean value of all cold
             tokens and the weight of those that are left out.
@@ -89,25 +90,31 @@ class RetrievalConfig:
         check_slots(self.slots, self.top_k)
         # A method that reads the bits from its artifact has the default None.
         if self.bits is not type(self).bits:
-            check_bits(self.bits)
-        if not isinstance(self.store, str):
-            raise TypeError(f"store must be a name, got {self.store!r}")
+            check_choice("bits", self.bits, (2, 3, 4, 16))
+        check_type("store", self.store, str, "a name")
         check_device_budget(self.device_budget, self.store)
         for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
-            check_length(name, getattr(self, name), least)
+            check_int(name, getattr(self, name), least, "tokens")
         if self.select_heads is not None:
-            check_select_heads(self.select_heads, self.group_obstacle)
+            check_int("select_heads", self.select_heads, 1, "query heads, or None for all")
+            if self.group_obstacle:
+                raise ValueError(
+                    f"select_heads={self.select_heads}: {self.group_obstacle}; leave it out"
+                )
         if self.dense_below is not None:
-            check_length("dense_below", self.dense_below, 0)
+            check_int("dense_below", self.dense_below, 0, "tokens")
         check_prefill_chunk(self.prefill_chunk, self.max_draft)
         check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
-        check_lost_mass(self.warn_lost_mass)
-        if self.warn_lost_mass is not None and self.estimate_obstacle:
-            raise ValueError(_without_estimates(self, self.estimate_obstacle))
-        if not isinstance(self.track_recall, bool):
-            raise TypeError(f"track_recall must be True or False, got {self.track_recall!r}")
-        if self.graph is not False and self.graph != "auto":
-            raise ValueError(f"graph={self.graph!r}: choose 'auto' or False")
+        if self.warn_lost_mass is not None:
+            check_number(
+                "warn_lost_mass",
+                self.warn_lost_mass,
+                lambda share: 0.0 < share < 1.0,
+                "a share of the attention, above 0 and below 1, as 0.3, or None for never",
+            )
+            self._check_estimates(self.estimate_obstacle)
+        check_flag("track_recall", self.track_recall)
+        check_choice("graph", self.graph, ("auto", False))
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
@@ -125,7 +132,7 @@ class RetrievalConfig:
 
     @classmethod
     def of(cls, options: object, changes: Mapping[str, Any], owner: str) -> Self:
-        """What a cache of class ``owner`` was given; ``options`` of this class, None: defaults."""
+        """The ``options`` of a cache of class ``owner`` (None: defaults), with ``changes``."""
         if options is None:
             return cls.from_options(**changes)
         if not isinstance(options, cls):
@@ -153,7 +160,7 @@ class RetrievalConfig:
 
     @property
     def row_bits(self) -> int:
-        """Bits of a number in the store; 16: the model's own dtype."""
+        """Bits of an element in the store; 16: the model's own dtype."""
         return self.bits if self.store.startswith("higgs") else 16
 
     @property
@@ -179,7 +186,14 @@ class RetrievalConfig:
     def check_estimates(self, makes_them: bool) -> None:
         """ValueError where estimates are needed and the index does not make any."""
         if self.warn_lost_mass is not None and not makes_them:
-            raise ValueError(_without_estimates(self, "its index has no method estimate"))
+            self._check_estimates("its index has no method estimate")
+
+    def _check_estimates(self, obstacle: str) -> None:
+        if obstacle:
+            raise ValueError(
+                f"warn_lost_mass={self.warn_lost_mass}: {obstacle}; leave it out, or use flat, "
+                "paris, lrqk or a2ats"
+            )
 
     @property
     def lacks_artifact(self) -> bool:
@@ -231,23 +245,10 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 )
 
 
-def _without_estimates(config: RetrievalConfig, why: str) -> str:
-    """The message where estimates are needed and there are none."""
-    asking = f"warn_lost_mass={config.warn_lost_mass}"
-    return f"{asking}: {why}; leave it out, or use flat, paris, lrqk or a2ats"
-
-
-_BITS = (2, 3, 4, 16)
-
-
-def check_budget(top_k: object) -> None:
+def check_budget(top_k: Any) -> None:
     """Errors for a ``top_k`` that is no budget."""
-    if top_k is None:
-        return
-    if isinstance(top_k, bool) or not isinstance(top_k, int | float):
-        raise TypeError(
-            f"top_k must be an int (a count), a float (a share) or None (by length), got {top_k!r}"
-        )
+    meaning = "an int (a count), a float (a share) or None (by length)"
+    check_type("top_k", top_k, int | float | None, meaning)
     if isinstance(top_k, int) and top_k < 1:
         raise ValueError(f"top_k={top_k}: a count must be at least 1")
     if isinstance(top_k, float) and not 0.0 < top_k <= 1.0:
@@ -257,18 +258,13 @@ def check_budget(top_k: object) -> None:
         )
 
 
-def check_slots(slots: object, top_k: int | float | None) -> None:
+def check_slots(slots: Any, top_k: int | float | None) -> None:
     """Errors for ``slots`` that can't hold a budget of ``top_k``."""
-    if isinstance(slots, bool) or not isinstance(slots, int | float):
-        raise TypeError(
-            f"slots must be an int (a count) or a float (a multiple of the budget), got {slots!r}"
-        )
+    meaning = "an int (a count) or a float (a multiple of the budget)"
+    check_type("slots", slots, int | float, meaning)
     if isinstance(slots, float):
-        if not 1.0 <= slots < math.inf:
-            raise ValueError(
-                f"slots={slots}: a float is a multiple of the budget, at least 1.0; pass an int "
-                "for a count"
-            )
+        meaning = "a multiple of the budget, at least 1.0, where it is a float; an int is a count"
+        check_number("slots", slots, lambda x: 1.0 <= x < math.inf, meaning)
     elif not isinstance(top_k, int):
         raise ValueError(
             f"slots={slots} with top_k={top_k}: the budget grows with the length, so slots must be "
@@ -282,31 +278,14 @@ def check_slots(slots: object, top_k: int | float | None) -> None:
         )
 
 
-def check_bits(bits: object) -> None:
-    """ValueError for ``bits`` that no code has."""
-    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in _BITS:
-        raise ValueError(f"bits={bits!r}: choose {', '.join(map(str, _BITS))}")
-
-
-def check_select_heads(count: object, obstacle: str) -> None:
-    """Errors for a ``count`` of heads that can't select together, because of an ``obstacle``."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"select_heads must be an int (query heads) or None (all), got {count!r}")
-    if count < 1:
-        raise ValueError(f"select_heads={count}: at least one head selects; None means all of them")
-    if obstacle:
-        raise ValueError(f"select_heads={count}: {obstacle}; leave it out")
-
-
 def check_rest(rest: object, blocks: object, obstacle: str) -> None:
     """ValueError for a ``rest``, or ``blocks`` of it, that can't be, because of an ``obstacle``."""
-    if rest not in (None, "mean"):
-        raise ValueError(f"rest={rest!r}: choose 'mean' or None")
+    check_choice("rest", rest, ("mean", None))
     if rest is not None and obstacle:
         raise ValueError(f"rest={rest!r}: {obstacle}; leave it out")
     if blocks is None:
         return
-    check_length("rest_blocks", blocks, 1)
+    check_int("rest_blocks", blocks, 1, "tokens")
     if rest is None:
         raise ValueError(
             f"rest_blocks={blocks} with rest=None: only rest='mean' makes a token for every so "
@@ -314,7 +293,7 @@ def check_rest(rest: object, blocks: object, obstacle: str) -> None:
         )
 
 
-def check_source(artifact: object, revision: object, sha256: object) -> None:
+def check_source(artifact: object, revision: object, sha256: Any) -> None:
     """Errors for what can't name an artifact.
 
     Args:
@@ -332,8 +311,7 @@ def check_source(artifact: object, revision: object, sha256: object) -> None:
         )
     if sha256 is None:
         return
-    if not isinstance(sha256, str):
-        raise TypeError(f"artifact_sha256 must be a text, got {sha256!r}")
+    check_type("artifact_sha256", sha256, str, "a text")
     if not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError(
             f"artifact_sha256={sha256!r}: give the 64 hexadecimal digits that `hf-kvret "
@@ -341,26 +319,12 @@ def check_source(artifact: object, revision: object, sha256: object) -> None:
         )
 
 
-def check_lost_mass(share: object) -> None:
-    """Errors for what is no ``share`` of the attention."""
-    if share is None:
-        return
-    if isinstance(share, bool) or not isinstance(share, int | float):
-        raise TypeError(f"warn_lost_mass must be a share or None (never), got {share!r}")
-    if not 0.0 < share < 1.0:
-        raise ValueError(
-            f"warn_lost_mass={share}: a share of the attention, above 0 and below 1, as 0.3"
-        )
-
-
-def check_device_budget(size: object, store: str) -> None:
+def check_device_budget(size: Any, store: str) -> None:
     """Errors for a ``size`` of no bytes, or for another ``store`` than the one that has it."""
     if size is None:
         return
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(
-            f"device_budget must be bytes (an int), a text such as '90GB', or None, got {size!r}"
-        )
+    meaning = "bytes (an int), a text such as '90GB', or None"
+    check_type("device_budget", size, int | str, meaning)
     try:
         byte_count(size)
     except ValueError as error:
@@ -375,14 +339,11 @@ def check_device_budget(size: object, store: str) -> None:
         )
 
 
-def check_prefill_chunk(chunk: object, max_draft: int) -> None:
+def check_prefill_chunk(chunk: Any, max_draft: int) -> None:
     """Errors for a ``chunk`` that is none beside drafts of ``max_draft``."""
     if chunk is None or chunk == "auto":
         return
-    if isinstance(chunk, bool) or not isinstance(chunk, int):
-        raise TypeError(
-            f"prefill_chunk must be an int (tokens), 'auto' or None (one pass), got {chunk!r}"
-        )
+    check_type("prefill_chunk", chunk, int, "an int (tokens), 'auto' or None (one pass)")
     if chunk <= max_draft:
         raise ValueError(
             f"prefill_chunk={chunk} with max_draft={max_draft}: up to max_draft tokens at once "
@@ -391,12 +352,52 @@ def check_prefill_chunk(chunk: object, max_draft: int) -> None:
         )
 
 
-def check_length(name: str, value: object, least: int) -> None:
-    """Errors for a ``value`` of the option ``name`` that is no length, or below ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int (tokens), got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")
+def check_type(name: str, value: object, types: type | UnionType, meaning: str) -> None:
+    """TypeError for a ``value`` of the option ``name`` that is not of ``types``, or is a bool."""
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise TypeError(f"{name} must be {meaning}, got {value!r}")
+
+
+def check_int(name: str, value: Any, least: int | None = None, unit: str = "") -> None:
+    """Errors for a ``value`` of the option ``name`` that is no int, or below ``least``.
+
+    ``unit``: what it counts, which the messages say.
+    """
+    note = f" ({unit})" if unit else ""
+    check_type(name, value, int, f"an int{note}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value} must be at least {least}{note}")
+
+
+def check_seed(seed: Any) -> None:
+    """Errors for a ``seed`` that no generator takes."""
+    check_int("seed", seed, 0)
+    if seed >= 2**63:
+        raise ValueError(f"seed={seed} must be below 2^63")
+
+
+def check_number(name: str, value: Any, is_allowed: Callable[[float], bool], meaning: str) -> None:
+    """Errors for a ``value`` of the option ``name`` that is no number, or not allowed.
+
+    ``meaning``: what an allowed one is, with its range.
+    """
+    check_type(name, value, int | float, f"a number ({meaning})")
+    if not is_allowed(value):
+        raise ValueError(f"{name}={value} must be {meaning}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """TypeError for a ``value`` of the option ``name`` that is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """ValueError for a ``value`` of the option ``name`` that is none of the ``choices``."""
+    # 4.0 equals the choice 4, but is of another type.
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
+        *first, last = map(repr, choices)
+        raise ValueError(f"{name}={value!r}: choose {', '.join(first)} or {last}")
 
 
 # Options that do not affect what is stored, so a load may change them.
@@ -457,7 +458,7 @@ def byte_count(size: int | str) -> int:
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f"{size!r} is not a memory size: write 80GB, 75GiB, or bytes as an int")
     digits, unit = str(size).strip(), 1.0
-    for name, factor in sorted(_UNITS.items(), key=lambda item: -len(item[0])):
+    for name, factor in _UNITS.items():
         if digits.upper().endswith(name):
             digits, unit = digits[: -len(name)], factor
             break

@@ -25,7 +25,7 @@ PROMPT, RECENT, BUDGET = 60, 4, 8
 SCALE = 0.25
 
 
-class Held(NamedTuple):
+class ClosedRun(NamedTuple):
     """A filled index with closed factors, and its store."""
 
     index: LRQKIndex
@@ -43,18 +43,24 @@ class Held(NamedTuple):
         self.store.append(block)
         self.index.add(block)
 
-    def select(self, query: torch.Tensor, budget: int = 20) -> torch.Tensor:
-        valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
-        return self.index.search(query, cold_tokens(valid, CLOSED_SCALE, budget))
+    def select(
+        self,
+        query: torch.Tensor,
+        budget: int = 20,
+        valid: torch.Tensor | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        if valid is None:
+            valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
+        return self.index.search(query, cold_tokens(valid, CLOSED_SCALE, budget, softcap))
 
     def recall(self, query: torch.Tensor, budget: int = 20) -> float:
         """Overlap with the exact top-k."""
-        valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
-        exact = cold_tokens(valid, CLOSED_SCALE, 1, store=self.store)
+        exact = all_valid(self.store, len(query), scale=CLOSED_SCALE)
         return measure_recall(query, self.select(query, budget), exact).overlap
 
-    def fork(self) -> Held:
-        return Held(self.index.fork(), self.store.fork())
+    def fork(self) -> ClosedRun:
+        return ClosedRun(self.index.fork(), self.store.fork())
 
     @property
     def reprojections(self) -> int:
@@ -71,17 +77,17 @@ def fill(
     keys: torch.Tensor,
     valid: torch.Tensor | None = None,
     cuts: tuple[int, ...] = (),
-) -> Held:
+) -> ClosedRun:
     """An index with closed factors that has read a prompt, in chunks that end at ``cuts``."""
-    held = Held(LRQKIndex(options), GuardedStore(DeviceMemory(torch.device("cpu"))))
+    run = ClosedRun(LRQKIndex(options), GuardedStore(DeviceMemory(torch.device("cpu"))))
     for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
         mask = None if valid is None else valid[:, start:end]
         block = TokenBlock(keys[:, :, start:end], keys[:, :, start:end], start, mask)
-        held.index.on_forward(queries[:, :, start:end], block.keys, start, mask)
-        held.store.append(block)
-        held.index.add(block)
-    held.index.build(all_valid(held.store, len(keys)))
-    return held
+        run.index.on_forward(queries[:, :, start:end], block.keys, start, mask)
+        run.store.append(block)
+        run.index.add(block)
+    run.index.build(all_valid(run.store, len(keys)))
+    return run
 
 
 def paper_options(**changes: Any) -> LRQKConfig:
@@ -135,9 +141,9 @@ class Run:
     ) -> Run:
         """A prompt in equal chunks, all but ``RECENT`` tokens of it cold."""
         queries, keys = paper_tokens(count, 0)
-        for part in torch.arange(count).chunk(chunks):
-            mask = None if valid is None else valid[:, part]
-            self.watch(queries[:, :, part], keys[:, :, part], mask)
+        for span in torch.arange(count).chunk(chunks):
+            mask = None if valid is None else valid[:, span]
+            self.watch(queries[:, :, span], keys[:, :, span], mask)
         self.flush(count - RECENT)
         return self
 

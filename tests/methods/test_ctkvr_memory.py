@@ -10,9 +10,9 @@ import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Scoring
-from hf_kvret.methods.ctkvr import inverted_file, inverted_lists
+from hf_kvret.methods.ctkvr import inverted_file
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.inverted_file import InvertedFile
+from hf_kvret.methods.ctkvr.inverted_file import Centroids, InvertedFile
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret_kernels.centroid import naive
@@ -21,7 +21,6 @@ from .watched_stores import normal
 
 BATCH, HEADS, GROUP, DIM, TOKENS, BUDGET = 2, 4, 2, 32, 3000, 300
 BOUND = 16 * 10**6
-Bundle = tuple[torch.Tensor, torch.Tensor]
 
 
 def _cold(dtype: torch.dtype) -> ColdTokens:
@@ -33,15 +32,15 @@ def _cold(dtype: torch.dtype) -> ColdTokens:
     return ColdTokens(store, Scoring(valid, DIM**-0.5), BUDGET)
 
 
-def _bundle(seed: int, count: int, dead: int = 0) -> Bundle:
+def _centroids(seed: int, count: int, padding: int = 0) -> Centroids:
     slots = torch.arange(count).repeat(BATCH, 1)
-    slots[0, :dead], slots[1, count // 2 : count // 2 + dead // 3] = -1, -1
-    return normal(seed, BATCH, HEADS, count, GROUP, DIM), slots
+    slots[0, :padding], slots[1, count // 2 : count // 2 + padding // 3] = -1, -1
+    return Centroids(normal(seed, BATCH, HEADS, count, GROUP, DIM), slots)
 
 
 def _inverted_file(cold: ColdTokens) -> InvertedFile:
     one = InvertedFile(CTkvrConfig(top_k=BUDGET, update_lists="recalled", coverage=0.5))
-    one.start(cold, *_bundle(1, one.options.centroids_for(TOKENS), 20))
+    one.start(cold, _centroids(1, one.options.centroids_for(TOKENS), 20))
     return one
 
 
@@ -54,17 +53,17 @@ def _fall(one: InvertedFile) -> None:
 def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[], object]]:
     """What makes lists, and where they are then."""
     if name == "first":
-        made: list[InvertedFile] = []
-        return made, lambda: made.append(_inverted_file(cold))
+        files: list[InvertedFile] = []
+        return files, lambda: files.append(_inverted_file(cold))
     one = _inverted_file(cold)
-    joining: list[Bundle] = []
+    new: list[Centroids] = []
     if name == "anew":
         one.listed_len = -(10**6)
     elif name == "coverage":
         _fall(one)
     else:
-        joining = [_bundle(2, 90, 40 if name == "padded" else 0)]
-    return [one], lambda: one.keep_up(cold, joining, True)
+        new = [_centroids(2, 90, 40 if name == "padded" else 0)]
+    return [one], lambda: one.keep_up(cold, new, True)
 
 
 def _lists(name: str) -> tuple[torch.Tensor, ...]:
@@ -75,12 +74,12 @@ def _lists(name: str) -> tuple[torch.Tensor, ...]:
     return torch.cat(list(queue.chunks()), dim=2), *queue.live()
 
 
-def _compare(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+def _compare(lists: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
     """The same lists, but for keys that a rounding of fp32 puts in another order."""
-    assert torch.equal(found[0] < 0, wanted[0] < 0)
-    assert (found[0] != wanted[0]).float().mean() < 1e-3
-    for got, want in zip(found[1:], wanted[1:], strict=True):
-        assert torch.equal(got, want)
+    assert torch.equal(lists[0] < 0, expected[0] < 0)
+    assert (lists[0] != expected[0]).float().mean() < 1e-3
+    for result, expectation in zip(lists[1:], expected[1:], strict=True):
+        assert torch.equal(result, expectation)
 
 
 WORK = ("first", "anew", "joining", "padded", "coverage")
@@ -104,20 +103,20 @@ def test_temporaries_are_bounded(
 
 @pytest.mark.parametrize("name", WORK)
 def test_chunks_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _lists(name)
-    whole: list[tuple[Any, str]] = [
+    lists = _lists(name)
+    limits: list[tuple[Any, str]] = [
         (naive, "_MOST_IDS"),
         (naive, "_MOST_ENTRIES"),
         (naive, "_MOST_SCORES"),
         (naive, "_LEAST_NEW_KEYS"),
         (naive, "_KEYS"),
-        (inverted_lists, "_NUMBERS"),
-        (inverted_file, "_CHUNK_NUMBERS"),
+        (inverted_file, "_ELEMENTS"),
+        (inverted_file, "_CHUNK_ELEMENTS"),
     ]
-    for module, size in whole:
+    for module, size in limits:
         monkeypatch.setattr(module, size, 1 << 40)
-    _compare(found, _lists(name))
+    _compare(lists, _lists(name))
     monkeypatch.undo()
-    for module, size in whole[1:2] + whole[5:]:
+    for module, size in limits[1:2] + limits[5:]:
         monkeypatch.setattr(module, size, 1 << 12)
-    _compare(found, _lists(name))
+    _compare(lists, _lists(name))

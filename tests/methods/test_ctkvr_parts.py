@@ -11,19 +11,19 @@ import torch
 from hf_kvret import TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrIndex
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS, InvertedLists
+from hf_kvret.methods.ctkvr.inverted_file import MOST_TOKENS, Centroids, InvertedLists
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, make_sampler
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "message"),
     [
         ({"centroids": 0}, ValueError, "centroids=0"),
         ({"nprobe": 2.5}, TypeError, "nprobe must be an int"),
         ({"update": -1}, ValueError, "update=-1"),
-        ({"choice": "newest"}, ValueError, "'mixed' or 'last'"),
+        ({"choice": "newest"}, ValueError, "choose 'mixed', 'last', 'random', 'first' or 'even'"),
         ({"update_lists": "some"}, ValueError, "'all' or 'recalled'"),
-        ({"rerank": "exact"}, ValueError, "'auto' or 'cpu'"),
+        ({"rerank": "exact"}, ValueError, "choose 'auto', 'cpu', 'device', 'codes' or 'lists'"),
         ({"rerank": "cpu"}, ValueError, "store='cpu'"),
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"list_ratio": 0.5}, ValueError, "list_ratio=0.5"),
@@ -33,9 +33,9 @@ from hf_kvret.methods.ctkvr.sampler import CentroidSampler, make_sampler
     ],
 )
 def test_wrong_options_are_refused_by_name(
-    options: dict[str, Any], error: type[Exception], said: str
+    options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         CTkvrConfig.from_options(**options)
 
 
@@ -55,11 +55,11 @@ def test_codes_are_refused_for_heads_that_have_none() -> None:
 
 
 def _chosen(choice: str, count: int, cuts: tuple[int, ...], seed: int = 0) -> list[int]:
-    pool = make_sampler(choice, 2048, seed)
+    sampler = make_sampler(choice, 2048, seed)
     for start, end in zip((0, *cuts), (*cuts, 1600), strict=True):
         queries = torch.arange(start, end).float().view(1, 1, -1, 1).expand(1, 2, -1, 3)
-        pool.add(queries, start, None)
-    queries, slots = pool.best(count)
+        sampler.add(queries, start, None)
+    queries, slots = sampler.best(count)
     assert torch.equal(queries[0, 1, :, 2].long(), slots[0])
     return slots[0].tolist()
 
@@ -69,10 +69,10 @@ def test_the_choices_are_the_ablation_of_table_4(cuts: tuple[int, ...]) -> None:
     assert _chosen("last", 100, cuts) == list(range(1500, 1600))
     assert _chosen("first", 100, cuts) == list(range(100))
     assert _chosen("even", 100, cuts) == list(range(0, 1600, 16))
-    drawn = _chosen("random", 100, cuts)
-    assert drawn == _chosen("random", 100, ()) and drawn != _chosen("random", 100, (), seed=1)
+    random = _chosen("random", 100, cuts)
+    assert random == _chosen("random", 100, ()) and random != _chosen("random", 100, (), seed=1)
     # The mean of 100 even draws has a standard deviation of 46.
-    assert abs(sum(drawn) / 100 - 800) < 150 and len(set(drawn)) == 100
+    assert abs(sum(random) / 100 - 800) < 150 and len(set(random)) == 100
 
 
 @pytest.mark.parametrize("cuts", [(), (100, 101, 900)])
@@ -86,22 +86,26 @@ def test_mixed_queries_are_the_last_and_others_spread_over_the_rest(cuts: tuple[
 
 
 def test_mixed_queries_leave_padding_out_row_by_row() -> None:
-    pool = make_sampler("mixed", 8)
+    sampler = make_sampler("mixed", 8)
     valid = torch.tensor([[False] * 4 + [True] * 6, [True] * 5 + [False] * 5, [False] * 10])
-    pool.add(torch.zeros(3, 2, 10, 3), 0, valid)
-    slots = pool.best(4)[1]
+    sampler.add(torch.zeros(3, 2, 10, 3), 0, valid)
+    slots = sampler.best(4)[1]
     assert sorted(slots[0].tolist()[2:]) == [8, 9] and set(slots[0].tolist()[:2]) <= {4, 5, 6, 7}
     assert sorted(slots[1].tolist()[2:]) == [3, 4] and set(slots[1].tolist()[:2]) <= {0, 1, 2}
     assert slots[2].tolist() == [-1] * 4
 
 
 def test_padding_is_never_chosen_and_takes_no_room() -> None:
-    pool = CentroidSampler("last", 4)
+    sampler = CentroidSampler("last", 4)
     valid = torch.tensor([[True] * 6, [True, True, False, True, False, False]])
-    pool.add(torch.zeros(2, 2, 6, 3), 10, valid)
-    pool.add(torch.zeros(2, 2, 1, 3), 16, torch.tensor([[True], [False]]))
-    assert sorted(pool.best(4)[1][0].tolist()) == [13, 14, 15, 16]
-    assert sorted(pool.best(4)[1][1].tolist()) == [-1, 10, 11, 13]
+    sampler.add(torch.zeros(2, 2, 6, 3), 10, valid)
+    sampler.add(torch.zeros(2, 2, 1, 3), 16, torch.tensor([[True], [False]]))
+    assert sorted(sampler.best(4)[1][0].tolist()) == [13, 14, 15, 16]
+    assert sorted(sampler.best(4)[1][1].tolist()) == [-1, 10, 11, 13]
+
+
+def _centroid(slot: int) -> Centroids:
+    return Centroids(torch.ones(1, 1, 1, 2, 4), torch.tensor([[slot]]))
 
 
 @pytest.mark.parametrize(("tokens", "nbytes"), [(65_535, 2), (65_536, 3), (MOST_TOKENS, 3)])
@@ -109,7 +113,7 @@ def test_slots_take_two_bytes_as_long_as_they_can(tokens: int, nbytes: int) -> N
     most = tokens - 1
     ids = torch.tensor([-1, 0, 1, 32_766, 32_767, 32_768, most - 1, most], dtype=torch.int32)
     lists = InvertedLists(10)
-    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), [ids.view(1, 1, 1, -1)], tokens)
+    lists.append(_centroid(7), [ids.view(1, 1, 1, -1)], tokens)
     assert lists.ids.flatten().tolist() == [*ids.tolist(), -1, -1]
     assert lists.list_nbytes() == 10 * nbytes
     assert lists.take(torch.zeros(1, 1, 1, 3, dtype=torch.long)).shape == (1, 1, 1, 3, 10)
@@ -126,9 +130,9 @@ def test_more_tokens_than_three_bytes_can_name_are_refused() -> None:
 def test_lists_grow_wider_when_slots_do() -> None:
     lists = InvertedLists(2)
     near, far = (torch.tensor([[[[x, -1]]]], dtype=torch.int32) for x in (65_534, 70_000))
-    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), [near], 65_535)
+    lists.append(_centroid(7), [near], 65_535)
     twin = lists.fork()
-    twin.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[8]]), [far], 70_001)
+    twin.append(_centroid(8), [far], 70_001)
     assert twin.ids.flatten().tolist() == [65_534, -1, 70_000, -1]
     assert lists.ids.flatten().tolist() == [65_534, -1] and lists.list_nbytes() == 4
     again = InvertedLists(2)

@@ -17,7 +17,6 @@ from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
 from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
-from hf_kvret.testing.cold import cold_tokens
 
 from .watched_stores import CountingStore, normal
 
@@ -36,7 +35,7 @@ class Run:
         self.queries = normal(1, batch, HEADS, PROMPT, DIM)
         keys = normal(2, batch, HEADS, PROMPT, DIM)
         self.index.on_forward(self.queries, keys, 0, None)
-        self._take(keys)
+        self.flush(keys)
         self.index.build(self._cold())
 
     def fork(self) -> Run:
@@ -61,16 +60,12 @@ class Run:
         """Overlap with the exact top-k, for a decode step."""
         ids = self.step(query)
         assert ids is not None
-        valid = torch.ones(self.batch, len(self.store), dtype=torch.bool)
-        return measure_recall(query, ids, cold_tokens(valid, SCALE, 1, store=self.store)).overlap
-
-    def flush(self, keys: torch.Tensor) -> None:
-        self._take(keys)
+        return measure_recall(query, ids, self._cold()).overlap
 
     def _cold(self) -> ColdTokens:
         return all_valid(self.store, self.batch, budget=BUDGET, scale=SCALE)
 
-    def _take(self, keys: torch.Tensor) -> None:
+    def flush(self, keys: torch.Tensor) -> None:
         block = TokenBlock(keys, keys, len(self.store))
         self.store.append(block)
         self.index.add(block)
@@ -94,16 +89,16 @@ def _query(seed: int, batch: int = 2, count: int = 1) -> torch.Tensor:
 
 
 def test_tokens_that_left_the_window_are_found_with_a_pending_list_and_lost_without() -> None:
-    found = {}
+    recalls = {}
     for name, options in (("ours", _options()), ("paper", _paper())):
         run = Run(options)
         query = run.queries[:, :, -1:]
         run.step(_query(3))
         # All that matters to the query is among the new tokens.
         run.flush(3 * query + 0.5 * _query(4, count=40))
-        found[name] = run.recall(query)
+        recalls[name] = run.recall(query)
         assert run.index.stats()["pending_tokens"] == 40
-    assert found == {"ours": 1.0, "paper": 0.0}
+    assert recalls == {"ours": 1.0, "paper": 0.0}
 
 
 def test_more_pending_tokens_than_allowed_join_the_lists() -> None:
@@ -132,14 +127,14 @@ def _after_many_steps(options: CTkvrConfig) -> tuple[Run, torch.Tensor]:
 def test_prompt_tokens_are_found_after_the_fifo_turned_over_with_a_refresh_and_lost_without() -> (
     None
 ):
-    found = {}
+    recalls = {}
     for name, options in (("refreshed", _at_once()), ("paper", _paper())):
         run, other = _after_many_steps(options)
         run.flush(0.01 * _query(7, count=4))
         before = run.index.stats()["list_builds"]
-        found[name] = run.recall(other)
+        recalls[name] = run.recall(other)
         assert run.index.stats()["list_builds"] - before == (1 if name == "refreshed" else 0)
-    assert found["refreshed"] > 0.9 and found["paper"] < 0.6
+    assert recalls["refreshed"] > 0.9 and recalls["paper"] < 0.6
 
 
 def test_queries_of_steps_get_lists_over_all_keys_at_the_next_flush() -> None:
@@ -170,7 +165,7 @@ def test_all_keys_are_read_again_only_after_a_flush() -> None:
 
 @pytest.mark.parametrize("long", [True, False])
 def test_a_question_has_lists_over_all_keys_before_its_answer(long: bool) -> None:
-    found = {}
+    recalls = {}
     for name, options in (("ours", _options()), ("without", _options(questions=False))):
         run = Run(options)
         run.step(_query(3))
@@ -178,13 +173,10 @@ def test_a_question_has_lists_over_all_keys_before_its_answer(long: bool) -> Non
         # A long one is attended exactly, without a selection of its own.
         ids = run.step(question, select=not long)
         if ids is None:
-            found[name] = run.recall(question[:, :, -1:])
+            recalls[name] = run.recall(question[:, :, -1:])
         else:
-            valid = torch.ones(2, PROMPT, dtype=torch.bool)
-            found[name] = measure_recall(
-                question, ids, cold_tokens(valid, SCALE, 1, store=run.store)
-            ).overlap
-    assert found["ours"] == 1.0 and found["without"] < 0.9
+            recalls[name] = measure_recall(question, ids, run._cold()).overlap
+    assert recalls["ours"] == 1.0 and recalls["without"] < 0.9
 
 
 def test_drafts_do_not_read_all_keys_every_time() -> None:
@@ -268,13 +260,13 @@ def test_reordered_rows_answer_like_the_old_ones(rerank: str) -> None:
 def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rerank: str) -> None:
     run = Run(_options(rerank=rerank))
     _history(run, range(10, 20))
-    for part in (run.store, run.index):
-        part.crop(300)
+    for holder in (run.store, run.index):
+        holder.crop(300)
     run.end = 310
     ids = run.step(_query(20))
     assert ids is not None and int(ids.min()) >= 0 and int(ids.max()) < 300
     assert run.index._file.queue is not None
-    assert all(int(chunk.max()) < 300 for chunk in run.index._file.queue.chunks())
+    assert all(int(ids.max()) < 300 for ids in run.index._file.queue.chunks())
     query = run.queries[:, :, -1:]
     run.flush(3 * query + 0.5 * _query(4, count=40))
     if rerank == "auto":
@@ -342,8 +334,8 @@ def test_of_drafts_every_eighth_query_joins() -> None:
         run.step(_query(3))
         queue = run.index._file.queue
         assert queue is not None
-        joined = queue.live()[1][0]
-        assert joined[joined >= PROMPT].tolist() == [PROMPT + 8 * i + 7 for i in range(4)]
+        slots = queue.live()[1][0]
+        assert slots[slots >= PROMPT].tolist() == [PROMPT + 8 * i + 7 for i in range(4)]
 
 
 def test_lists_that_became_short_for_the_budget_are_made_anew() -> None:

@@ -9,23 +9,25 @@ from hf_kvret import TokenBlock
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.testing.cold import cold_tokens
 
-HEADS, GROUP, DIM, HELD = 2, 3, 16, 50
+from .watched_stores import slot_sets
+
+HEADS, GROUP, DIM, LENGTH = 2, 3, 16, 50
 
 
 def _index(keys: torch.Tensor, *cuts: int) -> FlatIndex:
     index, start = FlatIndex(), 0
     for end in (*cuts, keys.shape[2]):
-        part = keys[:, :, start:end]
-        index.add(TokenBlock(part, part, start))
+        block = keys[:, :, start:end]
+        index.add(TokenBlock(block, block, start))
         start = end
     return index
 
 
 def _case(batch: int = 2, queries: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(batch, HEADS, HELD, DIM, generator=generator)
+    keys = torch.randn(batch, HEADS, LENGTH, DIM, generator=generator)
     query = torch.randn(batch, HEADS * GROUP, queries, DIM, generator=generator)
-    valid = torch.ones(batch, HELD, dtype=torch.bool)
+    valid = torch.ones(batch, LENGTH, dtype=torch.bool)
     valid[0, :20] = False
     valid[-1, 30:35] = False
     return keys, query, valid
@@ -47,15 +49,13 @@ def _best(keys: torch.Tensor, query: torch.Tensor, valid: torch.Tensor, budget: 
     return answer
 
 
-@pytest.mark.parametrize("budget", [1, 7, 40, HELD])
+@pytest.mark.parametrize("budget", [1, 7, 40, LENGTH])
 @pytest.mark.parametrize("cuts", [(), (1, 2, 33)])
 def test_the_selection_is_the_exact_top_k(budget: int, cuts: tuple[int, ...]) -> None:
     keys, query, valid = _case()
     ids = _index(keys, *cuts).search(query, cold_tokens(valid, 0.25, budget))
     assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
-    rows = [row[row >= 0].tolist() for row in ids.flatten(0, 2)]
-    assert all(len(set(row)) == len(row) for row in rows), "no slot twice"
-    assert [set(row) for row in rows] == _best(keys, query, valid, budget)
+    assert slot_sets(ids) == _best(keys, query, valid, budget)
 
 
 def test_rows_without_a_valid_token_get_nothing() -> None:
@@ -86,7 +86,7 @@ def test_bf16_keys_are_scored_in_fp32() -> None:
     keys, query, valid = _case()
     keys, query = keys.bfloat16(), query.bfloat16()
     ids = _index(keys).search(query, cold_tokens(valid, 0.25, 7))
-    assert [set(row.tolist()) for row in ids.flatten(0, 2)] == _best(keys, query, valid, 7)
+    assert slot_sets(ids) == _best(keys, query, valid, 7)
 
 
 def test_reorder_crop_and_state_keep_the_selection_in_step() -> None:
@@ -95,16 +95,15 @@ def test_reorder_crop_and_state_keep_the_selection_in_step() -> None:
     order = torch.tensor([1, 0, 1])
     index.reorder(order)
     index.crop(40)
-    part = torch.randn(3, HEADS, 4, DIM)
-    index.add(TokenBlock(part, part, 40))
-    whole = torch.cat([keys[order, :, :40], part], dim=2)
+    block = torch.randn(3, HEADS, 4, DIM)
+    index.add(TokenBlock(block, block, 40))
+    whole = torch.cat([keys[order, :, :40], block], dim=2)
     again = FlatIndex()
     again.load_state_dict(index.state_dict())
     some_query, some_valid = query[order], valid[order, :44]
     for each in (index, index.fork(), again):
         ids = each.search(some_query, cold_tokens(some_valid, 0.25, 6))
-        got = [set(row.tolist()) for row in ids.flatten(0, 2)]
-        assert got == _best(whole, some_query, some_valid, 6)
+        assert slot_sets(ids) == _best(whole, some_query, some_valid, 6)
 
 
 def test_it_scores_every_token_and_counts_its_bytes() -> None:
@@ -112,7 +111,7 @@ def test_it_scores_every_token_and_counts_its_bytes() -> None:
     index = _index(keys)
     assert index.cost(50, 5).candidates == 50
     # At least 256 rows to spare, and a capacity that 16 divides.
-    assert index.nbytes() == 2 * HEADS * (-(-(HELD + 256) // 16) * 16) * DIM * 4
+    assert index.nbytes() == 2 * HEADS * (-(-(LENGTH + 256) // 16) * 16) * DIM * 4
 
 
 def test_a_missing_tensor_is_named() -> None:

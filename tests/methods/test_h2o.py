@@ -2,120 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from hf_kvret import ColdTokens, TokenBlock
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.methods.h2o import index as h2o
-from hf_kvret.stores import PagedStore
-from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.cold import cold_tokens
 
-HEADS, GROUP, DIM = 2, 3, 16
-SCALE = 3 / math.sqrt(DIM)
-OPTIONS: dict[str, Any] = {
-    "top_k": 0.25,
-    "sink": 2,
-    "recent": 6,
-    "flush": 4,
-    "max_draft": 5,
-    "dense_below": 0,
-}
-Tokens = tuple[torch.Tensor, torch.Tensor]
-
-
-def _tokens(seed: int, count: int, batch: int = 2) -> Tokens:
-    """Queries and keys, some of which all queries like."""
-    generator = torch.Generator().manual_seed(seed)
-    queries = torch.randn(batch, HEADS * GROUP, count, DIM, generator=generator) + 0.3
-    keys = torch.randn(batch, HEADS, count, DIM, generator=generator)
-    return queries, keys
-
-
-class Run:
-    """An index and a store, given what a layer gives them, by the regions' rules."""
-
-    def __init__(self, softcap: float | None = None, batch: int = 2, **changes: Any) -> None:
-        self.options = H2OConfig.from_options(**{**OPTIONS, **changes})
-        self.softcap = softcap
-        self.index = H2OIndex(self.options)
-        self.store = PagedStore(DeviceMemory(torch.device("cpu")))
-        self.keys = torch.empty(batch, HEADS, 0, DIM)
-        self.valid = torch.ones(batch, 0, dtype=torch.bool)
-        self.built = False
-
-    @property
-    def length(self) -> int:
-        return self.keys.shape[2]
-
-    @property
-    def cold(self) -> ColdTokens:
-        held = len(self.store)
-        valid = self.valid[:, :held]
-        retrievable = valid & (valid.cumsum(1) > self.options.sink)
-        return cold_tokens(retrievable, SCALE, self.options.budget(held), self.softcap, self.store)
-
-    def prompt(self, tokens: Tokens, valid: torch.Tensor | None = None) -> None:
-        """A pass that is attended exactly."""
-        self._watch(tokens, valid)
-        options, end = self.options, self.length
-        if end - len(self.store) > options.recent + options.flush:
-            self._cool(end - options.recent)
-
-    def step(self, tokens: Tokens) -> torch.Tensor:
-        """The slots that a pass selects; tokens must be cold before it or from it on."""
-        self.build()
-        end = self.length
-        self._watch(tokens, None)
-        if end - len(self.store) >= self.options.recent + self.options.flush:
-            self._cool(end - self.options.recent)
-        ready = self.index.before_search if self.built else self.index.build
-        ready(self.cold)
-        self.built = True
-        ids = self.index.search(tokens[0], self.cold)
-        self.index.after_search(ids)
-        return ids
-
-    def build(self) -> None:
-        if not self.built and len(self.store):
-            self.index.build(self.cold)
-            self.built = True
-
-    def crop(self, count: int) -> None:
-        left = self.length - count
-        self.keys, self.valid = self.keys[:, :, :left], self.valid[:, :left]
-        if left < len(self.store):
-            cold = max(0, left - self.options.recent)
-            self.store.crop(cold)
-            self.index.crop(cold)
-            self.built = self.built and cold > 0
-
-    @property
-    def scores(self) -> torch.Tensor:
-        return self.index.state_dict()["scores"].clone()
-
-    @property
-    def evicted(self) -> torch.Tensor:
-        return self.scores == float("-inf")
-
-    def _watch(self, tokens: Tokens, valid: torch.Tensor | None) -> None:
-        queries, keys = tokens
-        self.index.on_forward(queries, keys, self.length, valid)
-        if valid is None:
-            valid = torch.ones(len(keys), keys.shape[2], dtype=torch.bool)
-        self.keys = torch.cat([self.keys, keys], dim=2)
-        self.valid = torch.cat([self.valid, valid], dim=1)
-
-    def _cool(self, end: int) -> None:
-        part = slice(len(self.store), end)
-        keys = self.keys[:, :, part]
-        block = TokenBlock(keys, keys, part.start, self.valid[:, part])
-        self.store.append(block)
-        self.index.add(block)
+from .h2o_runs import DIM, GROUP, HEADS, OPTIONS, SCALE, Run, Tokens, random_tokens
+from .watched_stores import slot_sets, slot_sets_of
 
 
 class Simulation:
@@ -155,10 +52,10 @@ class Simulation:
 
     def choose(self) -> list[set[int]]:
         """Evict what the budget has no room for; the kept tokens of each row and head."""
-        held, kept = len(self.run.store), []
-        budget = self.run.options.budget(held)
+        cold_len, kept = self.run.cold_len, []
+        budget = self.run.options.budget(cold_len)
         for b in range(len(self.keys)):
-            valid = self.run.valid[b, :held]
+            valid = self.run.valid[b, :cold_len]
             slots = valid.nonzero().flatten().tolist()[self.run.options.sink :]
             for h in range(HEADS):
                 left = [slot for slot in slots if not self.evicted[b, h, slot]]
@@ -171,17 +68,11 @@ class Simulation:
         """The index selects what is kept here, and knows what is gathered here."""
         kept = self.choose()
         for query in range(ids.shape[2]):
-            assert _sets(ids[:, :, query]) == kept
+            assert slot_sets(ids[:, :, query]) == kept
         assert torch.equal(self.run.evicted, self.evicted)
-        wanted = self.gathered.masked_fill(self.evicted, float("-inf"))
+        expected = self.gathered.masked_fill(self.evicted, float("-inf"))
         # Sums of at most some hundred weights, each good to fp32.
-        torch.testing.assert_close(self.run.scores.double(), wanted, rtol=1e-4, atol=1e-5)
-
-
-def _sets(ids: torch.Tensor) -> list[set[int]]:
-    rows = [row[row >= 0].tolist() for row in ids.flatten(0, 1)]
-    assert all(len(set(row)) == len(row) for row in rows), "a slot twice"
-    return [set(row) for row in rows]
+        torch.testing.assert_close(self.run.scores.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def _ragged(count: int) -> torch.Tensor:
@@ -199,10 +90,10 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
     """A padded prompt, drafts of which some are rejected, flushes, and a long second prompt."""
     # So that there are several chunks of keys and, in each, several blocks of queries.
     monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
-    monkeypatch.setattr(h2o, "_SCORES_CPU", 2 * HEADS * GROUP * 16 * 7)
+    monkeypatch.setattr(h2o, "_LOGITS_CPU", 2 * HEADS * GROUP * 16 * 7)
     run = Run(softcap)
     simulation = Simulation(run)
-    (queries, keys), valid = _tokens(0, 60), _ragged(60)
+    (queries, keys), valid = random_tokens(0, 60), _ragged(60)
     # What stands in padding never matters.
     hidden = ~valid[:1, None, :, None]
     for x in (queries, keys):
@@ -213,15 +104,15 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
     for number in range(30):
         length = run.length
         if number == 17:
-            long = _tokens(99, 14)
+            long = random_tokens(99, 14)
             run.prompt(long)
             simulation.take(long)
             length += 14
         drafts, accepted = (1, 1) if number % 3 else (5, 1 + number % 5)
-        tokens = _tokens(100 + number, drafts)
+        tokens = random_tokens(100 + number, drafts)
         ids = run.step(tokens)
         assert ids.dtype == torch.int32
-        assert ids.shape == (2, HEADS, drafts, run.options.budget(len(run.store)))
+        assert ids.shape == (2, HEADS, drafts, run.options.budget(run.cold_len))
         simulation.count(length)
         simulation.take(tokens)
         simulation.check(ids)
@@ -235,19 +126,19 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
 
 def test_no_more_scores_than_allowed_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
-    plain = h2o.Chunk.logits
+    plain = H2OIndex._logits
 
-    def measured(*how: Any) -> torch.Tensor:
+    def measured(*arguments: Any) -> torch.Tensor:
         nonlocal largest
-        logits = plain(*how)
+        logits = plain(*arguments)
         largest = max(largest, logits.numel())
         return logits
 
-    monkeypatch.setattr(h2o.Chunk, "logits", measured)
-    monkeypatch.setattr(h2o, "_SCORES_CPU", 2000)
+    monkeypatch.setattr(H2OIndex, "_logits", measured)
+    monkeypatch.setattr(h2o, "_LOGITS_CPU", 2000)
     monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
     run = Run()
-    run.prompt(_tokens(0, 200))
+    run.prompt(random_tokens(0, 200))
     run.build()
     assert 0 < largest <= 2000
 
@@ -255,12 +146,12 @@ def test_no_more_scores_than_allowed_are_held_at_once(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("top_k", [1.0, 10**6])
 def test_a_covering_budget_keeps_every_valid_token(top_k: int | float) -> None:
     run, valid = Run(top_k=top_k), _ragged(50)
-    run.prompt(_tokens(0, 50), valid)
+    run.prompt(random_tokens(0, 50), valid)
     for number in range(12):
-        ids = run.step(_tokens(10 + number, 1))
-        held = len(run.store)
-        slots = [run.valid[b, :held].nonzero().flatten().tolist()[2:] for b in range(2)]
-        assert _sets(ids[:, :, 0]) == [set(slots[b]) for b in range(2) for _ in range(HEADS)]
+        ids = run.step(random_tokens(10 + number, 1))
+        cold_len = run.cold_len
+        slots = [run.valid[b, :cold_len].nonzero().flatten().tolist()[2:] for b in range(2)]
+        assert slot_sets(ids[:, :, 0]) == [set(slots[b]) for b in range(2) for _ in range(HEADS)]
     assert run.index.stats() == {"evicted": 0}
 
 
@@ -273,39 +164,40 @@ def test_heads_of_a_group_are_summed() -> None:
     queries[..., 0] = 4.0
     queries[:, ::GROUP, :, 0], queries[:, ::GROUP, :, 1] = 0.0, 6.0
     run.prompt((queries, keys))
-    ids = run.step(_tokens(1, 1, batch=1))
+    ids = run.step(random_tokens(1, 1, batch=1))
     assert ids.flatten().tolist() == [1] * HEADS
 
 
 def test_an_evicted_token_never_comes_back_however_well_it_would_fit() -> None:
     run = Run()
-    queries, keys = _tokens(0, 60)
+    queries, keys = random_tokens(0, 60)
     run.prompt((queries, keys))
-    run.step(_tokens(1, 1))
-    gone = [set(row.nonzero().flatten().tolist()) for row in run.evicted.flatten(0, 1)]
-    assert all(len(row) >= 35 for row in gone)
-    slot = min(gone[0])
+    run.step(random_tokens(1, 1))
+    evicted = slot_sets_of(run.evicted)
+    assert all(len(row) >= 35 for row in evicted)
+    slot = min(evicted[0])
     # From now on every query asks for one of the evicted tokens.
-    wanted = 5 * keys[:, :, slot : slot + 1].repeat_interleave(GROUP, dim=1)
+    query = 5 * keys[:, :, slot : slot + 1].repeat_interleave(GROUP, dim=1)
     for number in range(30):
-        ids = run.step((wanted, _tokens(10 + number, 1)[1]))
-        assert not any(a & b for a, b in zip(_sets(ids[:, :, 0]), gone, strict=True))
-    assert len(run.store) == 60 - 6 + 28
+        ids = run.step((query, random_tokens(10 + number, 1)[1]))
+        assert not any(a & b for a, b in zip(slot_sets(ids[:, :, 0]), evicted, strict=True))
+    assert run.cold_len == 60 - 6 + 28
 
 
 def test_a_larger_budget_does_not_bring_evicted_tokens_back() -> None:
     run = Run()
-    run.prompt(_tokens(0, 60))
-    before = run.step(_tokens(1, 1))
+    run.prompt(random_tokens(0, 60))
+    before = run.step(random_tokens(1, 1))
     run.options = run.options.replace(top_k=1.0)
-    after = run.step(_tokens(2, 1))
+    run.kv.set_options(run.options)
+    after = run.step(random_tokens(2, 1))
     assert after.shape[-1] == 54
-    assert _sets(after[:, :, 0]) == _sets(before[:, :, 0])
+    assert slot_sets(after[:, :, 0]) == slot_sets(before[:, :, 0])
 
 
 def test_only_the_observed_queries_of_a_prompt_count() -> None:
     """The same as if the earlier queries had been padding that is attended."""
-    tokens = _tokens(0, 60)
+    tokens = random_tokens(0, 60)
     run = Run(observed=8)
     run.prompt(tokens)
     assert run.index.state_dict()["queries.rows"].shape[2] == 8 + OPTIONS["max_draft"]
@@ -314,23 +206,23 @@ def test_only_the_observed_queries_of_a_prompt_count() -> None:
     logits = queries @ keys.repeat_interleave(GROUP, dim=1).mT * SCALE
     later = torch.arange(60) > torch.arange(52, 60)[:, None]
     weights = logits.masked_fill(later, float("-inf")).softmax(-1)
-    wanted = weights.unflatten(1, (HEADS, GROUP)).sum((2, 3))
-    found = run.scores.double()
+    expected = weights.unflatten(1, (HEADS, GROUP)).sum((2, 3))
+    scores = run.scores.double()
     left = ~run.evicted
-    torch.testing.assert_close(found[left], wanted[left], rtol=1e-4, atol=1e-5)
-    order = wanted[:, :, 2:54].topk(run.options.budget(54)).indices + 2
-    ids = run.step(_tokens(1, 1))
-    assert _sets(ids[:, :, 0]) == _sets(order)
+    torch.testing.assert_close(scores[left], expected[left], rtol=1e-4, atol=1e-5)
+    order = expected[:, :, 2:54].topk(run.options.budget(54)).indices + 2
+    ids = run.step(random_tokens(1, 1))
+    assert slot_sets(ids[:, :, 0]) == slot_sets(order)
 
 
 def test_an_index_that_was_not_built_for_the_question_says_so() -> None:
     run = Run()
     valid = torch.ones(2, 54, dtype=torch.bool)
-    query = _tokens(1, 1)[0]
+    query = random_tokens(1, 1)[0]
     with pytest.raises(RuntimeError, match="call on_forward, add and build"):
         run.index.search(query, cold_tokens(valid, SCALE, 5))
-    run.prompt(_tokens(0, 60))
-    run.step(_tokens(1, 1))
+    run.prompt(random_tokens(0, 60))
+    run.step(random_tokens(1, 1))
     with pytest.raises(RuntimeError, match="budget of 5"):
         run.index.search(query, cold_tokens(valid, SCALE, 5))
 
@@ -339,21 +231,21 @@ def test_what_is_left_of_a_long_question_counts_as_if_nothing_had_been_dropped()
     """So few are left that the kept tokens alone would do, but for those that are cold since."""
     run = Run()
     simulation = Simulation(run)
-    text = _tokens(0, 60)
+    text = random_tokens(0, 60)
     run.prompt(text)
     simulation.take(text)
     for number in range(2):
-        tokens = _tokens(10 + number, 1)
+        tokens = random_tokens(10 + number, 1)
         ids = run.step(tokens)
         simulation.count(run.length - 1)
         simulation.take(tokens)
         simulation.check(ids)
-    (queries, keys), held = _tokens(20, 14), len(run.store)
+    (queries, keys), cold_len = random_tokens(20, 14), run.cold_len
     run.prompt((queries, keys))
-    assert len(run.store) > held
+    assert run.cold_len > cold_len
     run.crop(5)
     simulation.take((queries[:, :, :9], keys[:, :, :9]))
-    tokens = _tokens(30, 1)
+    tokens = random_tokens(30, 1)
     ids = run.step(tokens)
     simulation.count(run.length - 1)
     simulation.take(tokens)
@@ -365,7 +257,7 @@ def test_keys_that_wait_and_are_cold_already_count_once() -> None:
     run = Run(flush=8)
     simulation = Simulation(run)
     for number, count in enumerate((60, 1, 1, 1, 1, 1, 1, 1, 1, 6, 7)):
-        tokens = _tokens(10 + number, count)
+        tokens = random_tokens(10 + number, count)
         simulation.take(tokens)
         if count > 1:
             run.prompt(tokens)
@@ -374,9 +266,9 @@ def test_keys_that_wait_and_are_cold_already_count_once() -> None:
             simulation.count(run.length - 1)
             simulation.check(ids)
     # The last question is in the window, where the first one was not long enough to stay.
-    assert len(run.store) == 68 and run.length == 81
+    assert run.cold_len == 68 and run.length == 81
     assert run.index.state_dict()["keys.rows"].shape[2] > 13
-    tokens = _tokens(30, 1)
+    tokens = random_tokens(30, 1)
     ids = run.step(tokens)
     simulation.count(run.length - 1)
     simulation.take(tokens)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_kvret import ColdTokens, FlatKVCache
 from hf_kvret.methods.h2o import H2OCache, H2OConfig, H2OIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
-from hf_kvret.testing.scenario import prompt, ragged
+from hf_kvret.testing.scenario import prompt
 
 from ..saved.saved_files import read_saved, write_saved
 
@@ -31,7 +31,7 @@ TELLING_MODES = (
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"observed": 0}, ValueError, "observed=0: at least 1"),
+        ({"observed": 0}, ValueError, "observed=0 must be at least 1 .queries, or None"),
         ({"observed": 1.5}, TypeError, "observed must be an int"),
         ({"observed": True}, TypeError, "observed must be an int"),
         ({"top_k": 1.5}, ValueError, "top_k=1.5"),
@@ -78,28 +78,17 @@ def test_the_published_protocol_keeps_a_fifth_half_of_it_recent() -> None:
         assert layer["evicted"] == (layer["cold_tokens"] - 6) * heads
 
 
-@pytest.mark.parametrize(("model", "observed"), [("llama", None), ("gemma2", None), ("gpt_oss", 4)])
-def test_conformance(model: str, observed: int | None) -> None:
-    options = {**COVERING_OPTIONS, "top_k": 1.0, "observed": observed}
-    results = run_conformance(
-        lambda built: H2OCache(config=built.config, **options), [model], TELLING_MODES
-    )
-    assert not failures(results)
-
-
 class _CheckedIndex(H2OIndex):
     """Selects all that a covering budget allows, after checking what a small one selects."""
-
-    gone: torch.Tensor | None = None
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         ids, valid = super().search(query, cold), cold.valid
         evicted = self._scores.rows[:, :, : valid.shape[1]] == float("-inf")
         flat = ids.flatten(2).long()
-        named = flat.clamp(min=0)
-        assert not evicted.gather(2, named)[flat >= 0].any()
+        indices = flat.clamp(min=0)
+        assert not evicted.gather(2, indices)[flat >= 0].any()
         allowed = valid[:, None].expand_as(evicted)
-        assert allowed.gather(2, named)[flat >= 0].all()
+        assert allowed.gather(2, indices)[flat >= 0].all()
         # Every token is kept, evicted, or not to be selected.
         assert torch.equal((allowed & ~evicted).sum(-1), (ids[:, :, 0] >= 0).sum(-1))
         every = torch.arange(valid.shape[1], dtype=torch.int32).expand_as(evicted)
@@ -112,37 +101,20 @@ class _CheckedCache(H2OCache):
         return _CheckedIndex(options)
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt_oss"])
-def test_every_mode_of_use_evicts_and_never_selects_what_is_evicted(model: str) -> None:
+@pytest.mark.parametrize(("model", "observed"), [("llama", None), ("gemma2", None), ("gpt_oss", 4)])
+def test_every_mode_of_use_evicts_and_never_selects_what_is_evicted(
+    model: str, observed: int | None
+) -> None:
     """The text is that of full attention, as the checked index then lets all pass."""
-    made = []
+    caches = []
 
     def make(built: PreTrainedModel) -> H2OCache:
-        made.append(_CheckedCache(config=built.config, **SMALL))
-        return made[-1]
+        caches.append(_CheckedCache(config=built.config, observed=observed, **SMALL))
+        return caches[-1]
 
     results = run_conformance(make, [model], TELLING_MODES)
     assert not failures(results)
-    assert sum(layer["evicted"] for cache in made for layer in cache.stats()["layers"]) > 1000
-
-
-@pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
-def test_a_saved_cache_goes_on_with_the_same_text(store: str, tmp_path: Path) -> None:
-    model = MODELS["llama"].build()
-    ids, mask = ragged((60, 41))
-    cache = H2OCache(config=model.config, **{**SMALL, "store": store})
-    greedy = {"do_sample": False, "attention_mask": mask}
-    text = model.generate(ids, past_key_values=cache, max_new_tokens=12, **greedy)
-    cache.save_pretrained(tmp_path)
-    again = H2OCache.from_pretrained(tmp_path, config=model.config)
-    mask = torch.cat([mask, mask.new_ones(2, 12)], dim=1)
-    greedy["attention_mask"] = mask
-    texts = [
-        model.generate(text, past_key_values=each, max_new_tokens=12, **greedy)
-        for each in (cache.fork(), again, cache)
-    ]
-    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
-    assert again.stats()["layers"][0]["evicted"] > 0
+    assert sum(layer["evicted"] for cache in caches for layer in cache.stats()["layers"]) > 1000
 
 
 @pytest.mark.parametrize("part", ["kept", "attended"])
@@ -155,12 +127,12 @@ def test_a_file_that_names_other_tokens_is_refused(bad: int, part: str, tmp_path
     cache.save_pretrained(tmp_path)
     description, tensors = read_saved(tmp_path)
     name = next(name for name in tensors if name.endswith(f"index.{part}"))
-    chosen = int(tensors[name].view(-1)[-1])
+    slot = int(tensors[name].view(-1)[-1])
     tensors[name].view(-1)[-1] = bad
     write_saved(tmp_path, description, tensors)
     with pytest.raises(ValueError, match=rf"index\.{part} .* crafted, save the cache again"):
         H2OCache.from_pretrained(tmp_path, model.config)
-    tensors[name].view(-1)[-1] = chosen
+    tensors[name].view(-1)[-1] = slot
     write_saved(tmp_path, description, {**tensors, name: tensors[name].long()})
     with pytest.raises(ValueError, match=rf"index\.{part} is int64"):
         H2OCache.from_pretrained(tmp_path, model.config)

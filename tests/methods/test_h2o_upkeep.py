@@ -7,112 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.contracts.index import Scoring
-from hf_kvret.contracts.store import FirstRows
-from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
-from hf_kvret.stores.memory import DeviceMemory
 
-from .watched_stores import CountingStore
-
-HEADS, GROUP, DIM, SCALE = 2, 3, 16, 0.75
-OPTIONS: dict[str, Any] = {
-    "top_k": 0.25,
-    "sink": 2,
-    "recent": 6,
-    "flush": 4,
-    "max_draft": 5,
-    "dense_below": 0,
-}
-Tokens = tuple[torch.Tensor, torch.Tensor]
-
-
-def _tokens(seed: int, count: int = 1, batch: int = 2) -> Tokens:
-    """Queries and keys."""
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(batch, HEADS * GROUP, count, DIM, generator=generator),
-        torch.randn(batch, HEADS, count, DIM, generator=generator),
-    )
-
-
-def _store(first: FirstRows) -> CountingStore:
-    return CountingStore(DeviceMemory(first.device))
-
-
-class Run:
-    """An index in the regions of a layer, asked as the layer asks."""
-
-    def __init__(self, **changes: Any) -> None:
-        self.options = H2OConfig.from_options(**{**OPTIONS, **changes})
-        keys = torch.empty(2, HEADS, 0, DIM)
-        self.kv = LayerKV(self.options, H2OIndex(self.options), _store, keys, keys)
-
-    @property
-    def index(self) -> H2OIndex:
-        assert isinstance(self.kv.index, H2OIndex)
-        return self.kv.index
-
-    @property
-    def length(self) -> int:
-        return self.kv.length
-
-    @property
-    def cold_len(self) -> int:
-        return self.kv.cold_len
-
-    @property
-    def scores(self) -> torch.Tensor:
-        return self.index.state_dict()["scores"].clone()
-
-    def prompt(self, tokens: Tokens) -> None:
-        """A pass that is attended exactly."""
-        queries, keys = tokens
-        self.kv.on_forward(queries, keys, None)
-        self.kv.take_prompt(keys, keys, None)
-
-    def build(self) -> None:
-        cold = self.kv.cold(Scoring(None, SCALE))
-        if cold is not None:
-            self.kv.build_index(cold)
-
-    def step(self, tokens: Tokens) -> torch.Tensor:
-        """The slots that a pass selects."""
-        queries, keys = tokens
-        self.build()
-        self.kv.on_forward(queries, keys, None)
-        self.kv.take_step(keys, keys, None)
-        return self.ask(queries)
-
-    def ask(self, queries: torch.Tensor) -> torch.Tensor:
-        cold = self.kv.cold(Scoring(None, SCALE))
-        assert cold is not None
-        index = self.kv.ready_index(cold)
-        ids = index.search(queries, cold)
-        index.after_search(ids)
-        return ids
-
-    def steps(self, seeds: range, rows: list[int] | None = None) -> list[torch.Tensor]:
-        """What queries of these seeds select, one after the other; of two rows, or of ``rows``."""
-        found = []
-        for seed in seeds:
-            queries, keys = _tokens(seed)
-            found.append(
-                self.step((queries, keys) if rows is None else (queries[rows], keys[rows]))
-            )
-        return found
-
-    def fork(self) -> Run:
-        self.build()
-        twin = object.__new__(Run)
-        twin.options, twin.kv = self.options, self.kv.fork(_store)
-        return twin
+from .h2o_runs import DIM, GROUP, HEADS, OPTIONS, Run, random_tokens
+from .watched_stores import CountingStore, slot_sets, slot_sets_of
 
 
 def _read(length: int = 60, **changes: Any) -> Run:
     """A run that has read a prompt."""
     run = Run(**changes)
-    run.prompt(_tokens(0, length))
+    run.prompt(random_tokens(0, length))
     return run
 
 
@@ -129,10 +33,10 @@ def test_all_keys_are_read_for_a_prompt_alone() -> None:
     assert run.kv.store.readings == 2
     run.steps(range(10, 40))
     for seed in range(40, 50):
-        run.step(_tokens(seed, 5))
-        run.kv.crop(2)
+        run.step(random_tokens(seed, 5))
+        run.crop(2)
     assert run.cold_len > 100 and run.kv.store.readings == 2
-    run.prompt(_tokens(50, 20))
+    run.prompt(random_tokens(50, 20))
     run.steps(range(50, 53))
     assert run.kv.store.readings == 4
 
@@ -142,16 +46,16 @@ def test_rejected_drafts_leave_no_trace() -> None:
     # Without a flush: what goes together depends on drafts that overflow the window.
     plain, drafted = _read(120, flush=100), _read(120, flush=100)
     for seed in range(10, 30):
-        queries, keys = _tokens(seed, 5)
+        queries, keys = random_tokens(seed, 5)
         accepted = 1 + seed % 3
         some = queries[:, :, :accepted], keys[:, :, :accepted]
         assert torch.equal(drafted.step((queries, keys))[:, :, :accepted], plain.step(some))
-        drafted.kv.crop(5 - accepted)
+        drafted.crop(5 - accepted)
         if seed % 5 == 0:
             drafted = drafted.fork()
     assert plain.length == drafted.length > 155
     for run in (plain, drafted):
-        run.step(_tokens(5))
+        run.step(random_tokens(5))
     # Sums over other numbers of columns: the last bits may differ.
     torch.testing.assert_close(drafted.scores, plain.scores, rtol=1e-5, atol=1e-6)
     assert (plain.scores[:, :, 120:-1] > 0).all()
@@ -162,7 +66,7 @@ def test_asking_twice_in_a_pass_counts_once() -> None:
     run = _read()
     run.steps(range(10, 15))
     before = run.scores
-    run.ask(_tokens(14)[0])
+    run.ask(random_tokens(14)[0])
     assert torch.equal(run.scores, before)
 
 
@@ -217,52 +121,51 @@ def test_what_is_cropped_is_forgotten_and_what_was_evicted_stays_so() -> None:
     run.steps(range(10, 40))
     before = run.scores
     assert run.length == 90 and run.cold_len == 82
-    run.kv.crop(30)
+    run.crop(30)
     assert run.cold_len == 54
-    ids = run.step(_tokens(50))
+    ids = run.step(random_tokens(50))
     after = run.scores
     assert after.shape[2] == 61 and int(ids.max()) < 54
-    gone = before[:, :, :60] == float("-inf")
-    assert gone[:, :, 54:].any(), "none of those that came back was evicted: nothing is shown"
-    assert (after[:, :, :60][gone] == float("-inf")).all()
+    evicted = before[:, :, :60] == float("-inf")
+    assert evicted[:, :, 54:].any(), "none of those that came back was evicted: nothing is shown"
+    assert (after[:, :, :60][evicted] == float("-inf")).all()
     # Tokens pulled back into the window keep what they had, those in the dropped slots start anew.
     assert torch.equal(after[:, :, 54:60], before[:, :, 54:60])
     assert (after[:, :, 60] == 0).all()
-    ids = run.steps(range(60, 80))[-1]
+    selections = slot_sets(run.steps(range(60, 80))[-1])
     assert run.cold_len > 70
-    for chosen, evicted in zip(ids.flatten(0, 2), gone.flatten(0, 1), strict=True):
-        assert not evicted[chosen[(chosen >= 0) & (chosen < 60)].long()].any()
+    for slots, evicted_before in zip(selections, slot_sets_of(evicted), strict=True):
+        assert not slots & evicted_before
 
 
 def test_other_tokens_in_the_slots_of_cropped_ones_are_chosen_from_anew() -> None:
     """Also where as many tokens are cold as before, so that the length tells nothing."""
     run = _read()
     run.steps(range(10, 40))
-    held = run.cold_len
-    run.kv.crop(30)
-    run.prompt(_tokens(70, held + OPTIONS["recent"] - 60))
-    assert run.cold_len == held
-    ids = run.step(_tokens(50))
-    left = run.scores[:, :, :held] > float("-inf")
+    cold_len = run.cold_len
+    run.crop(30)
+    run.prompt(random_tokens(70, cold_len + OPTIONS["recent"] - 60))
+    assert run.cold_len == cold_len
+    ids = run.step(random_tokens(50))
+    left = run.scores[:, :, :cold_len] > float("-inf")
     left[:, :, : OPTIONS["sink"]] = False
-    for chosen, kept in zip(ids.flatten(0, 2), left.flatten(0, 1), strict=True):
-        assert set(chosen[chosen >= 0].tolist()) == set(kept.nonzero().flatten().tolist())
+    assert slot_sets(ids) == slot_sets_of(left)
     assert int(ids.max()) >= 60
 
 
 @pytest.mark.parametrize("left", [0, 5])
 def test_a_crop_to_nothing_cold_starts_a_new_text(left: int) -> None:
     """What is left of the old text is in the window, and goes cold with the new one."""
-    run, fresh, text = _read(), Run(), _tokens(77, 60)
+    run, fresh, text = _read(), Run(), random_tokens(77, 60)
     run.steps(range(10, 20))
-    run.kv.crop(run.length - left)
+    run.crop(run.length - left)
     assert run.cold_len == 0
     for each in (run, fresh):
         each.prompt(text)
-    ids = run.step(_tokens(50))
+    ids = run.step(random_tokens(50))
     assert int(ids.min()) >= 0 and int(ids.max()) < run.cold_len == left + 54
     if not left:
-        assert torch.equal(ids, fresh.step(_tokens(50)))
+        assert torch.equal(ids, fresh.step(random_tokens(50)))
         assert torch.equal(run.scores, fresh.scores)
 
 
@@ -284,7 +187,7 @@ def test_memory_is_bounded_while_text_is_generated() -> None:
 
 def test_numbers_for_reports() -> None:
     run = _read()
-    ids = run.step(_tokens(1))
+    ids = run.step(random_tokens(1))
     assert run.cold_len == 54 and ids.shape == (2, HEADS, 1, 14)
     assert run.index.stats() == {"evicted": 2 * HEADS * (54 - 2 - 14)}
     assert run.index.cost(54, 14).candidates == 14 and run.index.cost(54, 14).keys_read == 16

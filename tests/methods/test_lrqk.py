@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret import (
-    TokenBlock,
-)
+from hf_kvret import TokenBlock
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
 from hf_kvret.testing.cold import cold_tokens
 
 from .lrqk_runs import CLOSED_SCALE, HEADS, closed_options, fill
-from .watched_stores import normal
+from .watched_stores import normal, overlap, ragged, slot_sets, slot_sets_of
 
 GROUP, DIM = 3, 32
 SCALE = CLOSED_SCALE
@@ -24,13 +22,6 @@ def _tokens(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, to
     slope = torch.logspace(0.3, -0.9, DIM)
     queries = normal(seed, batch, HEADS * GROUP, count, DIM) * slope
     return queries, normal(seed + 1, batch, HEADS, count, DIM) * slope * 2
-
-
-def _ragged(batch: int, count: int) -> torch.Tensor:
-    valid = torch.ones(batch, count, dtype=torch.bool)
-    valid[-1, : count // 2] = False
-    valid[0, count // 3 : count // 3 + count // 10] = False
-    return valid
 
 
 def _by_hand(
@@ -59,12 +50,6 @@ def _by_hand(
     return answer
 
 
-def _sets(ids: torch.Tensor) -> list[set[int]]:
-    rows = [row[row >= 0].tolist() for row in ids.flatten(0, 2)]
-    assert all(len(set(row)) == len(row) for row in rows), "a slot twice"
-    return [set(row) for row in rows]
-
-
 @pytest.mark.factor("softcap", [None, 3.0])
 @pytest.mark.factor("proxy_dtype", ["bfloat16", "int8"])
 @pytest.mark.factor("shared", [True, False])
@@ -74,26 +59,26 @@ def test_the_selection_is_the_top_k_of_its_own_proxies(
 ) -> None:
     queries, keys = _tokens(120)
     keys = keys + 2 * normal(7, 2, HEADS, 1, DIM)
-    valid = _ragged(2, 120)
+    valid = ragged(2, 120)
     options = closed_options(shared=shared, proxy_dtype=proxy_dtype)
-    index = fill(options, queries, keys, valid, cuts=(80,)).index
+    run = fill(options, queries, keys, valid, cuts=(80,))
     query = _tokens(3, seed=5)[0]
-    ids = index.search(query, cold_tokens(valid, SCALE, budget, softcap))
+    ids = run.select(query, budget, valid, softcap)
     assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
-    assert _sets(ids) == _by_hand(index, query, budget, valid, softcap)
+    assert slot_sets(ids) == _by_hand(run.index, query, budget, valid, softcap)
 
 
 @pytest.mark.parametrize("options", [{}, {"shared": False}, {"proxy_dtype": "int8"}], ids=str)
-@pytest.mark.parametrize("held", [1, 3, 200])
-def test_a_budget_for_all_selects_exactly_the_valid_tokens(held: int, options: dict) -> None:
-    queries, keys = _tokens(held, batch=3)
-    valid = _ragged(3, held)
+@pytest.mark.parametrize("length", [1, 3, 200])
+def test_a_budget_for_all_selects_exactly_the_valid_tokens(length: int, options: dict) -> None:
+    queries, keys = _tokens(length, batch=3)
+    valid = ragged(3, length)
     valid[1] = False
     valid[1, -1] = True
-    index = fill(closed_options(**options), queries, keys, valid).index
-    ids = index.search(_tokens(2, batch=3)[0], cold_tokens(valid, SCALE, held))
-    expected = [set(row.nonzero().flatten().tolist()) for row in valid]
-    assert _sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
+    run = fill(closed_options(**options), queries, keys, valid)
+    ids = run.select(_tokens(2, batch=3)[0], length, valid)
+    expected = slot_sets_of(valid)
+    assert slot_sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
 
 
 @pytest.mark.parametrize("budget", [1, 10, 64])
@@ -101,42 +86,35 @@ def test_sinks_padding_and_holes_are_never_selected(budget: int) -> None:
     """They get the largest keys of all, so that any leak would pick them first."""
     queries, keys = _tokens(200, batch=3)
     query = _tokens(2, batch=3, seed=4)[0]
-    valid = _ragged(3, 200)
+    valid = ragged(3, 200)
     valid[1] = False
     valid[1, ::40] = True
     padding = valid.clone()
     valid[0, :4] = False  # sinks
     keys = torch.where(valid[:, None, :, None], keys, 100 * query[:, ::GROUP, :1])
-    index = fill(closed_options(), queries, keys, padding).index
-    for row, chosen in enumerate(_sets(index.search(query, cold_tokens(valid, SCALE, budget)))):
-        mine = valid[row // (HEADS * 2)]
-        assert len(chosen) == min(budget, int(mine.sum())) and all(mine[list(chosen)])
+    ids = fill(closed_options(), queries, keys, padding).select(query, budget, valid)
+    for number, slots in enumerate(slot_sets(ids)):
+        allowed = valid[number // (HEADS * 2)]
+        assert len(slots) == min(budget, int(allowed.sum())) and all(allowed[list(slots)])
 
 
 @pytest.mark.parametrize("cuts", [(), (90, 130)])
 def test_what_stands_in_padding_does_not_matter(cuts: tuple[int, ...]) -> None:
     queries, keys = _tokens(200)
-    valid, query = _ragged(2, 200), _tokens(2, seed=4)[0]
-    expected = fill(closed_options(), queries, keys, valid, cuts).index.search(
-        query, cold_tokens(valid, SCALE, 20)
-    )
+    valid, query = ragged(2, 200), _tokens(2, seed=4)[0]
+    expected = fill(closed_options(), queries, keys, valid, cuts).select(query, valid=valid)
     hidden = ~valid[:, None, :, None]
     queries, keys = (x.masked_fill(hidden, float("nan")) for x in (queries, keys))
-    found = fill(closed_options(), queries, keys, valid, cuts).index.search(
-        query, cold_tokens(valid, SCALE, 20)
-    )
-    assert torch.equal(found, expected)
+    ids = fill(closed_options(), queries, keys, valid, cuts).select(query, valid=valid)
+    assert torch.equal(ids, expected)
 
 
 def test_a_padded_row_selects_like_the_same_row_alone() -> None:
     queries, keys = _tokens(200)
-    valid, query = _ragged(2, 200), _tokens(2, seed=4)[0]
-    ragged = fill(closed_options(), queries, keys, valid).index.search(
-        query, cold_tokens(valid, SCALE, 20)
-    )[1:]
-    alone = fill(closed_options(), queries[1:, :, 100:], keys[1:, :, 100:]).index
-    short = alone.search(query[1:], cold_tokens(torch.ones(1, 100, dtype=torch.bool), SCALE, 20))
-    assert _sets(ragged - 100) == _sets(short)
+    valid, query = ragged(2, 200), _tokens(2, seed=4)[0]
+    padded = fill(closed_options(), queries, keys, valid).select(query, valid=valid)[1:]
+    alone = fill(closed_options(), queries[1:, :, 100:], keys[1:, :, 100:]).select(query[1:])
+    assert slot_sets(padded - 100) == slot_sets(alone)
 
 
 def _low_rank(rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -147,11 +125,11 @@ def _low_rank(rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, tor
     basis = torch.linalg.qr(normal(seed, DIM, rank)).Q
     queries = normal(seed + 1, 2, HEADS * GROUP, 300, rank) @ basis.T
     keys = normal(seed + 2, 2, HEADS, 300, rank)
-    asked = torch.nn.functional.normalize(normal(seed + 3, 2, HEADS, 1, rank), dim=-1)
-    along = (keys * asked).sum(-1, keepdim=True)
-    keys = keys - along * asked + along.clamp(max=1) * asked
-    keys[:, :, 40:288:21] += (4 - (keys[:, :, 40:288:21] * asked).sum(-1, keepdim=True)) * asked
-    return queries, keys @ basis.T, (asked * 2 / SCALE).repeat_interleave(GROUP, dim=1) @ basis.T
+    topic = torch.nn.functional.normalize(normal(seed + 3, 2, HEADS, 1, rank), dim=-1)
+    along = (keys * topic).sum(-1, keepdim=True)
+    keys = keys - along * topic + along.clamp(max=1) * topic
+    keys[:, :, 40:288:21] += (4 - (keys[:, :, 40:288:21] * topic).sum(-1, keepdim=True)) * topic
+    return queries, keys @ basis.T, (topic * 2 / SCALE).repeat_interleave(GROUP, dim=1) @ basis.T
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -208,9 +186,9 @@ def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
     )
     rows, steps = wide.index._proxies.rows.float(), narrow.index._proxies.steps
     assert steps is not None
-    found = narrow.index._proxies.values(narrow.index._proxies.rows)
+    values = narrow.index._proxies.values(narrow.index._proxies.rows)
     # Both start from the same bf16 rows; the margin is fp32 rounding of 127 steps.
-    assert bool(((found - rows).abs() <= steps * (0.5 + 1e-4)).all())
+    assert bool(((values - rows).abs() <= steps * (0.5 + 1e-4)).all())
     assert (narrow.index._proxies.rows.abs().amax(2) == 127).all()
     query = _tokens(4, seed=4)[0]
     assert narrow.recall(query) > wide.recall(query) - 0.05
@@ -218,9 +196,9 @@ def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
 
 def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
     queries, keys = _tokens(100)
-    held = fill(closed_options(proxy_dtype="int8", center=False), queries, keys)
-    held.flush(keys * 3)
-    rows = held.index._proxies.rows
+    run = fill(closed_options(proxy_dtype="int8", center=False), queries, keys)
+    run.flush(keys * 3)
+    rows = run.index._proxies.rows
     assert rows.shape[2] == 200 and rows.amin() >= -127 and rows.amax() == 127
     # Where three times the value is in the range, it is kept.
     small = rows[:, :, :100].abs() <= 42
@@ -260,7 +238,7 @@ def test_centering_ranks_alike_at_full_rank_and_spends_no_direction_on_the_mean(
     )
     # What counts is how scores of one query differ, so both are held against centered keys.
     newest, apart = centered.index._queries.weighted(1.0), centered.index._key_gram(HEADS)
-    errors = [held.index._factors.error(newest, apart).sqrt().mean() for held in (centered, plain)]
+    errors = [run.index._factors.error(newest, apart).sqrt().mean() for run in (centered, plain)]
     assert errors[0] == pytest.approx(centered.index.stats()["proxy_error"], rel=1e-6)
     assert errors[1] > 1.1 * errors[0]
     assert centered.recall(query) > plain.recall(query) + 0.05
@@ -272,17 +250,13 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     keys = keys + 2 * normal(3, 2, HEADS, 1, DIM)
     query, softcap = 3 * _tokens(4, seed=4)[0], 6.0
     valid = torch.ones(2, 256, dtype=torch.bool)
-    index, exact = fill(closed_options(rank=DIM), queries, keys).index, FlatIndex()
+    run, exact = fill(closed_options(rank=DIM), queries, keys), FlatIndex()
     exact.add(TokenBlock(keys, keys, 0))
-
-    def hits(ids: torch.Tensor) -> float:
-        best = exact.search(query, cold_tokens(valid, SCALE, 24, softcap))
-        return float((ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean())
-
-    assert hits(index.search(query, cold_tokens(valid, SCALE, 24, softcap))) > 0.95
-    assert hits(index.search(query, cold_tokens(valid, SCALE, 24))) < 0.9
-    index._mean = torch.zeros_like(index._mean)
-    assert hits(index.search(query, cold_tokens(valid, SCALE, 24, softcap))) < 0.9
+    best = exact.search(query, cold_tokens(valid, SCALE, 24, softcap))
+    assert overlap(run.select(query, 24, softcap=softcap), best) > 0.95
+    assert overlap(run.select(query, 24), best) < 0.9
+    run.index._mean = torch.zeros_like(run.index._mean)
+    assert overlap(run.select(query, 24, softcap=softcap), best) < 0.9
 
 
 def test_an_empty_block_adds_nothing() -> None:

@@ -28,15 +28,15 @@ class Literal:
     def __init__(self, run: Run, row: int, head: int) -> None:
         """Begin with what the index made of the prompt."""
         index, options = run.index, run.index.options
-        bases, waiting = index._bases, index._recent
-        assert bases is not None and waiting.proxies.is_allocated
+        bases, recent = index._bases, index._recent
+        assert bases is not None and recent.proxies.is_allocated
         self.row, self.head, self.run, self.options = row, head, run, options
         self.b_q, self.b_k = bases.query[row, head].double(), bases.key[row, head].double()
         self.a_k: dict[int, torch.Tensor] = {}
         for slot, proxy in enumerate(index._proxies.rows[row, head].double()):
             self.a_k[slot] = proxy
-        first = waiting.end - len(waiting.proxies)
-        for slot, proxy in enumerate(waiting.proxies.rows[row, head].double(), first):
+        first = recent.end - len(recent.proxies)
+        for slot, proxy in enumerate(recent.proxies.rows[row, head].double(), first):
             if slot >= run.cold:
                 self.a_k[slot] = proxy
         self.omega: list[int] = []
@@ -104,9 +104,9 @@ class Literal:
                 self.a_k[slot] = rows[slot]
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def _close(result: torch.Tensor, expected: torch.Tensor) -> None:
     """fp32 solves: 1e-7 and a ridge of 1e-6, times the condition of r x r systems, below 100."""
-    assert float((found.double() - expected).norm() / expected.norm()) < 1e-3
+    assert float((result.double() - expected).norm() / expected.norm()) < 1e-3
 
 
 # Tokens of a pass, tokens that leave the window in it, tokens that are dropped after it.
@@ -119,7 +119,7 @@ def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
     valid[1, :23] = False
     run = Run(paper_options(**changes)).prompt(valid=valid)
     heads: list[Literal] = []
-    for number, (count, flushed, dropped) in enumerate(PASSES):
+    for number, (count, flush_len, drop_len) in enumerate(PASSES):
         queries, keys = paper_tokens(count, 1000 + 10 * number)
         for each in heads:
             each.next_omega()
@@ -128,7 +128,7 @@ def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
         run.watch(queries, keys, mask)
         cold = run.cold
         # Omega is what is on the device when the step begins: the flush comes first.
-        run.flush(flushed)
+        run.flush(flush_len)
         for each in heads:
             each.omega = [j for j in each.omega if j < cold or j >= run.cold]
         run.ready()
@@ -140,18 +140,18 @@ def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
         assert ids.shape == (BATCH, HEADS * GROUP, count, BUDGET) and ids.dtype == torch.int32
         assert run.index._bases is not None and run.index._recent.proxies.is_allocated
         for each in heads:
-            place = each.row, each.head
+            position = each.row, each.head
             expected = each.step(queries, BUDGET)
-            for chosen, best, real in zip(ids[place], expected, mask[each.row], strict=True):
-                assert not real or set(chosen.tolist()) == best
-            _close(run.index._bases.query[place], each.b_q)
-            _close(run.index._bases.key[place], each.b_k)
-            waiting = run.index._recent.proxies.rows[place]
+            for slots, best, real in zip(ids[position], expected, mask[each.row], strict=True):
+                assert not real or set(slots.tolist()) == best
+            _close(run.index._bases.query[position], each.b_q)
+            _close(run.index._bases.key[position], each.b_k)
+            recent = run.index._recent.proxies.rows[position]
             for slot in range(run.length - count, run.length):
                 if run.valid[each.row, slot]:
-                    _close(waiting[slot - run.length], each.a_k[slot])
-        if dropped:
-            run.drop(dropped)
+                    _close(recent[slot - run.length], each.a_k[slot])
+        if drop_len:
+            run.drop(drop_len)
 
 
 @pytest.mark.parametrize("flushes", [[1], [0, 0, 3], [0, 0, 0, 0, 9, 0], [11]], ids=str)
@@ -159,33 +159,33 @@ def test_a_token_goes_cold_with_the_proxy_of_its_step(flushes: list[int]) -> Non
     """The published ring loses a token at its edge."""
     run = Run(paper_options(init="randn")).prompt()
     run.step(0)
-    index, made = run.index, {}
+    index, proxies = run.index, {}
     assert index._recent.proxies.is_allocated
     for slot, proxy in enumerate(index._recent.proxies.rows.unbind(2), run.cold):
-        made[slot] = proxy.clone()
+        proxies[slot] = proxy.clone()
     for number in range(1, 25):
         run.step(number, flush=min(flushes[number % len(flushes)], run.length - run.cold))
-        made[run.length - 1] = index._recent.proxies.rows[:, :, -1].clone()
+        proxies[run.length - 1] = index._recent.proxies.rows[:, :, -1].clone()
         assert index._recent.proxies.rows.shape[2] == run.length - run.cold
     assert run.cold > PROMPT - RECENT + 6 and index._proxies.rows.shape[2] == run.cold
     for slot in range(PROMPT - RECENT, run.cold):
-        assert torch.equal(index._proxies.rows[:, :, slot], made[slot].bfloat16())
+        assert torch.equal(index._proxies.rows[:, :, slot], proxies[slot].bfloat16())
 
 
-@pytest.mark.parametrize("dropped", [1, 3, 4])
-def test_dropped_drafts_leave_no_proxies_behind(dropped: int) -> None:
+@pytest.mark.parametrize("drop_len", [1, 3, 4])
+def test_dropped_drafts_leave_no_proxies_behind(drop_len: int) -> None:
     run = Run(paper_options()).prompt()
     run.step(0)
     run.step(1, count=4)
-    held = run.index._recent.proxies.rows.clone()
-    kept = held[:, :, : held.shape[2] - dropped]
-    run.drop(dropped)
+    proxies = run.index._recent.proxies.rows.clone()
+    kept = proxies[:, :, : proxies.shape[2] - drop_len]
+    run.drop(drop_len)
     run.step(2)
-    found = run.index._recent.proxies.rows.clone()
-    assert found.shape[2] == run.length - run.cold
-    assert torch.equal(found[:, :, :-1], kept)
+    result = run.index._recent.proxies.rows.clone()
+    assert result.shape[2] == run.length - run.cold
+    assert torch.equal(result[:, :, :-1], kept)
     run.step(3, flush=run.length - run.cold)
-    expected = torch.cat([kept, found[:, :, -1:]], dim=2).bfloat16()
+    expected = torch.cat([kept, result[:, :, -1:]], dim=2).bfloat16()
     assert torch.equal(run.index._proxies.rows[:, :, PROMPT - RECENT :], expected)
 
 
@@ -253,9 +253,9 @@ def test_a_padded_row_selects_what_the_same_row_selects_without_padding(init: st
         for run in (padded, alone):
             run.flush(number % 2)
             run.ready()
-        found, expected = padded.select(queries)[1:, :, gap:], alone.select(queries[1:, :, gap:])
-        assert (found >= padding).all()
-        assert torch.equal(found.sort(-1).values - padding, expected.sort(-1).values)
+        result, expected = padded.select(queries)[1:, :, gap:], alone.select(queries[1:, :, gap:])
+        assert (result >= padding).all()
+        assert torch.equal(result.sort(-1).values - padding, expected.sort(-1).values)
         if number == 3:  # from here on both have the same slots that are valid
             assert padded.index._bases is not None and alone.index._bases is not None
             _close(padded.index._bases.query[1:], alone.index._bases.query.double())

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import (
-    TokenBlock,
-)
+from hf_kvret import TokenBlock
 from hf_kvret.methods.lrqk import LRQKIndex
 from hf_kvret.testing import all_valid
 from hf_kvret.testing.cold import cold_tokens
 
-from .lrqk_runs import CLOSED_SCALE, HEADS, Held, closed_options, fill
+from .lrqk_runs import CLOSED_SCALE, HEADS, ClosedRun, closed_options, fill
 from .watched_stores import normal
 
-GROUP, DIM, HELD = 2, 32, 300
+GROUP, DIM, LENGTH = 2, 32, 300
 SCALE = CLOSED_SCALE
 
 
@@ -33,7 +31,7 @@ def _unseen(count: int, seed: int = 3) -> torch.Tensor:
     return _queries(count, seed, 20, 26)
 
 
-def _document(count: int = HELD) -> tuple[torch.Tensor, torch.Tensor]:
+def _document(count: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
     return _queries(count), normal(1, 2, HEADS, count, DIM)
 
 
@@ -46,7 +44,7 @@ def test_a_prompt_in_chunks_is_projected_once_more_and_selects_like_one_pass(
     whole, chunks = fill(options, queries, keys), fill(options, queries, keys, cuts=cuts)
     assert torch.equal(chunks.select(query).sort(-1).values, whole.select(query).sort(-1).values)
     assert whole.reprojections == 0 and chunks.reprojections == 1
-    assert chunks.index.stats()["reprojected_rows"] == 2 * HEADS * HELD
+    assert chunks.index.stats()["reprojected_rows"] == 2 * HEADS * LENGTH
 
 
 def test_with_shared_factors_chunks_differ_by_how_long_the_first_queries_are() -> None:
@@ -65,66 +63,66 @@ def test_with_shared_factors_chunks_differ_by_how_long_the_first_queries_are() -
 
 
 def test_an_unseen_question_raises_the_error_and_is_served_after_a_projection() -> None:
-    held, question = fill(closed_options(rank=24), *_document()), _unseen(5)
-    before, missed = held.index.stats()["proxy_error"], held.recall(question)
-    held.see(question, refresh=False)
-    raised = held.index.stats()["proxy_error"]
-    assert held.reprojections == 0 and raised > 2 * before + 0.1 and missed < 0.4
-    held.index.before_search(all_valid(held.store, 2))
-    stats = held.index.stats()
-    assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * HELD
+    run, question = fill(closed_options(rank=24), *_document()), _unseen(5)
+    before, missed = run.index.stats()["proxy_error"], run.recall(question)
+    run.see(question, refresh=False)
+    raised = run.index.stats()["proxy_error"]
+    assert run.reprojections == 0 and raised > 2 * before + 0.1 and missed < 0.4
+    run.index.before_search(all_valid(run.store, 2))
+    stats = run.index.stats()
+    assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * LENGTH
     # 16 directions of the document and 6 of the question fit into rank 24; bf16 is left.
-    assert stats["proxy_error"] < 0.01 and held.recall(question) > 0.97
-    held.store.closed = True
-    held.index.before_search(all_valid(held.store, 2))
-    held.see(_unseen(4, seed=8))
-    assert held.reprojections == 1
+    assert stats["proxy_error"] < 0.01 and run.recall(question) > 0.97
+    run.store.closed = True
+    run.index.before_search(all_valid(run.store, 2))
+    run.see(_unseen(4, seed=8))
+    assert run.reprojections == 1
 
 
 @pytest.mark.parametrize("changes", [{"recency": 0.0}, {"drift": math.inf}], ids=str)
 def test_without_recency_or_drift_a_question_changes_nothing(changes: dict[str, float]) -> None:
     question = _unseen(30)
-    held = fill(closed_options(**changes), *_document())
-    before = held.select(question)
-    held.see(question)
-    assert held.reprojections == 0 and torch.equal(held.select(question), before)
+    run = fill(closed_options(**changes), *_document())
+    before = run.select(question)
+    run.see(question)
+    assert run.reprojections == 0 and torch.equal(run.select(question), before)
     usual = fill(closed_options(), *_document())
     usual.see(question)
-    assert usual.reprojections == 1 and usual.recall(question) > held.recall(question) + 0.2
+    assert usual.reprojections == 1 and usual.recall(question) > run.recall(question) + 0.2
 
 
 def test_drafts_like_the_document_read_nothing_again() -> None:
-    held = fill(closed_options(), *_document())
-    held.store.closed = True
+    run = fill(closed_options(), *_document())
+    run.store.closed = True
     for number in range(5):
-        held.see(_queries(6, seed=20 + number))
-    assert held.reprojections == 0
+        run.see(_queries(6, seed=20 + number))
+    assert run.reprojections == 0
 
 
 def test_keys_are_not_read_again_before_the_newest_queries_are_others() -> None:
-    held = fill(closed_options(rank=24), *_document())
-    held.see(_unseen(20))
-    assert held.reprojections == 1
-    held.store.closed = True
-    held.see(_queries(20, 9, 26, 32))
-    assert held.reprojections == 1, "20 queries after the keys were read"
-    held.store.closed = False
-    held.see(_queries(20, 10, 26, 32))
-    assert held.reprojections == 2
+    run = fill(closed_options(rank=24), *_document())
+    run.see(_unseen(20))
+    assert run.reprojections == 1
+    run.store.closed = True
+    run.see(_queries(20, 9, 26, 32))
+    assert run.reprojections == 1, "20 queries after the keys were read"
+    run.store.closed = False
+    run.see(_queries(20, 10, 26, 32))
+    assert run.reprojections == 2
 
 
 def test_single_tokens_wait_for_a_flush() -> None:
-    held, question = fill(closed_options(rank=24), *_document()), _unseen(40)
-    held.store.closed = True
+    run, question = fill(closed_options(rank=24), *_document()), _unseen(40)
+    run.store.closed = True
     for token in question.split(1, dim=2):
-        held.see(token)
-    held.store.closed = False
-    held.flush(normal(6, 2, HEADS, 40, DIM))
-    assert held.reprojections == 0
-    held.see(question[:, :, :1])
-    stats = held.index.stats()
-    assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * (HELD + 40)
-    assert held.index._proxies.rows.shape[2] == HELD + 40 and held.recall(question) > 0.97
+        run.see(token)
+    run.store.closed = False
+    run.flush(normal(6, 2, HEADS, 40, DIM))
+    assert run.reprojections == 0
+    run.see(question[:, :, :1])
+    stats = run.index.stats()
+    assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * (LENGTH + 40)
+    assert run.index._proxies.rows.shape[2] == LENGTH + 40 and run.recall(question) > 0.97
 
 
 def test_a_head_that_gains_nothing_worth_it_does_not_make_up_for_one_that_cannot_gain() -> None:
@@ -133,108 +131,106 @@ def test_a_head_that_gains_nothing_worth_it_does_not_make_up_for_one_that_cannot
     options = closed_options(rank=16, recency=1e-3, drift=1.2)
     queries[:, GROUP:] = normal(30, 2, GROUP, 600, DIM)
     keys[:, 1] *= torch.linspace(1.0, 1.6, DIM)
-    held = fill(options, queries, keys)
-    factors = held.index._factors
+    run = fill(options, queries, keys)
+    factors = run.index._factors
     assert factors is not None
     question = _queries(4, seed=31, last=14)
     question[:, :GROUP] += 1e-2 * _unseen(4)[:, :GROUP]
     # Queries that head 1 serves worst: those in directions that its factors leave out.
     left_out = torch.eye(DIM) - factors.to_query[:, 1] @ factors.to_key[:, 1].mT
     question[:, GROUP:] = 2 * normal(32, 2, GROUP, 4, DIM) @ left_out[:, None]
-    held.see(question, refresh=False)
-    old, new = held.index._error(factors), held.index._error(held.index._fit())
+    run.see(question, refresh=False)
+    old, new = run.index._error(factors), run.index._error(run.index._fit())
     assert (old[:, 0] < 1e-4).all() and (old[:, 0] > 2 * new[:, 0]).all()
-    assert (old[:, 1] > 1.3 * held.index._reference_error[:, 1]).all()
+    assert (old[:, 1] > 1.3 * run.index._reference_error[:, 1]).all()
     assert (old[:, 1] < 1.1 * new[:, 1]).all()
-    held.store.closed = True
-    held.index.before_search(all_valid(held.store, 2))
-    assert held.reprojections == 0
+    run.store.closed = True
+    run.index.before_search(all_valid(run.store, 2))
+    assert run.reprojections == 0
     # What was found not to be worth it is not looked into again and again.
-    torch.testing.assert_close(held.index._reference_error[:, 1], old[:, 1])
+    torch.testing.assert_close(run.index._reference_error[:, 1], old[:, 1])
 
 
 @pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
 def test_a_neighbour_in_the_batch_changes_nothing(proxy_dtype: str) -> None:
     """Row 1 asks what its proxies don't serve; row 0 keeps the very proxies it had."""
-    held = fill(closed_options(rank=24, proxy_dtype=proxy_dtype), *_document())
+    run = fill(closed_options(rank=24, proxy_dtype=proxy_dtype), *_document())
     question = _queries(40, seed=12)
     question[1] = _unseen(40)[1]
-    rows = held.index._proxies.rows.clone()
-    before = held.select(question[:, :, :1])
-    held.see(question)
-    assert held.reprojections == 1
-    assert torch.equal(held.index._proxies.rows[0], rows[0])
-    assert not torch.equal(held.index._proxies.rows[1], rows[1])
-    assert torch.equal(
-        held.select(question[:, :, :1])[0].sort(-1).values, before[0].sort(-1).values
-    )
+    rows = run.index._proxies.rows.clone()
+    before = run.select(question[:, :, :1])
+    run.see(question)
+    assert run.reprojections == 1
+    assert torch.equal(run.index._proxies.rows[0], rows[0])
+    assert not torch.equal(run.index._proxies.rows[1], rows[1])
+    assert torch.equal(run.select(question[:, :, :1])[0].sort(-1).values, before[0].sort(-1).values)
 
 
 def test_a_flush_is_looked_at_however_soon_it_comes() -> None:
-    held = fill(closed_options(rank=24), *_document())
-    held.see(_unseen(20))
+    run = fill(closed_options(rank=24), *_document())
+    run.see(_unseen(20))
     for token in _queries(25, 9, 26, 32).split(1, dim=2):
-        held.see(token)
-    held.flush(normal(6, 2, HEADS, 40, DIM))
-    held.see(_queries(1, 9, 26, 32))
-    assert held.reprojections == 2
+        run.see(token)
+    run.flush(normal(6, 2, HEADS, 40, DIM))
+    run.see(_queries(1, 9, 26, 32))
+    assert run.reprojections == 2
 
 
 def test_a_crop_keeps_older_tokens_and_lets_the_same_ones_come_again() -> None:
     queries, keys = _document()
-    held, query = fill(closed_options(), queries, keys), _queries(3, seed=4)
-    expected = held.select(query)
-    held.index.crop(HELD)
-    assert torch.equal(held.select(query), expected)
-    for left in (HELD - 1, 120, 1):
-        twin = held.fork()
+    run, query = fill(closed_options(), queries, keys), _queries(3, seed=4)
+    expected = run.select(query)
+    run.index.crop(LENGTH)
+    assert torch.equal(run.select(query), expected)
+    for left in (LENGTH - 1, 120, 1):
+        twin = run.fork()
         twin.index.crop(left)
         twin.store.crop(left)
         ids = twin.select(query, budget=left)
         assert torch.equal(ids.sort(-1).values, torch.arange(left).int().expand_as(ids))
         twin.flush(keys[:, :, left:])
         assert torch.equal(twin.select(query), expected)
-    assert torch.equal(held.select(query), expected)
+    assert torch.equal(run.select(query), expected)
 
 
 def test_a_crop_to_nothing_begins_anew() -> None:
     queries, keys = _document()
-    held, query = (
+    run, query = (
         fill(closed_options(), *(x.flip(2) * 3 for x in (queries, keys))),
         _queries(3, seed=4),
     )
-    held.see(_unseen(5))
-    held.index.crop(0)
-    held.store.crop(0)
-    assert held.index.nbytes() == 0 and held.index.cost(100, 10).nbytes == 0
-    assert held.index.stats() == {"proxy_error": None, "reprojections": 0, "reprojected_rows": 0}
+    run.see(_unseen(5))
+    run.index.crop(0)
+    run.store.crop(0)
+    assert run.index.nbytes() == 0 and run.index.cost(100, 10).nbytes == 0
+    assert run.index.stats() == {"proxy_error": None, "reprojections": 0, "reprojected_rows": 0}
     with pytest.raises(RuntimeError, match="empty"):
-        held.index.search(query, cold_tokens(torch.ones(2, 1, dtype=torch.bool), SCALE, 1))
+        run.index.search(query, cold_tokens(torch.ones(2, 1, dtype=torch.bool), SCALE, 1))
     with pytest.raises(RuntimeError, match="on_forward"):
-        held.index.fork().add(TokenBlock(keys, keys, 0))
-    held.see(queries, refresh=False)
-    held.flush(keys)
-    held.index.before_search(all_valid(held.store, 2))
+        run.index.fork().add(TokenBlock(keys, keys, 0))
+    run.see(queries, refresh=False)
+    run.flush(keys)
+    run.index.before_search(all_valid(run.store, 2))
     fresh = fill(closed_options(), queries, keys)
-    assert torch.equal(held.select(query), fresh.select(query))
-    assert held.index.nbytes() == fresh.index.nbytes()
+    assert torch.equal(run.select(query), fresh.select(query))
+    assert run.index.nbytes() == fresh.index.nbytes()
 
 
 @pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("order", [[1, 0], [1, 1, 0], [0]], ids=str)
 def test_reordered_rows_take_everything_along(order: list[int], proxy_dtype: str) -> None:
     options = closed_options(proxy_dtype=proxy_dtype, rank=24)
-    held, query = fill(options, *_document()), _queries(3, seed=4)
+    run, query = fill(options, *_document()), _queries(3, seed=4)
     still, rows = fill(options, *_document()), torch.tensor(order)
-    held.index.reorder(rows)
-    held.store.reorder(rows)
-    assert torch.equal(held.select(query[rows]), still.select(query)[rows])
+    run.index.reorder(rows)
+    run.store.reorder(rows)
+    assert torch.equal(run.select(query[rows]), still.select(query)[rows])
     question, later = _unseen(5), normal(6, 2, HEADS, 30, DIM)
-    for each, taken in ((held, rows), (still, torch.arange(2))):
-        each.flush(later[taken])
-        each.see(question[taken])
-    assert held.reprojections == still.reprojections == 1
-    assert torch.equal(held.select(question[rows]), still.select(question)[rows])
+    for each, sequences in ((run, rows), (still, torch.arange(2))):
+        each.flush(later[sequences])
+        each.see(question[sequences])
+    assert run.reprojections == still.reprojections == 1
+    assert torch.equal(run.select(question[rows]), still.select(question)[rows])
 
 
 @pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
@@ -267,16 +263,16 @@ def test_a_fork_and_its_original_leave_each_other_alone(who: str, proxy_dtype: s
 
 def test_queries_that_only_a_fork_saw_do_not_count_for_the_original() -> None:
     """Single queries wait to be folded in; those that wait are not shared."""
-    held, untouched = (
+    run, untouched = (
         fill(closed_options(rank=24), *_document()),
         fill(closed_options(rank=24), *_document()),
     )
-    for each in (held, untouched):
+    for each in (run, untouched):
         each.see(_queries(1, seed=11))
-    fork = held.fork()
+    fork = run.fork()
     fork.see(_unseen(1))
-    assert held.index.nbytes() == untouched.index.nbytes()
-    assert held.index.stats() == untouched.index.stats() != fork.index.stats()
+    assert run.index.nbytes() == untouched.index.nbytes()
+    assert run.index.stats() == untouched.index.stats() != fork.index.stats()
 
 
 @pytest.mark.parametrize("changes", [{}, {"shared": False, "proxy_dtype": "int8"}], ids=str)
@@ -285,27 +281,27 @@ def test_a_saved_index_goes_on_like_the_one_it_was(
     chunks: tuple[int, ...], changes: dict[str, Any]
 ) -> None:
     options = closed_options(rank=24, **changes)
-    held, question = fill(options, *_document(), cuts=chunks), _unseen(5)
-    held.see(_queries(1, seed=11))
-    loaded = Held(LRQKIndex(options), held.store.fork())
-    loaded.index.load_state_dict(held.index.state_dict())
-    for each in (held, loaded):
+    run, question = fill(options, *_document(), cuts=chunks), _unseen(5)
+    run.see(_queries(1, seed=11))
+    loaded = ClosedRun(LRQKIndex(options), run.store.fork())
+    loaded.index.load_state_dict(run.index.state_dict())
+    for each in (run, loaded):
         each.see(question[:, :, :1])
         each.flush(normal(6, 2, HEADS, 30, DIM))
         each.see(question)
-    found, wanted = (each.select(question).sort(-1).values for each in (loaded, held))
-    assert torch.equal(found, wanted)
+    ids, expected = (each.select(question).sort(-1).values for each in (loaded, run))
+    assert torch.equal(ids, expected)
     # A saved index counts anew.
-    assert held.reprojections - bool(chunks) == loaded.reprojections == 1
+    assert run.reprojections - bool(chunks) == loaded.reprojections == 1
 
 
 def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
-    held = fill(closed_options(rank=24), *_document())
-    held.see(_unseen(5), refresh=False)
-    loaded = Held(LRQKIndex(held.index.options), held.store)
-    loaded.index.load_state_dict(held.index.state_dict())
+    run = fill(closed_options(rank=24), *_document())
+    run.see(_unseen(5), refresh=False)
+    loaded = ClosedRun(LRQKIndex(run.index.options), run.store)
+    loaded.index.load_state_dict(run.index.state_dict())
     loaded.index.before_search(all_valid(loaded.store, 2))
-    fork = held.fork()
+    fork = run.fork()
     fork.index.before_search(all_valid(fork.store, 2))
     assert loaded.reprojections == fork.reprojections == 1
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hf_kvret import (
-    TokenBlock,
-)
+from hf_kvret import TokenBlock
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
 from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels._dispatch import interpreted, prefer

@@ -13,6 +13,31 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def ragged(batch: int, count: int) -> torch.Tensor:
+    """Validity ``[B, n]`` with padding in the last sequence and a hole in the first."""
+    valid = torch.ones(batch, count, dtype=torch.bool)
+    valid[-1, : count // 2] = False
+    valid[0, count // 3 : count // 3 + count // 10] = False
+    return valid
+
+
+def slot_sets(ids: torch.Tensor) -> list[set[int]]:
+    """The slots that ``ids [..., k]`` name, a set for each selection; no slot comes twice."""
+    selections = [ids_of[ids_of >= 0].tolist() for ids_of in ids.flatten(0, -2)]
+    assert all(len(set(slots)) == len(slots) for slots in selections), "a slot twice"
+    return [set(slots) for slots in selections]
+
+
+def slot_sets_of(marks: torch.Tensor) -> list[set[int]]:
+    """The slots where ``marks [..., n]`` are True, a set for each row."""
+    return [set(row.nonzero().flatten().tolist()) for row in marks.flatten(0, -2)]
+
+
+def overlap(ids: torch.Tensor, best: torch.Tensor) -> float:
+    """Share of the ``ids [..., k]`` that are among the ``best [..., k]``."""
+    return float((ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean())
+
+
 class CountingStore(PagedStore):
     """A store that counts how often all keys are read."""
 

@@ -25,7 +25,7 @@ FAULTS = (
     ),
     Fault(
         "lists-name-dropped-tokens",
-        "hf_kvret/methods/ctkvr/inverted_lists.py",
+        "hf_kvret/methods/ctkvr/inverted_file.py",
         "ids.masked_fill_(ids >= length, -1)",
         "ids.masked_fill_(ids > length, -1)",
     ),

@@ -85,5 +85,5 @@ def test_a_device_budget_asks_for_a_split_and_survives_json() -> None:
     for options in ({"store": "split"}, {"device_budget": "9GB"}, {"device_budget": 10**9}):
         config = FlatConfig.from_options(**options)
         assert config.splits_rows and config.exact().splits_rows
-        told = json.loads(json.dumps(dataclasses.asdict(config)))
-        assert FlatConfig.from_options(**told) == config
+        options = json.loads(json.dumps(dataclasses.asdict(config)))
+        assert FlatConfig.from_options(**options) == config

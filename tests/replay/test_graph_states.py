@@ -11,7 +11,7 @@ import torch
 
 from hf_kvret import DecodeGraph, FlatKVCache
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
-from hf_kvret.methods.lrqk import grams
+from hf_kvret.methods.lrqk import factors
 from hf_kvret.replay import graph, why_not
 from hf_kvret.testing.tape import TapeRecorder, taped
 
@@ -87,7 +87,7 @@ def test_an_error_of_another_kind_passes_and_leaves_the_cache_as_it_was() -> Non
 
 def test_lrqk_sums_the_same_queries_in_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through several folds, with a new token that counts as padding."""
-    monkeypatch.setattr(grams, "_PENDING", 6)
+    monkeypatch.setattr(factors, "_PENDING", 6)
 
     def act(loop: DecodeLoop) -> torch.Tensor:
         first = loop.run(3)

@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import (
+    RetrievalConfig,
+    check_choice,
+    check_flag,
+    check_int,
+    check_number,
+    check_seed,
+)
 
 _LARGEST_HEAD = 256
 _CHOICES = {
@@ -66,38 +73,29 @@ class CTkvrConfig(RetrievalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = {"centroids": 1, "tokens_per_centroid": 1, "nprobe": 1}
-        for name in (*least, "update", "pending", "seed"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < least.get(name, 0):
-                raise ValueError(f"{name}={value} must be at least {least.get(name, 0)}")
+        for name in ("centroids", "tokens_per_centroid", "nprobe"):
+            check_int(name, getattr(self, name), 1)
+        check_int("update", self.update, 0)
+        check_int("pending", self.pending, 0)
+        check_seed(self.seed)
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: choose {' or '.join(map(repr, choices))}"
-                )
+            check_choice(name, getattr(self, name), choices)
         if self.rerank == "cpu" and self.store != "cpu":
             raise ValueError(
                 f"rerank='cpu' with store={self.store!r}: the CPU compares keys where it attends "
                 "to them, so take store='cpu', or rerank='auto'"
             )
-        for name in ("causal", "questions"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("list_ratio", "coverage"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 1.0 <= self.list_ratio < math.inf:
-            raise ValueError(
-                f"list_ratio={self.list_ratio}: at least 1, so that one list fills a budget"
-            )
-        if not 0.0 <= self.coverage <= 1.0:
-            raise ValueError(f"coverage={self.coverage}: a share from 0 (never) to 1")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} must be below 2^63")
+        check_flag("causal", self.causal)
+        check_flag("questions", self.questions)
+        check_number(
+            "list_ratio",
+            self.list_ratio,
+            lambda x: 1.0 <= x < math.inf,
+            "at least 1, so that one list fills a budget",
+        )
+        check_number(
+            "coverage", self.coverage, lambda x: 0.0 <= x <= 1.0, "a share from 0 (never) to 1"
+        )
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for codes of heads that have none."""

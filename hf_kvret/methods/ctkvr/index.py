@@ -14,12 +14,16 @@ from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import Tensors, number, part
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.inverted_file import InvertedFile
-from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS, CentroidQueue
+from hf_kvret.methods.ctkvr.inverted_file import (
+    MOST_TOKENS,
+    CentroidQueue,
+    Centroids,
+    InvertedFile,
+)
 from hf_kvret.methods.ctkvr.rerank import (
     FetchedKeys,
     KeyCodes,
-    ListPlaces,
+    ListOrder,
     Rerank,
     StoredKeys,
     recalled,
@@ -51,8 +55,8 @@ class CTkvrIndex(Index):
 
     capture_obstacle = "ctkvr adds queries and their lists on the host at every step"
 
-    _sampler: Sampler = part(key="pool", may_be_empty=True)
-    # Queries that have no lists yet: of a question, and of steps since the last flush.
+    _prompt_queries: Sampler = part(key="pool", may_be_empty=True)
+    # Question and step queries have no lists yet; those of steps come after the last flush.
     _question_queries: CentroidSampler = part(key="asked", may_be_empty=True)
     _step_queries: CentroidSampler = part(key="answered", may_be_empty=True)
     _file: InvertedFile = part(key="lists")
@@ -63,11 +67,11 @@ class CTkvrIndex(Index):
     _length: int = number(0, key="counts", least=0)
     _steps: int = number(0, key="counts", least=0)
     _flushed: bool = number(False, key="counts")
-    _since: float = number(math.inf, key="counts", least=0)
+    _queries_since_question: float = number(math.inf, key="counts", least=0)
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
-        self._sampler = make_sampler(options.choice, options.centroids, options.seed)
+        self._prompt_queries = make_sampler(options.choice, options.centroids, options.seed)
         self._question_queries = CentroidSampler("last", options.centroids)
         self._step_queries = CentroidSampler("last", options.centroids)
         self._file = InvertedFile(options)
@@ -90,20 +94,20 @@ class CTkvrIndex(Index):
         positions: torch.Tensor | None = None,
     ) -> None:
         options, count = self.options, queries.shape[2]
-        after_pause = self._since >= _PAUSE
+        after_pause = self._queries_since_question >= _PAUSE
         self._heads, self._group = keys.shape[1], queries.shape[1] // keys.shape[1]
         self._columns, self._slots = [], None
         if self._file.queue is None:
             if options.choice in ("last", "mixed"):
                 # Keeps the copies small while the cache is short.
-                self._sampler.most = options.centroids_for(start + count)
-            self._sampler.add(queries, start, valid)
+                self._prompt_queries.most = options.centroids_for(start + count)
+            self._prompt_queries.add(queries, start, valid)
         elif options.questions and count > 1 and (count > options.max_draft or after_pause):
             self._question_queries.add(queries, start, valid)
-            self._since = 0.0
+            self._queries_since_question = 0.0
         elif options.update and count <= options.max_draft:
-            self._let_join(queries, start, valid)
-        self._since += count
+            self._take_steps(queries, start, valid)
+        self._queries_since_question += count
 
     def add(self, block: TokenBlock) -> None:
         if block.end > MOST_TOKENS:
@@ -127,19 +131,19 @@ class CTkvrIndex(Index):
         if file.queue is None:
             if cold.budget >= len(cold):
                 return
-            file.start(cold, *self._bundle(self._sampler.best(options.centroids_for(len(cold)))))
-            self._sampler.reset()
+            file.start(
+                cold, self._centroids(self._prompt_queries, options.centroids_for(len(cold)))
+            )
+            self._prompt_queries.reset()
             self._flushed = False
         # Even a long question replaces at most half of the centroids.
         most = max(1, options.centroids_for(len(cold)) // 2)
-        bundles = []
-        if self._flushed and len(self._step_queries):
-            bundles.append(self._bundle(self._step_queries.best(most)))
-            self._step_queries.reset()
-        if len(self._question_queries):
-            bundles.append(self._bundle(self._question_queries.best(most)))
-            self._question_queries.reset()
-        file.keep_up(cold, bundles, self._flushed)
+        samplers = [self._step_queries] * self._flushed + [self._question_queries]
+        samplers = [sampler for sampler in samplers if len(sampler)]
+        new = [self._centroids(sampler, most) for sampler in samplers]
+        for sampler in samplers:
+            sampler.reset()
+        file.keep_up(cold, new, self._flushed)
         self._flushed = False
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
@@ -152,19 +156,18 @@ class CTkvrIndex(Index):
         if not self._heads:
             raise RuntimeError("the index is not ready: call on_forward, add and build first")
         if budget >= length:
-            every = torch.arange(length, dtype=torch.int32, device=query.device)
-            every = every.expand(len(query), length).masked_fill(~cold.valid, -1)
-            every = every[:, None, None].expand(-1, self._heads, query.shape[2], -1)
-            return every.contiguous()
+            ids = torch.arange(length, dtype=torch.int32, device=query.device)
+            ids = ids.expand(len(query), length).masked_fill(~cold.valid, -1)
+            return ids[:, None, None].expand(-1, self._heads, query.shape[2], -1).contiguous()
         queue = self._file.queue
         if queue is None:
             raise RuntimeError(
                 f"the index has no lists for a budget of {budget}: call build or before_search"
             )
-        bundles = query.unflatten(1, (self._heads, self._group)).transpose(2, 3)
+        grouped = self._grouped(query)
         ids = recalled(
             queue,
-            bundles,
+            grouped,
             self.options.nprobe,
             self._file.pending(length),
             cold.valid,
@@ -173,7 +176,7 @@ class CTkvrIndex(Index):
         if not self._columns:
             return self._rerank.best(ids, query, budget, cold)
         best = self._rerank.best(ids, query, max(budget, queue.width), cold)
-        self._selection = _Selection(bundles, best[..., : queue.width], length)
+        self._selection = _Selection(grouped, best[..., : queue.width], length)
         return best[..., :budget].contiguous()
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
@@ -200,8 +203,8 @@ class CTkvrIndex(Index):
         if selection is None or slots is None or queue is None:
             return
         if selection.queries.shape[2] > columns[-1]:
-            queries, lists = selection.queries[:, :, columns], selection.ids[:, :, columns]
-            queue.push(queries, slots, (lists,), selection.length)
+            centroids = Centroids(selection.queries[:, :, columns], slots)
+            queue.push(centroids, (selection.ids[:, :, columns],), selection.length)
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """All centroids, the recalled lists, and the bytes that scoring their tokens reads."""
@@ -260,7 +263,7 @@ class CTkvrIndex(Index):
                 f"index.counts are of {self._heads} heads, groups of {self._group} and "
                 f"{self._length} tokens, not of {schema['H']}, {group} and {schema['N']}"
             )
-        if self._file.queue is None and not len(self._sampler):
+        if self._file.queue is None and not len(self._prompt_queries):
             raise KeyError("pool.queries")
 
     def loaded(self) -> None:
@@ -288,16 +291,15 @@ class CTkvrIndex(Index):
         """
         return {**self._file.stats(), "pending_tokens": self._length - self._file.listed_len}
 
-    def _let_join(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
-        """Note queries that become centroids, at the next flush or after this search."""
+    def _take_steps(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
+        """Remember queries that become centroids, at the next flush or after this search."""
         options, count = self.options, queries.shape[2]
         before, self._steps = self._steps, self._steps + count
         columns = [i for i in range(count) if (before + i + 1) % options.update == 0]
         if options.update_lists == "all":
             for i in columns:
-                one = slice(i, i + 1)
-                one_valid = None if valid is None else valid[:, one]
-                self._step_queries.add(queries[:, :, one], start + i, one_valid)
+                column_valid = None if valid is None else valid[:, i : i + 1]
+                self._step_queries.add(queries[:, :, i : i + 1], start + i, column_valid)
         elif columns:
             slots = torch.tensor([start + i for i in columns], device=queries.device)
             slots = slots.expand(len(queries), -1)
@@ -305,18 +307,21 @@ class CTkvrIndex(Index):
                 slots = slots.masked_fill(~valid[:, columns], -1)
             self._columns, self._slots = columns, slots
 
-    def _bundle(
-        self, sample: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[B, H, m, G, D]`` of ``[B, Hq, m, D]``, and the slots as they are."""
-        return sample[0].unflatten(1, (self._heads, self._group)).transpose(2, 3), sample[1]
+    def _centroids(self, sampler: Sampler, count: int) -> Centroids:
+        """At most ``count`` of the sampled queries."""
+        queries, slots = sampler.best(count)
+        return Centroids(self._grouped(queries), slots)
+
+    def _grouped(self, queries: torch.Tensor) -> torch.Tensor:
+        """``[B, H, Q, G, D]`` of ``queries [B, Hq, Q, D]``."""
+        return queries.unflatten(1, (self._heads, self._group)).transpose(2, 3)
 
 
 def _make_rerank(options: CTkvrConfig) -> Rerank:
     if options.rerank == "codes":
         return KeyCodes(options.seed)
     if options.rerank == "lists":
-        return ListPlaces()
+        return ListOrder()
     if options.rerank == "device" and options.store == "cpu":
         return FetchedKeys()
     return StoredKeys()

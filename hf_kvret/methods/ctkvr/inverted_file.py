@@ -1,25 +1,346 @@
-"""InvertedFile: the centroids of a layer with their lists, and when lists are rebuilt."""
+"""InvertedFile: the centroids of a layer in order of age, each with a list of its best tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.contracts.schema import Schema, check_range, damaged
 from hf_kvret.contracts.state import State, number, part, tensor
+from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.inverted_lists import CentroidQueue, joined
 from hf_kvret_kernels import centroid
+from hf_kvret_kernels.host_step import Generation, ListSearch
 
+_NARROW = (1 << 16) - 1
+MOST_TOKENS = (1 << 24) - 1
+"""Most tokens whose slots fit into three bytes."""
+# Ids unpacked, or elements of queries converted to fp32, at once.
+_ELEMENTS = 1 << 18
 # Keys scored against centroids at once: each chunk is sorted together with the lists. On a CPU
 # chunks are smaller, to fit into its cache.
 _CHUNK_LEN = 1 << 14
-_CHUNK_NUMBERS = 1 << 18
-
+_CHUNK_ELEMENTS = 1 << 18
 # Lists shorter than this share of their target length are rebuilt.
 _SHORT = 0.8
+
+_small = partial(TokenBuffer, 64)
+
+
+class Centroids(NamedTuple):
+    """Past queries ``[B, H, m, G, D]``, and their ``slots [B, m]``, -1 for padding."""
+
+    queries: torch.Tensor
+    slots: torch.Tensor
+
+    def padding_first(self) -> Centroids:
+        """Sequence by sequence padding first; themselves where there is none."""
+        if not bool((self.slots < 0).any()):
+            return self
+        order = _padding_first(self.slots)
+        sequences = torch.arange(len(order), device=order.device)[:, None]
+        queries = self.queries.transpose(1, 2)[sequences, order].transpose(1, 2)
+        return Centroids(queries, self.slots.gather(1, order))
+
+
+def _padding_first(slots: torch.Tensor) -> torch.Tensor:
+    """``[B, m]`` int64: indices into ``slots [B, m]``, sequence by sequence those of -1 first."""
+    return (slots >= 0).int().argsort(dim=1, stable=True)
+
+
+def joined(centroids: list[Centroids]) -> Centroids:
+    """All ``centroids`` in one."""
+    if len(centroids) == 1:
+        return centroids[0]
+    queries, slots = zip(*centroids, strict=True)
+    return Centroids(torch.cat(queries, dim=2), torch.cat(slots, dim=1))
+
+
+class InvertedLists(State):
+    """Centroids with a list ``[B, H, m, rho]`` of slots each.
+
+    A slot is stored plus 1, so that 0 is none: the low 16 bits, and 8 more bits once slots need
+    them. So a slot takes 2 bytes up to 65,535 tokens, 3 above.
+
+    Attributes:
+        width: slots of a list, rho.
+    """
+
+    # A row is a centroid.
+    _queries: TokenBuffer = tokens(_small, dims="B H m G D")
+    _inverse: TokenBuffer = tokens(_small, dims="B H m G", dtype=torch.float32)
+    _slots: TokenBuffer = tokens(_small, dims="B 1 m", dtype=torch.int64)
+    _low: TokenBuffer = tokens(_small, dims="B H m w", dtype=torch.int16)
+    _high: TokenBuffer = tokens(_small, may_be_empty=True, dims="B H m w", dtype=torch.uint8)
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __len__(self) -> int:
+        return len(self._queries)
+
+    @property
+    def queries(self) -> torch.Tensor:
+        """View ``[B, H, m, G, D]``."""
+        return self._queries.rows
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """View ``[B, m]`` int64: slots of the queries, -1 for padding."""
+        return self._slots.rows[:, 0]
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """``[B, H, m, rho]`` int32, -1 for none; unpacks all lists, which takes much memory."""
+        return self.ids_of(slice(None))
+
+    def ids_of(self, span: slice) -> torch.Tensor:
+        """``[B, H, *, rho]`` int32: the lists of the centroids in ``span``."""
+        ids = self._low.rows[:, :, span].int().bitwise_and_(0xFFFF)
+        if len(self._high):
+            ids |= self._high.rows[:, :, span].int().bitwise_left_shift_(16)
+        return ids.sub_(1)
+
+    def chunks(self, first: int = 0) -> Iterator[torch.Tensor]:
+        """``[B, H, *, rho]`` int32, some lists after the others, from the one of ``first`` on."""
+        step = self.chunk_len(self.width) if len(self) else 1
+        for start in range(first, len(self), step):
+            yield self.ids_of(slice(start, start + step))
+
+    def chunk_len(self, elements: int) -> int:
+        """Centroids to process at once, at least 1, if each has so many ``elements`` per head."""
+        batch, heads = self.queries.shape[:2]
+        return max(1, _ELEMENTS // max(1, batch * heads * elements))
+
+    def append(self, new: Centroids, chunks: Iterable[torch.Tensor], tokens: int) -> None:
+        """Add ``new`` centroids with lists.
+
+        ``chunks`` are their lists ``[B, H, *, <= rho]`` int32 in order, each packed before the next
+        one is asked for. All ids are below ``tokens``.
+        """
+        queries = new.queries
+        self.widen(tokens)
+        self._pack(chunks, queries, len(self._high) > 0 or tokens > _NARROW)
+        self._queries.append(queries)
+        self._slots.append(new.slots[:, None])
+        like = queries.new_empty(*queries.shape[:2], 0, queries.shape[3], dtype=torch.float32)
+        inverse = self._inverse.reserve(queries.shape[2], like)
+        chunk_len = self.chunk_len(queries.shape[3] * queries.shape[4])
+        for source, target in zip(
+            *(x.split(chunk_len, 2) for x in (queries, inverse)), strict=True
+        ):
+            norms = torch.linalg.vector_norm(source.float(), dim=-1).clamp_(min=1e-30)
+            target.copy_(norms.reciprocal_())
+
+    def widen(self, tokens: int) -> None:
+        """Make room for slots below ``tokens``."""
+        assert tokens <= MOST_TOKENS, "the index refuses more"
+        if tokens > _NARROW and len(self) and not len(self._high):
+            zeros = torch.zeros_like(self._low.rows, dtype=torch.uint8)
+            self._high.append(zeros)
+
+    def similarity(self, query: torch.Tensor, drop_count: int = 0) -> torch.Tensor:
+        """``[B, H, Q, m]`` fp32 of ``query [B, H, Q, G, D]``.
+
+        -inf for the oldest ``drop_count``.
+        """
+        result = centroid.similarity(query, self.queries, self._inverse.rows)
+        mask = (self.slots < 0)[:, None, None]
+        if drop_count:
+            mask = mask | (torch.arange(len(self), device=query.device) < drop_count)
+        return result.masked_fill(mask, float("-inf"))
+
+    def take(self, index: torch.Tensor) -> torch.Tensor:
+        """``[B, H, Q, c, rho]`` int32 lists of the centroids ``index [B, H, Q, c]``."""
+        high = self._high.rows if len(self._high) else None
+        return centroid.take_lists(self._low.rows, high, index)
+
+    def generation(self, first: int = 0) -> Generation:
+        """Views of the centroids from ``first`` on, for the CPU library."""
+        buffers = self._queries, self._inverse, self._low
+        queries, inverse, low = (buffer.rows[:, :, first:] for buffer in buffers)
+        high = self._high.rows[:, :, first:] if len(self._high) else None
+        return Generation(queries, inverse, self.slots[:, first:], low, high)
+
+    def crop(self, length: int) -> None:
+        """Remove all slots from ``length`` on from the lists; centroids stay."""
+        if not len(self):
+            return
+        old = self.fork()
+        self._low, self._high = _small(), _small()
+        lists = (ids.masked_fill_(ids >= length, -1) for ids in old.chunks())
+        self._pack(lists, self.queries, len(old._high) > 0)
+
+    @property
+    def generation_form(self) -> tuple[int, int, bool]:
+        """Query heads of a KV head, slots of a list, and whether slots take three bytes."""
+        return self.queries.shape[3], self._low.rows.shape[3], len(self._high) > 0
+
+    def list_nbytes(self) -> int:
+        """Bytes of one list of one head and sequence."""
+        return self.width * (3 if len(self._high) else 2)
+
+    def loaded(self) -> None:
+        self.width = self._low.rows.shape[-1]
+
+    def check_loaded(self, schema: Schema) -> None:
+        """ValueError for lists that name tokens that are not cold."""
+        if not len(self):
+            return
+        check_range("slots", self.slots, -1, MOST_SLOT)
+        for ids in self.chunks():
+            check_range("lists", ids, -1, schema["N"] - 1)
+
+    def _pack(self, chunks: Iterable[torch.Tensor], queries: torch.Tensor, wide: bool) -> None:
+        """Append the lists ``chunks`` of as many centroids as there are ``queries``."""
+        batch, heads, count = queries.shape[:3]
+        like = queries.new_empty(batch, heads, 0, self.width, dtype=torch.int16)
+        low = self._low.reserve(count, like)
+        high = self._high.reserve(count, like.byte()) if wide else None
+        start = 0
+        for ids in chunks:
+            ids = pad(ids + 1, (0, self.width - ids.shape[3]))
+            end = start + ids.shape[2]
+            if high is not None:
+                high[:, :, start:end] = ids >> 16
+            # Not by a cast alone: its result out of range depends on the device.
+            low[:, :, start:end] = ids.add_(0x8000).bitwise_and_(0xFFFF).sub_(0x8000)
+            start = end
+        assert start == count, "there is a list for each centroid"
+
+
+class CentroidQueue(State):
+    """At most ``room`` centroids in two generations.
+
+    The base is never written to, so that forks share it; new centroids are added to the fresh
+    generation. The oldest are dropped by a counter. When all of the base is dropped, the fresh
+    generation becomes the base.
+
+    Attributes:
+        room: most live centroids; beyond it each new one drops the oldest.
+        drop_count: number of dropped centroids of the base.
+    """
+
+    room: int = number(0, key="counts", least=1, most=MOST_SLOT)
+    drop_count: int = number(0, key="counts", least=0, most=MOST_SLOT)
+    _base: InvertedLists = part()
+    _fresh: InvertedLists = part(may_be_empty=True)
+
+    def __init__(self, room: int, width: int) -> None:
+        """``width``: slots of a list."""
+        self.room = room
+        self._base, self._fresh = InvertedLists(width), InvertedLists(width)
+
+    def __len__(self) -> int:
+        return len(self._base) + len(self._fresh) - self.drop_count
+
+    @property
+    def width(self) -> int:
+        """Slots of a list."""
+        return self._base.width
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self._base.queries.shape[1]
+
+    @property
+    def chunk_len(self) -> int:
+        """How many lists are unpacked at once."""
+        return self._base.chunk_len(self.width)
+
+    def push(self, new: Centroids, chunks: Iterable[torch.Tensor], tokens: int) -> None:
+        """Add ``new`` centroids; arguments as of the lists. ``chunks`` may read this queue."""
+        target = self._fresh if len(self._base) else self._base
+        for lists in (self._base, self._fresh):
+            lists.widen(tokens)
+        target.append(new, chunks, tokens)
+        self.drop_count += max(0, len(self) - self.room)
+        if self.drop_count >= len(self._base):
+            self.drop_count -= len(self._base)
+            self._base, self._fresh = self._fresh, InvertedLists(self.width)
+
+    def generations(self) -> list[Centroids]:
+        """Those that count, as views."""
+        base, first = self._base, self.drop_count
+        result = [Centroids(base.queries[:, :, first:], base.slots[:, first:])]
+        if len(self._fresh):
+            result.append(Centroids(self._fresh.queries, self._fresh.slots))
+        return result
+
+    def live(self) -> Centroids:
+        """All that count."""
+        return joined(self.generations())
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """All lists that count, ``[B, H, *, width]`` int32, some after the others."""
+        yield from self._base.chunks(self.drop_count)
+        yield from self._fresh.chunks()
+
+    def lists_of(self, index: torch.Tensor) -> torch.Tensor:
+        """``[B, H, c, width]`` int32: for each sequence those of ``index [B, c]``.
+
+        Indices are among all that count; -1 where there is no such centroid.
+        """
+        absent = (index < 0) | (index >= len(self))
+        indices = (index.masked_fill(absent, 0) + self.drop_count)[:, None, None]
+        lists = self._take(indices.expand(-1, self.heads, -1, -1).contiguous())[:, :, 0]
+        return lists.masked_fill_(absent[:, None, :, None], -1)
+
+    def recall(self, query: torch.Tensor, nprobe: int) -> torch.Tensor:
+        """``[B, H, Q, c, width]`` int32: lists of the ``nprobe`` centroids nearest to a query.
+
+        The nearest first; -1 for lists that there are not. ``query [B, H, Q, G, D]``.
+        """
+        scores = self._base.similarity(query, self.drop_count)
+        if len(self._fresh):
+            scores = torch.cat([scores, self._fresh.similarity(query)], dim=-1)
+        best = scores.topk(min(nprobe, scores.shape[-1]), dim=-1)
+        lists = self._take(best.indices)
+        return lists.masked_fill((best.values == float("-inf")).unsqueeze(-1), -1)
+
+    def host_search(self, query: torch.Tensor, nprobe: int, pending: int) -> ListSearch | None:
+        """``recall`` and what follows it, for the CPU library; None for ``query`` of another dtype.
+
+        ``pending``: newest tokens to be recalled with the lists.
+        """
+        if query.dtype != self._base.queries.dtype:
+            return None
+        generations = [self._base.generation(self.drop_count)]
+        if len(self._fresh):
+            generations.append(self._fresh.generation())
+        return ListSearch(tuple(generations), nprobe, pending)
+
+    def recall_nbytes(self, nprobe: int) -> int:
+        """Bytes that one recall of one query reads: all centroids, and the lists of some."""
+        rows = len(self._base.queries) * self.heads
+        lists = rows * min(nprobe, len(self)) * self._base.list_nbytes()
+        return self._base.queries[:, :, :1].nbytes * len(self) + lists
+
+    def loaded(self) -> None:
+        self._fresh.width = self._base.width
+
+    def check_loaded(self, schema: Schema) -> None:
+        """ValueError for two generations that do not go on, or more dropped than there are."""
+        super().check_loaded(schema)
+        if not self.drop_count < len(self._base):
+            raise damaged(f"lists: {self.drop_count} of {len(self._base)} centroids are dropped")
+        if len(self._fresh) and self._fresh.generation_form != self._base.generation_form:
+            raise damaged("lists.fresh are of another form than lists.base")
+
+    def _take(self, index: torch.Tensor) -> torch.Tensor:
+        """``[B, H, Q, c, width]`` int32 lists of ``index [B, H, Q, c]``; dropped ones count too."""
+        older = len(self._base)
+        lists = self._base.take(index.clamp(max=older - 1))
+        if len(self._fresh):
+            newer = self._fresh.take((index - older).clamp(min=0))
+            lists = torch.where((index >= older).unsqueeze(-1), newer, lists)
+        return lists
 
 
 class InvertedFile(State):
@@ -44,20 +365,17 @@ class InvertedFile(State):
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
 
-    def start(self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor) -> None:
-        """Make the first lists, for centroids ``[B, H, m, G, D]`` of ``slots [B, m]``."""
-        self._list_all(cold, queries, slots, causal=self.options.causal)
+    def start(self, cold: ColdTokens, centroids: Centroids) -> None:
+        """Make the first lists."""
+        self._list_all(cold, centroids, causal=self.options.causal)
 
-    def keep_up(
-        self, cold: ColdTokens, bundles: list[tuple[torch.Tensor, torch.Tensor]], flushed: bool
-    ) -> None:
+    def keep_up(self, cold: ColdTokens, new: list[Centroids], flushed: bool) -> None:
         """Add centroids; rebuild all lists if too much is pending or they are too short.
 
         Synchronizes with the device only if there are new centroids, or if tokens became cold just
         before (``flushed``).
 
-        Args:
-            bundles: queries ``[B, H, m, G, D]`` with slots ``[B, m]``, for lists over all keys.
+        ``new`` centroids get lists over all keys.
         """
         options, queue = self.options, self.queue
         assert queue is not None
@@ -65,10 +383,10 @@ class InvertedFile(State):
         late = options.pending and len(cold) - self.listed_len > options.pending
         list_len = options.list_len(len(cold), cold.budget)
         if late or queue.width < _SHORT * list_len:
-            self._list_all(cold, *joined([*queue.generations(), *bundles]))
+            self._list_all(cold, joined([*queue.generations(), *new]))
             return
-        for queries, slots in bundles:
-            self._join(cold, queries, slots, queue)
+        for centroids in new:
+            self._join(cold, centroids, queue)
         if flushed and self._coverage is not None:
             self._list_where_coverage_fell(cold, queue)
 
@@ -90,122 +408,96 @@ class InvertedFile(State):
             "coverage": None if self._coverage is None else float(self._coverage.mean()),
         }
 
-    def _list_all(
-        self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, causal: bool = False
-    ) -> None:
+    def _list_all(self, cold: ColdTokens, centroids: Centroids, causal: bool = False) -> None:
         """Rebuild the queue with these centroids; then no token is pending."""
-        queries, slots = _dead_first(queries, slots)
+        centroids = centroids.padding_first()
         width = self.options.list_len(len(cold), cold.budget)
-        parts = self._lists(cold, queries, slots, width, causal)
+        chunks = self._lists(cold, centroids, width, causal)
         queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
-        queue.push(queries, slots, parts, len(cold))
+        queue.push(centroids, chunks, len(cold))
         self.queue = queue
         self.listed_len = len(cold)
         if self.options.coverage > 0 and self.options.update_lists == "recalled":
             self._coverage = share_listed(self.queue, cold.valid, self.listed_len)
 
-    def _join(
-        self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, queue: CentroidQueue
-    ) -> None:
-        queries, slots = _dead_first(queries, slots)
-        parts = self._lists(cold, queries, slots, queue.width)
-        if not bool((slots < 0).any()):
-            queue.push(queries, slots, parts, len(cold))
+    def _join(self, cold: ColdTokens, centroids: Centroids, queue: CentroidQueue) -> None:
+        """Add centroids; padding of one sequence must not evict centroids of another."""
+        centroids = centroids.padding_first()
+        chunks = self._lists(cold, centroids, queue.width)
+        if not bool((centroids.slots < 0).any()):
+            queue.push(centroids, chunks, len(cold))
             return
-        # Padding of one row must not evict centroids of another: it is evicted first, row by row.
-        everyone, places = joined([*queue.generations(), (queries, slots)])
-        order = _order(places)
-        replacement = CentroidQueue(queue.room, queue.width)
-        replacement.push(
-            *_dead_first(everyone, places), _in_order(queue, parts, slots, order), len(cold)
-        )
-        self.queue = replacement
+        # Padding goes to the front of the new queue, where it is evicted first.
+        everyone = joined([*queue.generations(), centroids])
+        lists = _in_order(queue, chunks, centroids.slots, _padding_first(everyone.slots))
+        self.queue = CentroidQueue(queue.room, queue.width)
+        self.queue.push(everyone.padding_first(), lists, len(cold))
 
     def _list_where_coverage_fell(self, cold: ColdTokens, queue: CentroidQueue) -> None:
-        """Rebuild the lists of batch rows whose coverage is too low."""
+        """Rebuild the lists of sequences whose coverage is too low."""
         assert self._coverage is not None
         coverage = share_listed(queue, cold.valid, self.listed_len)
         low = coverage < self.options.coverage * self._coverage
         if not bool(low.any()):
             return
-        queries, slots = queue.live()
-        parts = self._lists(cold, queries, slots, queue.width)
-        # The other rows of a batch must not change.
-        order = torch.arange(len(queue), device=slots.device).expand(len(slots), -1)
-        parts = _either(low[:, None].expand_as(slots), parts, queue, order)
-        replacement = CentroidQueue(queue.room, queue.width)
-        replacement.push(queries, slots, parts, len(cold))
-        self.queue = replacement
+        live = queue.live()
+        chunks = self._lists(cold, live, queue.width)
+        # The other sequences of a batch must not change.
+        order = torch.arange(len(queue), device=low.device).expand(len(low), -1)
+        lists = _either(low[:, None].expand_as(order), chunks, queue, order)
+        self.queue = CentroidQueue(queue.room, queue.width)
+        self.queue.push(live, lists, len(cold))
         # So that the next rebuild needs an even lower coverage.
         coverage = share_listed(self.queue, cold.valid, self.listed_len)
         self._coverage = torch.where(low, coverage, self._coverage)
 
     def _lists(
-        self,
-        cold: ColdTokens,
-        queries: torch.Tensor,
-        slots: torch.Tensor,
-        width: int,
-        causal: bool = False,
+        self, cold: ColdTokens, centroids: Centroids, width: int, causal: bool = False
     ) -> Iterator[torch.Tensor]:
         self.list_builds += 1
-        self.keys_scored += len(queries) * queries.shape[1] * len(cold)
-        return best_keys(cold, queries, slots, width, causal=causal)
-
-
-def _order(slots: torch.Tensor) -> torch.Tensor:
-    """``[B, m]`` int64: places in ``slots [B, m]``, row by row those of -1 first."""
-    return (slots >= 0).int().argsort(dim=1, stable=True)
-
-
-def _dead_first(x: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [B, H, m, ...]`` and ``slots [B, m]`` in that order: themselves where none is -1."""
-    if not bool((slots < 0).any()):
-        return x, slots
-    order = _order(slots)
-    rows = torch.arange(len(order), device=order.device)[:, None]
-    return x.transpose(1, 2)[rows, order].transpose(1, 2), slots.gather(1, order)
+        self.keys_scored += centroids.queries[:, :, 0, 0, 0].numel() * len(cold)
+        return best_keys(cold, centroids, width, causal=causal)
 
 
 def _in_order(
-    queue: CentroidQueue, parts: Iterable[torch.Tensor], slots: torch.Tensor, order: torch.Tensor
+    queue: CentroidQueue, chunks: Iterable[torch.Tensor], slots: torch.Tensor, order: torch.Tensor
 ) -> Iterator[torch.Tensor]:
     """Lists of ``queue`` and, after them, new ones, all in the ``order [B, m]`` of both.
 
-    ``parts`` are the new ones; those with ``slots [B, m]`` of at least 0 stay last, where they are.
+    ``chunks`` are the new ones; those with ``slots [B, m]`` of at least 0 stay at the end.
     """
-    for index in order[:, : len(queue)].split(queue.some, dim=1):
-        yield queue.lists_of(index)
-    yield from _either(slots >= 0, parts, queue, order[:, len(queue) :])
+    for indices in order[:, : len(queue)].split(queue.chunk_len, dim=1):
+        yield queue.lists_of(indices)
+    yield from _either(slots >= 0, chunks, queue, order[:, len(queue) :])
 
 
 def _either(
-    mask: torch.Tensor, parts: Iterable[torch.Tensor], queue: CentroidQueue, order: torch.Tensor
+    mask: torch.Tensor, chunks: Iterable[torch.Tensor], queue: CentroidQueue, order: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Lists of ``parts`` where ``mask [B, m]``, else those of ``queue`` at ``order [B, m]``."""
+    """Lists of ``chunks`` where ``mask [B, m]``, else those of ``queue`` at ``order [B, m]``."""
     start = 0
-    for lists in parts:
-        for chunk in lists.split(queue.some, dim=2):
-            some = slice(start, start + chunk.shape[2])
-            yield torch.where(mask[:, None, some, None], chunk, queue.lists_of(order[:, some]))
-            start = some.stop
+    for lists in chunks:
+        for chunk in lists.split(queue.chunk_len, dim=2):
+            span = slice(start, start + chunk.shape[2])
+            yield torch.where(mask[:, None, span, None], chunk, queue.lists_of(order[:, span]))
+            start = span.stop
 
 
 def best_keys(
-    cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, width: int, *, causal: bool
+    cold: ColdTokens, centroids: Centroids, width: int, *, causal: bool
 ) -> Iterator[torch.Tensor]:
     """Lists ``[B, H, *, width]`` int32, of some centroids after the others: their best keys.
 
-    Best first, then -1. ``queries [B, H, m, G, D]``; ``slots [B, m]``, -1 for padding, whose list
-    is empty. ``causal`` leaves out keys after the centroid. Reads all keys; on a CPU once per group
-    of lists of some MiB (see ``centroid.key_lists``).
+    Best first, then -1; padding has an empty list. ``causal`` leaves out keys after the centroid.
+    Reads all keys; on a CPU once per group of lists of some MiB (see ``centroid.key_lists``).
     """
+    queries, slots = centroids
     batch, heads, count, _, dim = queries.shape
     chunk_len = _CHUNK_LEN
     if queries.device.type == "cpu":
-        chunk_len = max(1, _CHUNK_NUMBERS // (batch * heads * dim))
+        chunk_len = max(1, _CHUNK_ELEMENTS // (batch * heads * dim))
 
-    def chunks() -> Iterator[tuple[int, torch.Tensor]]:
+    def key_chunks() -> Iterator[tuple[int, torch.Tensor]]:
         for start, keys in cold.store.key_chunks(chunk_len):
             yield start, keys.to(queries.device)
             # Freed before the next one is made.
@@ -214,16 +506,16 @@ def best_keys(
     start = 0
     for ids in centroid.key_lists(
         queries,
-        chunks,
+        key_chunks,
         width,
         valid=cold.valid,
         scale=cold.scale,
         softcap=cold.softcap,
         positions=slots if causal else None,
     ):
-        dead = slots[:, start : start + ids.shape[2]] < 0
+        padding = slots[:, start : start + ids.shape[2]] < 0
         start += ids.shape[2]
-        yield ids.masked_fill_(dead[:, None, :, None], -1)
+        yield ids.masked_fill_(padding[:, None, :, None], -1)
     assert start == count, "there is a list for each centroid"
 
 

@@ -14,7 +14,7 @@ from hf_kvret.contracts.schema import FLOATS, Schema
 from hf_kvret.contracts.state import State, tensor
 from hf_kvret.contracts.store import best_of, scores_of_gathered
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
-from hf_kvret.methods.ctkvr.inverted_lists import CentroidQueue
+from hf_kvret.methods.ctkvr.inverted_file import CentroidQueue
 from hf_kvret_kernels import centroid, paris
 from hf_kvret_kernels.paris.codes import check_widths
 from hf_kvret_kernels.soft_cap import soft_cap_
@@ -74,7 +74,7 @@ class Rerank(State):
         """Add tokens that became cold."""
 
     def token_nbytes(self) -> float:
-        """Bytes that comparing one token reads outside the store, all heads and batch rows."""
+        """Bytes that comparing one token reads outside the store, all heads and sequences."""
         return 0.0
 
 
@@ -101,18 +101,16 @@ class FetchedKeys(Rerank):
         return best_of(logits, ids, count)
 
 
-class ListPlaces(Rerank):
-    """By their places in the lists, without scoring (figure 11, without rerank)."""
+class ListOrder(Rerank):
+    """By their ranks in the lists, without scoring (figure 11, without rerank)."""
 
     in_turn = True
 
     def best(
         self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        order = torch.arange(0, -ids.shape[-1], -1, dtype=torch.float32, device=ids.device)
-        relevance = order.masked_fill(ids < 0, float("-inf"))
-        best = relevance.topk(min(count, relevance.shape[-1]), dim=-1)
-        best_ids = ids.gather(-1, best.indices).masked_fill(best.values == float("-inf"), -1)
+        absent_last = (ids < 0).byte().argsort(dim=-1, stable=True)
+        best_ids = ids.gather(-1, absent_last[..., :count])
         return pad(best_ids, (0, count - best_ids.shape[-1]), value=-1)
 
 
@@ -120,7 +118,7 @@ _SUBSPACE_DIM = 8
 
 
 class KeyCodes(Rerank):
-    """By scores that ParisKV's codes estimate (its section 4.1), about 5 bits a number of a key.
+    """By scores that ParisKV's codes estimate (its section 4.1), about 5 bits an element of a key.
 
     The mean key of the first block is subtracted from all keys before they are encoded.
     """
@@ -141,8 +139,8 @@ class KeyCodes(Rerank):
         self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
         heads = ids.shape[1]
-        bundles = query.unflatten(1, (heads, -1)).transpose(2, 3)
-        logits = self.logits(bundles, ids, cold.scale, cold.softcap)
+        grouped = query.unflatten(1, (heads, -1)).transpose(2, 3)
+        logits = self.logits(grouped, ids, cold.scale, cold.softcap)
         flat = logits.transpose(2, 3).flatten(1, 2)
         return best_of(flat, ids, count)
 
@@ -168,26 +166,27 @@ class KeyCodes(Rerank):
         if self._mean is None or self._signs is None or self._levels is None:
             raise RuntimeError("no key was coded: call add before search")
         query = query.float()
-        codes = paris.ParisCodes(self._sign.rows, self._magnitude.rows, self._weight.rows)
-        rotated = paris.rotate(query, self._signs)
-        found = paris.rerank(rotated, codes, ids.contiguous(), self._levels, m=_SUBSPACE_DIM)
-        found = found * scale
+        rotated, codes = paris.rotate(query, self._signs), self._codes()
+        logits = paris.rerank(rotated, codes, ids.contiguous(), self._levels, m=_SUBSPACE_DIM)
+        logits = logits * scale
         if softcap is None:
-            return found
+            return logits
         # A cap bends the whole score, the mean key's part included.
-        whole = found + scale * (query * self._mean[:, :, None, None]).sum(-1, keepdim=True)
+        whole = logits + scale * (query * self._mean[:, :, None, None]).sum(-1, keepdim=True)
         return soft_cap_(whole, softcap).masked_fill_((ids < 0).unsqueeze(3), float("-inf"))
 
+    def _codes(self) -> paris.ParisCodes:
+        return paris.ParisCodes(self._sign.rows, self._magnitude.rows, self._weight.rows)
+
     def token_nbytes(self) -> float:
-        """Bytes of one token's code, all heads and rows of the batch."""
+        """Bytes of one token's code, all heads and sequences."""
         planes = [plane for plane in (self._sign, self._magnitude, self._weight) if len(plane)]
         return sum(plane.rows.nbytes / len(plane) for plane in planes)
 
     def check_loaded(self, schema: Schema) -> None:
         """ValueError for codes of keys of another length."""
         if len(self._sign):
-            planes = self._sign.rows, self._magnitude.rows, self._weight.rows
-            check_widths(paris.ParisCodes(*planes), schema["D"], _SUBSPACE_DIM)
+            check_widths(self._codes(), schema["D"], _SUBSPACE_DIM)
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

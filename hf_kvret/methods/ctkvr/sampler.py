@@ -12,7 +12,7 @@ _BITS = 30
 
 
 class CentroidSampler(State):
-    """The best ``most`` valid queries of each batch row, by a rank independent of other queries.
+    """The best ``most`` valid queries of each sequence, by a rank independent of other queries.
 
     So they can be chosen while a prompt of unknown length is read, and padding takes no room.
 
@@ -22,7 +22,7 @@ class CentroidSampler(State):
         seed: of ``"random"``.
     """
 
-    # [B, Hq, m, D]; slot and rank [B, m] int64, -1 where a row has fewer.
+    # [B, Hq, m, D]; slot and rank [B, m] int64, -1 where a sequence has fewer.
     _queries: torch.Tensor | None = tensor(shared=True, dims="B Q m D")
     _slots: torch.Tensor | None = tensor(shared=True, dims="B m", dtype=torch.int64)
     _ranks: torch.Tensor | None = tensor(shared=True, dims="B m", dtype=torch.int64)
@@ -34,9 +34,9 @@ class CentroidSampler(State):
     def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
         """Take in ``queries [B, Hq, q, D]`` of slots ``start ..``; ``valid [B, q]``."""
         batch, _, count, _ = queries.shape
-        numbers = torch.arange(self._count, self._count + count, device=queries.device)
-        ranks = self._rank(numbers).expand(batch, count)
-        slots = (numbers - self._count + start).expand(batch, count)
+        arrivals = torch.arange(self._count, self._count + count, device=queries.device)
+        ranks = self._rank(arrivals).expand(batch, count)
+        slots = (arrivals - self._count + start).expand(batch, count)
         self._count += count
         if valid is not None:
             ranks, slots = ranks.masked_fill(~valid, -1), slots.masked_fill(~valid, -1)
@@ -75,22 +75,22 @@ class CentroidSampler(State):
             slots, ranks = slots.masked_fill(late, -1), ranks.masked_fill(late, -1)
         return _best(self._queries, slots, ranks, count)[:2]
 
-    def _rank(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Int64 of at least 0 for the queries with these ``numbers``, in order of arrival."""
+    def _rank(self, arrivals: torch.Tensor) -> torch.Tensor:
+        """Int64 of at least 0 for the queries that came as number ``arrivals``."""
         if self.choice == "last":
-            return numbers
+            return arrivals
         if self.choice == "first":
-            return (1 << _BITS) - 1 - numbers
+            return (1 << _BITS) - 1 - arrivals
         if self.choice == "random":
             # A hash of the number: the same choice however a prompt is cut into passes.
-            bits = numbers + (self.seed * 7919 + 1 & 0xFFFFFFFF)
+            bits = arrivals + (self.seed * 7919 + 1 & 0xFFFFFFFF)
             for factor in (0x45D9F3B, 0x119DE1F3):
                 bits = ((bits ^ (bits >> 16)) * factor) & 0xFFFFFFFF
             return bits ^ (bits >> 16)
         # Bit reversal: each new number halves a gap between earlier ones.
-        reverse = torch.zeros_like(numbers)
+        reverse = torch.zeros_like(arrivals)
         for bit in range(_BITS):
-            reverse |= ((numbers >> bit) & 1) << (_BITS - 1 - bit)
+            reverse |= ((arrivals >> bit) & 1) << (_BITS - 1 - bit)
         return (1 << _BITS) - 1 - reverse
 
 
@@ -102,9 +102,9 @@ def _best(
         # Contiguous, as saving needs it; the input may be a view of the model's tensors.
         dense = queries.clone(memory_format=torch.contiguous_format)
         return dense, slots.clone(), ranks.clone()
-    places = ranks.topk(count, dim=1).indices.sort(dim=1).values
-    index = places[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
-    return queries.gather(2, index), slots.gather(1, places), ranks.gather(1, places)
+    indices = ranks.topk(count, dim=1).indices.sort(dim=1).values
+    query_indices = indices[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+    return queries.gather(2, query_indices), slots.gather(1, indices), ranks.gather(1, indices)
 
 
 class MixedSampler(State):
@@ -144,10 +144,10 @@ class MixedSampler(State):
     def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``CentroidSampler.best``; no query is in both halves."""
         queries, slots = self._last.best(-(-count // 2))
-        # Rows without valid queries have no first one: then nothing comes before it.
+        # Sequences without valid queries have no first one: then nothing comes before it.
         first = slots.masked_fill(slots < 0, torch.iinfo(slots.dtype).max).amin(1, keepdim=True)
-        earlier, places = self._even.best(count // 2, before=first)
-        return torch.cat([earlier, queries], dim=2), torch.cat([places, slots], dim=1)
+        earlier, earlier_slots = self._even.best(count // 2, before=first)
+        return torch.cat([earlier, queries], dim=2), torch.cat([earlier_slots, slots], dim=1)
 
 
 Sampler = CentroidSampler | MixedSampler

@@ -46,11 +46,9 @@ class FlatIndex(CapturableIndex, Index):
 
     def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
         """The exact logits of all tokens."""
-        chunks = [
-            exact_scores(query, keys, cold.scale, cold.softcap)
-            for keys in self._keys.rows.split(_CHUNK_LEN, dim=2)
-        ]
-        return Estimates(torch.cat(chunks, dim=-1))
+        chunks = self._keys.rows.split(_CHUNK_LEN, dim=2)
+        logits = [exact_scores(query, keys, cold.scale, cold.softcap) for keys in chunks]
+        return Estimates(torch.cat(logits, dim=-1))
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         return FlatSearch(self._keys.rows)

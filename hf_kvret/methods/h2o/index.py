@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -14,7 +14,7 @@ from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Schema, check_ids, damaged
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig, check_int, check_number
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 
@@ -39,7 +39,7 @@ class H2OConfig(RetrievalConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.observed is not None:
-            _check_count("observed", self.observed, "queries, or None for all")
+            check_int("observed", self.observed, 1, "queries, or None for all")
 
     @classmethod
     def for_prompt(cls, prompt_len: int, share: float = 0.2, **changes: Any) -> Self:
@@ -49,67 +49,19 @@ class H2OConfig(RetrievalConfig):
         protected. Each half is at least one token; ``changes`` are other options. ValueError for a
         ``share`` that is not above 0 and at most 1, or for a prompt without tokens.
         """
-        _check_count("prompt_len", prompt_len, "tokens")
-        if isinstance(share, bool) or not isinstance(share, int | float):
-            raise TypeError(f"share must be a number, got {share!r}")
-        if not 0.0 < share <= 1.0:
-            raise ValueError(f"share={share}: the part that is kept, above 0 and at most 1")
+        check_int("prompt_len", prompt_len, 1, "tokens")
+        meaning = "the part that is kept, above 0 and at most 1"
+        check_number("share", share, lambda x: 0.0 < x <= 1.0, meaning)
         half = max(1, int(share / 2 * prompt_len))
         published = {"top_k": half, "recent": half, "sink": 0, "flush": 1, "dense_below": 0}
         return cls.from_options(**{**published, **changes})
 
 
-def _check_count(name: str, count: object, unit: str) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name} must be an int ({unit}), got {count!r}")
-    if count < 1:
-        raise ValueError(f"{name}={count}: at least 1 is needed ({unit})")
-
-
-# Scores that are in memory at once, over batch and heads; on a CPU they pass through its cache.
-_SCORES = 1 << 24
-_SCORES_CPU = 1 << 20
+# Logits that are in memory at once, over batch and heads; on a CPU they pass through its cache.
+_LOGITS = 1 << 24
+_LOGITS_CPU = 1 << 20
 # Keys of the store that are compared with queries at once.
 _CHUNK_LEN = 4096
-
-
-class Queries(NamedTuple):
-    """Queries ``[B, Hq, q, D]`` of the slots from ``first`` on, and how they are scored."""
-
-    rows: torch.Tensor
-    first: int
-    scale: float
-    softcap: float | None
-
-
-class Chunk(NamedTuple):
-    """Keys ``[B, Hkv, n, D]`` from slot ``first`` on; ``seen [B, Hkv or 1, n]``: not evicted."""
-
-    keys: torch.Tensor
-    first: int
-    seen: torch.Tensor
-
-    def logits(self, queries: Queries) -> torch.Tensor:
-        """Attention logits ``[B, Hkv, G, q, n]`` fp32; -inf where a query does not see a key."""
-        rows, (heads, count) = queries.rows, self.keys.shape[1:3]
-        folded = (rows.float() * queries.scale).reshape(len(rows), heads, -1, rows.shape[3])
-        scores = folded @ self.keys.float().transpose(-1, -2)
-        soft_cap_(scores, queries.softcap)
-        slots = torch.arange(self.first, self.first + count, device=rows.device)
-        own = torch.arange(queries.first, queries.first + rows.shape[2], device=rows.device)
-        hidden = ~self.seen[:, :, None, None] | (slots > own[:, None])
-        scores = scores.unflatten(2, (-1, rows.shape[2]))
-        return scores.masked_fill_(hidden, float("-inf"))
-
-    def blocks(self, queries: Queries) -> Iterator[tuple[slice, torch.Tensor]]:
-        """``logits`` of some queries after the other, and where these are among all."""
-        most = _SCORES_CPU if self.keys.is_cpu else _SCORES
-        size = max(1, most // (queries.rows[:, :, 0, 0].numel() * max(1, self.keys.shape[2])))
-        for start in range(0, queries.rows.shape[2], size):
-            block = slice(start, start + size)
-            rows, first = queries.rows[:, :, block], queries.first + start
-            if first + rows.shape[2] > self.first:
-                yield block, self.logits(queries._replace(rows=rows, first=first))
 
 
 class H2OIndex(Index):
@@ -131,7 +83,7 @@ class H2OIndex(Index):
     # Queries that do not count yet, and keys of tokens that are not cold.
     _queries: TokenBuffer = part(lambda: TokenBuffer(64, dims="B Q n D"))
     _keys: TokenBuffer = part(lambda: TokenBuffer(64, dims="B H n D"))
-    # Of all tokens: which are valid, and the sums of their weights, -inf once they are evicted.
+    # All tokens have a validity, and a sum of their weights, which is -inf once they are evicted.
     _valid: TokenBuffer = passed(dims="B 1 t", dtype=torch.bool)
     _scores: TokenBuffer = passed(dims="B H t", dtype=torch.float32)
     # The newest of the queries, which may be rejected drafts.
@@ -139,7 +91,7 @@ class H2OIndex(Index):
     # Cold tokens and budget of the current selection.
     _chosen_len: int = number(0, key="counts", least=0, most="N")
     _chosen_budget: int = number(0, key="counts", least=0, most="N")
-    # Slots [B, Hkv, k] int32, and with the sinks' before them [B, Hkv, s + k].
+    # The kept tokens' slots [B, Hkv, k] int32, and the same after the sinks' [B, Hkv, s + k].
     _selection: torch.Tensor | None = tensor(key="kept", optional=True, shared=True)
     _attention_ids: torch.Tensor | None = tensor(key="attended", optional=True, shared=True)
 
@@ -272,68 +224,94 @@ class H2OIndex(Index):
         end = self._queries.end - self._tentative
         if self.options.observed is not None:
             self._queries.drop(end - self.options.observed)
-        first = self._queries.first
-        count = end - first
+        count = end - self._queries.first
         if count <= 0:
             return
-        valid = self._valid.rows[:, 0, first:end]
-        queries = Queries(self._queries.rows[:, :, :count], first, cold.scale, cold.softcap)
         # Tokens between the last selection and the keys at hand must be read from the store. After
         # a crop there is a gap, too, but of tokens that are not cold: nothing to read.
         near = self._keys.first <= self._chosen_len or self._chosen_len == len(cold)
         count_weights = self._count_few if near and self._are_few(count) else self._count_many
-        count_weights(queries, valid, cold)
+        valid = self._valid.rows[:, 0, self._queries.first : end]
+        count_weights(self._queries.rows[:, :, :count], self._queries.first, valid, cold)
         self._queries.drop(end)
 
-    def _count_few(self, queries: Queries, valid: torch.Tensor, cold: ColdTokens) -> None:
+    def _count_few(
+        self, queries: torch.Tensor, first: int, valid: torch.Tensor, cold: ColdTokens
+    ) -> None:
         """As ``_count_many`` at once, for the selected tokens and those with keys at hand."""
-        ids = self._attention_ids
+        ids, start = self._attention_ids, self._keys.first
         assert ids is not None
         query_ids = ids[:, :, None].expand(-1, -1, valid.shape[1], -1).contiguous()
-        far = cold.store.scores(queries.rows, query_ids, cold.scale, cold.softcap)
-        chunk = self._chunk(self._keys.rows, self._keys.first)
-        near = chunk.logits(queries)
+        far = cold.store.scores(queries, query_ids, cold.scale, cold.softcap)
+        near = self._logits(queries, first, self._keys.rows, start, cold)
         weights = torch.cat([far.unflatten(1, near.shape[1:3]), near], dim=-1).softmax(-1)
         sums = weights.masked_fill_(~valid[:, None, None, :, None], 0.0).sum((2, 3))
         far_sums = sums[..., : ids.shape[2]].masked_fill(ids < 0, 0.0)
         scores = self._scores.writable()
         scores.scatter_add_(2, ids.long().clamp(min=0), far_sums)
-        scores[:, :, chunk.first : chunk.first + near.shape[4]] += sums[..., ids.shape[2] :]
+        scores[:, :, start : start + near.shape[4]] += sums[..., ids.shape[2] :]
 
-    def _count_many(self, queries: Queries, valid: torch.Tensor, cold: ColdTokens) -> None:
-        """Add the weights of causal attention over all chunks, which are read twice.
+    def _count_many(
+        self, queries: torch.Tensor, first: int, valid: torch.Tensor, cold: ColdTokens
+    ) -> None:
+        """Add the weights of causal attention over all keys, which are read twice.
 
-        Queries that are not ``valid [B, q]``, or see no key, give nothing.
+        ``queries [B, Hq, q, D]`` are of the slots from ``first`` on; those that are not
+        ``valid [B, q]``, or see no key, give nothing.
         """
         # Zeros in place of what must not matter, as it may be NaN.
-        queries = queries._replace(rows=queries.rows.masked_fill(~valid[:, None, :, None], 0.0))
-        batch, query_heads, count, _ = queries.rows.shape
+        queries = queries.masked_fill(~valid[:, None, :, None], 0.0)
+        batch, query_heads, count, _ = queries.shape
         heads = self._scores.rows.shape[1]
         shape = batch, heads, query_heads // heads, count
-        lse = queries.rows.new_full(shape, float("-inf"), dtype=torch.float32)
-        for chunk in self._chunks(cold):
-            for block, logits in chunk.blocks(queries):
+        lse = queries.new_full(shape, float("-inf"), dtype=torch.float32)
+        for start, keys in self._key_chunks(cold):
+            for block, logits in self._blocks(queries, first, keys, start, cold):
                 lse[..., block] = torch.logaddexp(lse[..., block], logits.logsumexp(-1))
         lse = lse.masked_fill(~valid[:, None, None] | (lse == float("-inf")), float("inf"))
-        for chunk in self._chunks(cold):
-            sums = lse.new_zeros(chunk.keys.shape[:3])
-            for block, logits in chunk.blocks(queries):
+        for start, keys in self._key_chunks(cold):
+            sums = lse.new_zeros(keys.shape[:3])
+            for block, logits in self._blocks(queries, first, keys, start, cold):
                 sums += logits.sub_(lse[..., block].unsqueeze(-1)).exp_().sum((2, 3))
-            self._scores.writable()[:, :, chunk.first : chunk.first + sums.shape[2]] += sums
+            self._scores.writable()[:, :, start : start + sums.shape[2]] += sums
 
-    def _chunks(self, cold: ColdTokens) -> Iterator[Chunk]:
-        """All tokens that are not evicted: cold ones from the store, then those in the window."""
+    def _key_chunks(self, cold: ColdTokens) -> Iterator[tuple[int, torch.Tensor]]:
+        """All keys with their first slot: cold ones from the store, then those in the window."""
         for start, keys in cold.store.key_chunks(_CHUNK_LEN):
-            yield self._chunk(keys.to(self._keys.rows.device), start)
+            yield start, keys.to(self._keys.rows.device)
         start = max(self._keys.first, len(cold))
         keys = self._keys.since(start)
         if keys.shape[2]:
-            yield self._chunk(keys, start)
+            yield start, keys
 
-    def _chunk(self, keys: torch.Tensor, start: int) -> Chunk:
-        span = slice(start, start + keys.shape[2])
-        alive = self._scores.rows[:, :, span] > float("-inf")
-        return Chunk(keys, start, self._valid.rows[:, :, span] & alive)
+    def _blocks(
+        self, queries: torch.Tensor, first: int, keys: torch.Tensor, start: int, cold: ColdTokens
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """``_logits`` of some queries after the others, and where these are among all."""
+        most = _LOGITS_CPU if keys.is_cpu else _LOGITS
+        size = max(1, most // (queries[:, :, 0, 0].numel() * max(1, keys.shape[2])))
+        for begin in range(0, queries.shape[2], size):
+            block = slice(begin, min(begin + size, queries.shape[2]))
+            if first + block.stop > start:
+                yield block, self._logits(queries[:, :, block], first + begin, keys, start, cold)
+
+    def _logits(
+        self, queries: torch.Tensor, first: int, keys: torch.Tensor, start: int, cold: ColdTokens
+    ) -> torch.Tensor:
+        """Attention logits ``[B, Hkv, G, q, n]`` fp32; -inf where a query does not see a key.
+
+        ``queries [B, Hq, q, D]`` are of the slots from ``first`` on, ``keys [B, Hkv, n, D]`` of
+        those from ``start`` on. Evicted keys are not seen.
+        """
+        heads, span = keys.shape[1], slice(start, start + keys.shape[2])
+        grouped = (queries.float() * cold.scale).reshape(len(keys), heads, -1, keys.shape[3])
+        logits = grouped @ keys.float().transpose(-1, -2)
+        soft_cap_(logits, cold.softcap)
+        alive = self._valid.rows[:, :, span] & (self._scores.rows[:, :, span] > float("-inf"))
+        slots = torch.arange(start, span.stop, device=keys.device)
+        own = torch.arange(first, first + queries.shape[2], device=keys.device)
+        hidden = ~alive[:, :, None, None] | (slots > own[:, None])
+        return logits.unflatten(2, (-1, len(own))).masked_fill_(hidden, float("-inf"))
 
     def _choose(self, cold: ColdTokens) -> None:
         """Select the best of the cold tokens, evict the others."""
@@ -350,7 +328,7 @@ class H2OIndex(Index):
         self._chosen_len, self._chosen_budget = len(cold), cold.budget
 
     def _sinks(self, cold_len: int) -> torch.Tensor:
-        """``[B, Hkv, s]`` int32: the first valid cold tokens of each row, -1 for none."""
+        """``[B, Hkv, s]`` int32: the first valid cold tokens of each sequence, -1 for none."""
         valid = self._valid.rows[:, :, :cold_len]
         first = valid & (valid.cumsum(-1) <= self.options.sink)
         slots = torch.arange(cold_len, dtype=torch.int32, device=valid.device)

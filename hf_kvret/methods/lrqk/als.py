@@ -1,4 +1,4 @@
-"""The published alternation: where it starts (B.6), and its updates at a step (algorithm 2)."""
+"""The published alternation: algorithm 1, where it starts (B.6), and a step of algorithm 2."""
 
 from __future__ import annotations
 
@@ -7,55 +7,137 @@ from typing import Self
 
 import torch
 
-from hf_kvret.contracts.schema import Schema, damaged
-from hf_kvret.contracts.state import State, Tensors, tensor
-from hf_kvret.methods.lrqk.factors import Sketch, solve
-from hf_kvret.methods.lrqk.grams import CHUNK
+from hf_kvret.contracts.schema import damaged
+from hf_kvret.contracts.state import State, tensor
+from hf_kvret.methods.lrqk.factors import finite, float_chunks
 
 _FP32 = torch.float32
 
 
-class RandomSource(State):
-    """A seeded random generator; forks and loaded copies continue the same sequence.
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """A factor A ``[l, r]`` of Q or K, described by its products alone.
 
-    A generator is not a tensor, so the operations of ``State`` are written by hand.
+    Attributes:
+        cross: ``A^T Q`` (or ``A^T K``), ``[..., r, D]``.
+        own: ``A^T A``, ``[..., r, r]``.
     """
+
+    cross: torch.Tensor
+    own: torch.Tensor
+
+    @classmethod
+    def of_map(cls, factor_map: torch.Tensor, gram: torch.Tensor) -> Sketch:
+        """Of ``A = Q X`` with ``X [..., D, r]`` and the Gram of Q."""
+        cross = factor_map.mT @ gram
+        return cls(cross, cross @ factor_map)
+
+    @classmethod
+    def of_rows(cls, factor: torch.Tensor, rows: torch.Tensor) -> Sketch:
+        """Of A = ``factor [..., l, r]`` and K = ``rows [..., l, D]`` in fp32."""
+        factor, rows = factor.float(), rows.float()
+        return cls((rows.mT @ factor).mT, factor.mT @ factor)
+
+    def plus(self, other: Sketch) -> Sketch:
+        """Of the rows of both."""
+        return Sketch(self.cross + other.cross, self.own + other.own)
+
+    def basis(self) -> torch.Tensor:
+        """``B = (A^T A)^-1 A^T Q``, ``[..., r, D]``: least squares of ``Q = A B`` (eq. 6)."""
+        return solve(self.own, self.cross)
+
+
+@dataclass(frozen=True, eq=False)
+class AlternatingFactors:
+    """Result of algorithm 1: A_Q = Q X_Q, A_K = K X_K, and B_Q, B_K fitted to them.
+
+    ``to_query``, ``to_key`` ``[..., D, r]`` are X_Q, X_K; ``query_basis``, ``key_basis``
+    ``[..., r, D]`` are B_Q, B_K; all fp32.
+    """
+
+    to_query: torch.Tensor
+    to_key: torch.Tensor
+    query_basis: torch.Tensor
+    key_basis: torch.Tensor
+
+
+def alternating(
+    query_gram: torch.Tensor,
+    key_gram: torch.Tensor,
+    query_start: Sketch,
+    key_start: Sketch,
+    iterations: int,
+    penalty: float,
+) -> AlternatingFactors:
+    """Algorithm 1: ``iterations`` rounds of B_Q, B_K, A_K, A_Q (eq. 6), then B_Q, B_K once more.
+
+    Each update needs A_Q and A_K by their products with Q, K and themselves only, and gives
+    A_K = K X_K: so Grams are enough, and l doesn't matter. B is refitted at the end, as the
+    authors' code does, because decoding starts from it. A fixed number of rounds stands for the
+    paper's tolerance, which may stop earlier.
+    """
+    g_q, g_k = finite(query_gram, key_gram)
+    a_q, a_k = query_start, key_start
+    to_query = to_key = g_q.new_empty(0)
+    for _ in range(iterations):
+        b_q, b_k = a_q.basis(), a_k.basis()
+        to_key = _update(a_q, b_k, penalty)
+        a_k = Sketch.of_map(to_key, g_k)
+        to_query = _update(a_k, b_q, penalty)
+        a_q = Sketch.of_map(to_query, g_q)
+    return AlternatingFactors(
+        to_query.float(), to_key.float(), a_q.basis().float(), a_k.basis().float()
+    )
+
+
+def _update(other: Sketch, basis: torch.Tensor, penalty: float) -> torch.Tensor:
+    """X ``[..., D, r]`` of eq. 6: (C^T + penalty B^T)(M + penalty B B^T)^-1."""
+    numerator = other.cross.mT + penalty * basis.mT
+    return solve(other.own + penalty * basis @ basis.mT, numerator.mT).mT
+
+
+def solve(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``matrix^-1 @ right`` for symmetric, positive ``[..., r, r]``; never waits for the device.
+
+    A ridge of 1e-12 of the mean diagonal entry (1e-6 in fp32) makes singular matrices solvable.
+    """
+    r = matrix.shape[-1]
+    share = 1e-12 if matrix.dtype == torch.float64 else 1e-6
+    ridge = matrix.diagonal(dim1=-2, dim2=-1).mean(-1) * share
+    ridge = ridge.clamp(min=torch.finfo(matrix.dtype).tiny)
+    eye = torch.eye(r, dtype=matrix.dtype, device=matrix.device)
+    return torch.linalg.solve_ex(matrix + ridge[..., None, None] * eye, right).result
+
+
+class RandomSource(State):
+    """A seeded sequence of random numbers; forks and loaded copies continue it.
+
+    Attributes:
+        state: of torch's generator on the CPU; None before the first draw.
+    """
+
+    state: torch.Tensor | None = tensor(batched=False, shared=True)
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self.reset()
-
-    def reset(self) -> None:
-        self._generator = torch.Generator().manual_seed(self._seed)
-        self.is_drawn = False
 
     def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """``N(0, 1)`` on the CPU."""
-        self.is_drawn = True
-        # On the CPU, whatever device and dtype are the defaults: the same numbers everywhere.
-        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        """``N(0, 1)`` on the CPU, whatever device and dtype are the defaults."""
+        generator = torch.Generator().manual_seed(self._seed)
+        if self.state is not None:
+            generator.set_state(self.state)
+        draw = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        self.state = generator.get_state()
+        return draw
 
-    def fork(self) -> RandomSource:
-        twin = RandomSource(self._seed)
-        twin._generator.set_state(self._generator.get_state())
-        twin.is_drawn = self.is_drawn
-        return twin
-
-    def state_dict(self) -> Tensors:
-        """``state`` of the generator; empty before the first draw."""
-        return {"state": self._generator.get_state()} if self.is_drawn else {}
-
-    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
-        self.reset()
+    def loaded(self) -> None:
+        """ValueError for what is no state of a generator."""
+        assert self.state is not None, "it is loaded"
+        self.state = self.state.cpu()
         try:
-            self._generator.set_state(state["state"].cpu())
+            torch.Generator().set_state(self.state)
         except (RuntimeError, TypeError) as error:
             raise damaged(f"index.chance.state is of no generator ({error})") from error
-        self.is_drawn = True
-
-    def claim(self, state: Tensors, schema: Schema) -> set[str]:
-        """As for every state: ``state``, which the generator checks."""
-        return {"state"} & state.keys()
 
 
 class Moments(State):
@@ -82,18 +164,15 @@ class Moments(State):
 
     def add(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
         """Add ``rows [B, Hq, n, D]``, zeros for padding; a random A has ``rank`` columns."""
-        for chunk in rows.split(CHUNK, dim=2):
-            self._add_chunk(chunk.float(), rank, source)
-
-    def _add_chunk(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
-        sums = {"gram": rows.mT @ rows, "sizes": rows.abs().sum(2)}
-        if self.random:
-            start = source.normal((*rows.shape[:3], rank)).to(rows.device)
-            start = start * (rows != 0).any(-1, keepdim=True)
-            sums |= {"cross": start.mT @ rows, "own": start.mT @ start}
-        for name, more in sums.items():
-            total = getattr(self, name)
-            setattr(self, name, more if total is None else total + more)
+        for chunk in float_chunks(rows, None):
+            products = {"gram": chunk.mT @ chunk, "sizes": chunk.abs().sum(2)}
+            if self.random:
+                start = source.normal((*chunk.shape[:3], rank)).to(chunk.device)
+                start = start * (chunk != 0).any(-1, keepdim=True)
+                products |= {"cross": start.mT @ chunk, "own": start.mT @ start}
+            for name, product in products.items():
+                total = getattr(self, name)
+                setattr(self, name, product if total is None else total + product)
 
     def random_start(self) -> Sketch:
         """The sketch of the random A."""
@@ -113,52 +192,25 @@ class Moments(State):
             raise KeyError("cross" if self.cross is None else "own")
 
 
-def _sizes(moments: Moments) -> torch.Tensor:
-    assert moments.sizes is not None, "rows were added"
-    return moments.sizes
-
-
-def _random_start(queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-    """A_Q, A_K ~ N(0, 1) (eq. 22)."""
-    return queries.random_start(), keys.random_start()
-
-
-def _top_start(queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-    """The r largest columns of Q, and of K, by L1 norm (eq. 23, 24)."""
-    of_q, of_k = (_sizes(x).topk(rank).indices for x in (queries, keys))
-    return queries.column_start(of_q), keys.column_start(of_k)
-
-
-def _joint_start(queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-    """The same columns of both, the largest by the sum of norms (eq. 25, 26)."""
-    columns = (_sizes(queries) + _sizes(keys)).topk(rank).indices
-    return queries.column_start(columns), keys.column_start(columns)
-
-
 RANDOM_START = "randn"
-STARTS = {RANDOM_START: _random_start, "top": _top_start, "topcol": _joint_start}
-"""Sketches of A_Q and A_K to start from, by the option's names."""
+STARTS = (RANDOM_START, "top", "topcol")
+"""Names of the starts of the alternation (B.6)."""
 
 
-@dataclass(frozen=True, eq=False)
-class OmegaProducts:
-    """Products of the keys on the device and their proxies, over Omega (eq. 7), fp32.
+def start_sketches(init: str, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
+    """The sketches of A_Q and A_K to start from.
 
-    ``cross [B, Hq, D, r]`` is K^T A_K, ``own [B, Hq, r, r]`` is A_K^T A_K.
+    ``"randn"``: both are N(0, 1) (eq. 22). ``"top"``: the r largest columns of Q, and of K, by L1
+    norm (eq. 23, 24). ``"topcol"``: the same columns of both, by the sum of norms (eq. 25, 26).
     """
-
-    cross: torch.Tensor
-    own: torch.Tensor
-
-    @classmethod
-    def of(cls, keys: torch.Tensor, proxies: torch.Tensor) -> Self:
-        """Of ``keys [B, Hq, n, D]`` and ``proxies [B, Hq, n, r]``; rows of zeros do not count."""
-        keys, proxies = keys.float(), proxies.float()
-        return cls(keys.mT @ proxies, proxies.mT @ proxies)
-
-    def plus(self, other: Self) -> Self:
-        """Of both sets of keys."""
-        return type(self)(self.cross + other.cross, self.own + other.own)
+    if init == RANDOM_START:
+        return queries.random_start(), keys.random_start()
+    assert queries.sizes is not None and keys.sizes is not None, "rows were added"
+    sizes = [queries.sizes, keys.sizes]
+    if init == "topcol":
+        sizes = [queries.sizes + keys.sizes] * 2
+    query_columns, key_columns = (size.topk(rank).indices for size in sizes)
+    return queries.column_start(query_columns), keys.column_start(key_columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,14 +221,15 @@ class Bases:
     key: torch.Tensor
 
     def guess(self, keys: torch.Tensor) -> torch.Tensor:
-        """Proxies ``[B, Hq, n, r]`` of ``keys [B, Hq, n, D]``: k B_K^T (B_K B_K^T)^-1."""
+        """Proxies ``[B, Hq, n, r]`` of ``keys [B, Hkv, n, D]``: k B_K^T (B_K B_K^T)^-1."""
+        keys = keys.repeat_interleave(self.key.shape[1] // keys.shape[1], dim=1)
         return solve(self.key @ self.key.mT, self.key @ keys.float().mT).mT
 
     def step(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
-        omega: OmegaProducts | None,
+        omega: Sketch | None,
         iterations: int,
         penalty: float,
     ) -> tuple[torch.Tensor, torch.Tensor, Self]:
@@ -184,7 +237,8 @@ class Bases:
 
         Args:
             query, key: ``[B, Hq, D]`` fp32.
-            omega: Omega of the step before; None when nothing was selected yet.
+            omega: of the keys on the device in the step before (Omega, eq. 7) and their proxies;
+                None when nothing was selected yet.
             iterations: rounds; the published tolerance may stop earlier.
             penalty: lambda_d1 and lambda_d2.
 
@@ -197,7 +251,7 @@ class Bases:
         from_q, from_k = q @ self.query.mT, k @ self.key.mT
         if omega is not None:
             own_q = own_q + penalty * omega.own
-            from_q = from_q + penalty * q @ omega.cross
+            from_q = from_q + penalty * q @ omega.cross.mT
         k_hat = solve(own_k, from_k.mT).mT
         q_hat = torch.zeros_like(k_hat)
         for _ in range(iterations):

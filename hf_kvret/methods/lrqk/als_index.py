@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -10,27 +10,105 @@ import torch
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Schema, check_ids, damaged
-from hf_kvret.contracts.state import part, tensor
+from hf_kvret.contracts.state import State, number, part, tensor
+from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
 from hf_kvret.methods.lrqk.als import (
     RANDOM_START,
-    STARTS,
     Bases,
     Moments,
-    OmegaProducts,
     RandomSource,
+    Sketch,
+    alternating,
+    start_sketches,
 )
 from hf_kvret.methods.lrqk.config import LRQKConfig
-from hf_kvret.methods.lrqk.factors import alternating
-from hf_kvret.methods.lrqk.proxies import Proxies
-from hf_kvret.methods.lrqk.recent_proxies import RecentProxies
-from hf_kvret.stores import Store
+from hf_kvret.methods.lrqk.proxies import Proxies, check_complete, project
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 
+_small = partial(TokenBuffer, 64)
 _BASIS: dict[str, Any] = {
     **{"optional": True, "shared": True, "finite": True},
     **{"dims": "B Q R D", "dtype": torch.float32},
 }
+
+
+class RecentProxies(State):
+    """The tokens that are not cold; before the factors are made only the last ``room``.
+
+    Attributes:
+        keys: ``[B, Hkv, m, D]``, of slots ``end - m .. end``; rows of zeros for padding.
+        proxies: ``[B, Hq, m, r]`` fp32; empty before ``start``.
+        end: slot after the newest.
+    """
+
+    keys: TokenBuffer = passed(_small, dims="B H m D")
+    proxies: TokenBuffer = passed(_small, may_be_empty=True, dims="B Q m R", dtype=torch.float32)
+    end: int = number(0, least=0, most=MOST_SLOT)
+    _pass_len: int = number(0, key="end", least=0, most=MOST_SLOT)
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def add(self, keys: torch.Tensor, start: int, bases: Bases | None) -> None:
+        """Put ``keys [B, Hkv, q, D]`` at slot ``start``, in place of all from there on."""
+        self.end, self._pass_len = start + keys.shape[2], keys.shape[2]
+        if bases is None:
+            first = max(start, self.end - self.room)
+            self.keys.put(keys[:, :, first - start :], first)
+            self.keys.drop(self.end - self.room)
+            return
+        self.keys.put(keys, start)
+        self.proxies.put(bases.guess(keys), start)
+
+    def start(self, to_key: torch.Tensor) -> None:
+        """Make the proxies of all tokens with ``to_key [B, Hq, D, r]``."""
+        keys = _repeat(self.keys.rows.float(), to_key.shape[1])
+        self.proxies.put(keys @ to_key, self.keys.first)
+
+    def newest(self, count: int, query_heads: int) -> torch.Tensor:
+        """Keys ``[B, Hq, count, D]`` fp32 of the newest tokens."""
+        return _repeat(self.keys.since(self.end - count).float(), query_heads)
+
+    def replace_newest(self, proxies: torch.Tensor) -> None:
+        """Replace the proxies of the newest tokens by ``[B, Hq, count, r]``."""
+        self.proxies.put(proxies, self.end - proxies.shape[2])
+
+    def omega(self, lite: int) -> Sketch:
+        """The sketch of the ``lite`` newest tokens before the last pass."""
+        keys, proxies = self.keys.rows, self.proxies.rows
+        last = keys.shape[2] - min(self._pass_len, keys.shape[2])
+        newest = slice(max(0, last - lite), last)
+        return Sketch.of_rows(proxies[:, :, newest], _repeat(keys[:, :, newest], proxies.shape[1]))
+
+    def leave(self, block: TokenBlock, bases: Bases) -> torch.Tensor:
+        """Remove a block that became cold; returns its proxies ``[B, Hq, n, r]``.
+
+        Tokens dropped before the factors were made get a guess (``Bases.guess``).
+        """
+        first = self.proxies.first
+        unknown = min(max(0, first - block.start), len(block))
+        guesses = bases.guess(block.keys[:, :, :unknown])
+        span = slice(max(0, block.start - first), max(0, block.end - first))
+        proxies = torch.cat([guesses, self.proxies.rows[:, :, span]], dim=2)
+        self.keys.drop(block.end)
+        self.proxies.drop(block.end)
+        return proxies
+
+    def check_loaded(self, schema: Schema) -> None:
+        """ValueError for tokens that are not the newest; a crop leaves later ones."""
+        count, end = len(self.keys), self.end
+        if not max(count, self._pass_len, schema["T"]) <= end:
+            raise damaged(f"index.waiting: {count} tokens end at {end} of {schema['T']}")
+
+    def loaded(self) -> None:
+        for rows in (self.keys, self.proxies):
+            rows.first = self.end - len(rows)
+
+
+def _repeat(keys: torch.Tensor, query_heads: int) -> torch.Tensor:
+    """``keys [B, Hkv, n, D]`` for each query head, ``[B, Hq, n, D]``."""
+    return keys.repeat_interleave(query_heads // keys.shape[1], dim=1)
 
 
 class PaperLRQKIndex(Index):
@@ -58,7 +136,7 @@ class PaperLRQKIndex(Index):
     # B_Q and B_K, [B, Hq, r, D].
     _query_basis: torch.Tensor | None = tensor(key="bases.query", **_BASIS)
     _key_basis: torch.Tensor | None = tensor(key="bases.key", **_BASIS)
-    # Of the newest query, [B, Hq, 1, k] int32.
+    # The tokens that the newest query selected, [B, Hq, 1, k] int32.
     _selection: torch.Tensor | None = tensor(
         key="selected.ids", optional=True, shared=True, dims="B Q 1 k", dtype=torch.int32
     )
@@ -75,7 +153,7 @@ class PaperLRQKIndex(Index):
     def _forget_pass(self) -> None:
         """Drop state that lives between the hooks of one pass."""
         # Set by ``before_search`` for ``search``.
-        self._omega: OmegaProducts | None = None
+        self._omega: Sketch | None = None
         self._valid: torch.Tensor | None = None
 
     def on_forward(
@@ -103,12 +181,14 @@ class PaperLRQKIndex(Index):
         if queries.gram is None or keys.gram is None:
             raise RuntimeError("no query was seen: call on_forward before build")
         rank = options.rank_of(queries.gram.shape[-1])
-        starts = STARTS[options.init](queries, keys, rank)
+        starts = start_sketches(options.init, queries, keys, rank)
         factors = alternating(queries.gram, keys.gram, *starts, options.iterations, options.penalty)
         self._query_basis, self._key_basis = factors.query_basis, factors.key_basis
         self._omega = None
         self._recent.start(factors.to_key)
-        self._proxies.replace(_project(factors.to_key, cold.store))
+        self._proxies.replace(
+            project(factors.to_key, (keys for _, keys in cold.store.key_chunks()))
+        )
         for state in (queries, keys, self._chance):
             state.reset()
 
@@ -126,11 +206,11 @@ class PaperLRQKIndex(Index):
         if self._selection is not None:
             ids = self._selection
             keys, _ = cold.store.gather(ids)
-            places = ids[:, :, 0].clamp(min=0).long().unsqueeze(-1)
+            indices = ids[:, :, 0].clamp(min=0).long().unsqueeze(-1)
             rows = self._proxies.rows
-            proxies = rows.gather(2, places.expand(*places.shape[:3], rows.shape[-1]))
+            proxies = rows.gather(2, indices.expand(*indices.shape[:3], rows.shape[-1]))
             proxies = self._proxies.values(proxies).masked_fill(ids[:, :, 0, :, None] < 0, 0.0)
-            self._omega = self._omega.plus(OmegaProducts.of(keys[:, :, 0], proxies))
+            self._omega = self._omega.plus(Sketch.of_rows(proxies, keys[:, :, 0]))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         return proxy.top_indices(
@@ -146,29 +226,28 @@ class PaperLRQKIndex(Index):
         return ProxySearch(self._solve(query, cold), self._proxies.rows, heads=query.shape[1])
 
     def after_search(self, ids: torch.Tensor) -> None:
-        """Remember what the newest query has chosen."""
+        """Remember the selection of the newest query."""
         self._selection = ids[:, :, -1:]
 
     def _solve(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         """Scaled proxies ``[B, Hq, Q, r]`` fp32 of the queries; takes the steps of the bases."""
         if self._bases is None:
             raise RuntimeError("the index is empty: call on_forward, add and build first")
-        options, count = self.options, query.shape[2]
+        options = self.options
         if self._valid is not None:
             # Padding must not change the bases.
             query = query.masked_fill(~self._valid[:, None, :, None], 0.0)
-        keys = self._recent.newest(count, query.shape[1])
-        of_queries, of_keys, bases = [], [], self._bases
-        for number in range(count):
-            pair = query[:, :, number].float(), keys[:, :, number]
+        keys = self._recent.newest(query.shape[2], query.shape[1])
+        query_proxies, key_proxies, bases = [], [], self._bases
+        for q, k in zip(query.unbind(2), keys.unbind(2), strict=True):
             q_hat, k_hat, bases = bases.step(
-                *pair, self._omega, options.iterations, options.penalty
+                q.float(), k, self._omega, options.iterations, options.penalty
             )
-            of_queries.append(q_hat)
-            of_keys.append(k_hat)
+            query_proxies.append(q_hat)
+            key_proxies.append(k_hat)
         self._query_basis, self._key_basis = bases.query, bases.key
-        self._recent.replace_newest(torch.stack(of_keys, dim=2))
-        return self._proxies.weigh(torch.stack(of_queries, dim=2)) * cold.scale
+        self._recent.replace_newest(torch.stack(key_proxies, dim=2))
+        return self._proxies.weigh(torch.stack(query_proxies, dim=2)) * cold.scale
 
     def reset(self) -> None:
         super().reset()
@@ -204,18 +283,16 @@ class PaperLRQKIndex(Index):
         return SearchCost(0, self._proxies.rows.nbytes + both + fit_bytes)
 
     def loaded(self) -> None:
-        """KeyError for a missing part."""
+        """KeyError if only some of the tensors were saved."""
         length = len(self._proxies)
-        parts = {
+        values = {
             "bases.query": self._query_basis,
             "bases.key": self._key_basis,
             "proxies.rows": length or None,
             "waiting.proxies": self._recent.proxies.is_allocated or None,
         }
-        absent = [name for name, value in parts.items() if value is None]
-        if 0 < len(absent) < len(parts):
-            raise KeyError(absent[0])
-        if self._queries.cross is not None and not self._chance.is_drawn:
+        check_complete(values)
+        if self._queries.cross is not None and self._chance.state is None:
             raise KeyError("chance.state")
 
     def saved_sizes(self, schema: Schema) -> dict[str, int]:
@@ -247,11 +324,3 @@ class PaperLRQKIndex(Index):
     def _room(options: LRQKConfig) -> int:
         """Number of recent tokens to keep: those of a step, or those it fits its query to."""
         return max(options.lite, options.max_draft)
-
-
-def _project(to_key: torch.Tensor, store: Store) -> Iterator[torch.Tensor]:
-    """Proxies ``[B, Hq, *, r]`` of all keys in the store."""
-    batch, _, dim, rank = to_key.shape
-    for _, keys in store.key_chunks():
-        maps = to_key.view(batch, keys.shape[1], -1, dim, rank)
-        yield (keys.float().unsqueeze(2) @ maps).flatten(1, 2)

@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import (
+    RetrievalConfig,
+    check_choice,
+    check_flag,
+    check_int,
+    check_number,
+    check_seed,
+)
 from hf_kvret_kernels import proxy
 
 _RANK = 32
@@ -23,7 +30,7 @@ class LRQKConfig(RetrievalConfig):
 
     Attributes:
         top_k: None by default: a count that grows with the length (appendix D).
-        rank: numbers of a proxy, r, at most the head dim and 256; None: 32, or the head dim if it
+        rank: elements of a proxy, r, at most the head dim and 256; None: 32, or the head dim if it
             is less.
         factors: ``"closed"``: the best factors there are, from Gram matrices; ``"als"``: the
             paper's, by alternating least squares and with its updates at every step.
@@ -63,44 +70,35 @@ class LRQKConfig(RetrievalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("rank", 1), ("iterations", 1), ("lite", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if name == "rank" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        if self.rank is not None:
+            check_int("rank", self.rank, 1)
+        check_int("iterations", self.iterations, 1)
+        check_int("lite", self.lite, 0)
+        check_seed(self.seed)
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: choose {' or '.join(map(repr, choices))}"
-                )
-        for name in ("shared", "center"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("recency", "half_life", "drift", "penalty"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} must be below 2^63")
-        if not 0.0 <= self.recency < 1.0:
-            raise ValueError(f"recency={self.recency}: a weight from 0 to below 1")
-        if not 0.0 < self.half_life < math.inf:
-            raise ValueError(f"half_life={self.half_life}: a number of tokens above 0")
-        if not self.drift >= 1.0:
-            raise ValueError(f"drift={self.drift}: a factor of at least 1; inf never projects anew")
-        if not 0.0 < self.penalty < math.inf:
-            raise ValueError(f"penalty={self.penalty}: a number above 0")
+            check_choice(name, getattr(self, name), choices)
+        check_flag("shared", self.shared)
+        check_flag("center", self.center)
+        check_number(
+            "recency", self.recency, lambda x: 0.0 <= x < 1.0, "a weight from 0 to below 1"
+        )
+        check_number(
+            "half_life", self.half_life, lambda x: 0.0 < x < math.inf, "a number of tokens above 0"
+        )
+        check_number(
+            "drift",
+            self.drift,
+            lambda x: x >= 1.0,
+            "a factor of at least 1; inf never projects anew",
+        )
+        check_number("penalty", self.penalty, lambda x: 0.0 < x < math.inf, "a number above 0")
 
     @property
     def group_obstacle(self) -> str:
         """See ``RetrievalConfig``."""
-        apart = self.factors != "closed" or not self.shared
-        return (
-            "with factors='als' or shared=False each query head selects for itself" if apart else ""
-        )
+        if self.factors == "closed" and self.shared:
+            return ""
+        return "with factors='als' or shared=False each query head selects for itself"
 
     @property
     def estimate_obstacle(self) -> str:

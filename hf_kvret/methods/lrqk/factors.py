@@ -1,19 +1,29 @@
-"""Factors: linear maps that make proxies of queries and keys, and how they are found.
+"""Factors: linear maps that make proxies of queries and keys, and the Grams that give the best.
 
-Everything here works on Gram matrices, G_Q = Q^T Q and G_K = K^T K of all queries and keys, which
-add up over blocks of tokens. No l x r or l x l matrix is ever made. Computed in fp64: Grams of
-real heads have eigenvalues over many orders of magnitude. Dimensions: F sets of factors, D head
-dim, r rank; leading dimensions ``...`` are batch and sets.
+Gram matrices, G_Q = Q^T Q and G_K = K^T K of all queries and keys, add up over blocks of tokens.
+No l x r or l x l matrix is ever made. Factors are computed in fp64: Grams of real heads have
+eigenvalues over many orders of magnitude. Dimensions: F sets of factors, D head dim, r rank;
+leading dimensions ``...`` are batch and sets.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from hf_kvret.contracts.state import State, Tensors, number, part, tensor
+
 # Squared singular values below this share of the largest are rounding, not directions.
 _LEAST_SQUARE = 1e-13
+# Queries older than this many half-lives have a negligible weight in fp32.
+_MEMORY = 24
+_PENDING = 64
+_FP32 = torch.float32
+# Tokens converted to fp32 at a time.
+CHUNK_LEN = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +63,7 @@ def closed_form(query_gram: torch.Tensor, key_gram: torch.Tensor, rank: int) -> 
     Raises:
         ValueError: a Gram that is not finite.
     """
-    g_q, g_k = _finite(query_gram, key_gram)
+    g_q, g_k = finite(query_gram, key_gram)
     values, vectors = torch.linalg.eigh(g_k)
     root = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)
     squares, turns = torch.linalg.eigh(root.mT @ g_q @ root)
@@ -63,87 +73,15 @@ def closed_form(query_gram: torch.Tensor, key_gram: torch.Tensor, rank: int) -> 
     to_query = root @ turns * singular.rsqrt().unsqueeze(-2)
     to_key = g_q @ root @ turns * singular.pow(-1.5).unsqueeze(-2)
     to_query, to_key = (
-        part.masked_fill(~mask.unsqueeze(-2), 0.0).float() for part in (to_query, to_key)
+        factor.masked_fill(~mask.unsqueeze(-2), 0.0).float() for factor in (to_query, to_key)
     )
     return Factors(to_query, to_key)
 
 
-@dataclass(frozen=True, eq=False)
-class Sketch:
-    """A factor A ``[l, r]`` of Q or K, known by its products alone, fp64.
-
-    Attributes:
-        cross: ``A^T Q`` (or ``A^T K``), ``[..., r, D]``.
-        own: ``A^T A``, ``[..., r, r]``.
-    """
-
-    cross: torch.Tensor
-    own: torch.Tensor
-
-    @classmethod
-    def of_map(cls, factor_map: torch.Tensor, gram: torch.Tensor) -> Sketch:
-        """Of ``A = Q X`` with ``X [..., D, r]`` and the Gram of Q."""
-        cross = factor_map.mT @ gram
-        return cls(cross, cross @ factor_map)
-
-    def basis(self) -> torch.Tensor:
-        """``B = (A^T A)^-1 A^T Q``, ``[..., r, D]``: least squares of ``Q = A B`` (eq. 6)."""
-        return solve(self.own, self.cross)
-
-
-@dataclass(frozen=True, eq=False)
-class AlternatingFactors:
-    """Result of algorithm 1: A_Q = Q X_Q, A_K = K X_K, and B_Q, B_K fitted to them.
-
-    ``to_query``, ``to_key`` ``[..., D, r]`` are X_Q, X_K; ``query_basis``, ``key_basis``
-    ``[..., r, D]`` are B_Q, B_K; all fp32.
-    """
-
-    to_query: torch.Tensor
-    to_key: torch.Tensor
-    query_basis: torch.Tensor
-    key_basis: torch.Tensor
-
-
-def alternating(
-    query_gram: torch.Tensor,
-    key_gram: torch.Tensor,
-    query_start: Sketch,
-    key_start: Sketch,
-    iterations: int,
-    penalty: float,
-) -> AlternatingFactors:
-    """Algorithm 1: ``iterations`` rounds of B_Q, B_K, A_K, A_Q (eq. 6), then B_Q, B_K once more.
-
-    Each update needs A_Q and A_K by their products with Q, K and themselves only, and gives
-    A_K = K X_K: so Grams are enough, and l doesn't matter. B is refitted at the end, as the
-    authors' code does, because decoding starts from it. A fixed number of rounds stands for the
-    paper's tolerance, which may stop earlier.
-    """
-    g_q, g_k = _finite(query_gram, key_gram)
-    a_q, a_k = query_start, key_start
-    to_query = to_key = g_q.new_empty(0)
-    for _ in range(iterations):
-        b_q, b_k = a_q.basis(), a_k.basis()
-        to_key = _update(a_q, b_k, penalty)
-        a_k = Sketch.of_map(to_key, g_k)
-        to_query = _update(a_k, b_q, penalty)
-        a_q = Sketch.of_map(to_query, g_q)
-    return AlternatingFactors(
-        to_query.float(), to_key.float(), a_q.basis().float(), a_k.basis().float()
-    )
-
-
-def _update(other: Sketch, basis: torch.Tensor, penalty: float) -> torch.Tensor:
-    """X ``[..., D, r]`` of eq. 6: (C^T + penalty B^T)(M + penalty B B^T)^-1."""
-    numerator = other.cross.mT + penalty * basis.mT
-    return solve(other.own + penalty * basis @ basis.mT, numerator.mT).mT
-
-
-def _finite(*grams: torch.Tensor) -> list[torch.Tensor]:
-    """The same in fp64, after one wait for the device. ValueError where one is not finite."""
+def finite(*grams: torch.Tensor) -> list[torch.Tensor]:
+    """The ``grams`` in fp64, after one wait for the device; ValueError where one is not finite."""
     doubles = [gram.double() for gram in grams]
-    # In fp64 a sum of finite numbers of a Gram stays finite.
+    # In fp64 a sum of a Gram's finite elements stays finite.
     if not bool(torch.isfinite(torch.stack([gram.abs().sum() for gram in doubles]).sum())):
         raise ValueError(
             "queries or keys of this layer are NaN or infinite, or too large for sums of squares "
@@ -153,14 +91,222 @@ def _finite(*grams: torch.Tensor) -> list[torch.Tensor]:
     return doubles
 
 
-def solve(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``matrix^-1 @ right`` for symmetric, positive ``[..., r, r]``; never waits for the device.
+def float_chunks(rows: torch.Tensor, valid: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """Some tokens of ``rows [B, H, n, D]`` after the others, in fp32, zeros for padding."""
+    for start in range(0, rows.shape[2], CHUNK_LEN):
+        chunk = rows[:, :, start : start + CHUNK_LEN].float()
+        if valid is not None:
+            chunk = chunk.masked_fill(~valid[:, None, start : start + CHUNK_LEN, None], 0.0)
+        yield chunk
 
-    A ridge of 1e-12 of the mean diagonal entry (1e-6 in fp32) makes singular matrices solvable.
+
+class QueryBuffer(State):
+    """At most ``_PENDING`` queries ``[B, Hq, q, D]`` in the order in which they came.
+
+    The next position is on the device, too, so that a decode step can be captured once and replayed
+    (then ``count`` is raised on the host).
+
+    Attributes:
+        count: queries in the buffer.
     """
-    r = matrix.shape[-1]
-    share = 1e-12 if matrix.dtype == torch.float64 else 1e-6
-    ridge = matrix.diagonal(dim1=-2, dim2=-1).mean(-1) * share
-    ridge = ridge.clamp(min=torch.finfo(matrix.dtype).tiny)
-    eye = torch.eye(r, dtype=matrix.dtype, device=matrix.device)
-    return torch.linalg.solve_ex(matrix + ridge[..., None, None] * eye, right).result
+
+    count: int = number(0, saved=False)
+    _rows: torch.Tensor | None = tensor(saved=False)
+    _valid: torch.Tensor | None = tensor(saved=False)
+    _next: torch.Tensor | None = tensor(saved=False, batched=False)
+
+    def put(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Add ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None. There must be room."""
+        if self._rows is None or self._next is None:
+            batch, heads, _, dim = queries.shape
+            self._rows = queries.new_empty(batch, heads, _PENDING, dim)
+            self._next = torch.zeros(1, dtype=torch.long, device=queries.device)
+        count, indices = queries.shape[2], self._next
+        if count > 1:
+            indices = indices + torch.arange(count, device=indices.device)
+        self._rows.index_copy_(2, indices, queries)
+        if valid is not None and self._valid is None:
+            shape = len(queries), _PENDING
+            self._valid = torch.ones(shape, dtype=torch.bool, device=queries.device)
+        if self._valid is not None:
+            mask = self._valid.new_ones(len(queries), count) if valid is None else valid
+            self._valid.index_copy_(1, indices, mask)
+        self._next.add_(count)
+        self.count += count
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Empty the buffer; returns its queries and their validity (None: all valid).
+
+        Both are views that the next ``put`` overwrites. None if the buffer was empty.
+        """
+        if self._rows is None or self._next is None or not self.count:
+            return None
+        rows = self._rows[:, :, : self.count]
+        valid = None if self._valid is None else self._valid[:, : self.count]
+        self.count = 0
+        self._next.zero_()
+        return rows, valid
+
+
+class QueryGrams(State):
+    """Gram matrices of all queries, ``[B, F, D, D]`` fp32: one steady, one of recent queries.
+
+    Weights in the second one halve every ``half_life`` tokens, so that a short question after a
+    long document counts. To make the heads of a set comparable, each is divided by the length of
+    its first queries; apart from that, how tokens are split into passes makes no difference.
+
+    Single tokens are buffered and added together.
+
+    Attributes:
+        sets: F, the number of KV heads, or of query heads; 0 where it is set later, before the
+            first queries.
+    """
+
+    steady: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32, finite=True)
+    recent: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32, finite=True)
+    scale: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32, finite=True)
+    sets: int = number(0, saved=False)
+    _is_scaled: bool = number(False, saved=False)
+    _buffer: QueryBuffer = part(QueryBuffer, saved=False)
+
+    def __init__(self, sets: int, half_life: float) -> None:
+        self.sets, self.half_life = sets, half_life
+        self._count_before = 0
+
+    def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Add the newest ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None."""
+        if self._buffer.count + queries.shape[2] > _PENDING:
+            self.fold()
+        if queries.shape[2] > _PENDING:
+            # A prompt is not copied.
+            self._fold(queries, valid)
+            return
+        self._buffer.put(queries, valid)
+
+    def before_capture(self) -> None:
+        """Make room for the token of a step that will be captured."""
+        if self._buffer.count == _PENDING:
+            self.fold()
+        self._count_before = self._buffer.count
+
+    def capture_failed(self) -> None:
+        """The captured step did nothing: restore the count."""
+        self._buffer.count = self._count_before
+
+    def replayed(self) -> None:
+        """A captured ``add`` of one token was replayed."""
+        self._buffer.count += 1
+        if self._buffer.count == _PENDING:
+            self.fold()
+
+    def fold(self) -> None:
+        """Add buffered queries to the matrices."""
+        batch = self._buffer.take()
+        if batch is not None:
+            self._fold(*batch)
+
+    def _fold(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        for chunk in float_chunks(queries, valid):
+            self._fold_chunk(chunk, valid is not None)
+
+    def _fold_chunk(self, queries: torch.Tensor, padding: bool) -> None:
+        """Add ``queries [B, Hq, q, D]`` fp32, zeros for padding."""
+        batch, _, count, dim = queries.shape
+        self._set_scale(queries, padding)
+        assert self.scale is not None
+        heads = (queries * self.scale[:, :, None, None]).view(batch, self.sets, -1, count, dim)
+        flat = heads.flatten(2, 3)
+        steady = flat.mT @ flat
+        newest_len = min(count, math.ceil(_MEMORY * self.half_life))
+        age = torch.arange(newest_len - 1, -1, -1, device=queries.device, dtype=torch.float32)
+        weight = torch.exp2(-age / self.half_life)
+        newest = heads[:, :, :, count - newest_len :]
+        recent = (newest * weight[:, None]).flatten(2, 3).mT @ newest.flatten(2, 3)
+        if self.steady is None or self.recent is None:
+            self.steady, self.recent = steady, recent
+        else:
+            self.steady = self.steady + steady
+            self.recent = self.recent * 2.0 ** (-count / self.half_life) + recent
+
+    def weighted(self, recency: float) -> torch.Tensor:
+        """``[B, F, D, D]``: both, each with trace 1, mixed; ``recency`` weighs the recent one."""
+        self.fold()
+        assert self.steady is not None and self.recent is not None
+        return (1.0 - recency) * _normal(self.steady) + recency * _normal(self.recent)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """As for every state, after a fold, because the batch size may change."""
+        self.fold()
+        self._buffer.reset()
+        super().reorder(rows)
+
+    def state_dict(self) -> Tensors:
+        """As for every state, after a fold."""
+        self.fold()
+        return super().state_dict()
+
+    def loaded(self) -> None:
+        assert self.steady is not None, "it is loaded"
+        self.sets = self.steady.shape[1]
+
+    def _set_scale(self, queries: torch.Tensor, padding: bool) -> None:
+        """One over the root mean square of the first queries, ``[B, Hq]``; 0 while a row has none.
+
+        Never synchronizes with the device: without padding, the first pass fixes it.
+        """
+        if self._is_scaled:
+            return
+        self._is_scaled = not padding
+        length = queries.square().mean((2, 3)).sqrt()
+        scale = torch.where(length > 0, 1.0 / length.clamp(min=1e-30), 0.0)
+        self.scale = scale if self.scale is None else torch.where(self.scale > 0, self.scale, scale)
+
+
+class KeyGrams(State):
+    """Gram matrix, sum and count of a layer's cold keys: ``[B, Hkv, D, D]``, fp32."""
+
+    gram: torch.Tensor | None = tensor(shared=True, dims="B H D D", dtype=_FP32, finite=True)
+    total: torch.Tensor | None = tensor(shared=True, dims="B H D", dtype=_FP32, finite=True)
+    count: torch.Tensor | None = tensor(shared=True, dims="B", dtype=_FP32, finite=True)
+
+    def add(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Add ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""
+        if valid is None:
+            count = torch.full((len(keys),), keys.shape[2], device=keys.device, dtype=torch.float32)
+        else:
+            count = valid.sum(1).float()
+        self.count = count if self.count is None else self.count + count
+        for chunk in float_chunks(keys, valid):
+            gram, total = chunk.mT @ chunk, chunk.sum(2)
+            self.gram = gram if self.gram is None else self.gram + gram
+            self.total = total if self.total is None else self.total + total
+
+    def matrix(self, center: bool) -> torch.Tensor:
+        """``[B, Hkv, D, D]``, of the keys less their mean with ``center``."""
+        assert self.gram is not None and self.total is not None and self.count is not None
+        if not center:
+            return self.gram
+        # A difference of two large matrices. fp32 sums are precise enough for a mean of about a
+        # hundred times the spread.
+        total = self.total.double()
+        outer = total.unsqueeze(-1) * total.unsqueeze(-2)
+        return self.gram.double() - outer / self.count.clamp(min=1.0)[:, None, None, None]
+
+    def spread(self, to_key: torch.Tensor, center: bool) -> torch.Tensor:
+        """``[B, F, 1, r]`` fp32 root mean square of the keys' proxies by ``to_key``."""
+        assert self.count is not None
+        gram = self.matrix(center).double()
+        gram = gram.repeat_interleave(to_key.shape[1] // gram.shape[1], dim=1)
+        squares = (to_key.double() * (gram @ to_key.double())).sum(-2, keepdim=True)
+        count = self.count.clamp(min=1.0)[:, None, None, None]
+        return (squares.clamp(min=0.0) / count).sqrt().float()
+
+    def mean(self) -> torch.Tensor:
+        """``[B, Hkv, D]`` fp32; 0 without keys."""
+        assert self.total is not None and self.count is not None
+        return self.total / self.count.clamp(min=1.0)[:, None, None]
+
+
+def _normal(gram: torch.Tensor) -> torch.Tensor:
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return gram / trace.clamp(min=torch.finfo(gram.dtype).tiny)[..., None, None]

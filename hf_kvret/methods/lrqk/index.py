@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +15,8 @@ from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
-from hf_kvret.methods.lrqk.factors import Factors, closed_form
-from hf_kvret.methods.lrqk.grams import CHUNK, KeyGrams, QueryGrams
-from hf_kvret.methods.lrqk.proxies import Proxies
+from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
+from hf_kvret.methods.lrqk.proxies import Proxies, check_complete, project
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
@@ -42,7 +41,7 @@ class LRQKIndex(CapturableIndex, Index):
     _keys: KeyGrams = part(KeyGrams, may_be_empty=True)
     _queries: QueryGrams = part()
     _proxies: Proxies = part(may_be_empty=True)
-    # Of the factors, [B, F, D, r]; the mean key, [B, Hkv, D].
+    # The maps of the factors, [B, F, D, r], and the mean key, [B, Hkv, D].
     _to_query: torch.Tensor | None = tensor(
         optional=True, shared=True, dims="B F D R", dtype=torch.float32, finite=True
     )
@@ -60,17 +59,15 @@ class LRQKIndex(CapturableIndex, Index):
     _check: bool = number(False, key="due")
     _flushed: bool = number(False, key="due")
     # Queries since the last reprojection: drafts must not trigger one every time.
-    _since: float = number(math.inf, key="due", least=0)
+    _queries_since_projection: float = number(math.inf, key="due", least=0)
     _reprojections: int = number(0, saved=False, reset_on_fork=True)
     _reprojected_rows: int = number(0, saved=False, reset_on_fork=True)
 
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
-        self._queries, self._proxies = (
-            QueryGrams(0, options.half_life),
-            Proxies(options.proxy_dtype),
-        )
-        self._before = self._check, self._flushed, self._since
+        self._queries = QueryGrams(0, options.half_life)
+        self._proxies = Proxies(options.proxy_dtype)
+        self._before = self._check, self._flushed, self._queries_since_projection
 
     def on_forward(
         self,
@@ -85,7 +82,7 @@ class LRQKIndex(CapturableIndex, Index):
             self._queries.sets = keys.shape[1] if self.options.shared else queries.shape[1]
         self._queries.add(queries, valid)
         self._check |= queries.shape[2] > 1
-        self._since += queries.shape[2]
+        self._queries_since_projection += queries.shape[2]
 
     def add(self, block: TokenBlock) -> None:
         if len(block) == 0:
@@ -97,16 +94,16 @@ class LRQKIndex(CapturableIndex, Index):
         if factors is None or self._mean is None:
             self._adopt(self._fit(), [block.keys])
             return
-        for proxies in self._project(factors, self._mean, [block.keys]):
+        for proxies in project(factors.to_key, [block.keys], self._mean):
             self._proxies.append(proxies)
 
     def build(self, cold: ColdTokens) -> None:
         # All of the prompt is in the factors, or will be now.
         self._flushed = False
         if self._partial:
-            rows = torch.ones(len(self._proxies.rows), dtype=torch.bool, device="cpu")
-            self._reproject(self._fit(), cold.store, rows.to(self._proxies.rows.device))
-            self._partial, self._since = False, math.inf
+            every_row = torch.ones_like(cold.valid[:, 0])
+            self._reproject(self._fit(), cold.store, every_row)
+            self._partial, self._queries_since_projection = False, math.inf
         self.before_search(cold)
 
     def before_search(self, cold: ColdTokens) -> None:
@@ -114,7 +111,7 @@ class LRQKIndex(CapturableIndex, Index):
 
         Synchronizes with the device only after a flush or a pass of several tokens.
         """
-        is_question = self._check and self._since >= 2 * self.options.half_life
+        is_question = self._check and self._queries_since_projection >= 2 * self.options.half_life
         due, self._check, self._flushed = is_question or self._flushed, False, False
         if not due or self._factors is None or self._reference_error is None:
             return
@@ -177,19 +174,20 @@ class LRQKIndex(CapturableIndex, Index):
 
     def _mean_part(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         """``[B, Hq, Q]`` fp32: what the mean key adds to all scores of a query."""
-        mean = self._mean_of(query.shape[1]).unsqueeze(2)
-        return (query.float() * mean).sum(-1) * cold.scale
+        assert self._mean is not None
+        mean = self._mean.repeat_interleave(query.shape[1] // self._mean.shape[1], dim=1)
+        return (query.float() * mean.unsqueeze(2)).sum(-1) * cold.scale
 
     def before_capture(self) -> None:
         self._queries.before_capture()
-        self._before = self._check, self._flushed, self._since
+        self._before = self._check, self._flushed, self._queries_since_projection
 
     def capture_failed(self) -> None:
-        self._check, self._flushed, self._since = self._before
+        self._check, self._flushed, self._queries_since_projection = self._before
         self._queries.capture_failed()
 
     def replayed(self) -> None:
-        self._since += 1
+        self._queries_since_projection += 1
         self._queries.replayed()
 
     def cost(self, n: int, budget: int) -> SearchCost:
@@ -234,7 +232,7 @@ class LRQKIndex(CapturableIndex, Index):
 
     def loaded(self) -> None:
         """KeyError if only some of the factors' tensors were saved."""
-        parts = {
+        values = {
             "to_query": self._to_query,
             "to_key": self._to_key,
             "mean": self._mean,
@@ -242,9 +240,7 @@ class LRQKIndex(CapturableIndex, Index):
             "keys.gram": self._keys.gram,
             "proxies.rows": self._proxies.rows if len(self._proxies) else None,
         }
-        absent = [name for name, value in parts.items() if value is None]
-        if 0 < len(absent) < len(parts):
-            raise KeyError(absent[0])
+        check_complete(values)
 
     @property
     def _factors(self) -> Factors | None:
@@ -270,59 +266,38 @@ class LRQKIndex(CapturableIndex, Index):
         return gram.repeat_interleave(sets // gram.shape[1], dim=1)
 
     def _reproject(self, factors: Factors, store: Store, rows: torch.Tensor) -> None:
-        """Make new proxies of all keys for the batch rows where ``rows [B]`` is True.
-
-        The other rows keep theirs: rows of a batch must not affect each other.
-        """
-        assert self._to_query is not None and self._to_key is not None
-        mask = rows[:, None, None, None]
-        row_factors = Factors(
-            torch.where(mask, factors.to_query, self._to_query),
-            torch.where(mask, factors.to_key, self._to_key),
-        )
-        self._adopt(row_factors, (keys for _, keys in store.key_chunks()), ~rows)
-        self._since = 0.0
+        """Make new proxies of all keys for the sequences where ``rows [B]`` is True."""
+        self._adopt(factors, (keys for _, keys in store.key_chunks()), rows)
+        self._queries_since_projection = 0.0
         self._reprojections += 1
         self._reprojected_rows += len(store) * len(rows) * self._heads()
 
     def _adopt(
-        self, factors: Factors, keys: Iterable[torch.Tensor], keep: torch.Tensor | None = None
+        self, factors: Factors, keys: Iterable[torch.Tensor], rows: torch.Tensor | None = None
     ) -> None:
         """Use ``factors`` from now on, with proxies of ``keys``, all cold keys.
 
-        Batch rows where ``keep [B]`` is True keep their old proxies, mean and error; ``factors``
-        has their old factors.
+        With ``rows [B]`` only where it is True: sequences must not affect each other.
         """
-        mean, error = self._keys.mean(), self._error(factors)
-        mean = mean if self.options.center else torch.zeros_like(mean)
-        if keep is not None and self._mean is not None and self._reference_error is not None:
-            mean = torch.where(keep[:, None, None], self._mean, mean)
-            error = torch.where(keep[:, None], self._reference_error, error)
-        spread = self._keys.spread(factors.to_key, self.options.center)
-        self._proxies.replace(self._project(factors, mean, keys), spread, keep)
-        self._to_query, self._to_key = factors.to_query, factors.to_key
-        self._mean, self._reference_error = mean, error
-
-    @staticmethod
-    def _project(
-        factors: Factors, mean: torch.Tensor, keys: Iterable[torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        """Proxies ``[B, F, *, r]`` fp32 of ``keys [B, Hkv, *, D]``, a chunk at a time."""
-        batch, heads, dim = mean.shape
-        maps = factors.to_key.view(batch, heads, -1, dim, factors.to_key.shape[-1])
-        for block in keys:
-            for chunk in block.split(CHUNK, dim=2):
-                # The mean's proxy taken off later would cost digits where products are rounded.
-                deviations = (chunk.float() - mean.unsqueeze(2)).unsqueeze(2)
-                yield (deviations @ maps).flatten(1, 2)
+        center = self.options.center
+        mean = self._keys.mean() if center else torch.zeros_like(self._keys.mean())
+        tensors = [factors.to_query, factors.to_key, mean, self._error(factors)]
+        keep = None
+        if rows is not None:
+            keep = ~rows
+            old = [self._to_query, self._to_key, self._mean, self._reference_error]
+            tensors = [
+                torch.where(rows.view(-1, *[1] * (x.ndim - 1)), x, y)
+                for x, y in zip(tensors, old, strict=True)
+                if y is not None
+            ]
+        self._to_query, self._to_key, self._mean, self._reference_error = tensors
+        spread = self._keys.spread(self._to_key, center)
+        self._proxies.replace(project(self._to_key, keys, self._mean), spread, keep)
 
     def _heads(self) -> int:
         assert self._mean is not None
         return self._mean.shape[1]
-
-    def _mean_of(self, query_heads: int) -> torch.Tensor:
-        assert self._mean is not None
-        return self._mean.repeat_interleave(query_heads // self._mean.shape[1], dim=1)
 
 
 class LRQKCache(RetrievalCache):

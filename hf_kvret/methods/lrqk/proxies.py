@@ -1,19 +1,43 @@
-"""Proxies: the rows that stand for keys in a layer's scores, in bf16 or in a byte a number."""
+"""Proxies: rows that stand for keys in a layer's scores, in bf16 or in a byte an element."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
+from hf_kvret.methods.lrqk.factors import float_chunks
 
 DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0
 # Largest range of int8, in root mean squares.
 _WIDEST = 8.0
+
+
+def check_complete(values: Mapping[str, object]) -> None:
+    """KeyError with the name of a value that is None, unless all are."""
+    absent = [name for name, value in values.items() if value is None]
+    if 0 < len(absent) < len(values):
+        raise KeyError(absent[0])
+
+
+def project(
+    to_key: torch.Tensor, keys: Iterable[torch.Tensor], mean: torch.Tensor | None = None
+) -> Iterator[torch.Tensor]:
+    """Proxies ``[B, F, *, r]`` fp32 of all ``keys [B, Hkv, *, D]``, some after the others.
+
+    ``to_key [B, F, D, r]``; ``mean [B, Hkv, D]`` is subtracted from the keys.
+    """
+    batch, _, dim, rank = to_key.shape
+    for block in keys:
+        maps = to_key.view(batch, block.shape[1], -1, dim, rank)
+        for chunk in float_chunks(block, None):
+            # The mean's proxy taken off later would cost digits where products are rounded.
+            deviations = chunk if mean is None else chunk - mean.unsqueeze(2)
+            yield (deviations.unsqueeze(2) @ maps).flatten(1, 2)
 
 
 class Proxies(State):
@@ -51,7 +75,7 @@ class Proxies(State):
 
         ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens. With it,
         int8 clamps outliers, so that padding or a single key does not coarsen all.
-        ``keep [B]`` bool: batch rows that keep their old rows.
+        ``keep [B]`` bool: sequences that keep their old rows.
         """
         old = None if keep is None else (self.rows, self.steps)
         # bf16 in between: the steps of int8 need all rows first.
@@ -81,7 +105,7 @@ class Proxies(State):
         return query if self.steps is None else query * self.steps
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some of the rows, ``[B, F, *, r]``, as fp32 numbers."""
+        """The ``rows [B, F, *, r]`` of ``self.rows`` in fp32."""
         return rows.float() if self.steps is None else rows.float() * self.steps
 
     def check_loaded(self, schema: Schema) -> None:

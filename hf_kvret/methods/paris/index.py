@@ -14,13 +14,13 @@ from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Ind
 from hf_kvret.contracts.schema import FLOATS, Schema, damaged
 from hf_kvret.contracts.state import tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
-from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.config import RetrievalConfig, check_choice, check_flag, check_int
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch
 from hf_kvret_kernels.paris.codes import check_widths
 
 _TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
-# For so many subspaces that the points of six tiers don't fit a byte: they find as much.
+# Where there are so many subspaces that a byte can't hold the points of six tiers.
 _FEW_TIERS = (0.15, 0.50, 1.0)
 _MOST_POINTS = 254
 _PAPER_LEVELS = (0.0420, 0.1266, 0.2129, 0.3023, 0.3968, 0.4990, 0.6148, 0.7604)
@@ -68,33 +68,27 @@ class ParisConfig(RetrievalConfig):
             value = getattr(self, name)
             if not isinstance(value, tuple | list) and (name == "schedule" or value is not None):
                 raise TypeError(f"{name} must be a sequence, got {value!r}")
-        if not isinstance(self.center, bool):
-            raise TypeError(f"center must be True or False, got {self.center!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an int, got {self.seed!r}")
-        if isinstance(self.subspace_dim, bool) or not isinstance(self.subspace_dim, int):
-            raise TypeError(f"subspace_dim must be an int, got {self.subspace_dim!r}")
+        check_flag("center", self.center)
+        check_int("seed", self.seed)
+        check_choice("subspace_dim", self.subspace_dim, (4, 8))
+        check_choice("group_reduce", self.group_reduce, ("max", "mean"))
         # JSON has no tuples: lists come back from a saved configuration.
         object.__setattr__(self, "schedule", tuple(tuple(row) for row in self.schedule))
         for name in ("tiers", "levels"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.subspace_dim not in (4, 8):
-            raise ValueError(f"subspace_dim={self.subspace_dim}: choose 4 or 8")
-        if self.group_reduce not in ("max", "mean"):
-            raise ValueError(f"group_reduce={self.group_reduce!r}: choose 'max' or 'mean'")
         if self.levels is not None and len(self.levels) != 8:
             raise ValueError(f"levels needs 8 magnitudes, got {len(self.levels)}")
         tiers = _TIERS if self.tiers is None else self.tiers
-        numbers = (*tiers, *(self.levels or ()))
-        if not all(isinstance(number, int | float) for number in numbers):
+        values = (*tiers, *(self.levels or ()))
+        if not all(isinstance(value, int | float) for value in values):
             raise TypeError(f"tiers={self.tiers} and levels={self.levels} must be numbers")
         if not 1 <= len(tiers) <= 15 or not all(0 < tier <= 1 for tier in tiers):
             raise ValueError(f"tiers={self.tiers}: 1 to 15 shares above 0 and at most 1")
         if not self.schedule:
             raise ValueError("schedule is empty: give at least one (length, beta, rho) row")
         for row in self.schedule:
-            if len(row) == 3 and not all(isinstance(number, int | float) for number in row):
+            if len(row) == 3 and not all(isinstance(value, int | float) for value in row):
                 raise TypeError(f"schedule row {row}: three numbers (length, beta, rho)")
             if len(row) != 3 or not (0 < row[1] <= 1 and 0 < row[2] <= 1):
                 raise ValueError(
@@ -121,7 +115,7 @@ class ParisConfig(RetrievalConfig):
         self.check_dim(head_dim)
 
     def check_dim(self, head_dim: int) -> None:
-        """The part of ``check_model`` that is ParisKV's own."""
+        """The checks of ``check_model`` that are ParisKV's own."""
         if head_dim > paris.MAX_HEAD_DIM:
             raise ValueError(
                 f"head dim {head_dim}: paris codes exist up to {paris.MAX_HEAD_DIM}; use "
@@ -183,7 +177,7 @@ class ParisIndex(CapturableIndex, Index):
     _weight: TokenBuffer = tokens(dims="B H N s", dtype=FLOATS)
     # Keys in each centroid of each subspace.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B H s c", dtype=torch.int32)
-    # Of the first block: [B, Hkv, D] fp32.
+    # The mean key of the first block, [B, Hkv, D] fp32.
     _mean: torch.Tensor | None = tensor(
         shared=True, optional=True, dims="B H D", dtype=torch.float32
     )
@@ -193,9 +187,9 @@ class ParisIndex(CapturableIndex, Index):
 
     def __init__(self, options: ParisConfig) -> None:
         self.options = options
-        # The last one, and what it was made for beside the codes.
+        # The last search on a CPU, and the options and scoring that it was made for.
         self._host_search: ParisSearch | None = None
-        self._key: tuple[object, ...] = ()
+        self._host_search_key: tuple[object, ...] = ()
 
     def add(self, block: TokenBlock) -> None:
         if self._counts is None:
@@ -203,7 +197,7 @@ class ParisIndex(CapturableIndex, Index):
             self._mean = block.mean_key() if self.options.center else None
         codes = self.encode(block.keys)
         if block.valid is not None:
-            # So that a crop knows which tokens the counts never held.
+            # A crop must know which tokens the counts leave out.
             codes.weight.masked_fill_(~block.valid[:, None, :, None], -1)
         self._sign.append(codes.sign)
         self._magnitude.append(codes.magnitude)
@@ -213,40 +207,37 @@ class ParisIndex(CapturableIndex, Index):
 
     def rotate(self, query: torch.Tensor) -> torch.Tensor:
         """``[..., P]`` fp32 of ``query [..., D]``, in the coordinates of the codes."""
-        if self._signs is None:
-            raise RuntimeError("the index is empty: add a block first")
-        return paris.rotate(query, self._signs)
+        return paris.rotate(query, self._basis()[0])
 
     def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
         """Codes of ``keys [B, Hkv, n, D]``."""
+        return paris.encode(keys, *self._basis(), m=self.options.subspace_dim, mean=self._mean)
+
+    def _basis(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The signs of the rotation and the levels of the magnitudes."""
         if self._signs is None or self._levels is None:
             raise RuntimeError("the index is empty: add a block first")
-        m = self.options.subspace_dim
-        return paris.encode(keys, self._signs, self._levels, m=m, mean=self._mean)
+        return self._signs, self._levels
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        options, m = self.options, self.options.subspace_dim
-        counts, levels = self._counts, self._levels
-        if counts is None or levels is None:
-            raise RuntimeError("the index is empty: add a block first")
-        codes = self._codes()
-        batch, heads, held, _ = codes.sign.shape
-        grouped = query.view(batch, heads, -1, query.shape[2], query.shape[3])
+        (_, levels), options, counts = self._basis(), self.options, self._counts
+        assert counts is not None, "a block was added"
+        length, grouped = len(self._sign), self._grouped(query)
         if options.group_reduce == "mean":
             grouped = grouped.float().mean(dim=2, keepdim=True)
-        _, rho = options.ratios(held)
+        _, rho = options.ratios(length)
         # A cap bends the whole score, the mean key's part included.
         offset = None if cold.softcap is None else self._mean_part(grouped)
         return paris.search(
             *self.search_query(grouped.transpose(2, 3)),
-            codes,
+            self._codes(),
             counts,
             levels,
             cold.budget,
-            survivors=self._candidates(held, cold.budget),
+            survivors=self._candidates(length, cold.budget),
             rho=rho,
             tiers=options.tiers_for(counts.shape[2]),
-            m=m,
+            m=options.subspace_dim,
             valid=cold.valid,
             scale=cold.scale,
             softcap=cold.softcap,
@@ -255,22 +246,23 @@ class ParisIndex(CapturableIndex, Index):
 
     def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
         """By the codes of all tokens, for each query head whatever ``group_reduce`` is."""
-        if self._levels is None:
-            raise RuntimeError("the index is empty: add a block first")
-        codes = self._codes()
-        batch, heads, _, _ = codes.sign.shape
-        grouped = query.view(batch, heads, -1, query.shape[2], query.shape[3])
+        _, levels = self._basis()
+        grouped = self._grouped(query)
         rows, signs = self.search_query(grouped.transpose(2, 3))
         logits = paris.estimates(
             rows if signs is None else paris.rotate(rows, signs),
-            codes,
-            self._levels,
+            self._codes(),
+            levels,
             m=self.options.subspace_dim,
             scale=cold.scale,
             softcap=cold.softcap,
             offset=self._mean_part(grouped),
         )
         return Estimates(logits.transpose(2, 3).flatten(1, 2))
+
+    def _grouped(self, query: torch.Tensor) -> torch.Tensor:
+        """``[B, Hkv, G, Q, D]`` of ``query [B, Hq, Q, D]``."""
+        return query.unflatten(1, (self._sign.rows.shape[1], -1))
 
     def _mean_part(self, grouped: torch.Tensor) -> torch.Tensor | None:
         """``[B, Hkv, Q, G]`` fp32: products of ``grouped [B, Hkv, G, Q, D]`` with the mean key."""
@@ -284,15 +276,14 @@ class ParisIndex(CapturableIndex, Index):
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         options = self.options
-        counts, signs, levels = self._counts, self._signs, self._levels
-        if counts is None or signs is None or levels is None:
-            raise RuntimeError("the index is empty: add a block first")
+        (signs, levels), counts = self._basis(), self._counts
+        assert counts is not None, "a block was added"
         key = options, cold.budget, cold.softcap is None
         search = self._host_search
         # Whatever changes the codes makes new counts.
-        if search is None or search.counts is not counts or self._key != key:
+        if search is None or search.counts is not counts or self._host_search_key != key:
             _, rho = options.ratios(len(self._sign))
-            self._key = key
+            self._host_search_key = key
             search = self._host_search = ParisSearch(
                 self._codes(),
                 counts,
@@ -322,7 +313,7 @@ class ParisIndex(CapturableIndex, Index):
         return SearchCost(candidates, self._sign.rows_nbytes + int(fewest * code))
 
     def crop(self, length: int) -> None:
-        """As every state's; what is dropped is no longer counted either."""
+        """As for every state; dropped tokens are no longer counted."""
         if length == 0:
             self.reset()
         if self._counts is None or length >= len(self._sign):
@@ -343,7 +334,7 @@ class ParisIndex(CapturableIndex, Index):
         self._host_search = None
 
     def fork(self) -> Self:
-        """As every state's; the original's codes are not kept alive by a description of them."""
+        """As for every state; the last search would keep the original's codes alive."""
         twin = super().fork()
         twin._host_search = None
         return twin
@@ -366,7 +357,7 @@ class ParisIndex(CapturableIndex, Index):
         self._make_basis(8 * self._sign.rows.shape[-1], self._sign.rows.device)
 
     def _make_basis(self, dim: int, device: torch.device) -> None:
-        """For keys of ``dim`` numbers, or that are so long when they are rotated."""
+        """Make signs and levels for keys of ``dim`` elements, before or after the rotation."""
         options = self.options
         options.check_dim(dim)
         self._signs = paris.random_signs(paris.rotated_dim(dim), options.seed).to(device)
