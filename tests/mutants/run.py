@@ -38,16 +38,21 @@ def imported(test: Path) -> set[str]:
     What modules of the tests import counts for the tests that import these.
     """
     names: set[str] = set()
-    for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            home = test.parents[node.level - 1]
-            for name in [node.module] if node.module else [alias.name for alias in node.names]:
-                names |= imported(home / f"{name.replace('.', '/')}.py")
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    files, done = [test], {test}
+    while files:
+        file = files.pop()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                home = file.parents[node.level - 1] / (node.module or "").replace(".", "/")
+                modules = [home, *(home / alias.name for alias in node.names)]
+                paths = {module.with_suffix(".py") for module in modules}
+                files += [path for path in paths - done if path.is_file()]
+                done |= paths
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module)
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
     return names
 
 
