@@ -20,9 +20,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.registry import attach
-from hf_kvret.testing.gemma4_models import GEMMA4_MODELS
-from hf_kvret.testing.latent_models import LATENT_MODELS
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing.models import GEMMA4_MODELS, LATENT_MODELS, MODELS
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import FAILURES, CacheMaker, Outcome, describe
 

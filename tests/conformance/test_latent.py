@@ -25,7 +25,7 @@ from hf_kvret import (
 )
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODES, Case, run_case
 from hf_kvret.testing.conformance import Result, no_proof
-from hf_kvret.testing.latent_models import LONG_LATENT_MODEL
+from hf_kvret.testing.models import LONG_LATENT_MODEL
 
 from ..pairs import pairwise
 
