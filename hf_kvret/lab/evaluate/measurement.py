@@ -275,30 +275,30 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
 
 
 def add_measurement(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], kind: type[Measurement]
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], cls: type[Measurement]
 ) -> None:
     """Add the command of a measurement, with its options, to ``commands``."""
-    text = getattr(kind, "description", None) or " ".join((kind.__doc__ or "").split())
+    text = getattr(cls, "description", None) or " ".join((cls.__doc__ or "").split())
     parser = commands.add_parser(
-        kind.name or kind.command,
-        help=kind.summary,
+        cls.name or cls.command,
+        help=cls.summary,
         description=text,
-        epilog=example_lines(kind.examples),
+        epilog=example_lines(cls.examples),
         formatter_class=HelpFormatter,
     )
-    fill_parser(parser, kind)
+    fill_parser(parser, cls)
 
 
-def fill_parser(parser: argparse.ArgumentParser, kind: type[Measurement]) -> None:
+def fill_parser(parser: argparse.ArgumentParser, cls: type[Measurement]) -> None:
     """Give a parser the options of a measurement, and what runs it."""
-    add_options(parser, kind)
+    add_options(parser, cls)
     add_options(parser, Outputs)
-    parser.set_defaults(run=lambda parsed: _run(kind, parsed))
+    parser.set_defaults(run=lambda parsed: _run(cls, parsed))
 
 
-def _run(kind: type[Measurement], parsed: argparse.Namespace) -> int:
+def _run(cls: type[Measurement], parsed: argparse.Namespace) -> int:
     outputs = read_options(Outputs, parsed)
-    return run_measurement(read_options(kind, parsed).beside(outputs), outputs)
+    return run_measurement(read_options(cls, parsed).beside(outputs), outputs)
 
 
 def _waits(results: Results, cell: Cell) -> bool:

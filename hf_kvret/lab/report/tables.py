@@ -35,6 +35,11 @@ def mean_or_dash(values: Sequence[float], form: str, times: int = 1) -> str:
     return format(times * sum(values) / len(values), form) if values else "-"
 
 
+def share(value: float | None) -> str:
+    """A share with three digits, ``-`` for None."""
+    return or_dash(value, ".3f")
+
+
 def or_dash(value: float | None, form: str) -> str:
     """A number in ``form``, ``-`` for None."""
     return "-" if value is None else format(value, form)
