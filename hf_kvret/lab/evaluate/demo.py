@@ -16,22 +16,22 @@ from tqdm import tqdm
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches
-from hf_kvret.lab.evaluate.following import (
+from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum
+from hf_kvret.lab.evaluate.teacher_forcing import (
     LayerRecall,
     branch,
     layer_recalls,
     mean_by_layer,
     mean_recall,
 )
-from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
-from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, length, names
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_shares
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table, or_dash, table_of
+from hf_kvret.lab.report.tables import markdown_table, share, table_of
 from hf_kvret.registry import attach
 
 _BAR = 40
@@ -242,8 +242,8 @@ def _costs(results: Results) -> str:
         "host MB": lambda cell, row: f"{row['host_bytes'] / 1e6:.1f}",
         "device / full K,V": lambda cell, row: f"{row['device_bytes'] / row['full_bytes']:.1%}",
         "cold rows read": lambda cell, row: f"{row['read_ratio']:.2%}",
-        "recall@k": lambda cell, row: or_dash(row["recall"], ".3f"),
-        "attention mass": lambda cell, row: or_dash(row["mass"], ".3f"),
+        "recall@k": lambda cell, row: share(row["recall"]),
+        "attention mass": lambda cell, row: share(row["mass"]),
     }
     return table_of(results, columns)
 
@@ -279,8 +279,8 @@ def _bars(results: Results) -> str:
     width, lines = max(8, *map(len, caches)), []
     for title, shares in _shares(results).items():
         lines.append(title)
-        for cache, share in zip(caches, shares, strict=True):
-            filled = min(_BAR, round(share * _BAR))
+        for cache, value in zip(caches, shares, strict=True):
+            filled = min(_BAR, round(value * _BAR))
             bar = "█" * filled + "·" * (_BAR - filled)
-            lines.append(f"  {cache:>{width}} {bar} {share:.1%}")
+            lines.append(f"  {cache:>{width}} {bar} {value:.1%}")
     return "\n".join(lines)

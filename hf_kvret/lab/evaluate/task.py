@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +19,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches, known_cache
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
+from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, names
 from hf_kvret.lab.program.options import option
@@ -85,9 +86,20 @@ class Task(Measurement):
         # Once, because some read whole files.
         return self.details()
 
-    @abstractmethod
     def details(self) -> dict[str, Any]:
-        """What its numbers depend on besides model, caches and cells, as plain JSON values."""
+        """What its numbers depend on besides model, caches and cells, as plain JSON values.
+
+        These are its own options. Those that are tuples stand in the cells.
+        """
+        shared = {field.name for field in fields(Task)}
+        details = {}
+        for name in (field.name for field in fields(self) if field.name not in shared):
+            value = getattr(self, name)
+            if isinstance(value, Path):
+                value = describe_file(f"--{name.replace('_', '-')}", value)
+            if not isinstance(value, tuple):
+                details[name] = value
+        return details
 
     def cells(self) -> list[Cell]:
         """Those of ``cells_of`` for the caches that are compared."""

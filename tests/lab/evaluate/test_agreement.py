@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret import FlatKVCache
-from hf_kvret.cli import main
-from hf_kvret.lab.evaluate.contexts import read_prompts, text_windows
 from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.tasks.agreement import Agreement
+from hf_kvret.lab.evaluate.texts import read_prompts, text_windows
 from hf_kvret.lab.report.results import Results
 
+from .runs import greedy, results_by_cache, run_eval
+
+_run = partial(results_by_cache, "agreement")
 SMALL = "dense_below=0:recent=16:flush=16"
 LENGTH, NEW = 160, 12
-
-
-def _run(path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    assert main(["eval", "agreement", "--json", str(path), *arguments]) == 0
-    return {one["cell"]["cache"]: one["result"] for one in json.loads(path.read_text())["cells"]}
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
     arguments = ["--model", str(model), "--text", str(text), "--context", str(LENGTH)]
     return [*arguments, "--windows", "2", "--new-tokens", str(NEW)]
-
-
-@pytest.fixture(scope="module")
-def subject(tiny_model_dir: Path) -> Subject:
-    return load_subject(str(tiny_model_dir))
-
-
-def _greedy(subject: Subject, context: torch.Tensor) -> list[int]:
-    tokens = context.tolist()
-    with torch.inference_mode():
-        for _ in range(NEW):
-            tokens.append(int(subject.model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(context) :]
 
 
 def _flat(subject: Subject, context: torch.Tensor, forced: list[int] | None) -> torch.Tensor:
@@ -69,7 +53,7 @@ def test_the_numbers_are_those_of_an_independent_run(
     assert picture.stat().st_size > 1000
     forced, free, firsts, divergences = [], [], [], []
     for context in text_windows(subject, "test", tiny_text, LENGTH, 0, 2, None):
-        told = _greedy(subject, context)
+        told = greedy(subject.model, context, NEW)
         with torch.inference_mode():
             whole = subject.model(torch.cat([context, torch.tensor(told[:-1])])[None]).logits[0]
         logits = _flat(subject, context, told)
@@ -159,46 +143,10 @@ def test_prompts_are_taken_in_groups(tmp_path: Path, tiny_model_dir: Path) -> No
         out = tmp_path / f"{path.suffix}.json"
         arguments = ["--model", str(tiny_model_dir), "--prompts", str(path)]
         arguments += ["--new-tokens", "3", "--caches", "full,flat:dense_below=0:recent=4:flush=4"]
-        _run(out, *arguments)
-        cells[path] = json.loads(out.read_text())["cells"]
+        cells[path] = run_eval("agreement", out, *arguments)
     groups = [(one["cell"]["prompts"], one["result"]["contexts"]) for one in cells[lines]]
     assert groups == [("1-8", 8), ("1-8", 8), ("9-9", 1), ("9-9", 1)]
     for one, other in zip(*cells.values(), strict=True):
         assert one["cell"] == other["cell"]
         assert one["result"]["first_divergence"] == other["result"]["first_divergence"]
         assert one["result"]["forced_equal"] == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give either --text FILE or --prompts FILE"),
-        (("--text", "TEXT", "--prompts", "TEXT"), "give either --text FILE or --prompts FILE"),
-        (("--text", "missing.txt"), "--text missing.txt: no such file"),
-        (("--prompts", "missing.txt"), "--prompts missing.txt: no such file"),
-        (("--text", "TEXT", "--context", "1"), "--context 1: a context has at least 2 tokens"),
-        (("--text", "TEXT", "--context", "1M"), "fewer than the 1048576 of a window"),
-        (("--text", "TEXT", "--model", "needle"), "needs a tokenizer"),
-        (("--prompts", "EMPTY"), "has no prompt in it"),
-        (("--prompts", "DICT"), "give a JSON list of strings"),
-        (("--prompts", "BROKEN"), "Expecting"),
-    ],
-)
-def test_mistakes_are_one_line_each(
-    tmp_path: Path,
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
-    files = {"EMPTY": ("e.txt", " \n\n"), "DICT": ("d.json", '{"a": 1}'), "BROKEN": ("b.json", "[")}
-    places = {"TEXT": str(tiny_text)}
-    for name, (file, content) in files.items():
-        (tmp_path / file).write_text(content)
-        places[name] = str(tmp_path / file)
-    given = [places.get(part, part) for part in arguments]
-    model = ["--model", str(tiny_model_dir), "--caches", "full"]
-    assert main(["eval", "agreement", *model, *given]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.subject import Subject
 
 
 def _needs(module: str) -> pytest.MarkDecorator:
@@ -26,11 +25,6 @@ PRESSED = [
     pytest.param("kvpress:SnapKV:compression_ratio=0.5", 0.5, marks=_needs("kvpress")),
     pytest.param("kvpress:Knorm:compression_ratio=0.75", 0.25, marks=_needs("kvpress")),
 ]
-
-
-@pytest.fixture(scope="module")
-def subject(tiny_model_dir: Path) -> Subject:
-    return load_subject(str(tiny_model_dir))
 
 
 @pytest.fixture(scope="module")

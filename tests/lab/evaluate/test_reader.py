@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.subject import Subject
+
+from .runs import greedy
 
 EXACT = [
     "full",
@@ -17,11 +17,6 @@ EXACT = [
     "flat:top_k=1.0:recent=16:flush=8:dense_below=0",
     "paris:top_k=1.0:recent=16:flush=8:dense_below=0",
 ]
-
-
-@pytest.fixture(scope="module")
-def subject(tiny_model_dir: Path) -> Subject:
-    return load_subject(str(tiny_model_dir))
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +53,7 @@ def test_forks_leave_each_other_alone(name: str, subject: Subject, text: torch.T
     reader.fork().answer(text[110:115], 8)
     assert (reader.length, first.length) == (100, 100 + 3 + 7)
     assert reader.fork().answer(text[100:103], 8) == given
-    with torch.inference_mode():
-        tokens = text[:103]
-        for _ in range(8):
-            best = subject.model(tokens[None]).logits[0, -1].argmax()
-            tokens = torch.cat([tokens, best[None]])
-    assert given == tokens[103:].tolist()
+    assert given == greedy(subject.model, text[:103], 8)
 
 
 def test_an_answer_ends_before_a_stop_token(subject: Subject, text: torch.Tensor) -> None:

@@ -13,28 +13,27 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
-from hf_kvret.lab.evaluate.contexts import describe_file, read_prompts, text_windows
-from hf_kvret.lab.evaluate.following import (
-    Kept,
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices, Task
+from hf_kvret.lab.evaluate.teacher_forcing import (
+    Memo,
     branch,
     full_logits,
     layer_recalls,
     mean_by_layer,
     mean_recall,
 )
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
-from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task
-from hf_kvret.lab.evaluate.texts import token_ids
+from hf_kvret.lab.evaluate.texts import read_prompts, text_windows, token_ids
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, table_of
+from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, share, table_of
 
 _GROUP = 8
-_continuations = Kept(most=64)
+_continuations = Memo(most=64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +65,6 @@ class Agreement(Task):
             raise ValueError("give either --text FILE or --prompts FILE")
         if min(self.context) < 2:
             raise ValueError(f"--context {min(self.context)}: a context has at least 2 tokens")
-
-    def details(self) -> dict[str, Any]:
-        return {
-            "text": describe_file("--text", self.text),
-            "prompts": describe_file("--prompts", self.prompts),
-            "windows": self.windows,
-            "new_tokens": self.new_tokens,
-        }
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         if self.prompts is None:
@@ -133,9 +124,7 @@ class Agreement(Task):
 
     def _contexts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:
         if self.text is not None:
-            return text_windows(
-                subject, self.name, self.text, cell["length"], 0, self.windows, None
-            )
+            return text_windows(subject, self.name, self.text, cell["length"], 0, self.windows)
         assert self.prompts is not None
         tokenizer = subject.need_tokenizer(self.name)
         first, last = map(int, cell["prompts"].split("-"))
@@ -160,9 +149,9 @@ class Agreement(Task):
             "KL, max": lambda cell, row: f"{row['kl_max']:.2e}",
             first: lambda cell, row: f"{median(row['first_divergence']):g}",
             "tokens equal, free": lambda cell, row: f"{row['free_equal']:.2%}",
-            "recall": lambda cell, row: or_dash(row["overlap"], ".3f"),
-            "mass": lambda cell, row: or_dash(row["mass"], ".3f"),
-            "best mass": lambda cell, row: or_dash(row["best_mass"], ".3f"),
+            "recall": lambda cell, row: share(row["overlap"]),
+            "mass": lambda cell, row: share(row["mass"]),
+            "best mass": lambda cell, row: share(row["best_mass"]),
             "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
         }
         table = table_of(results, columns)

@@ -13,8 +13,7 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file
-from hf_kvret.lab.evaluate.haystack import (
+from hf_kvret.lab.evaluate.needles import (
     Document,
     Wording,
     choose_wording,
@@ -74,16 +73,6 @@ class MultiTurn(Task):
         if self.own_answers and "turns" not in self.modes:
             raise ValueError("--own-answers: forks forget every answer; use --mode turns or both")
 
-    def details(self) -> dict[str, Any]:
-        return {
-            "turns": self.turns,
-            "samples": self.samples,
-            "own_answers": self.own_answers,
-            "style": self.style,
-            "essays": describe_file("--essays", self.essays),
-            "answer_tokens": self.answer_tokens,
-        }
-
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "mode": mode, "length": length}
@@ -109,7 +98,7 @@ class MultiTurn(Task):
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="context"):
             document = self._document(wording, cell["length"], sample)
             talk = _Talk(subject, choice, cell["length"], document.context, wording, stop, used)
-            for turn, fact in enumerate(document.asked):
+            for turn, fact in enumerate(document.facts):
                 given = talk.ask(fact.question)
                 if own:
                     talk.keep()

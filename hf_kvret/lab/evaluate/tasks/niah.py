@@ -15,20 +15,18 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file
-from hf_kvret.lab.evaluate.haystack import (
+from hf_kvret.lab.evaluate.needles import (
     Document,
     Fact,
     Wording,
     choose_wording,
     contains,
-    encode,
-    first_tokens,
     text_wording,
 )
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
+from hf_kvret.lab.evaluate.texts import encode, first_tokens
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.options import option
@@ -121,15 +119,10 @@ class NeedleInHaystack(Task):
         return self.needle, self.question, self.answer
 
     def details(self) -> dict[str, Any]:
-        return {
-            "style": self.style,
-            "samples": self.samples,
-            "distractors": self.distractors,
-            "essays": describe_file("--essays", self.essays),
-            "sandwich": list(self.sandwich) if self.style == "sandwich" else None,
-            "answer_tokens": self.answer_tokens,
-            "score": self.score,
-        }
+        details = super().details()
+        for name in ("needle", "question", "answer"):
+            del details[name]
+        return details | {"sandwich": list(self.sandwich) if self.style == "sandwich" else None}
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
@@ -155,7 +148,7 @@ class NeedleInHaystack(Task):
             document = self._document(wording, cell["length"], cell["depth"], sample)
             reader, tokens = _ask(subject, choice, document, wording, cell)
             reply = wording.text(reader.answer(tokens, wording.answer_len, wording.stop))
-            given.append({"expected": document.asked[0].answer, "given": reply})
+            given.append({"expected": document.facts[0].answer, "given": reply})
             used.add(reader)
         scores = {"substring": _mean(contains, given), "rouge1": _mean(rouge1_recall, given)}
         default = "rouge1" if wording.name == "sandwich" else "substring"
@@ -238,7 +231,7 @@ def _ask(
     subject: Subject, choice: CacheChoice, document: Document, wording: Wording, cell: Cell
 ) -> tuple[Reader, torch.Tensor]:
     """A reader that has read its part, and the tokens that it is to be fed before it answers."""
-    question = torch.tensor(document.asked[0].question)
+    question = torch.tensor(document.facts[0].question)
     return begin(
         subject.model,
         choice,

@@ -12,11 +12,10 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
-from hf_kvret.lab.evaluate.texts import read_text, token_ids
+from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.arguments import share
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
@@ -55,14 +54,6 @@ class Perplexity(Task):
         if min(self.context) < 8:
             raise ValueError(f"--context {min(self.context)}: a window needs at least 8 tokens")
 
-    def details(self) -> dict[str, Any]:
-        return {
-            "text": describe_file("--text", self.text),
-            "windows": self.windows,
-            "prefill": self.prefill,
-            "step": self.step,
-        }
-
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.context for cache in caches]
 
@@ -89,13 +80,8 @@ class Perplexity(Task):
             **used.row(),
         }
 
-    def _windows(self, subject: Subject, length: int) -> torch.Tensor:
-        """``[count, length]`` token ids from the start of the text; ValueError for a short one."""
-        ids = token_ids(subject.need_tokenizer(self.name), read_text(self.text))
-        count = min(self.windows, len(ids) // length)
-        if not count:
-            raise ValueError(f"{self.text} has {len(ids)} tokens, fewer than --context {length}")
-        return ids[: count * length].view(count, length)
+    def _windows(self, subject: Subject, length: int) -> list[torch.Tensor]:
+        return text_windows(subject, self.name, self.text, length, 0, self.windows)
 
     def _read(
         self, subject: Subject, choice: CacheChoice, window: torch.Tensor
