@@ -405,7 +405,7 @@ _DIRECT: tuple[Callable[[Scenario], None], ...] = (
     prefix_reuse,
 )
 # A failure would not tell these reasons against a mode on a model.
-_OBSTACLES = {
+_OBSTACLES: dict[Callable[[Scenario], None], Callable[[PreTrainedModel], str | None]] = {
     reset: no_reset,
     reset_other_batch: no_reset_other_batch,
     crop_small: no_crop,
