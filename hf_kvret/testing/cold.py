@@ -49,6 +49,6 @@ def held_tokens(regions: Regions) -> tuple[torch.Tensor, torch.Tensor]:
     assert end == regions.window.start, "the window goes on where the store ends"
     keys, values = regions.window.recent()
     return (
-        torch.cat([*(piece for _, piece, _ in chunks), keys], dim=2),
-        torch.cat([*(piece for _, _, piece in chunks), values], dim=2),
+        torch.cat([*(cold_keys for _, cold_keys, _ in chunks), keys], dim=2),
+        torch.cat([*(cold_values for _, _, cold_values in chunks), values], dim=2),
     )

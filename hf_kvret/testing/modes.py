@@ -367,7 +367,7 @@ def prefix_reuse(s: Scenario) -> None:
     s.forward(prefix, original, None)
     for number, length in enumerate((4, 20, 1, 4)):
         question = prompt(1, length, salt=length)
-        twin = s.note(copy.deepcopy(original))
+        twin = s.register(copy.deepcopy(original))
         ids = torch.cat([prefix, question], dim=1)
         s.generate(ids, twin, f"question {number}", max_new_tokens=8)
         s.record(f"prefix length {number}", torch.tensor(original.get_seq_length()))
