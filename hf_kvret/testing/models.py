@@ -408,7 +408,7 @@ LONG_LATENT_MODEL = TinyModel(
     (0,),
     "rows as long as those of large models",
 )
-"""As the zoo's, with rows of 512 + 64 elements."""
+"""A model like those of ``LATENT_MODELS``, with rows of 512 + 64 elements."""
 
 LATENT_MODELS: dict[str, TinyModel] = {model.name: model for model in _LATENT_ZOO}
 """Models of multi-head latent attention that a cache with retrieval must serve, by name."""

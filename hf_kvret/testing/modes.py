@@ -54,7 +54,7 @@ class Mode:
         return scenario.outcome
 
     def reference(self, model: PreTrainedModel) -> Outcome | str:
-        """What `model` gives with transformers' own cache, or the reason why it can't."""
+        """The outcome with transformers' own cache, or the reason why there is none."""
         reason = None if self.obstacle is None else self.obstacle(model)
         if reason is not None:
             return reason

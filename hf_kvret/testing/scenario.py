@@ -1,4 +1,4 @@
-"""What a mode of use is made of: prompts, generate and forward calls, and the record of results."""
+"""The parts of a mode of use: prompts, generate and forward calls, and the record of results."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""What a cache or a model raises that can't do what it is asked."""
+"""Errors of a cache or a model that can't do what a mode asks for."""
 
 
 @dataclass
 class Outcome:
-    """What one run of a mode gave.
+    """The result of one run of a mode.
 
     Attributes:
         values: named tensors to compare, in the order in which they arose: integers exactly,

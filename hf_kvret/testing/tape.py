@@ -158,7 +158,7 @@ class Tape(TorchDispatchMode):
         self._saved = {}
 
     def held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What replays use for ``tensor``, which was there before: the same, which so stays."""
+        """The tensor that replays use for ``tensor``, which was there before: the same one."""
         return tensor
 
     def for_replays(self, values: Any) -> Any:

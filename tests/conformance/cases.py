@@ -1,4 +1,4 @@
-"""What the files of this folder share: methods, modes that tell much, and what a case must give."""
+"""Shared by the files of this folder: methods, modes that tell much, and verdicts on cases."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CACHES = caches("flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o")
 ALL_STORES = (*STORES, "split", "higgs", "higgs-host")
 # transformers' classes of them neither exit early nor take embeddings.
 COMPOSITE = ("gemma4_composite", "gemma4_unified")
-# What transformers' own sliding layers can't do in the oldest release that we support.
+# Modes that transformers' own sliding layers lack in the oldest release that we support.
 IMPOSSIBLE = {"5.17": {"assisted", "early_exit", "reset", "reset_other_batch", "crop_deep"}}
 
 

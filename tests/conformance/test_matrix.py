@@ -34,7 +34,7 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.paper()),
 }
 ESTIMATING = ("flat", "paris", "lrqk", "a2ats", "a2ats_paper")
-# What transformers' own cache can't do in the newest and in the oldest release that we support.
+# Modes that transformers' own cache lacks in the newest and the oldest release that we support.
 _ROWS = {"reset_other_batch", "batch_repeat_interleave", "batch_select_indices"}
 _SLIDES = {"assisted", "early_exit", "reset", "reset_other_batch", "crop_deep"}
 _RECURS = {"assisted", "prompt_lookup", "early_exit", "crop_small", "crop_deep", *_ROWS}

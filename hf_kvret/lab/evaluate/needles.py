@@ -170,7 +170,7 @@ class Document:
 
 
 class Haystack(Protocol):
-    """What needles are hidden in."""
+    """A text or noise that needles are hidden in."""
 
     def take(self, rng: np.random.Generator, count: int, start: float) -> list[int]:
         """``count`` tokens; a text begins at the share ``start`` of it and is repeated."""
@@ -386,7 +386,7 @@ def token_wording(subject: Subject, task: str) -> Wording:
 def choose_wording(
     style: str | None, subject: Subject, task: str, essays: Path | None, answer_len: int
 ) -> Wording:
-    """That of ``style``, ``magic`` or ``tokens``; None: ``magic``, or ``tokens`` without tokenizer.
+    """The wording of a style; None is ``magic``, or ``tokens`` for a model without tokenizer.
 
     Raises:
         ValueError: essays for tokens, or a model that can't be asked so.

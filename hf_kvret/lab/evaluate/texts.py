@@ -56,7 +56,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 
 
 def chat_parts(tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """What the chat template puts before and after a user's message.
+    """The texts that the chat template puts before and after a user's message.
 
     The message is not given to the template itself, as some would strip its blanks.
 

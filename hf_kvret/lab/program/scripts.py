@@ -16,7 +16,7 @@ from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.program import kept_results, run_program
 
 FOLDER = Path(__file__).parents[3] / "examples"
-"""Of the checkout that the package is run from, where it is; code of others is never loaded."""
+"""The examples of the checkout that the package is run from; code of others is never loaded."""
 
 SCRIPTS = {
     "eval paris-ablation": "studies/paris_ablation.py",
@@ -38,7 +38,7 @@ SCRIPTS = {
 
 
 def command_line(title: str) -> str:
-    """What runs the script in a checkout."""
+    """The command that runs the script in a checkout."""
     return f"python examples/{SCRIPTS[title]}"
 
 
@@ -99,6 +99,6 @@ def add_script_name(
 
 
 def _run(title: str, parsed: argparse.Namespace) -> int:
-    # What an interruption leaves is said by the program.
+    # The program says whether an interruption leaves results.
     parsed.json = any(word.startswith("--json") for word in parsed.given)
     return run_script(load_measurement(title), parsed.given)

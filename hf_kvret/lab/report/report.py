@@ -44,7 +44,7 @@ _Known = Mapping[str, type[Measurement]]
 
 
 class Report(NamedTuple):
-    """What ``write_report`` did."""
+    """The outcome of ``write_report``."""
 
     pages: list[Path]
     """The pages, the overview last."""

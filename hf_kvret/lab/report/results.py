@@ -27,13 +27,13 @@ except ImportError:  # Windows
 FORMAT = 1
 _CHECKSUM = "checksum"
 _CHECKSUM_LEN = 16
-# What a page tells of a run; None and names that are missing stand for what was not there.
+# A page names these of a run; None stands for a thing that the machine lacks.
 _ENVIRONMENT = {"command", "processor", "threads", "accelerator", "python", "versions"}
-# What tables and pictures run into where a number is missing or something else.
+# Tables and pictures raise these where a number is missing or something else.
 _STUMBLES = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 _FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
 
-# What a cell is called: for instance {"cache": "paris", "length": 4096, "task": "vt"}.
+# The name of a cell, for instance {"cache": "paris", "length": 4096, "task": "vt"}.
 Cell = dict[str, Any]
 
 
@@ -63,7 +63,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """What a file holds, to be looked at; errors as ``read_results``."""
+        """The results of a file, to be looked at; errors as ``read_results``."""
         content = read_results(path)
         results = cls(content["name"], content["setup"])
         results._take(content)

@@ -1,4 +1,4 @@
-"""What every ``hf-kvret eval`` shares: models by name, common options, clear errors."""
+"""All of ``hf-kvret eval``: models by name, common options, texts, artifacts, clear errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
 from hf_kvret.lab.evaluate import task
+from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.task import mean_points
 from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
-from hf_kvret.lab.evaluate.texts import read_text
+from hf_kvret.lab.evaluate.texts import chat_parts, read_text
 from hf_kvret.lab.program.arguments import budget, lengths, names
+from hf_kvret.lab.report.results import Results
 
 
 def test_lengths_and_names_are_read() -> None:
@@ -240,7 +244,7 @@ def test_a_model_of_text_without_a_tokenizer_is_refused(
 ) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model_dir, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
-    # Of the size that the needle language has, but not of its ids.
+    # The vocabulary has the size of the needle language, but other ids.
     config = LlamaForCausalLM.from_pretrained(bare).config
     config.vocab_size = 512
     LlamaForCausalLM(config).save_pretrained(bare)
@@ -280,3 +284,78 @@ def test_broken_files_of_a_model_are_one_line(
     (broken / name).write_text(content)
     error = _error(capsys, "--text", str(tiny_text), "--model", str(broken)).splitlines()[-1]
     assert error.startswith(f"hf-kvret: error: --model {broken}: can't be loaded (")
+
+
+def test_means_are_over_the_cells_that_every_cache_has() -> None:
+    results = Results("eval x", {})
+    for cache, length, score, read in (
+        ("full", 1, 0.5, 8),
+        ("full", 2, 1.0, 16),
+        ("paris", 2, 0.25, 4),
+        ("full", 3, 0.0, 16),
+        ("paris", 3, 0.75, 2),
+    ):
+        found = {"score": score, "step_bytes": read, "full_bytes": 16}
+        results.add({"cache": cache, "length": length}, found)
+    points = mean_points(results, "score")
+    assert points == {"full": (1.0, 0.5), "paris": (pytest.approx(3 / 16), 0.5)}
+    assert mean_points(results, "score", best=2.0)["full"] == (1.0, 0.25)
+
+
+def test_without_a_shared_cell_there_are_no_points() -> None:
+    results = Results("eval x", {})
+    assert mean_points(results, "score") == {}
+    for cache, length in (("full", 1), ("paris", 2)):
+        found = {"score": 1.0, "step_bytes": 1, "full_bytes": 2}
+        results.add({"cache": cache, "length": length}, found)
+    assert mean_points(results, "score") == {}
+
+
+def test_chat_parts_surround_the_message(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    with pytest.raises(ValueError, match="no chat template"):
+        chat_parts(tokenizer)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    assert chat_parts(tokenizer) == ("[", "]>")
+    tokenizer.chat_template = "nothing"
+    with pytest.raises(ValueError, match="doesn't show a message"):
+        chat_parts(tokenizer)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """``eval niah`` with a copy of the bundled model's artifact, results in ``r.json``."""
+    shutil.copytree(BUNDLED_MODEL / "a2ats", tmp_path / "words")
+    small = f"a2ats:artifact={tmp_path / 'words'}:dense_below=0:recent=16:flush=16"
+    options = ["--context", "256", "--depths", "50", "--samples", "1", "--answer-tokens", "2"]
+    return ["eval", "niah", "--caches", small, *options, "--json", str(tmp_path / "r.json")]
+
+
+def test_the_artifact_of_another_tune_is_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    model.save_pretrained(tmp_path / "tuned")
+    assert main([*arguments, "--model", str(tmp_path / "tuned")]) == 2
+    assert "was made from other weights" in capsys.readouterr().err
+
+
+def test_results_of_another_artifact_are_not_gone_on_with(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--model", "needle"]) == 0
+    assert main([*arguments, "--model", "needle"]) == 0
+    assert "1 cells were finished already" in capsys.readouterr().out
+    artifact = CalibrationArtifact.from_pretrained(tmp_path / "words")
+    tensors = {name: x + 1 if "codewords" in name else x for name, x in artifact.tensors.items()}
+    CalibrationArtifact(
+        artifact.method, artifact.model, tensors, artifact.data, artifact.options
+    ).save_pretrained(tmp_path / "words")
+    assert main([*arguments, "--model", "needle"]) == 2
+    assert "with another artifact" in capsys.readouterr().err

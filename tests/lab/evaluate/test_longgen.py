@@ -46,7 +46,7 @@ def test_each_stretch_has_the_recall_of_its_own_tokens(
     paris, flat = f"paris:top_k=8:{SMALL}", f"flat:top_k=8:{SMALL}"
     picture = tmp_path / "l.png"
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", f"full,{flat},{paris}"]
-    found = _run(tmp_path / "l.json", *arguments, "--plot", str(picture))
+    rows = _run(tmp_path / "l.json", *arguments, "--plot", str(picture))
     assert picture.stat().st_size > 1000
     (window,) = text_windows(subject, "test", tiny_text, LENGTH, NEW, 1, None)
     cache = ParisKVCache(subject.model.config, top_k=8, track_recall=True, **REGIONS)
@@ -56,8 +56,8 @@ def test_each_stretch_has_the_recall_of_its_own_tokens(
         for token in window[LENGTH:]:
             logits = subject.model(token.view(1, 1), past_key_values=cache).logits
             choices.append(int(logits[0, -1].argmax()))
-        told = subject.model(window[None]).logits[0, LENGTH:].argmax(-1)
-    stretches = found[paris]["stretches"]
+        expected_choices = subject.model(window[None]).logits[0, LENGTH:].argmax(-1)
+    stretches = rows[paris]["stretches"]
     assert [one["end"] for one in stretches] == [24, 48, 60]
     starts = [0, 24, 48]
     for start, one in zip(starts, stretches, strict=True):
@@ -69,11 +69,11 @@ def test_each_stretch_has_the_recall_of_its_own_tokens(
         for name in ("overlap", "mass", "best_mass"):
             mean = sum(getattr(recall, name) for recall in recalls) / len(recalls)
             assert one[name] == pytest.approx(mean, rel=1e-6)
-        equal = torch.tensor(choices[start : one["end"]]) == told[start : one["end"]]
+        equal = torch.tensor(choices[start : one["end"]]) == expected_choices[start : one["end"]]
         assert one["equal"] == pytest.approx(float(equal.double().mean()))
-    assert all(one["overlap"] == 1 for one in found[flat]["stretches"])
+    assert all(one["overlap"] == 1 for one in rows[flat]["stretches"])
     assert any(one["overlap"] < 1 for one in stretches)
-    assert all(one["overlap"] is None and one["equal"] == 1 for one in found["full"]["stretches"])
+    assert all(one["overlap"] is None and one["equal"] == 1 for one in rows["full"]["stretches"])
 
 
 def test_larger_steps_find_nearly_the_same(
@@ -94,11 +94,11 @@ def test_a_full_budget_generates_as_full_attention(
     caches = ["full", f"flat:top_k=1.0:{SMALL}", f"paris:top_k=1.0:{SMALL}"]
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", ",".join(caches)]
     for follow in ("greedy", "sample"):
-        found = _run(tmp_path / f"{follow}.json", *arguments, "--follow", follow)
+        rows = _run(tmp_path / f"{follow}.json", *arguments, "--follow", follow)
         for cache in caches:
-            assert all(one["equal"] == 1 for one in found[cache]["stretches"])
+            assert all(one["equal"] == 1 for one in rows[cache]["stretches"])
         for cache in caches[1:]:
-            assert all(one["mass"] == pytest.approx(1) for one in found[cache]["stretches"])
+            assert all(one["mass"] == pytest.approx(1) for one in rows[cache]["stretches"])
 
 
 def test_tokens_of_its_own_are_greedy_or_drawn(tiny_text: Path, subject: Subject) -> None:

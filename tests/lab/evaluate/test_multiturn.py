@@ -32,7 +32,7 @@ def _small(tiny_model_dir: Path) -> list[str]:
 
 
 def _second_document(subject: Subject) -> tuple[Wording, Document]:
-    """What the command makes as its second sample."""
+    """The document that the command makes as its second sample."""
     wording = magic_wording(subject, "multiturn", None, ANSWER)
     rng = np.random.default_rng([42, LENGTH, 1])
     depths = (100 * rng.random(TURNS)).tolist()
@@ -137,7 +137,7 @@ def test_the_bundled_model_answers_every_turn(
 ) -> None:
     covering = "top_k=4096:dense_below=0"
     caches = ["full", "flat", f"flat:{covering}", f"paris:{covering}"]
-    arguments = ["--model", "needle", "--context", "2K", "--turns", "5", "--samples", "2"]
+    arguments = ["--model", "needle", "--context", "2K", "--turns", "5", "--samples", "1"]
     arguments += ["--top-k", "64", "--mode", "both", "--caches", ",".join(caches)]
     cells = _run(tmp_path / "m.json", *arguments)
     for mode in ("turns", "forks"):

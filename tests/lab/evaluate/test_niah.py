@@ -75,7 +75,7 @@ def test_the_command_gives_what_plain_forward_passes_give(
 
 def test_the_bundled_model_finds_its_needles(tmp_path: Path) -> None:
     arguments = ["--model", "needle", "--context", "2K", "--depths", "20,90"]
-    arguments += ["--samples", "2", "--distractors", "12", "--questions", "both"]
+    arguments += ["--samples", "1", "--distractors", "12", "--questions", "both"]
     covering = "top_k=4096:dense_below=0"
     caches = f"full,flat,flat:{covering},paris:{covering}"
     cells = _run(tmp_path / "n.json", *arguments, "--top-k", "64", "--caches", caches)
@@ -87,8 +87,8 @@ def test_the_bundled_model_finds_its_needles(tmp_path: Path) -> None:
     assert score["flat"] >= score["full"] - 0.1
     full = [one["answers"] for one in _by_cache(cells, "full")]
     for method in ("flat", "paris"):
-        given = [one["answers"] for one in _by_cache(cells, f"{method}:{covering}")]
-        assert given == full
+        answers = [one["answers"] for one in _by_cache(cells, f"{method}:{covering}")]
+        assert answers == full
     # 64 of the about 1,790 cold tokens.
     read = [one["read_ratio"] for one in _by_cache(cells, "flat")]
     assert all(ratio == pytest.approx(64 / 1790, rel=0.05) for ratio in read)
@@ -104,8 +104,8 @@ def test_without_its_needle_a_question_gets_no_right_answer(
 ) -> None:
     whole = Wording.document
 
-    def without(self: Wording, *given: Any, **named: Any) -> Document:
-        document = whole(self, *given, **named)
+    def without(self: Wording, *arguments: Any, **named: Any) -> Document:
+        document = whole(self, *arguments, **named)
         context, needle = document.context.tolist(), document.facts[0].needle
         place = next(i for i in range(len(context)) if context[i : i + 5] == needle)
         del context[place : place + 5]
@@ -152,7 +152,7 @@ def table_of_scores(scores: dict[tuple[str, int, int], float]) -> str:
 
 
 def rows_of(table: str) -> dict[str, list[str]]:
-    """What stands behind cache and question in each line."""
+    """The cells behind cache and question in each line."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     return {cells[0]: cells[2:-1] for cells in lines if len(cells) > 2}
 

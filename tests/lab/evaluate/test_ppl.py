@@ -79,8 +79,8 @@ def test_a_small_budget_is_told_apart(
 def test_without_full_there_is_nothing_to_compare_with() -> None:
     results = Results("eval ppl", {"text": "t.txt"})
     numbers = {"ppl": 8.0, "nats": 2.0, "tokens": 5, "read_ratio": None}
-    held = {"device_bytes": 10, "host_bytes": 30, "full_bytes": 40}
-    results.add({"cache": "flat", "length": 64}, numbers | held)
+    sizes = {"device_bytes": 10, "host_bytes": 30, "full_bytes": 40}
+    results.add({"cache": "flat", "length": 64}, numbers | sizes)
     last = Perplexity.table(results).splitlines()[-1]
     cells = [cell.strip() for cell in last.strip("|").split("|")]
     assert cells == ["flat", "64", "8.000", "-", "-", "25.0%", "100.0%", "5"]

@@ -111,7 +111,7 @@ def texts() -> dict[str, Any]:
 
 
 def digest(rows: Iterable[tuple[str, str, Sequence[str], int]]) -> str:
-    """Of input, answer prefix, references and length of each sample."""
+    """The hash of input, answer prefix, references and length of each sample."""
     text = json.dumps([[text, prefix, list(right), n] for text, prefix, right, n in rows])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

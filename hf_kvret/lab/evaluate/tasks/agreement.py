@@ -75,8 +75,8 @@ class Agreement(Task):
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
-        places = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
-        for cell in places.values():
+        groups = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
+        for cell in groups.values():
             for context in self._contexts(cell, subject):
                 check_positions(subject.model, len(context) + self.new_tokens)
 
@@ -85,16 +85,16 @@ class Agreement(Task):
         used = UsageSum()
         contexts = self._contexts(cell, subject)
         for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
-            told = _continuation(subject.model, context, self.new_tokens)
+            expected = _continuation(subject.model, context, self.new_tokens)
             reader = Reader(subject.model, choice, len(context) + self.new_tokens)
             reader.prefill(context[:-1])
-            given = torch.cat([context[-1:], told[:-1]])
+            fed = torch.cat([context[-1:], expected[:-1]])
             follower = branch(reader)
-            logits = _step_by_step(follower, given)
-            equal = logits.argmax(-1) == told
+            logits = _step_by_step(follower, fed)
+            equal = logits.argmax(-1) == expected
             forced += int(equal.sum())
             exact = full_logits(
-                subject.model, torch.cat([context, told[:-1]]), start=len(context) - 1
+                subject.model, torch.cat([context, expected[:-1]]), start=len(context) - 1
             )
             kls.append(_divergence(exact, logits))
             first = self.new_tokens if equal.all() else int(equal.int().argmin())
@@ -104,7 +104,7 @@ class Agreement(Task):
                 free += first
             else:
                 own = reader.answer(context[-1:], self.new_tokens)
-                free += int((torch.tensor(own) == told).sum())
+                free += int((torch.tensor(own) == expected).sum())
             recalls.append(layer_recalls(follower))
             used.add(follower)
         tokens = len(contexts) * self.new_tokens
@@ -163,22 +163,22 @@ class Agreement(Task):
         new = results.setup["new_tokens"]
         lines = {
             f"{cell['cache']}, {_place(cell)}": (
-                [layer["layer"] for layer in found["layers"]],
-                [layer["overlap"] for layer in found["layers"]],
+                [layer["layer"] for layer in row["layers"]],
+                [layer["overlap"] for layer in row["layers"]],
             )
-            for cell, found in results
-            if found["layers"]
+            for cell, row in results
+            if row["layers"]
         }
         if lines:
             title = f"share of the exact top-k that is selected, {new} tokens"
             plot_lines(path, lines, title=title, x="layer", y="recall")
             return
-        places = list(dict.fromkeys(_place(cell) for cell, _ in results))
+        groups = list(dict.fromkeys(_place(cell) for cell, _ in results))
         bars: dict[str, list[float | None]] = {}
-        for cell, found in results:
-            heights = bars.setdefault(cell["cache"], [None] * len(places))
-            heights[places.index(_place(cell))] = found["kl_mean"]
-        plot_groups(path, places, bars, title=f"KL(full || cache), {new} tokens", y="nats")
+        for cell, row in results:
+            heights = bars.setdefault(cell["cache"], [None] * len(groups))
+            heights[groups.index(_place(cell))] = row["kl_mean"]
+        plot_groups(path, groups, bars, title=f"KL(full || cache), {new} tokens", y="nats")
 
 
 def _continuation(model: PreTrainedModel, context: torch.Tensor, count: int) -> torch.Tensor:
@@ -211,9 +211,9 @@ def _place(cell: Cell) -> str:
 def _layer_table(results: Results) -> str:
     """Recall of each layer, a column for each cache and context; empty where nothing retrieved."""
     columns = {
-        f"{cell['cache']}, {_place(cell)}": {layer["layer"]: layer for layer in found["layers"]}
-        for cell, found in results
-        if found["layers"]
+        f"{cell['cache']}, {_place(cell)}": {layer["layer"]: layer for layer in row["layers"]}
+        for cell, row in results
+        if row["layers"]
     }
     if not columns:
         return ""

@@ -88,19 +88,17 @@ class LongGeneration(Task):
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
-        known = self.pace.count if self.follow == "text" else 0
+        new = self.pace.count if self.follow == "text" else 0
         for length in lengths_of(cells):
-            text_windows(subject, self.name, self.text, length, known, self.windows, self.then)
+            text_windows(subject, self.name, self.text, length, new, self.windows, self.then)
             check_positions(subject.model, length + self.pace.count)
         for choice in choices.values():
             Reader(subject.model, choice, 0).check_step(self.pace.step)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, count = cell["length"], self.pace.count
-        known = count if self.follow == "text" else 0
-        windows = text_windows(
-            subject, self.name, self.text, length, known, self.windows, self.then
-        )
+        new = count if self.follow == "text" else 0
+        windows = text_windows(subject, self.name, self.text, length, new, self.windows, self.then)
         samples, used = [], UsageSum()
         for number, window in enumerate(windows):
             reader = Reader(subject.model, choice, length + count)
@@ -151,11 +149,11 @@ class LongGeneration(Task):
             label = cell["cache"] if len(lengths) == 1 else f"{cell['cache']}, {cell['length']}"
             if sections:
                 lines[label] = [one["end"] for one in sections], [one[name] for one in sections]
-        what = "recall of the exact top-k" if retrieves else "tokens equal to full attention's"
+        quantity = "recall of the exact top-k" if retrieves else "tokens equal to full attention's"
         plot_lines(
             path,
             lines,
-            title=f"{what}, following {results.setup['follow']}",
+            title=f"{quantity}, following {results.setup['follow']}",
             x="generated tokens",
             y="recall" if retrieves else "share",
         )

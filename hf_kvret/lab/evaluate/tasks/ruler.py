@@ -137,8 +137,8 @@ class Ruler(Task):
         for cell, row in results:
             rows[cell["length"], cell["questions"], cell["cache"]][cell["task"]] = row
         caches = dict.fromkeys(cache for _, _, cache in rows)
-        places = sorted({(n, questions) for n, questions, _ in rows})
-        columns = [(*place, cache) for place in places for cache in caches]
+        settings = sorted({(n, questions) for n, questions, _ in rows})
+        columns = [(*setting, cache) for setting in settings for cache in caches]
         tasks = _tasks_of(results)
 
         def score(column: tuple[int, str, str], *names: str) -> str:
