@@ -132,7 +132,7 @@ def _full_chunks(
 
 @dataclass(frozen=True)
 class Pace:
-    """How tokens are fed, and where sections with a recall of their own end.
+    """How tokens are fed, and where sections with a recall of their own end; counts from 1.
 
     Attributes:
         count: tokens in all.
@@ -140,7 +140,7 @@ class Pace:
         step: tokens of a forward pass; divides ``every``.
 
     Raises:
-        ValueError: a number below 1, or steps that cross the end of a section.
+        ValueError: steps cross the end of a section.
     """
 
     count: int
@@ -148,11 +148,6 @@ class Pace:
     step: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.count, self.every, self.step) < 1:
-            raise ValueError(
-                f"--new-tokens {self.count}, --every {self.every}, --step {self.step}: at least 1 "
-                "each"
-            )
         if self.every % self.step:
             raise ValueError(
                 f"--every {self.every} is no multiple of --step {self.step}: choose it so"
