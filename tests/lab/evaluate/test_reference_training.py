@@ -115,6 +115,9 @@ def test_every_weight_of_the_latent_model_learns_in_its_way(
         for group in optimizer.param_groups:
             # As warming up begins.
             group["lr"] /= group["warm_up"]
+            # One step of Muon's iteration in place of five: bfloat16 is slow here.
+            if "ns_steps" in group:
+                group["ns_steps"] = 1
         optimizer.step()
     assert training_loop.losses(model, *batch)[0] < first
     still = [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])]
