@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret.contracts.index import ColdTokens, Scoring
-from hf_kvret.layer.regions import Regions
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory
 
@@ -39,15 +39,15 @@ def cold_tokens(
     return ColdTokens(store, Scoring(valid, scale, softcap), budget)
 
 
-def held_tokens(regions: Regions) -> tuple[torch.Tensor, torch.Tensor]:
+def held_tokens(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys ``[B, Hkv, n, Dk]`` and values that a layer holds, in the order of their slots."""
-    chunks = [] if regions.store is None else list(regions.store.chunks())
+    chunks = [] if kv.store is None else list(kv.store.chunks())
     end = 0
     for start, keys, _ in chunks:
         assert start == end, f"a chunk starts at slot {start}, the one before ends at {end}"
         end += keys.shape[2]
-    assert end == regions.window.start, "the window goes on where the store ends"
-    keys, values = regions.window.recent()
+    assert end == kv.window.start, "the window goes on where the store ends"
+    keys, values = kv.window.recent()
     return (
         torch.cat([*(cold_keys for _, cold_keys, _ in chunks), keys], dim=2),
         torch.cat([*(cold_values for _, _, cold_values in chunks), values], dim=2),

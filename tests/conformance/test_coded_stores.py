@@ -75,10 +75,10 @@ class CheckedStore(Store):
         return _same(self.coded.gather(ids), self.plain.gather(ids))
 
     def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
+        self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         for coded, plain in zip(
-            self.coded.chunks(piece_len, stop), self.plain.chunks(piece_len, stop), strict=True
+            self.coded.chunks(chunk_len, stop), self.plain.chunks(chunk_len, stop), strict=True
         ):
             assert coded[0] == plain[0]
             yield coded[0], *_same(coded[1:], plain[1:])

@@ -269,20 +269,20 @@ def check_positions(model: PreTrainedModel, count: int) -> None:
 
 def _step_bytes(layer: RetrievalLayer) -> int:
     """Bytes that the next step reads of a retrieval layer; see ``Usage.step_bytes``."""
-    regions = layer.regions
-    if regions is None:
+    kv = layer.kv
+    if kv is None:
         return 0
-    keys, values = regions.window.tokens()
+    keys, values = kv.window.tokens()
     read = keys.nbytes + values.nbytes
-    if not regions.cold_len:
+    if not kv.cold_len:
         return read
-    selected = layer.config.budget(regions.cold_len)
+    selected = layer.config.budget(kv.cold_len)
     row = (keys.shape[3] + values.shape[3]) * keys.element_size()
-    if regions.store is not None:
-        row = regions.store.row_nbytes(row)
+    if kv.store is not None:
+        row = kv.store.row_nbytes(row)
     rows = keys.shape[0] * keys.shape[1] * selected
-    means = 0 if regions.rest is None else regions.rest.means_nbytes()
-    return read + regions.search_cost().nbytes + rows * row + means
+    means = 0 if kv.sums is None else kv.sums.means_nbytes()
+    return read + kv.search_cost().nbytes + rows * row + means
 
 
 def _layer_bytes(layer: Any) -> int:

@@ -90,8 +90,8 @@ def read_layers(model: PreTrainedModel, tokens: torch.Tensor) -> list[RecordedLa
     reader.feed(tokens[-1:])
     layers = []
     for number, layer in enumerate(reader.cache.layers):
-        if isinstance(layer, RetrievalLayer) and layer.regions is not None:
-            index = layer.regions.index
+        if isinstance(layer, RetrievalLayer) and layer.kv is not None:
+            index = layer.kv.index
             assert isinstance(index, RecordingIndex)
             queries, keys = (
                 torch.cat(tensors, dim=2)[0].float() for tensors in (index.queries, index.keys)

@@ -106,7 +106,7 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
     for layer in cache.retrieval_layers:
         layer.update(keys, keys)
         layer.waiting = False
-        layer.regions.take_prompt(keys, keys, None)
+        layer.kv.take_prompt(keys, keys, None)
     memory = cache.memory()
     assert memory.full_attention == 3 * 2 * 16_384 * 2 * 64 * 2
     assert memory.device <= 0.30 * memory.full_attention
