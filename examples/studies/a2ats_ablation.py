@@ -27,7 +27,6 @@ from study_tables import Found, Plot, Table, bars_of, by_length, layers_of, laye
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.stretches import share
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices
 from hf_kvret.lab.program.arguments import length, length_or_none, whole_number
@@ -35,7 +34,7 @@ from hf_kvret.lab.program.common_options import budget_option, count_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Cell
-from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.tables import markdown_table, share
 from hf_kvret.methods.a2ats import A2ATSCache
 
 PARTS = ("switches", "errors", "alike")

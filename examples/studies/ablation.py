@@ -15,12 +15,12 @@ from study_tables import Plot, Table, of_part
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file, text_windows
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.reader import check_positions
-from hf_kvret.lab.evaluate.stretches import Pace
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task
+from hf_kvret.lab.evaluate.teacher_forcing import Pace
+from hf_kvret.lab.evaluate.texts import describe_file, text_windows
 from hf_kvret.lab.program.arguments import known_names, several
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option

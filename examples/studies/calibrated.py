@@ -20,9 +20,9 @@ from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.sources import cut, needle_documents, random_uuids, text_file
 from hf_kvret.lab.calibrate.study import Calibration
-from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices
+from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import file_path, length
 from hf_kvret.lab.program.common_options import text_option
 from hf_kvret.lab.program.options import option

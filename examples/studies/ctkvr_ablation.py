@@ -25,14 +25,13 @@ from study_tables import CANDIDATES, Found, Plot, Table, bars_of, by_length, cur
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.following import full_choices
-from hf_kvret.lab.evaluate.stretches import share
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.teacher_forcing import full_choices
 from hf_kvret.lab.program.arguments import budget, number, whole_number
 from hf_kvret.lab.program.common_options import budget_option, count_option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Cell
-from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.tables import markdown_table, share
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 
 CHOICES = ("mixed", "last", "random", "first", "even")

@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.following import Kept, full_logits
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.teacher_forcing import Memo, full_logits
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.options.config import RetrievalConfig
 
 NOTHING_COLD = "nothing was cold: take a longer --context, or flat:dense_below=0:recent=64"
 Logits = tuple[torch.Tensor, torch.Tensor]
 """Log-probabilities ``[n, vocab]`` of a cache and of full attention, after the same tokens."""
-_expected = Kept(most=8)
+_expected = Memo(most=8)
 
 
 class Contexts:

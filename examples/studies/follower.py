@@ -9,10 +9,19 @@ from typing import Any
 import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.following import LayerRecall, full_choices, layer_recalls, mean_by_layer
-from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.stretches import Pace, mean_of, mean_stretches, text_source, walk
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.teacher_forcing import (
+    LayerRecall,
+    Pace,
+    full_choices,
+    layer_recalls,
+    mean_by_layer,
+    mean_of,
+    mean_sections,
+    text_source,
+    walk,
+)
 
 _MEANS = ("overlap", "mass", "best_mass", "equal")
 
@@ -25,9 +34,10 @@ class Follower:
         subject: the model.
         choice: the variant.
         method: the name of its cache, for errors.
-        samples: for each context the stretches that were measured, as ``Walk.stretches`` with
+        samples: for each context the stretches that were measured, as ``Walk.sections`` with
             ``equal``, the share of tokens that are full attention's.
         recalls: of each layer in each stretch.
+        usage: rows and seconds of the tokens that were measured.
     """
 
     subject: Subject
@@ -35,10 +45,7 @@ class Follower:
     method: str
     samples: list[list[dict[str, Any]]] = field(default_factory=list)
     recalls: list[Sequence[LayerRecall]] = field(default_factory=list)
-    _read: int = 0
-    _cold: int = 0
-    _candidates: int = 0
-    _seconds: float = 0.0
+    usage: UsageSum = field(default_factory=UsageSum)
 
     def follow(self, window: torch.Tensor, length: int, pace: Pace) -> None:
         """Read ``window[:length]``, then measure stretches of the tokens after it."""
@@ -60,19 +67,19 @@ class Follower:
         Raises:
             ValueError: nothing was cold.
         """
-        if not self._cold:
+        if not self.usage.rows_cold:
             raise ValueError(
                 "nothing was cold: take a longer --context, or smaller kv as "
                 f"{self.method}:dense_below=0:recent=64:flush=64"
             )
-        stretches = mean_stretches(self.samples)
+        stretches, usage = mean_sections(self.samples), self.usage
         return {
             **{name: mean_of(stretches, name) for name in _MEANS},
             "stretches": stretches,
-            "candidate_ratio": self._candidates / self._cold,
-            "read_ratio": self._read / self._cold,
-            "rerank_ratio": self._candidates / self._read if self._read else 0.0,
-            "seconds_with_recall": self._seconds,
+            "candidate_ratio": usage.candidates / usage.rows_cold,
+            "read_ratio": usage.rows_read / usage.rows_cold,
+            "rerank_ratio": usage.candidates / usage.rows_read if usage.rows_read else 0.0,
+            "seconds_with_recall": usage.seconds,
         }
 
     def layers(self) -> list[dict[str, Any]]:
@@ -92,10 +99,6 @@ class Follower:
         whole = -(-len(tokens) // step) * step
         pace = Pace(len(tokens), whole, step)
         # The text says what comes next, so no logits are asked for.
-        done = walk(reader, torch.empty(0), text_source(tokens, step), pace)
-        self._read += done.rows_read
-        self._cold += done.rows_cold
-        self._candidates += done.candidates
-        self._seconds += done.seconds
+        done = walk(reader, torch.empty(0), text_source(tokens, step), pace, self.usage)
         self.recalls.append(layer_recalls(done.reader))
         return done.reader, done.compared(right)[0]

@@ -26,10 +26,10 @@ from study_tables import Found
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.recording import RecordedLayer, read_layers
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices
+from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.common_options import (
     budget_option,

@@ -14,12 +14,17 @@ from tqdm import tqdm
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file, text_windows
 from hf_kvret.lab.evaluate.measurement import CheckFailed
 from hf_kvret.lab.evaluate.reader import Reader, check_positions
-from hf_kvret.lab.evaluate.stretches import Source, greedy_source, sampling_source, text_source
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
+from hf_kvret.lab.evaluate.teacher_forcing import (
+    Source,
+    greedy_source,
+    sampling_source,
+    text_source,
+)
+from hf_kvret.lab.evaluate.texts import describe_file, text_windows
 from hf_kvret.lab.program.arguments import budget, number, several
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option

@@ -27,10 +27,10 @@ from hf_kvret.contracts.index import ColdTokens, SearchCost
 from hf_kvret.contracts.state import tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file, text_windows
 from hf_kvret.lab.evaluate.paris_ablations import UncorrectedParisKVCache, UnrotatedParisKVCache
-from hf_kvret.lab.evaluate.stretches import Pace, mean_of, share
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.teacher_forcing import Pace, mean_of
+from hf_kvret.lab.evaluate.texts import describe_file, text_windows
 from hf_kvret.lab.program.arguments import number, several
 from hf_kvret.lab.program.common_options import (
     budget_option,
@@ -42,7 +42,7 @@ from hf_kvret.lab.program.common_options import (
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Cell
-from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.tables import markdown_table, share
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.observe.recall import exact_scores

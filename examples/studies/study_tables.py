@@ -7,10 +7,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_kvret.lab.evaluate.stretches import share
 from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.tables import markdown_table, share
 
 Found = list[tuple[Cell, dict[str, Any]]]
 """Cells with their results."""

@@ -21,9 +21,7 @@ from hf_kvret.testing.conformance import (
     run_case,
     run_conformance,
 )
-from hf_kvret.testing.gemma4_models import GEMMA4_MODELS
-from hf_kvret.testing.latent_models import LATENT_MODELS
-from hf_kvret.testing.models import MODELS, REFUSED
+from hf_kvret.testing.models import GEMMA4_MODELS, LATENT_MODELS, MODELS, REFUSED
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import Outcome, Scenario
 from hf_kvret.testing.tiny import TinyModel

@@ -49,6 +49,6 @@ def held_tokens(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
     assert end == kv.window.start, "the window goes on where the store ends"
     keys, values = kv.window.recent()
     return (
-        torch.cat([*(chunk for _, chunk, _ in chunks), keys], dim=2),
-        torch.cat([*(chunk for _, _, chunk in chunks), values], dim=2),
+        torch.cat([*(cold_keys for _, cold_keys, _ in chunks), keys], dim=2),
+        torch.cat([*(cold_values for _, _, cold_values in chunks), values], dim=2),
     )

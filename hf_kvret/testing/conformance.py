@@ -20,9 +20,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.registry import attach
-from hf_kvret.testing.gemma4_models import GEMMA4_MODELS
-from hf_kvret.testing.latent_models import LATENT_MODELS
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing.models import GEMMA4_MODELS, LATENT_MODELS, MODELS
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import FAILURES, CacheMaker, Outcome, describe
 
@@ -171,24 +169,24 @@ def first_difference(outcome: Outcome, baseline: Outcome, atol: float) -> str | 
     for label in sorted(
         baseline.values, key=lambda name: baseline.values[name].is_floating_point()
     ):
-        got, want = outcome.values[label], baseline.values[label]
-        if got.shape != want.shape or got.dtype != want.dtype:
+        actual, expected = outcome.values[label], baseline.values[label]
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
             return (
-                f"{label} is {got.dtype} {list(got.shape)}, expected {want.dtype} "
-                f"{list(want.shape)}"
+                f"{label} is {actual.dtype} {list(actual.shape)}, expected {expected.dtype} "
+                f"{list(expected.shape)}"
             )
-        if want.is_floating_point():
+        if expected.is_floating_point():
             # Equal infinities (forbidden tokens) agree; a NaN never does.
-            close = torch.isclose(got, want, rtol=0.0, atol=atol)
-            kind = f" (tolerance {atol})"
+            close = torch.isclose(actual, expected, rtol=0.0, atol=atol)
+            tolerance = f" (tolerance {atol})"
         else:
-            close, kind = got == want, ""
+            close, tolerance = actual == expected, ""
         if not bool(close.all()):
-            at = [int(i) for i in (~close).nonzero()[0]]
-            place = tuple(at)
+            index = tuple((~close).nonzero()[0].tolist())
             return (
-                f"{label} differs first at {at}: got {got[place].item()}, expected "
-                f"{want[place].item()}{kind}; {int((~close).sum())} of {close.numel()} differ"
+                f"{label} differs first at {list(index)}: got {actual[index].item()}, expected "
+                f"{expected[index].item()}{tolerance}; {int((~close).sum())} of {close.numel()} "
+                "differ"
             )
     return None
 
@@ -203,8 +201,8 @@ def conformance_cases(
     Raises:
         ValueError: an unknown name.
     """
-    mode_names = _known(modes, MODES, "mode")
-    for model in list(MODELS) if models is None else _known(models, _ALL_MODELS, "model"):
+    mode_names = _checked(modes, MODES, "mode")
+    for model in list(MODELS) if models is None else _checked(models, _ALL_MODELS, "model"):
         for mode in mode_names:
             yield Case(model, mode)
 
@@ -287,20 +285,20 @@ def failures(results: Iterable[Result]) -> list[Result]:
     Raises:
         ValueError: no results.
     """
-    found = list(results)
-    if not found:
+    results = list(results)
+    if not results:
         raise ValueError("there are no results: run_conformance was given no models or no modes")
-    shown = any(result.status == "passed" for result in found)
-    return [result for result in found if result.status == "failed" or not shown]
+    proven = any(result.status == "passed" for result in results)
+    return [result for result in results if result.status == "failed" or not proven]
 
 
 def _build(name: str) -> PreTrainedModel:
     return _ALL_MODELS[name].build()
 
 
-def _known(names: Iterable[str] | None, known: dict[str, Any], what: str) -> list[str]:
-    chosen = list(known) if names is None else list(names)
-    for name in chosen:
-        if name not in known:
-            raise ValueError(f"unknown {what} {name!r}: choose from {', '.join(known)}")
-    return chosen
+def _checked(names: Iterable[str] | None, allowed: dict[str, Any], thing: str) -> list[str]:
+    choices = list(allowed) if names is None else list(names)
+    for name in choices:
+        if name not in allowed:
+            raise ValueError(f"unknown {thing} {name!r}: choose from {', '.join(allowed)}")
+    return choices

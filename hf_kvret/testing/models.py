@@ -92,7 +92,7 @@ _QWEN3_NEXT = {
     "shared_expert_intermediate_size": 32,
 }
 _GPT_OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
-GEMMA4: dict[str, Any] = {
+_GEMMA4: dict[str, Any] = {
     **_SMALL,
     **_SLIDE_AND_FULL,
     # Heads and their dims differ between layers that slide and the others; there one projection
@@ -105,7 +105,7 @@ GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
 }
 """Settings of a small Gemma-4's text."""
-GEMMA4_EMBEDDING = 0.125
+_GEMMA4_EMBEDDING = 0.125
 """Gemma-4 multiplies embeddings by the root of their number, here 8."""
 
 _LFM2 = {
@@ -150,11 +150,11 @@ _ZOO = (
     ),
     TinyModel(
         "gemma4",
-        lambda: AutoConfig.for_model("gemma4_text", **GEMMA4),
+        lambda: AutoConfig.for_model("gemma4_text", **_GEMMA4),
         (1, 2),
         "heads and head dims by layer, keys and values of one projection",
         seed=6,
-        embedding=GEMMA4_EMBEDDING,
+        embedding=_GEMMA4_EMBEDDING,
     ),
     TinyModel(
         "gpt_oss",
@@ -285,3 +285,221 @@ _REFUSED = (
 
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {m.name: m.build for m in _REFUSED}
 """Builders of models that a cache with retrieval can't serve and must refuse, by name."""
+
+_LATENT: dict[str, Any] = {
+    **_SMALL,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    # As many as a value has: what a tensor is must not be told by its shape.
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": MAX_POSITION // 8,
+    "llama_4_scaling_beta": 0.1,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_LONGCAT = {
+    "num_layers": 2,
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 32,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "head_dim": 8,
+}
+_KIMI_LINEAR = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "num_local_experts": 4,
+}
+_BAILING = {
+    "num_hidden_layers": 4,
+    "layer_group_size": 2,
+    "num_local_experts": 4,
+    "head_dim": 16,
+}
+
+
+def _latent(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
+    settings = {**_LATENT, **changes}
+    if model_type == "longcat_flash":
+        del settings["num_hidden_layers"]
+    return lambda: AutoConfig.for_model(model_type, **settings)
+
+
+def _kimi() -> PreTrainedConfig:
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    return AutoConfig.for_model(
+        "kimi_k25", text_config={**_LATENT, "model_type": "deepseek_v3"}, vision_config=vision
+    )
+
+
+_LATENT_ZOO = (
+    TinyModel("deepseek_v2", _latent("deepseek_v2"), (0, 1), "complex rotations"),
+    TinyModel("deepseek_v3", _latent("deepseek_v3"), (0, 1), "interleaved rotations"),
+    TinyModel(
+        "glm4_moe_lite",
+        _latent("glm4_moe_lite", qk_nope_head_dim=24, v_head_dim=24),
+        (0, 1),
+        "head dim 24, rank 16",
+    ),
+    TinyModel(
+        "longcat_flash", _latent("longcat_flash", **_LONGCAT), (0, 1, 2, 3), "two caches a layer"
+    ),
+    TinyModel(
+        "mistral4",
+        _latent("mistral4", rope_parameters=_YARN),
+        (0, 1),
+        "yarn, queries scaled by position",
+        architecture="Mistral4ForCausalLM",
+    ),
+    TinyModel("minicpm3", _latent("minicpm3", dim_model_base=64), (0, 1), "dense"),
+    TinyModel("youtu", _latent("youtu"), (0, 1), "dense"),
+    TinyModel("axk1", _latent("axk1"), (0, 1), "mixture of experts"),
+    TinyModel(
+        "kimi_k25",
+        _kimi,
+        (0, 1),
+        "DeepSeek-V3 with images; prompts without",
+        architecture="Kimi_K25ForConditionalGeneration",
+    ),
+    TinyModel(
+        "kimi_linear",
+        _latent("kimi_linear", **_KIMI_LINEAR),
+        (1, 2),
+        "linear attention between",
+    ),
+    TinyModel(
+        "bailing_hybrid",
+        _latent("bailing_hybrid", **_BAILING),
+        (1, 3),
+        "linear attention between",
+    ),
+)
+
+LONG_LATENT_MODEL = TinyModel(
+    "deepseek_v3, 576 elements a row",
+    _latent(
+        "deepseek_v3", num_hidden_layers=1, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=24
+    ),
+    (0,),
+    "rows as long as those of large models",
+)
+"""A model like those of ``LATENT_MODELS``, with rows of 512 + 64 elements."""
+
+LATENT_MODELS: dict[str, TinyModel] = {model.name: model for model in _LATENT_ZOO}
+"""Models of multi-head latent attention that a cache with retrieval must serve, by name."""
+
+_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+# Tokens that mark images and sounds; prompts of the suite don't contain them.
+_MARKS = {
+    "boi_token_id": 2,
+    "eoi_token_id": 3,
+    "image_token_id": 4,
+    "video_token_id": 5,
+    "audio_token_id": 6,
+    "boa_token_id": 7,
+    "eoa_token_index": 7,
+    "tie_word_embeddings": False,
+}
+_UNIFIED_VISION = {
+    "patch_size": 2,
+    "pooling_kernel_size": 1,
+    "mm_embed_dim": 64,
+    "mm_posemb_size": 16,
+    "output_proj_dims": 64,
+}
+
+
+def _gemma4(**changes: Any) -> Callable[[], PreTrainedConfig]:
+    return lambda: AutoConfig.for_model("gemma4_text", **{**_GEMMA4, **changes})
+
+
+def _gemma4_composite() -> PreTrainedConfig:
+    return AutoConfig.for_model("gemma4", text_config=_GEMMA4, vision_config=None, **_MARKS)
+
+
+def _gemma4_unified() -> PreTrainedConfig:
+    text = {name: value for name, value in _GEMMA4.items() if name != "hidden_size_per_layer_input"}
+    return AutoConfig.for_model(
+        "gemma4_unified",
+        text_config={**text, "use_bidirectional_attention": "vision"},
+        vision_config=_UNIFIED_VISION,
+        **_MARKS,
+    )
+
+
+def _relative(
+    name: str,
+    config: Callable[[], PreTrainedConfig],
+    note: str,
+    full_attention: tuple[int, ...] = (1, 2),
+    seed: int = 2,
+    architecture: str = "",
+) -> TinyModel:
+    return TinyModel(
+        name,
+        config,
+        full_attention,
+        note,
+        seed=seed,
+        architecture=architecture,
+        embedding=_GEMMA4_EMBEDDING,
+    )
+
+
+_GEMMA4_ZOO = (
+    _relative("gemma4_experts", _gemma4(**_EXPERTS), "experts, as in the 26B"),
+    _relative(
+        "gemma4_own_values", _gemma4(attention_k_eq_v=False), "keys and values of two projections"
+    ),
+    _relative(
+        "gemma4_512",
+        _gemma4(global_head_dim=512, num_hidden_layers=2, layer_types=_GEMMA4["layer_types"][:2]),
+        "the head dim of the real ones",
+        full_attention=(1,),
+    ),
+    _relative(
+        "gemma4_composite",
+        _gemma4_composite,
+        "text in a model for images",
+        architecture="Gemma4ForConditionalGeneration",
+    ),
+    _relative(
+        "gemma4_unified",
+        _gemma4_unified,
+        "tokens of an image see each other in layers that slide",
+        architecture="Gemma4UnifiedForConditionalGeneration",
+    ),
+)
+
+GEMMA4_MODELS: dict[str, TinyModel] = {model.name: model for model in _GEMMA4_ZOO}
+"""Relatives of ``MODELS["gemma4"]`` that a cache with retrieval must serve, by name."""

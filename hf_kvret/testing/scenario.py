@@ -1,4 +1,4 @@
-"""What a mode of use is made of: prompts, generate and forward calls, and the record of results."""
+"""The parts of a mode of use: prompts, generate and forward calls, and the record of results."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""What a cache or a model raises that can't do what it is asked."""
+"""Errors of a cache or a model that can't do what a mode asks for."""
 
 
 @dataclass
 class Outcome:
-    """What one run of a mode gave.
+    """The result of one run of a mode.
 
     Attributes:
         values: named tensors to compare, in the order in which they arose: integers exactly,
@@ -71,11 +71,11 @@ class Scenario:
                 module.__dict__["rope_deltas"] = None
 
     def cache(self) -> Cache:
-        """A new, empty cache, noted in the outcome."""
-        return self.note(self._make_cache())
+        """A new, empty cache, registered in the outcome."""
+        return self.register(self._make_cache())
 
-    def note(self, cache: Cache) -> Cache:
-        """`cache`, noted in the outcome: for copies that the mode makes itself."""
+    def register(self, cache: Cache) -> Cache:
+        """`cache`, registered in the outcome: for copies that the mode makes itself."""
         self.outcome.caches.append(cache)
         return cache
 
@@ -200,8 +200,8 @@ def ragged(lengths: tuple[int, ...], salt: int = 0) -> tuple[torch.Tensor, torch
     """Left-padded prompts of `lengths`: ids and mask, ``[B, max(lengths)]`` int64."""
     ids = prompt(len(lengths), max(lengths), salt)
     mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        mask[row, : max(lengths) - length] = 0
+    for sequence, length in enumerate(lengths):
+        mask[sequence, : max(lengths) - length] = 0
     return ids.masked_fill(mask == 0, PAD_TOKEN), mask
 
 

@@ -1,7 +1,7 @@
 """Tape: what a CUDA graph would do, on a CPU, so that captured steps are tested without a GPU.
 
-A step is run once and every operation on tensors is noted with the tensors it read and wrote,
-Triton's kernels in the interpreter among them. Replaying does the noted operations again, on the
+A step is run once and every operation on tensors is logged with the tensors it read and wrote,
+Triton's kernels in the interpreter among them. Replaying does these operations again, on the
 same memory. Numbers that Python computed are frozen, as in a graph; whatever needs the host
 raises. So a step that keeps its place on the host, waits for the device or makes tensors anew that
 the next step needs gives wrong tokens here, or none, as it would on a GPU.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -54,13 +53,6 @@ class CaptureError(RuntimeError):
     """A step did what can't be captured."""
 
 
-@dataclass(frozen=True)
-class _Note:
-    """One operation: how to do it again."""
-
-    redo: Callable[[], None]
-
-
 class TapeRecorder:
     """A ``hf_kvret.replay.recorders.Recorder`` for the CPU."""
 
@@ -78,17 +70,17 @@ class TapeRecorder:
         """
         tape = Tape()
         try:
-            with tape, noted_launches(tape):
+            with tape, logged_launches(tape):
                 result = step()
         finally:
             tape.undo()
-        notes = tuple(tape.notes)
+        operations = tuple(tape.operations)
 
         def replay() -> None:
-            # Inference mode alone may write to both kinds of tensors.
+            # Inference mode alone may write to inference tensors and to others.
             with torch.inference_mode():
-                for note in notes:
-                    note.redo()
+                for redo in operations:
+                    redo()
 
         return result, replay
 
@@ -108,15 +100,15 @@ def taped() -> Iterator[None]:
 
 
 class Tape(TorchDispatchMode):
-    """Notes what is done while it is entered.
+    """Logs what is done while it is entered.
 
     Attributes:
-        notes: in order.
+        operations: what does each of them again, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.notes: list[_Note] = []
+        self.operations: list[Callable[[], None]] = []
         self._born: set[int] = set()
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -148,7 +140,7 @@ class Tape(TorchDispatchMode):
             for target, source in zip(fresh, new, strict=True):
                 target.copy_(source)
 
-        self.notes.append(_Note(redo))
+        self.operations.append(redo)
         return out
 
     def save(self, tensors: list[torch.Tensor]) -> None:
@@ -166,7 +158,7 @@ class Tape(TorchDispatchMode):
         self._saved = {}
 
     def held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What replays use for ``tensor``, which was there before: the same, which so stays."""
+        """The tensor that replays use for ``tensor``, which was there before: the same one."""
         return tensor
 
     def for_replays(self, values: Any) -> Any:
@@ -179,8 +171,8 @@ class Tape(TorchDispatchMode):
 
 
 @contextmanager
-def noted_launches(tape: Tape) -> Iterator[None]:
-    """Kernels of Triton's interpreter are noted too, with the grid that they were launched on.
+def logged_launches(tape: Tape) -> Iterator[None]:
+    """Kernels of Triton's interpreter are logged too, with the grid that they were launched on.
 
     Without Triton there are none.
     """
@@ -191,7 +183,7 @@ def noted_launches(tape: Tape) -> Iterator[None]:
 
     launch = GridExecutor.__call__
 
-    def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
+    def launch_and_log(executor: Any, *args: Any, **kwargs: Any) -> None:
         def redo() -> None:
             with _disable_current_modes():
                 launch(executor, *args, **kwargs)
@@ -200,9 +192,9 @@ def noted_launches(tape: Tape) -> Iterator[None]:
             tape.save(_tensors((args, kwargs)))
             args, kwargs = tape.for_replays((args, kwargs))
         redo()
-        tape.notes.append(_Note(redo))
+        tape.operations.append(redo)
 
-    GridExecutor.__call__ = noted
+    GridExecutor.__call__ = launch_and_log
     try:
         yield
     finally:

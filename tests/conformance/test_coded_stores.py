@@ -31,22 +31,15 @@ from hf_kvret.testing import (
 from hf_kvret.testing.conformance import baseline_of, first_difference
 from hf_kvret_kernels.higgs import HiggsCodec
 
+from .cases import TELLING_MODES, ArtifactOptions, can_go_back
+
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats")
 STORES = ("higgs", "higgs-host")
-# Of unlike models, the group: the largest power of two that divides their heads' dim.
+# Unlike models, and the group of each: the largest power of two that divides their heads' dim.
 GROUPS = {"llama": 16, "gemma2": 16, "gpt_oss": 16, "qwen3_next": 16, "qwen3": 8}
-TELLING_MODES = (
-    "greedy_ragged",
-    "beams_ragged",
-    "prompt_lookup",
-    "chunked_prefill",
-    "second_turn_ragged",
-    "crop_deep",
-)
 # fp32 sums over up to 150 tokens in another order, logits up to about 10.
 ERROR = 5e-5
 
-ArtifactOptions = Callable[[str, str], dict[str, str]]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -66,8 +59,8 @@ class CheckedStore(Store):
     def append(self, block: TokenBlock) -> None:
         self.coded.append(block)
         keys, values = (
-            self.codec.decode(*self.codec.encode(part), part.dtype)
-            for part in (block.keys, block.values)
+            self.codec.decode(*self.codec.encode(tensor), tensor.dtype)
+            for tensor in (block.keys, block.values)
         )
         self.plain.append(TokenBlock(keys, values, block.start, block.valid))
 
@@ -91,10 +84,10 @@ class CheckedStore(Store):
             yield coded[0], *_same(coded[1:], plain[1:])
 
 
-def _same(got: Any, wanted: Any) -> Any:
-    for one, other in zip(got, wanted, strict=True):
+def _same(coded: Any, plain: Any) -> Any:
+    for one, other in zip(coded, plain, strict=True):
         torch.testing.assert_close(one, other, atol=ERROR, rtol=ERROR)
-    return got
+    return coded
 
 
 def _checked_cache(method: str, codec: HiggsCodec) -> type[RetrievalCache]:
@@ -122,17 +115,11 @@ def _check(case: Case, method: str, store: str, bits: int, learned: dict[str, st
     options = {**COVERING_OPTIONS, **learned, "store": store, "bits": bits}
     outcome = mode.run(model, lambda: cache_class(model.config, **options))
     assert any(map(reads_cold_rows, outcome.caches))
-    told = first_difference(outcome, full, LOGIT_TOLERANCE)
-    assert told is not None, "rows of few bits that change nothing were not read"
+    difference = first_difference(outcome, full, LOGIT_TOLERANCE)
+    assert difference is not None, "rows of few bits that change nothing were not read"
 
 
-def _possible(case: dict[str, Any]) -> bool:
-    """A recurrent state can't be cropped."""
-    backwards = case.get("mode") in ("prompt_lookup", "crop_deep")
-    return not (backwards and case.get("model") == "qwen3_next")
-
-
-@pytest.mark.allowed(when=_possible)
+@pytest.mark.allowed(when=can_go_back)
 @pytest.mark.factor("bits", [2, 3, 4])
 @pytest.mark.factor("store", STORES)
 @pytest.mark.factor("method", METHODS)

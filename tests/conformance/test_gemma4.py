@@ -7,48 +7,27 @@ caches, and images.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_kvret import (
-    A2ATSCache,
-    AquaKVCache,
-    CTkvrCache,
-    FlatKVCache,
-    H2OCache,
-    LRQKCache,
-    ParisKVCache,
-    RetrievalCache,
-)
+from hf_kvret import FlatKVCache
 from hf_kvret.testing import COVERING_OPTIONS, GEMMA4_MODELS, MODELS, MODES, Case, run_case
 from hf_kvret.testing.scenario import NEW_TOKENS, prompt, ragged
 
 from ..pairs import full_product, pairwise
+from .cases import RELEASE, STORES, ArtifactOptions, caches, expect_passed, name_of
 
-CACHES: dict[str, Callable[..., RetrievalCache]] = {
-    "flat": FlatKVCache,
-    "paris": ParisKVCache,
-    "lrqk": LRQKCache,
-    "ctkvr": CTkvrCache,
-    "a2ats": A2ATSCache,
-    "aqua": partial(AquaKVCache, bits=16),
-    "h2o": H2OCache,
-}
+CACHES = caches("flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o")
 # Coded rows at 16 bits are plain ones.
-STORES = ("device", "host", "resident", "cpu", "split", "higgs", "higgs-host")
+ALL_STORES = (*STORES, "split", "higgs", "higgs-host")
 # transformers' classes of them neither exit early nor take embeddings.
 COMPOSITE = ("gemma4_composite", "gemma4_unified")
-RELEASE = ".".join(transformers.__version__.split(".")[:2])
-# What transformers' own sliding layers can't do in the oldest release that we support.
+# Modes that transformers' own sliding layers lack in the oldest release that we support.
 IMPOSSIBLE = {"5.17": {"assisted", "early_exit", "reset", "reset_other_batch", "crop_deep"}}
-ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 
 def options_for(store: str) -> dict[str, Any]:
@@ -74,13 +53,9 @@ def few_cases() -> list[dict[str, Any]]:
 
 def all_cases() -> list[dict[str, Any]]:
     """Every mode with every method and store; of the relatives, pairs of these."""
-    factors = {"mode": list(MODES), "method": list(CACHES), "store": list(STORES)}
+    factors = {"mode": list(MODES), "method": list(CACHES), "store": list(ALL_STORES)}
     product = [{"model": "gemma4", **case} for case in full_product(factors) if is_served(case)]
     return product + pairwise({"model": list(GEMMA4_MODELS), **factors}, is_served)
-
-
-def name_of(case: dict[str, Any]) -> str:
-    return "-".join(map(str, case.values()))
 
 
 def check(
@@ -88,11 +63,8 @@ def check(
 ) -> None:
     options = {**options_for(store), **artifact_options(method, model)}
     result = run_case(Case(model, mode), lambda built: CACHES[method](built.config, **options))
-    if result.status == "skipped":
-        allowed = {"early_exit", "inputs_embeds"} if model in COMPOSITE else set()
-        assert mode in allowed | IMPOSSIBLE.get(RELEASE, set()), result.detail
-        pytest.skip(result.detail)
-    assert result.status == "passed", result.detail
+    may_skip = {"early_exit", "inputs_embeds"} if model in COMPOSITE else set()
+    expect_passed(result, may_skip | IMPOSSIBLE.get(RELEASE, set()))
 
 
 @pytest.mark.parametrize("case", few_cases(), ids=name_of)

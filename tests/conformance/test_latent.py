@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import cycle
 from typing import Any
 
@@ -11,50 +10,24 @@ import pytest
 import torch
 import transformers
 
-from hf_kvret import (
-    A2ATSCache,
-    AquaKVCache,
-    CTkvrCache,
-    FlatKVCache,
-    H2OCache,
-    LatentKVCache,
-    LRQKCache,
-    ParisKVCache,
-    RetrievalCache,
-    attach,
-)
+from hf_kvret import LatentKVCache, ParisKVCache, RetrievalCache, attach
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODES, Case, run_case
 from hf_kvret.testing.conformance import Result, no_proof
-from hf_kvret.testing.latent_models import LONG_LATENT_MODEL
+from hf_kvret.testing.models import LONG_LATENT_MODEL
 
 from ..pairs import pairwise
+from .cases import RESTS, STORES, ArtifactOptions, caches, expect_passed, name_of
 
-# Of methods that learn from calibration; aqua's rows are its own codes, here at 16 bits.
-LEARNED: dict[str, Callable[..., RetrievalCache]] = {
-    "a2ats": A2ATSCache,
-    "aqua": partial(AquaKVCache, bits=16),
-}
-CACHES: dict[str, Callable[..., RetrievalCache]] = {
-    cls.name: cls for cls in (FlatKVCache, ParisKVCache, LRQKCache, CTkvrCache, H2OCache)
-}
+LEARNED = caches("a2ats", "aqua")
+CACHES = caches("flat", "paris", "lrqk", "ctkvr", "h2o")
 ALL_CACHES = CACHES | LEARNED
-STORES = ("device", "host", "resident", "cpu")
-# Of four query heads; the other methods have them select together, or select nothing, and they
-# don't estimate what is left out.
+# A model has four query heads. Other methods than IN_GROUPS have them select together, or select
+# nothing, and don't estimate what is left out.
 HEADS_TOGETHER = (None, 1, 3)
 IN_GROUPS = ("flat", "paris", "lrqk", "a2ats")
 DEFAULT = ("deepseek_v3", "glm4_moe_lite")
-RESTS: dict[str, dict[str, Any]] = {
-    "nothing": {"rest": None},
-    "mean": {"rest": "mean"},
-    "measured": {"rest": "mean", "warn_lost_mass": 0.99},
-}
 # Models with recurrent layers can't go back, neither with transformers' own cache.
 RECURRENT = ("kimi_linear", "bailing_hybrid")
-RELEASE = ".".join(transformers.__version__.split(".")[:2])
-
-
-ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 
 def cases(models: Iterable[str], methods: Iterable[str]) -> list[dict[str, Any]]:
@@ -77,11 +50,11 @@ def _is_served(case: dict[str, Any]) -> bool:
     return case.get("select_heads") is None or method in IN_GROUPS
 
 
-def few_of_all_kinds() -> list[dict[str, Any]]:
+def few_of_all() -> list[dict[str, Any]]:
     """Cases of methods that learn: all their stores, both models, heads together and apart."""
     factors = {"store": STORES, "select_heads": HEADS_TOGETHER}
-    kinds = pairwise({"model": list(DEFAULT), "method": list(LEARNED)} | factors, _is_served)
-    return [{"mode": mode, **kind} for mode, kind in zip(list(MODES)[::2], kinds, strict=False)]
+    pairs = pairwise({"model": list(DEFAULT), "method": list(LEARNED)} | factors, _is_served)
+    return [{"mode": mode, **pair} for mode, pair in zip(list(MODES)[::2], pairs, strict=False)]
 
 
 def check(
@@ -99,19 +72,13 @@ def check(
     def make(built: Any) -> RetrievalCache:
         return ALL_CACHES[method](config=built.config, **options)
 
-    expect(run_case(Case(model, mode), make), model, mode)
+    expect(run_case(Case(model, mode), make), model)
 
 
-def expect(result: Result, model: str, mode: str) -> None:
-    if result.status == "skipped":
-        # What transformers' own cache can't do; few modes, or something vanished in silence.
-        assert model in RECURRENT or mode in {"early_exit", "guidance"}, result.detail
-        pytest.skip(result.detail)
-    assert result.status == "passed", result.detail
-
-
-def name_of(case: dict[str, Any]) -> str:
-    return "-".join(map(str, case.values()))
+def expect(result: Result, model: str) -> None:
+    # Few modes may be skipped, or something vanished in silence.
+    may_skip = MODES if model in RECURRENT else {"early_exit", "guidance"}
+    expect_passed(result, may_skip)
 
 
 @pytest.mark.parametrize("case", cases(DEFAULT, CACHES), ids=name_of)
@@ -119,7 +86,7 @@ def test_same_as_full_attention(case: dict[str, Any], artifact_options: Artifact
     check(artifact_options, **case)
 
 
-@pytest.mark.parametrize("case", few_of_all_kinds(), ids=name_of)
+@pytest.mark.parametrize("case", few_of_all(), ids=name_of)
 def test_methods_that_learn_are_the_same(
     case: dict[str, Any], artifact_options: ArtifactOptions
 ) -> None:
@@ -131,7 +98,7 @@ def test_absorbed_attention_to_all_is_the_same(model: str, mode: str) -> None:
     def make(built: Any) -> RetrievalCache:
         return LatentKVCache(config=built.config)
 
-    expect(run_case(Case(model, mode), make, proof=no_proof), model, mode)
+    expect(run_case(Case(model, mode), make, proof=no_proof), model)
 
 
 @pytest.mark.slow
@@ -144,14 +111,14 @@ def test_methods_that_learn_in_every_mode(
 
 @pytest.fixture(scope="module")
 def long_rows() -> transformers.PreTrainedModel:
-    """One layer whose rows have 512 + 64 numbers, as in DeepSeek-V3."""
+    """One layer whose rows have 512 + 64 elements, as in DeepSeek-V3."""
     model = LONG_LATENT_MODEL.build()
     attach(model)
     return model
 
 
 @pytest.mark.parametrize("store", ("device", "cpu"))
-def test_paris_serves_rows_of_576_numbers(store: str, long_rows: Any) -> None:
+def test_paris_serves_rows_of_576_elements(store: str, long_rows: Any) -> None:
     """A selection of everything gives what full attention gives, padded rows included."""
     ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)

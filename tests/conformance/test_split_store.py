@@ -6,7 +6,6 @@ first block of a layer takes: every cache ends with rows in both places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,26 +16,17 @@ from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import SplitMemory
 from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
 
+from .cases import TELLING_MODES, ArtifactOptions, can_go_back, expect_passed
+
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
 # Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.
 MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next")
-TELLING_MODES = (
-    "greedy_ragged",
-    "beams_ragged",
-    "prompt_lookup",
-    "chunked_prefill",
-    "second_turn_ragged",
-    "prefix_reuse",
-    "crop_deep",
-)
 PAGE_LEN = 8
-# A page of each of three rows, where a prompt in chunks begins with a block of a few tokens.
+# A page of each of three sequences, where a prompt in chunks begins with a block of a few tokens.
 LEAST_BUDGET = 9000
 
-ArtifactOptions = Callable[[str, str], dict[str, str]]
 
-
-def _split_cache(method: str, made: list[PagedStore]) -> type[RetrievalCache]:
+def _split_cache(method: str, log: list[PagedStore]) -> type[RetrievalCache]:
     """The cache of ``method`` with short pages, half of its first block on the device."""
     cache_class: Any = registered_methods()[method]
 
@@ -47,34 +37,26 @@ def _split_cache(method: str, made: list[PagedStore]) -> type[RetrievalCache]:
             assert isinstance(store, PagedStore) and isinstance(store.memory, SplitMemory)
             store.page_len = PAGE_LEN
             store.memory.budget = max(LEAST_BUDGET, first.nbytes // 2)
-            made.append(store)
+            log.append(store)
             return store
 
     return SplitCache
 
 
-def _possible(case: dict[str, Any]) -> bool:
-    """A recurrent state can't be cropped."""
-    backwards = case.get("mode") in ("prompt_lookup", "crop_deep")
-    return not (backwards and case.get("model") == "qwen3_next")
-
-
-@pytest.mark.allowed(when=_possible)
+@pytest.mark.allowed(when=can_go_back)
 @pytest.mark.factor("method", METHODS)
-@pytest.mark.factor("mode", TELLING_MODES)
+@pytest.mark.factor("mode", (*TELLING_MODES, "prefix_reuse"))
 @pytest.mark.factor("model", MODELS)
 def test_same_as_full_attention(
     model: str, mode: str, method: str, artifact_options: ArtifactOptions
 ) -> None:
-    made: list[PagedStore] = []
-    cache_class = _split_cache(method, made)
+    stores: list[PagedStore] = []
+    cache_class = _split_cache(method, stores)
     options = {**COVERING_OPTIONS, **artifact_options(method, model), "store": "split"}
     result = run_case(
         Case(model, mode), lambda model: cache_class(model.config, device_budget="1GB", **options)
     )
-    if result.status == "skipped":
-        pytest.skip(result.detail)
-    assert result.status == "passed", result.detail
-    held = [store for store in made if len(store)]
-    assert held and all(0.0 < store.bus_share < 1.0 for store in held)
-    assert all(store.nbytes() > store.host_nbytes() > 0 for store in held)
+    expect_passed(result)
+    filled = [store for store in stores if len(store)]
+    assert filled and all(0.0 < store.bus_share < 1.0 for store in filled)
+    assert all(store.nbytes() > store.host_nbytes() > 0 for store in filled)

@@ -103,7 +103,7 @@ class ResetsTheFirstLayerOnly(Faulty):
 
 
 class ForgetsSecondPrompts(Faulty):
-    """Of several tokens that arrive later, the first is lost."""
+    """The first of several tokens that arrive later is lost."""
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any

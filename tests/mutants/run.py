@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 from fault import Fault
@@ -32,6 +33,7 @@ def module_of(file: str) -> str:
     raise AssertionError("the last home is every file's")
 
 
+@cache
 def imported(test: Path) -> set[str]:
     """Full names of what a test file imports, with and without the last part.
 

@@ -163,7 +163,7 @@ class Graph:
         self._capture = simulation.capture = capture
         self._tape = _CaptureTape(self._capture)
         self._entered.enter_context(self._tape)
-        self._entered.enter_context(tape.noted_launches(self._tape))
+        self._entered.enter_context(tape.logged_launches(self._tape))
 
     def capture_end(self) -> None:
         """RuntimeError: an operation was refused meanwhile."""
@@ -178,7 +178,7 @@ class Graph:
             raise RuntimeError(
                 "CUDA error: operation failed due to a previous error during capture"
             )
-        self._redo = tuple(note.redo for note in self._tape.notes)
+        self._redo = tuple(self._tape.operations)
 
     def replay(self) -> None:
         """Do the recorded work on the current stream.

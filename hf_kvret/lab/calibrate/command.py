@@ -24,8 +24,8 @@ from hf_kvret.lab.calibrate.sources import (
     random_uuids,
     text_file,
 )
-from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.texts import read_text, token_ids
+from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 
 # Tokens of a needle document for each needle in it, and of the shortest document.
 _NEEDLE_EVERY = 64

@@ -28,8 +28,7 @@ from hf_kvret.models.compatibility import (
 )
 from hf_kvret.models.exact_chunks import why_whole
 from hf_kvret.replay.replayable import untested_type
-from hf_kvret.testing.latent_models import LATENT_MODELS
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing.models import LATENT_MODELS, MODELS
 
 # From the most to the least particular: a type may be in several.
 _MAPPINGS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")

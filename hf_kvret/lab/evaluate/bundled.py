@@ -35,8 +35,8 @@ def _installed_from() -> Path | None:
 
 def _example_model(folder: str) -> Path:
     roots = [_ROOT, Path.cwd(), *filter(None, [_installed_from()])]
-    places = [root / "examples" / folder for root in roots]
-    return next((place for place in places if (place / "model.safetensors").is_file()), places[0])
+    folders = [root / "examples" / folder for root in roots]
+    return next((path for path in folders if (path / "model.safetensors").is_file()), folders[0])
 
 
 REFERENCE_MODEL = _example_model("reference_llama")
@@ -69,7 +69,7 @@ def example_model(name: str) -> Path:
 
 
 def default_model() -> str:
-    """What ``--model`` means without a value: ``reference`` where it is found, else ``needle``."""
+    """The default of ``--model``: ``reference`` where it is found, else ``needle``."""
     return "reference" if (REFERENCE_MODEL / "model.safetensors").is_file() else "needle"
 
 

@@ -86,16 +86,21 @@ def choose_cache(
         ValueError: an unknown name, option or value, or a cache that can't work here.
         ModuleNotFoundError: the package behind an opponent is missing; says which.
     """
-    name, *given = [part.strip() for part in text.split(":")]
+    name, *words = [word.strip() for word in text.split(":")]
     if name == "kvpress":
-        return _press(text, given)
-    options = dict(_option(text, part) for part in given)
+        return _press(text, words)
+    options = dict(_option(text, word) for word in words)
     if name in registered_methods():
-        config_class = registered_methods()[name].Config
-        # What was asked for all caches may be nothing for this one, which has its own.
-        asked = (defaults or {}).items()
-        known = {option: value for option, value in asked if config_class.takes(option, value)}
-        return _retrieval(text, name, known | options)
+        cache_class = registered_methods()[name]
+        config = cache_class.Config
+        # A default for all caches may be no option of this one, or a value that it can't have.
+        usual = {key: value for key, value in (defaults or {}).items() if config.takes(key, value)}
+        chosen = config.from_options(**usual | options)
+        return CacheChoice(
+            text,
+            lambda config, capacity: cache_class(config=config, options=chosen),
+            options=chosen,
+        )
     if name == "quantized":
         return _quantized(text, options)
     if name not in OPPONENTS:
@@ -127,16 +132,6 @@ def choose_caches(
     return {text: choose_cache(text, defaults, device) for text in texts}
 
 
-def _retrieval(text: str, name: str, options: dict[str, Any]) -> CacheChoice:
-    cache_class = registered_methods()[name]
-    chosen = cache_class.Config.from_options(**options)
-    return CacheChoice(
-        text,
-        lambda config, capacity: cache_class(config=config, options=chosen),
-        options=chosen,
-    )
-
-
 def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:
     allowed = ("backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
     unknown = [name for name in options if name not in allowed]
@@ -159,7 +154,7 @@ def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:
     return CacheChoice(text, lambda config, capacity: QuantizedCache(backend, config, **options))
 
 
-def _press(text: str, given: list[str]) -> CacheChoice:
+def _press(text: str, words: list[str]) -> CacheChoice:
     if not _installed("kvpress"):
         raise ModuleNotFoundError(
             f"{text!r} needs kvpress, which alone would bring an older transformers: pip install "
@@ -172,14 +167,14 @@ def _press(text: str, given: list[str]) -> CacheChoice:
         for name in dir(kvpress)
         if name.endswith("Press") and issubclass(getattr(kvpress, name), kvpress.ScorerPress)
     )
-    if not given or given[0] not in presses:
+    if not words or words[0] not in presses:
         raise ValueError(
             f"{text!r}: write kvpress:NAME, as kvpress:SnapKV:compression_ratio=0.5, with NAME "
             f"one of {', '.join(presses)}"
         )
-    options = dict(_option(text, part) for part in given[1:])
+    options = dict(_option(text, word) for word in words[1:])
     try:
-        press = getattr(kvpress, f"{given[0]}Press")(**options)
+        press = getattr(kvpress, f"{words[0]}Press")(**options)
     except (TypeError, AssertionError, ValueError) as error:
         raise ValueError(f"{text!r}: {error}") from error
     return CacheChoice(text, lambda config, capacity: DynamicCache(config=config), press)
@@ -192,14 +187,14 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _option(text: str, part: str) -> tuple[str, Any]:
-    name, separator, value = part.partition("=")
+def _option(text: str, word: str) -> tuple[str, Any]:
+    name, separator, value = word.partition("=")
     if not separator or not name or not value:
-        raise ValueError(f"{text!r}: {part!r} is no option, write NAME=VALUE")
+        raise ValueError(f"{text!r}: {word!r} is no option, write NAME=VALUE")
     words = {"true": True, "false": False, "none": None}
     if value.lower() in words:
         return name, words[value.lower()]
-    for kind in () if name in TEXT_OPTIONS else (int, float):
+    for parse in () if name in TEXT_OPTIONS else (int, float):
         with contextlib.suppress(ValueError):
-            return name, kind(value)
+            return name, parse(value)
     return name, value

@@ -16,22 +16,22 @@ from tqdm import tqdm
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches
-from hf_kvret.lab.evaluate.following import (
+from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum
+from hf_kvret.lab.evaluate.teacher_forcing import (
     LayerRecall,
     branch,
     layer_recalls,
     mean_by_layer,
     mean_recall,
 )
-from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
-from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, length, names
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_shares
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table, or_dash, table_of
+from hf_kvret.lab.report.tables import markdown_table, share, table_of
 from hf_kvret.registry import attach
 
 _BAR = 40
@@ -94,9 +94,9 @@ class Demo(Measurement):
     def choices(self) -> dict[str, CacheChoice]:
         """The caches that are asked; ValueError for an unknown name or option."""
         usual = [*_SECONDS] if self.full else [*_USUAL]
-        asked = usual if self.caches is None else names(self.caches)
+        chosen = usual if self.caches is None else names(self.caches)
         retrieval = {"top_k": self.top_k, "store": self.store}
-        return choose_caches(asked, retrieval, self.device)
+        return choose_caches(chosen, retrieval, self.device)
 
     def check(self) -> None:
         """Caches and context are refused before the document is read."""
@@ -111,7 +111,7 @@ class Demo(Measurement):
             choice.make(config, self.context)
 
     def opening(self, results: Results) -> str:
-        """What is asked of which caches; how long it takes, where that was measured."""
+        """The questions, the caches, and the time that they take, where that was measured."""
         waiting = [cell["cache"] for cell in self.waiting(results)]
         if not waiting:
             return ""
@@ -133,7 +133,7 @@ class Demo(Measurement):
         return [{"cache": name} for name in self.choices]
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
-        """What a cache answers, reads and holds.
+        """A row for each cache: its answers, bytes and reads.
 
         ``right_ratio`` is the share of questions answered with exactly the needle's value;
         ``tokens_per_second`` new tokens over the median time of a question, its reading included;
@@ -161,8 +161,9 @@ class Demo(Measurement):
         language, rng = NeedleLanguage(), np.random.default_rng(self.seed)
         keys, values = language.pairs(rng, self.questions)
         document, _ = language.document(rng, self.context, keys, values)
-        parts = (document, language.questions(keys), values)
-        tokens, prompts, answers = map(torch.from_numpy, parts)
+        tokens, prompts, answers = map(
+            torch.from_numpy, (document, language.questions(keys), values)
+        )
         return tokens, prompts, answers
 
     @property
@@ -173,7 +174,7 @@ class Demo(Measurement):
     def _ask_all(self, choice: CacheChoice, progress: Progress) -> Row:
         tokens, prompts, answers = self._document
         again = prompts[: self.recall_questions]
-        part = 1 / (len(prompts) + len(again))
+        step = 1 / (len(prompts) + len(again))
         reader = Reader(self._model, choice, self._capacity)
         reader.prefill(tokens)
         right, seconds, used = 0, [], UsageSum()
@@ -184,17 +185,17 @@ class Demo(Measurement):
             right += turn.answer(prompt, len(answer)) == answer.tolist()
             seconds.append(turn.seconds)
             used.add(turn)
-            progress.advance(part)
-        held = reader.usage()
+            progress.advance(step)
+        usage = reader.usage()
         layers = _recall(reader, again, answers.shape[1])
         means = mean_recall(layers)
         return {
             "right_ratio": right / len(prompts),
             "prefill_seconds": reader.seconds,
             "tokens_per_second": answers.shape[1] / median(seconds),
-            "device_bytes": held.device_bytes,
-            "host_bytes": held.host_bytes,
-            "full_bytes": held.full_bytes,
+            "device_bytes": usage.device_bytes,
+            "host_bytes": usage.host_bytes,
+            "full_bytes": usage.full_bytes,
             "read_ratio": used.read_ratio or 0.0,
             "recall": means["overlap"],
             "mass": means["mass"],
@@ -210,8 +211,8 @@ class Demo(Measurement):
             f"{setup['questions']} questions about {setup['context']:,} tokens, {setup['dtype']}, "
             f"top_k={setup['top_k']}, store={setup['store']}"
         )
-        parts = [title, _costs(results), _by_layer(results), f"```\n{_bars(results)}\n```"]
-        return "\n\n".join(part for part in parts if part)
+        texts = [title, _costs(results), _by_layer(results), f"```\n{_bars(results)}\n```"]
+        return "\n\n".join(text for text in texts if text)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -242,8 +243,8 @@ def _costs(results: Results) -> str:
         "host MB": lambda cell, row: f"{row['host_bytes'] / 1e6:.1f}",
         "device / full K,V": lambda cell, row: f"{row['device_bytes'] / row['full_bytes']:.1%}",
         "cold rows read": lambda cell, row: f"{row['read_ratio']:.2%}",
-        "recall@k": lambda cell, row: or_dash(row["recall"], ".3f"),
-        "attention mass": lambda cell, row: or_dash(row["mass"], ".3f"),
+        "recall@k": lambda cell, row: share(row["recall"]),
+        "attention mass": lambda cell, row: share(row["mass"]),
     }
     return table_of(results, columns)
 
@@ -279,8 +280,8 @@ def _bars(results: Results) -> str:
     width, lines = max(8, *map(len, caches)), []
     for title, shares in _shares(results).items():
         lines.append(title)
-        for cache, share in zip(caches, shares, strict=True):
-            filled = min(_BAR, round(share * _BAR))
+        for cache, value in zip(caches, shares, strict=True):
+            filled = min(_BAR, round(value * _BAR))
             bar = "█" * filled + "·" * (_BAR - filled)
-            lines.append(f"  {cache:>{width}} {bar} {share:.1%}")
+            lines.append(f"  {cache:>{width}} {bar} {value:.1%}")
     return "\n".join(lines)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.registry import registered_methods
@@ -73,7 +73,7 @@ def run_lm_eval(arguments: Sequence[str], cache_config: dict[str, Any] | None = 
         ValueError: no cache of ours is named, options that it doesn't have, another model than
             ``hf``, a task that asks for log-likelihoods, or nothing was generated.
     """
-    given = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
+    words = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
     if importlib.util.find_spec("lm_eval") is None:
         raise ModuleNotFoundError("lm-eval needs lm-evaluation-harness: pip install 'lm-eval[hf]'")
     try:
@@ -87,7 +87,8 @@ def run_lm_eval(arguments: Sequence[str], cache_config: dict[str, Any] | None = 
     from hf_kvret.lab.evaluate.lm_eval_model import NAME, generations
 
     setup_logging()
-    with _command_line(["lm-eval", *given]):
+    # lm-eval reads its arguments from ``sys.argv`` and nowhere else.
+    with patch.object(sys, "argv", ["lm-eval", *words]):
         harness = HarnessCLI()
         options = harness.parse_args()
         _check(options)
@@ -99,22 +100,22 @@ def run_lm_eval(arguments: Sequence[str], cache_config: dict[str, Any] | None = 
     return 0
 
 
-def _account(made: Sequence[Generation]) -> str:
-    """What the cache did, in a line; ValueError when it did nothing at all."""
-    if not made:
+def _account(batches: Sequence[Generation]) -> str:
+    """A line that says what the cache did; ValueError when it did nothing at all."""
+    if not batches:
         raise ValueError(
             "lm-eval generated nothing, so no cache was used: its answers came from --use_cache, "
             "or there were no samples"
         )
-    names = ", ".join(sorted({batch.cache for batch in made}))
-    retrieved = [batch for batch in made if batch.rows_cold]
-    text = f"{names}: {len(made)} batches generated, {len(retrieved)} of them with retrieval"
+    names = ", ".join(sorted({batch.cache for batch in batches}))
+    retrieved = [batch for batch in batches if batch.rows_cold]
+    text = f"{names}: {len(batches)} batches generated, {len(retrieved)} of them with retrieval"
     if not retrieved:
         return (
             f"{text}. The texts were too short: below dense_below the cache is full attention. "
             "Give longer ones, or --cache-config '{\"dense_below\": 0}' and a small recent"
         )
-    read = sum(batch.rows_read for batch in made) / sum(batch.rows_cold for batch in made)
+    read = sum(batch.rows_read for batch in batches) / sum(batch.rows_cold for batch in batches)
     return f"{text}, {read:.2%} of the cold rows read"
 
 
@@ -150,14 +151,3 @@ def _with_cache(gen_kwargs: Any, cache_config: dict[str, Any]) -> dict[str, Any]
         methods[name].Config.from_options(**config)
         merged["cache_config"] = config
     return merged
-
-
-@contextlib.contextmanager
-def _command_line(arguments: list[str]) -> Iterator[None]:
-    """lm-eval reads its arguments from ``sys.argv`` and nowhere else."""
-    before = sys.argv
-    sys.argv = arguments
-    try:
-        yield
-    finally:
-        sys.argv = before

@@ -37,7 +37,7 @@ _generations: list[Generation] = []
 
 
 def generations() -> list[Generation]:
-    """What was generated in this process so far, in order."""
+    """The batches of this process so far, in order."""
     return list(_generations)
 
 

@@ -1,4 +1,4 @@
-"""What a command measures, and the one loop that measures it.
+"""The measurement of a command, and the one loop that carries it out.
 
 A ``Measurement`` is cut into cells. Its plan gives those that are waiting, in groups that are
 measured together; each gives rows that go to the result file at once, so that the same command
@@ -37,7 +37,7 @@ _FAILED = "check_failed"
 
 
 class CheckFailed(RuntimeError):
-    """What would be measured gives wrong results; the message says which and by how much."""
+    """The object of a measurement gives wrong results; the message says which, and by how much."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Measurement(ABC):
 
     @classmethod
     def title(cls) -> str:
-        """What result files have, as ``eval niah``."""
+        """The name in result files, as ``eval niah``."""
         return f"{cls.command} {cls.name}".strip()
 
     def check(self) -> None:  # noqa: B027 - many have nothing to add to their dataclass's checks
@@ -90,7 +90,7 @@ class Measurement(ABC):
         """
 
     def surroundings(self) -> AbstractContextManager[Any]:
-        """What set-up, plan and rows are made in, as another number of threads."""
+        """A context for set-up, plan and rows, as another number of threads."""
         return nullcontext()
 
     def beside(self, outputs: Outputs) -> Self:
@@ -98,7 +98,7 @@ class Measurement(ABC):
         return self
 
     def opening(self, results: Results) -> str:
-        """What a user is told before the first bar; empty for nothing."""
+        """A text for the user before the first bar; empty for none."""
         return ""
 
     @abstractmethod
@@ -189,7 +189,7 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
     failed: list[tuple[Cell, str]] = []
     done, count = 0, measurement.count(results)
     groups = measurement.plan(results)
-    # What can't be measured is said before there is a bar.
+    # The first group is taken before there is a bar, as mistakes are named then.
     first = list(islice(groups, 1))
     with tqdm(
         total=count,
@@ -202,9 +202,9 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
     ) as bar:
         for group in chain(first, groups):
             bar.set_postfix_str(" ".join(map(str, group[0].values())))
-            found, why = attempt(partial(measurement.rows, group, Progress(bar)))
-            for place, cell in enumerate(group):
-                row = measurement.lacking(cell, why) if found is None else found[place]
+            rows, why = attempt(partial(measurement.rows, group, Progress(bar)))
+            for index, cell in enumerate(group):
+                row = measurement.lacking(cell, why) if rows is None else rows[index]
                 if row is None:
                     failed.append((cell, *why.values()))
                 else:
@@ -227,8 +227,8 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Row]:
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        told = next(iter(str(error).strip().splitlines()), "no memory left")
-        why = {"out_of_memory": f"out of memory ({told})"}
+        message = next(iter(str(error).strip().splitlines()), "no memory left")
+        why = {"out_of_memory": f"out of memory ({message})"}
     # Outside the handler: its traceback would keep the tensors of the failed run. Collecting takes
     # long beside a small run, and matters where memory is scarce.
     if why or torch.cuda.is_available():
@@ -248,26 +248,26 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     measurement.check()
     with sole_writer(outputs.json), measurement.surroundings():
         results = Results(measurement.title(), measurement.setup(), outputs.json)
-        known = len(measurement.cells()) - len(measurement.waiting(results))
+        finished = len(measurement.cells()) - len(measurement.waiting(results))
         if opening := measurement.opening(results):
             print(f"{opening}\n", file=sys.stderr)
         try:
             failed = measure(measurement, results)
         finally:
-            # What was finished is worth seeing, also when a later cell could not be.
+            # Finished cells are worth seeing, also when a later cell failed.
             if len(results):
                 print(f"\n{measurement.table(results)}")
                 if missing := len(measurement.waiting(results)):
                     print(f"\n{missing} of {len(measurement.cells())} cells are not finished")
     for cell, reason in failed:
         print(f"\n{' '.join(map(str, cell.values()))}: {reason}")
-    if known:
-        print(f"\n{known} cells were finished already and were not measured again")
+    if finished:
+        print(f"\n{finished} cells were finished already and were not measured again")
     write_outputs(outputs, measurement, results)
     # Also cells that the plan found out, but not those of another command with the same file.
-    asked = measurement.cells()
+    cells = measurement.cells()
     wrong = dict.fromkeys(
-        row[_FAILED] for cell, row in results if _FAILED in row and (not asked or cell in asked)
+        row[_FAILED] for cell, row in results if _FAILED in row and (not cells or cell in cells)
     )
     for why in wrong:
         print(f"{program()}: error: {why}", file=sys.stderr)
@@ -275,30 +275,30 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
 
 
 def add_measurement(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], kind: type[Measurement]
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], cls: type[Measurement]
 ) -> None:
     """Add the command of a measurement, with its options, to ``commands``."""
-    text = getattr(kind, "description", None) or " ".join((kind.__doc__ or "").split())
+    text = getattr(cls, "description", None) or " ".join((cls.__doc__ or "").split())
     parser = commands.add_parser(
-        kind.name or kind.command,
-        help=kind.summary,
+        cls.name or cls.command,
+        help=cls.summary,
         description=text,
-        epilog=example_lines(kind.examples),
+        epilog=example_lines(cls.examples),
         formatter_class=HelpFormatter,
     )
-    fill_parser(parser, kind)
+    fill_parser(parser, cls)
 
 
-def fill_parser(parser: argparse.ArgumentParser, kind: type[Measurement]) -> None:
+def fill_parser(parser: argparse.ArgumentParser, cls: type[Measurement]) -> None:
     """Give a parser the options of a measurement, and what runs it."""
-    add_options(parser, kind)
+    add_options(parser, cls)
     add_options(parser, Outputs)
-    parser.set_defaults(run=lambda parsed: _run(kind, parsed))
+    parser.set_defaults(run=lambda parsed: _run(cls, parsed))
 
 
-def _run(kind: type[Measurement], parsed: argparse.Namespace) -> int:
+def _run(cls: type[Measurement], parsed: argparse.Namespace) -> int:
     outputs = read_options(Outputs, parsed)
-    return run_measurement(read_options(kind, parsed).beside(outputs), outputs)
+    return run_measurement(read_options(cls, parsed).beside(outputs), outputs)
 
 
 def _waits(results: Results, cell: Cell) -> bool:
@@ -311,6 +311,6 @@ def _out_of_memory(error: Exception) -> bool:
         return True
     # torch has no class of its own for a host that can't allocate, for pinned memory, and for what
     # CUDA's libraries can't get.
-    told = str(error)
+    message = str(error)
     signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
-    return any(sign in told for sign in signs)
+    return any(sign in message for sign in signs)

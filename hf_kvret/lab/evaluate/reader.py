@@ -22,7 +22,7 @@ from hf_kvret.models.versions import as_argument
 
 @dataclass(frozen=True)
 class Usage:
-    """What a cache holds and what its decoding read.
+    """Bytes that a cache holds, and rows that its decoding read.
 
     Attributes:
         device_bytes, host_bytes: held now, spare capacity included.
@@ -33,6 +33,8 @@ class Usage:
         step_bytes: bytes of the cache that its next decode step reads: keys and values, or what
             stands for them; for retrieval the window, the part of the index that a selection
             reads, and the selected rows.
+        candidates: cold rows that a selection looked at closely, counted like ``rows_cold``; 0 for
+            caches that don't retrieve.
     """
 
     device_bytes: int
@@ -41,6 +43,7 @@ class Usage:
     rows_read: int
     rows_cold: int
     step_bytes: int
+    candidates: int = 0
 
     @property
     def read_ratio(self) -> float | None:
@@ -52,12 +55,12 @@ class UsageSum:
     """Rows and seconds summed over readers; bytes of the last one.
 
     Attributes:
-        rows_read, rows_cold: as in ``Usage``.
+        rows_read, rows_cold, candidates: as in ``Usage``.
         seconds: of forward passes.
     """
 
     def __init__(self) -> None:
-        self.rows_read, self.rows_cold, self.seconds = 0, 0, 0.0
+        self.rows_read, self.rows_cold, self.candidates, self.seconds = 0, 0, 0, 0.0
         self._last: Usage | None = None
 
     def add(self, reader: Reader) -> None:
@@ -69,6 +72,7 @@ class UsageSum:
         self._last = usage
         self.rows_read += usage.rows_read
         self.rows_cold += usage.rows_cold
+        self.candidates += usage.candidates
         self.seconds += seconds
 
     @property
@@ -79,10 +83,10 @@ class UsageSum:
     def row(self, seconds: str = "seconds") -> dict[str, Any]:
         """The numbers as a part of a row; ``seconds`` is the name of the time."""
         assert self._last is not None, "no reader was added"
-        held = ("device_bytes", "host_bytes", "full_bytes", "step_bytes")
+        sizes = ("device_bytes", "host_bytes", "full_bytes", "step_bytes")
         return {
             "read_ratio": self.read_ratio,
-            **{name: getattr(self._last, name) for name in held},
+            **{name: getattr(self._last, name) for name in sizes},
             seconds: self.seconds,
         }
 
@@ -189,22 +193,22 @@ class Reader:
         count: int,
         stop: Collection[int] = (),
         *,
-        done: Callable[[list[int]], bool] = lambda given: False,
+        done: Callable[[list[int]], bool] = lambda answer: False,
     ) -> list[int]:
         """Up to ``count`` greedy tokens after feeding ``tokens [n]``; ends before one of ``stop``.
 
         ``done`` is asked after each token, whether all those given will do.
         """
-        given: list[int] = []
-        while len(given) < count:
+        answer: list[int] = []
+        while len(answer) < count:
             best = int(self.feed(tokens)[-1].argmax())
             if best in stop:
                 break
-            given.append(best)
-            if done(given):
+            answer.append(best)
+            if done(answer):
                 break
             tokens = torch.tensor([best])
-        return given
+        return answer
 
     def usage(self) -> Usage:
         """Bytes held and rows read so far; rows since the reader was made or forked."""
@@ -217,13 +221,14 @@ class Reader:
                 sum(layer["selected"] + layer["exact_rows"] for layer in layers),
                 sum(layer["cold_rows"] + layer["exact_rows"] for layer in layers),
                 memory.other_layers + sum(map(_step_bytes, self.cache.retrieval_layers)),
+                sum(layer["candidates"] for layer in layers),
             )
-        held = [_layer_bytes(layer) for layer in self.cache.layers]
-        host = sum(held) if self.choice.on_host else 0
+        sizes = [_layer_bytes(layer) for layer in self.cache.layers]
+        host = sum(sizes) if self.choice.on_host else 0
         full = self._full_bytes()
         # All rows that are left are read, whatever their encoding; a press leaves fewer.
         length = self.cache.get_seq_length()
-        return Usage(sum(held) - host, host, full, int(length), self.length, sum(held))
+        return Usage(sum(sizes) - host, host, full, int(length), self.length, sum(sizes))
 
     def _full_bytes(self) -> int:
         width = sum(shape.width for shape in layer_shapes(self.model.config))
@@ -263,7 +268,7 @@ def check_positions(model: PreTrainedModel, count: int) -> None:
 
 
 def _step_bytes(layer: RetrievalLayer) -> int:
-    """What the next step reads of a retrieval layer; ``Usage.step_bytes``."""
+    """Bytes that the next step reads of a retrieval layer; see ``Usage.step_bytes``."""
     kv = layer.kv
     if kv is None:
         return 0

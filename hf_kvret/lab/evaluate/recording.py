@@ -88,13 +88,13 @@ def read_layers(model: PreTrainedModel, tokens: torch.Tensor) -> list[RecordedLa
     reader = Reader(model, choice, len(tokens))
     reader.prefill(tokens[:-1])
     reader.feed(tokens[-1:])
-    found = []
+    layers = []
     for number, layer in enumerate(reader.cache.layers):
         if isinstance(layer, RetrievalLayer) and layer.kv is not None:
             index = layer.kv.index
             assert isinstance(index, RecordingIndex)
             queries, keys = (
-                torch.cat(parts, dim=2)[0].float() for parts in (index.queries, index.keys)
+                torch.cat(tensors, dim=2)[0].float() for tensors in (index.queries, index.keys)
             )
-            found.append(RecordedLayer(number, queries, keys, index.scale, index.softcap))
-    return found
+            layers.append(RecordedLayer(number, queries, keys, index.scale, index.softcap))
+    return layers

@@ -1,4 +1,4 @@
-"""What is evaluated: a model with its tokenizer, by path, hub id or the name of one of ours."""
+"""The subject of an evaluation: a model with its tokenizer, by path, hub id or a name of ours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BUNDLED = {
     "reference-latent": LATENT_MODEL,
     "reference-books": BOOKS_MODEL,
 }
-# What broken files of a model make transformers, torch and safetensors raise.
+# Broken files of a model make transformers, torch and safetensors raise these.
 _UNLOADABLE = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError),
     *(SafetensorError, UnpicklingError),
@@ -74,17 +74,17 @@ class Subject:
         }
 
     def _fingerprint(self) -> str:
-        """Of a sample of every weight, and of the tokenizer: other weights give other numbers."""
-        seen = hashlib.sha256()
+        """The hash of a sample of every weight, and of the tokenizer."""
+        digest = hashlib.sha256()
         for name, weight in self.model.state_dict().items():
             flat = weight.detach().flatten()
             sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
-            seen.update(f"{name} {tuple(weight.shape)}".encode())
-            seen.update(sample.numpy().tobytes())
+            digest.update(f"{name} {tuple(weight.shape)}".encode())
+            digest.update(sample.numpy().tobytes())
         if self.tokenizer is not None:
             words = sorted(self.tokenizer.get_vocab().items())
-            seen.update(repr((words, self.tokenizer.chat_template)).encode())
-        return seen.hexdigest()[:16]
+            digest.update(repr((words, self.tokenizer.chat_template)).encode())
+        return digest.hexdigest()[:16]
 
 
 def model_folder(name: str) -> Path:
@@ -107,14 +107,14 @@ def load_subject(
         ValueError: no model there, or one that can't be loaded or that retrieval can't serve; the
             message says what was tried.
     """
-    place = str(model_folder(name))
+    path = str(model_folder(name))
     if name in _BUNDLED and not (_BUNDLED[name] / "model.safetensors").is_file():
         raise FileNotFoundError(_where(name))
-    cached = needs_cache("--model", place)
+    cached = needs_cache("--model", path)
     if name not in _BUNDLED:
         print(f"loading the model {name} ...", file=sys.stderr)
     try:
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, local_files_only=cached)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=cached)
     except _UNLOADABLE as error:
         raise ValueError(
             f"--model {name}: can't be loaded ({_first_line(error)}). Give a folder with "
@@ -123,7 +123,7 @@ def load_subject(
     tokenizer, reason = None, ""
     if name != "needle":
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=cached)
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=cached)
         except _UNLOADABLE as error:
             # Tasks that work on token ids go on without; the others ask need_tokenizer.
             reason = _first_line(error)

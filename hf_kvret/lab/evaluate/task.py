@@ -1,11 +1,11 @@
-"""What evaluation tasks have in common: a model, caches, and a cell for each cache and question."""
+"""The base of evaluation tasks: a model, caches, and a cell for each cache and question."""
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +19,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches, known_cache
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
+from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, names
 from hf_kvret.lab.program.options import option
@@ -28,7 +29,7 @@ from hf_kvret.registry import registered_methods
 Choices = Mapping[str, CacheChoice]
 """Caches by the name that cells have."""
 
-# What `--caches` means by itself.
+# These caches are compared where --caches is not given.
 _CACHES = ("full", "flat", "paris", "lrqk", "ctkvr")
 
 
@@ -66,11 +67,11 @@ class Task(Measurement):
     @cached_property
     def choices(self) -> Choices:
         """The caches that are compared; ValueError for one that can't be."""
-        chosen = names(self.caches) if self.caches else default_caches(self.model)
-        return choose_caches(chosen, self._retrieval(), self.device)
+        caches = names(self.caches) if self.caches else default_caches(self.model)
+        return choose_caches(caches, self._retrieval(), self.device)
 
     def check(self) -> None:
-        """What caches and files can be wrong about is said before the model is loaded."""
+        """Mistakes in caches and files are named before the model is loaded."""
         check_device(self.device)
         self.cells()
         _ = self._details
@@ -85,12 +86,23 @@ class Task(Measurement):
         # Once, because some read whole files.
         return self.details()
 
-    @abstractmethod
     def details(self) -> dict[str, Any]:
-        """What its numbers depend on besides model, caches and cells, as plain JSON values."""
+        """Everything that numbers depend on besides model, caches and cells, as plain JSON values.
+
+        These are its own options. Those that are tuples stand in the cells.
+        """
+        shared = {field.name for field in fields(Task)}
+        details = {}
+        for name in (field.name for field in fields(self) if field.name not in shared):
+            value = getattr(self, name)
+            if isinstance(value, Path):
+                value = describe_file(f"--{name.replace('_', '-')}", value)
+            if not isinstance(value, tuple):
+                details[name] = value
+        return details
 
     def cells(self) -> list[Cell]:
-        """Those of ``cells_of`` for the caches that are compared."""
+        """The cells of all caches that are compared."""
         return self.cells_of(list(self.choices))
 
     @abstractmethod
@@ -116,12 +128,12 @@ class Task(Measurement):
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """The numbers of a cell, and which artifact its cache works with."""
-        found = []
+        rows = []
         for cell in group:
             row = self.run(cell, self.subject, self.choices[cell["cache"]])
             artifact = self._artifacts[cell["cache"]]
-            found.append(row if artifact is None else {**row, "artifact": artifact})
-        return found
+            rows.append(row if artifact is None else {**row, "artifact": artifact})
+        return rows
 
     @abstractmethod
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> Row:
@@ -141,7 +153,7 @@ class Task(Measurement):
 
 
 def default_caches(model: str) -> list[str]:
-    """Those that ``--caches`` means when it is not given, for the ``model`` of ``--model``."""
+    """The caches that are compared where ``--caches`` is not given, for a value of ``--model``."""
     home = model_folder(model)
     learned = [name for name, cls in registered_methods().items() if cls.needs_artifact]
     return [*_CACHES, *(name for name in learned if (home / name).is_dir())]
@@ -170,8 +182,8 @@ def artifact_sha256(choice: CacheChoice, subject: Subject) -> str | None:
 
 def check_artifacts(results: Results, artifacts: dict[str, str | None]) -> None:
     """ValueError for finished cells of the same caches that had other artifacts."""
-    for cell, found in results:
-        now, then = artifacts.get(cell.get("cache", "")), found.get("artifact")
+    for cell, row in results:
+        now, then = artifacts.get(cell.get("cache", "")), row.get("artifact")
         if now is not None and then is not None and now != then:
             raise ValueError(
                 f"{results.path} has {cell['cache']} with another artifact (sha256 "
@@ -180,22 +192,19 @@ def check_artifacts(results: Results, artifacts: dict[str, str | None]) -> None:
 
 
 def mean_points(results: Results, score: str, best: float = 1.0) -> dict[str, tuple[float, float]]:
-    """What ``Task.accuracy`` returns, from the score of that name, which is ``best`` at most.
+    """The points of ``Task.accuracy``, from the score of that name, which is ``best`` at most.
 
     Means over those cells that every cache has finished, so that all caches are asked the same.
     """
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for cell, result in results:
-        place = json.dumps({key: cell[key] for key in sorted(cell) if key != "cache"})
-        pair = (result["step_bytes"] / result["full_bytes"], result[score] / best)
-        found.setdefault(cell["cache"], {})[place] = pair
-    shared = set.intersection(*(set(points) for points in found.values())) if found else set()
+    points: dict[str, dict[str, tuple[float, float]]] = {}
+    for cell, row in results:
+        key = json.dumps({name: cell[name] for name in sorted(cell) if name != "cache"})
+        point = (row["step_bytes"] / row["full_bytes"], row[score] / best)
+        points.setdefault(cell["cache"], {})[key] = point
+    shared = set.intersection(*map(set, points.values())) if points else set()
     if not shared:
         return {}
     return {
-        cache: (
-            fmean(points[place][0] for place in shared),
-            fmean(points[place][1] for place in shared),
-        )
-        for cache, points in found.items()
+        cache: (fmean(some[key][0] for key in shared), fmean(some[key][1] for key in shared))
+        for cache, some in points.items()
     }

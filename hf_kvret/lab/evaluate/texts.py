@@ -1,15 +1,19 @@
-"""Texts by path, and as token ids."""
+"""Texts and prompts by path, as token ids, and cut into contexts."""
 
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Puts a prompt into a chat: what comes before it, and what after.
+from hf_kvret.lab.evaluate.subject import Subject
+
 Chat = tuple[str, str]
+"""The texts before and after a prompt in a chat."""
+
 _PLACE = "PUT THE PROMPT HERE"
 
 
@@ -36,15 +40,23 @@ def read_text(path: Path) -> str:
     return content
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text, none added."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """BOS, where the tokenizer has one."""
+    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """``[n]`` int64 token ids of a text, with BOS in front where the tokenizer has one."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return torch.tensor([*first, *ids], dtype=torch.long)
+    return torch.tensor([*first_tokens(tokenizer), *encode(tokenizer, text)], dtype=torch.long)
 
 
 def chat_parts(tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """What the chat template puts before and after a user's message.
+    """The texts that the chat template puts before and after a user's message.
 
     The message is not given to the template itself, as some would strip its blanks.
 
@@ -57,12 +69,73 @@ def chat_parts(tokenizer: PreTrainedTokenizerBase) -> Chat:
     shown = tokenizer.apply_chat_template(
         [{"role": "user", "content": _PLACE}], tokenize=False, add_generation_prompt=True
     )
-    before, found, after = shown.partition(_PLACE)
-    if not found or _PLACE in after:
+    before, place, after = shown.partition(_PLACE)
+    if not place or _PLACE in after:
         raise ValueError("--chat: the chat template doesn't show a message once and as it is")
     bos = tokenizer.bos_token
     # BOS is put in front of all texts later.
     return (before.removeprefix(bos) if bos else before), after
+
+
+def text_windows(
+    subject: Subject,
+    task: str,
+    text: Path,
+    length: int,
+    new: int,
+    count: int,
+    then: Path | None = None,
+) -> list[torch.Tensor]:
+    """At most ``count`` windows ``[length + new]`` of token ids from the start of the text.
+
+    With ``then``, the last ``new`` tokens of each come from that other text.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no tokenizer, no text, or too little of it for one window.
+    """
+    tokenizer = subject.need_tokenizer(task)
+    ids = token_ids(tokenizer, read_text(text))
+    if then is None:
+        return _windows(ids, length + new, count, text)
+    heads = _windows(ids, length, count, text)
+    # The other text goes on, it does not begin: without its BOS.
+    ids = token_ids(tokenizer, read_text(then))
+    tails = _windows(ids[int(tokenizer.bos_token_id is not None) :], new, len(heads), then)
+    return [torch.cat(pair) for pair in zip(heads, tails, strict=False)]
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Prompts of a file: a JSON list of strings, or one a line with empty lines left out.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not UTF-8, another JSON, or no prompt in it.
+    """
+    describe_file("--prompts", path)
+    try:
+        content = path.read_text(encoding="utf-8")
+        prompts = json.loads(content) if path.suffix == ".json" else content.splitlines()
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"--prompts {path}: {error}") from error
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"--prompts {path}: give a JSON list of strings, or one prompt a line")
+    prompts = [prompt for prompt in prompts if prompt.strip()]
+    if not prompts:
+        raise ValueError(f"--prompts {path} has no prompt in it")
+    return prompts
+
+
+def describe_file(option: str, path: Path | None) -> str | None:
+    """Name and fingerprint of a file for JSON, None for none; FileNotFoundError names the option.
+
+    ``option`` is what the user gave the path to, as ``--text``.
+    """
+    if path is None:
+        return None
+    if not path.is_file():
+        raise FileNotFoundError(f"{option} {path}: no such file")
+    return f"{path.name} {sha256(path.read_bytes()).hexdigest()[:12]}"
 
 
 def _strings(content: object) -> list[str]:
@@ -73,3 +146,13 @@ def _strings(content: object) -> list[str]:
     if isinstance(content, dict):
         return _strings(content.get("text", []))
     return []
+
+
+def _windows(ids: torch.Tensor, size: int, count: int, path: Path) -> list[torch.Tensor]:
+    count = min(count, len(ids) // size)
+    if not count:
+        raise ValueError(
+            f"{path} has {len(ids)} tokens, fewer than the {size} of a window: give a "
+            "shorter --context, fewer new tokens or a longer text"
+        )
+    return list(ids[: count * size].view(count, size))

@@ -1,1 +1,1 @@
-"""What all commands of ``hf-kvret`` share: arguments, options, help, and how a run ends."""
+"""Shared by all commands of ``hf-kvret``: arguments, options, help, and how a run ends."""

@@ -1,4 +1,4 @@
-"""Kinds of arguments on the command line, for argparse, whose errors then name the option."""
+"""Types of arguments on the command line, for argparse, whose errors then name the option."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def device_name(text: str) -> str:
 
 def check_device(device: str) -> None:
     """ValueError for a CUDA device that this machine lacks."""
-    wanted = torch.device(device)
-    if wanted.type != "cuda":
+    place = torch.device(device)
+    if place.type != "cuda":
         return
     if not torch.cuda.is_available():
         raise ValueError(f"--device {device}: no CUDA device here; use --device cpu")
     count = torch.cuda.device_count()
-    if wanted.index is not None and wanted.index >= count:
+    if place.index is not None and place.index >= count:
         raise ValueError(
             f"--device {device}: {count} CUDA devices here, numbered from 0; use --device cuda:0"
             + (f" to cuda:{count - 1}" if count > 1 else "")
@@ -68,7 +68,7 @@ def budget(text: str) -> int | float:
 
 
 def store_name(text: str) -> str:
-    """A kind of store."""
+    """The name of a store."""
     if text not in store_names().split(", "):
         raise argparse.ArgumentTypeError(f"{text!r} is no store: choose one of {store_names()}")
     return text
@@ -85,26 +85,26 @@ def batches(text: str) -> tuple[int, ...]:
 
 
 def _counts(text: str, example: str) -> tuple[int, ...]:
-    found = []
-    for part in text.split(","):
-        digits, unit = part.strip().lower(), 1
+    counts = []
+    for word in map(str.strip, text.split(",")):
+        digits, unit = word.lower(), 1
         if digits and digits[-1] in _UNITS:
             digits, unit = digits[:-1], _UNITS[digits[-1]]
         if not digits.isdecimal() or int(digits) < 1:
-            message = f"{part.strip()!r} is no whole number from 1: write {example}"
+            message = f"{word!r} is no whole number from 1: write {example}"
             raise argparse.ArgumentTypeError(message)
-        found.append(int(digits) * unit)
-    if len(set(found)) < len(found):
+        counts.append(int(digits) * unit)
+    if len(set(counts)) < len(counts):
         raise argparse.ArgumentTypeError(f"the same number twice in {text!r}: name each once")
-    return tuple(found)
+    return tuple(counts)
 
 
 def length(text: str) -> int:
     """One count from 1, as 4096 or 4K."""
-    found = lengths(text)
-    if len(found) > 1:
+    counts = lengths(text)
+    if len(counts) > 1:
         raise argparse.ArgumentTypeError(f"{text!r} are several numbers: write one, as 4K")
-    return found[0]
+    return counts[0]
 
 
 def length_or_none(text: str) -> int:
@@ -154,8 +154,8 @@ def number(above: float, most: float = math.inf) -> Callable[[str], float]:
     allowed = f"above {above:g}" if most == math.inf else f"above {above:g}, at most {most:g}"
 
     def read(text: str) -> float:
-        value = _finite(text)
-        if value is None or not above < value <= most:
+        value = _float(text)
+        if not above < value <= most or value == math.inf:
             raise argparse.ArgumentTypeError(f"{text!r} is no number {allowed}")
         return value
 
@@ -164,10 +164,7 @@ def number(above: float, most: float = math.inf) -> Callable[[str], float]:
 
 def seconds_at_most(text: str) -> float:
     """Seconds above 0, as a limit; ``inf`` for none."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _float(text)
     if not value > 0:
         message = f"{text!r} is no number of seconds above 0; write inf for no limit"
         raise argparse.ArgumentTypeError(message)
@@ -178,8 +175,8 @@ def share(*, zero: bool = False) -> Callable[[str], float]:
     """Shares below 1 and above 0, or from 0 on."""
 
     def read(text: str) -> float:
-        value = _finite(text)
-        if value is None or not 0 <= value < 1 or (value == 0 and not zero):
+        value = _float(text)
+        if not 0 <= value < 1 or (value == 0 and not zero):
             raise argparse.ArgumentTypeError(
                 f"{text!r} is no share {'from' if zero else 'above'} 0, below 1"
             )
@@ -188,11 +185,11 @@ def share(*, zero: bool = False) -> Callable[[str], float]:
     return read
 
 
-def several(kind: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
-    """Comma-separated values of one kind."""
+def several(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
+    """Comma-separated values of one type."""
 
     def read(text: str) -> tuple[_Value, ...]:
-        return tuple(kind(part.strip()) for part in text.split(","))
+        return tuple(parse(word.strip()) for word in text.split(","))
 
     return read
 
@@ -213,15 +210,15 @@ def known_names(known: Iterable[str], *, none: bool = False) -> Callable[[str], 
     allowed = tuple(known)
 
     def read(text: str) -> tuple[str, ...]:
-        given = names(text)
-        unknown = [name for name in given if name not in allowed]
-        if unknown or not (given or none):
+        choices = names(text)
+        unknown = [name for name in choices if name not in allowed]
+        if unknown or not (choices or none):
             what = f"unknown: {', '.join(unknown)}" if unknown else "none is named"
             message = f"{what}; choose among {', '.join(allowed)}"
             raise argparse.ArgumentTypeError(message)
-        if len(set(given)) < len(given):
+        if len(set(choices)) < len(choices):
             raise argparse.ArgumentTypeError(f"the same name twice in {text!r}: name each once")
-        return tuple(given)
+        return tuple(choices)
 
     return read
 
@@ -229,9 +226,9 @@ def known_names(known: Iterable[str], *, none: bool = False) -> Callable[[str], 
 seed = whole_number(0, _LARGEST_SEED)
 
 
-def _finite(text: str) -> float | None:
+def _float(text: str) -> float:
+    """The number; NaN, which no comparison holds for, where there is none."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+        return math.nan

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import MISSING, Field, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -22,16 +22,12 @@ _KEY = "hf_kvret option"
 _Options = TypeVar("_Options", bound="DataclassInstance")
 
 
-@dataclass(frozen=True)
-class _Declared:
-    """What argparse is told of a field."""
+class _Declaration(NamedTuple):
+    """The name of an option, where it is not the field's, more names, and argparse's keywords."""
 
-    help: str
-    kind: Callable[[str], Any] | None
-    choices: Iterable[Any] | None
-    metavar: str | None
-    aliases: tuple[str, ...]
     name: str | None
+    aliases: Sequence[str]
+    keywords: dict[str, Any]
 
 
 def option(
@@ -56,45 +52,39 @@ def option(
         aliases: more names, as ``--new-tokens``.
         name: on the command line where it is not the field's; one without dashes is positional.
     """
-    declared = _Declared(help, kind, choices, metavar, tuple(aliases), name)
-    return field(default=default, metadata={_KEY: declared})
+    keywords: dict[str, Any] = {"help": help}
+    if default is False:
+        keywords["action"] = "store_true"
+    else:
+        number = int if isinstance(default, int) else None
+        keywords |= {"metavar": metavar, "type": kind or number}
+        keywords["choices"] = None if choices is None else tuple(choices)
+    return field(default=default, metadata={_KEY: _Declaration(name, aliases, keywords)})
 
 
-def with_default(kind: type[Any], name: str, default: Any) -> Any:
-    """The option ``name`` of ``kind`` with another default, for a subclass."""
-    inherited = next(one for one in _options(kind) if one.name == name)
+def with_default(cls: type[Any], name: str, default: Any) -> Any:
+    """The option ``name`` of ``cls`` with another default, for a subclass."""
+    inherited = next(one for one in _options(cls) if one.name == name)
     return field(default=default, metadata=inherited.metadata)
 
 
-def add_options(parser: argparse.ArgumentParser, kind: type[DataclassInstance]) -> None:
+def add_options(parser: argparse.ArgumentParser, cls: type[DataclassInstance]) -> None:
     """Add the options of a dataclass to a parser; fields without ``option`` are none."""
-    for one in _options(kind):
-        declared: _Declared = one.metadata[_KEY]
-        names = [declared.name or f"--{one.name.replace('_', '-')}", *declared.aliases]
-        text = declared.help
-        positional = not names[0].startswith("-")
-        given: dict[str, Any] = {"help": text} | ({} if positional else {"dest": one.name})
-        if one.default is False:
-            parser.add_argument(*names, action="store_true", **given)
-            continue
-        given["metavar"] = declared.metavar
-        if declared.kind is not None:
-            given["type"] = declared.kind
-        elif isinstance(one.default, int):
-            given["type"] = int
-        if declared.choices is not None:
-            given["choices"] = tuple(declared.choices)
+    for one in _options(cls):
+        name, aliases, words = one.metadata[_KEY]
+        name = name or f"--{one.name.replace('_', '-')}"
+        keywords = dict(words)
+        if name.startswith("-"):
+            keywords |= {"dest": one.name, "required": one.default is MISSING}
         if one.default is not MISSING:
-            given["default"] = one.default
-        elif not positional:
-            given["required"] = True
-        parser.add_argument(*names, **given)
+            keywords["default"] = one.default
+        parser.add_argument(name, *aliases, **keywords)
 
 
-def read_options(kind: type[_Options], parsed: argparse.Namespace) -> _Options:
+def read_options(cls: type[_Options], parsed: argparse.Namespace) -> _Options:
     """The dataclass with the values that were parsed; errors are those of its own checks."""
-    return kind(**{one.name: getattr(parsed, one.name) for one in _options(kind)})
+    return cls(**{one.name: getattr(parsed, one.name) for one in _options(cls)})
 
 
-def _options(kind: type[DataclassInstance]) -> list[Field[Any]]:
-    return [one for one in fields(kind) if _KEY in one.metadata]
+def _options(cls: type[DataclassInstance]) -> list[Field[Any]]:
+    return [one for one in fields(cls) if _KEY in one.metadata]

@@ -14,7 +14,7 @@ from hf_kvret.artifacts.hub import CLIENT_ERROR
 
 # 128 plus the number of SIGINT, as in shells.
 INTERRUPTED = 130
-# What a user, a file or the machine can be the cause of; anything else is our own bug.
+# A user, a file or the machine can be the cause of these; anything else is our own bug.
 _MISTAKES = (
     ValueError,
     TypeError,
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As of argparse, but what is unknown ends the program: the list is empty."""
+        """As argparse does, but an unknown argument ends the program: the list is empty."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -76,7 +76,7 @@ def run_program(
 
 
 def kept_results(options: argparse.Namespace) -> str:
-    """What an interrupted measurement leaves to go on from; see ``run_program``."""
+    """Says whether an interrupted measurement can go on; see ``run_program``."""
     if options.json:
         return ": the same command goes on where it stopped"
     return ", and nothing is kept: with --json FILE the same command goes on"

@@ -16,7 +16,7 @@ from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.program import kept_results, run_program
 
 FOLDER = Path(__file__).parents[3] / "examples"
-"""Of the checkout that the package is run from, where it is; code of others is never loaded."""
+"""The examples of the checkout that the package is run from; code of others is never loaded."""
 
 SCRIPTS = {
     "eval paris-ablation": "studies/paris_ablation.py",
@@ -38,7 +38,7 @@ SCRIPTS = {
 
 
 def command_line(title: str) -> str:
-    """What runs the script in a checkout."""
+    """The command that runs the script in a checkout."""
     return f"python examples/{SCRIPTS[title]}"
 
 
@@ -61,28 +61,28 @@ def load_measurement(title: str) -> type[Measurement]:
         sys.path.remove(str(script.parent))
 
 
-def script_parser(kind: type[Measurement]) -> argparse.ArgumentParser:
+def script_parser(cls: type[Measurement]) -> argparse.ArgumentParser:
     """The parser of a script's measurement."""
     parser = argparse.ArgumentParser(
-        prog=Path(SCRIPTS[kind.title()]).name,
-        description=getattr(kind, "description", None) or sys.modules[kind.__module__].__doc__,
-        epilog=example_lines(kind.examples) if hasattr(kind, "examples") else None,
+        prog=Path(SCRIPTS[cls.title()]).name,
+        description=getattr(cls, "description", None) or sys.modules[cls.__module__].__doc__,
+        epilog=example_lines(cls.examples) if hasattr(cls, "examples") else None,
         formatter_class=HelpFormatter,
     )
-    fill_parser(parser, kind)
-    parser.add_argument("--smallest", action="store_true", help=f"as {kind.smallest}")
+    fill_parser(parser, cls)
+    parser.add_argument("--smallest", action="store_true", help=f"as {cls.smallest}")
     return parser
 
 
-def run_script(kind: type[Measurement], arguments: Sequence[str] | None = None) -> int:
+def run_script(cls: type[Measurement], arguments: Sequence[str] | None = None) -> int:
     """Run a script; returns the exit status, see ``run_program``.
 
-    ``--smallest`` stands for ``kind.smallest``, the options of a run of seconds; others go on top.
+    ``--smallest`` stands for ``cls.smallest``, the options of a run of seconds; others go on top.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if "--smallest" in words:
-        arguments = [*kind.smallest.split(), *words]
-    return run_program(script_parser(kind), arguments, kept_results)
+        arguments = [*cls.smallest.split(), *words]
+    return run_program(script_parser(cls), arguments, kept_results)
 
 
 def add_script_name(
@@ -99,6 +99,6 @@ def add_script_name(
 
 
 def _run(title: str, parsed: argparse.Namespace) -> int:
-    # What an interruption leaves is said by the program.
+    # The program says whether an interruption leaves results.
     parsed.json = any(word.startswith("--json") for word in parsed.given)
     return run_script(load_measurement(title), parsed.given)

@@ -27,7 +27,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def program() -> str:
-    """What was started: ``hf-kvret``, or ``python`` and the script's path in a checkout."""
+    """The program that runs: ``hf-kvret``, or ``python`` and a script's path."""
     path = Path(sys.argv[0])
     if path.parent.parent.name == "examples":
         return f"python examples/{path.parent.name}/{path.name}"

@@ -24,19 +24,19 @@ def check_outputs(options: Any, measurement: Any) -> None:
     These are ``--json``, ``--plot`` with the pictures beside it, ``--table``, and a task's folders.
 
     Raises:
-        ValueError: a path that can't be written, a picture of unknown kind, one file for two
+        ValueError: a path that can't be written, a picture of unknown type, one file for two
             options, a file that holds something else than what would replace it, or results
             with a damaged cell.
         ModuleNotFoundError: a picture without matplotlib.
     """
-    check_distinct(options, measurement)
+    _check_distinct(options, measurement)
     if options.json is not None:
         check_file("--json", options.json, replaced=True)
         if check_results(options.json, measurement.title()):
-            known = Results.load(options.json)
-            with naming_damage(measurement, known, options.json):
-                if len(known):
-                    measurement.table(known)
+            results = Results.load(options.json)
+            with naming_damage(measurement, results, options.json):
+                if len(results):
+                    measurement.table(results)
     if options.plot is not None:
         for picture in measurement.pictures(options.plot):
             check_picture("--plot", picture)
@@ -47,18 +47,14 @@ def check_outputs(options: Any, measurement: Any) -> None:
         check_folder(option, folder)
 
 
-def check_distinct(options: Any, measurement: Any) -> None:
+def _check_distinct(options: Any, measurement: Any) -> None:
     """ValueError where two of ``--json``, ``--plot`` and ``--table`` name one file.
 
     The pictures that ``measurement`` writes beside ``--plot`` count too.
     """
-    given = {name: getattr(options, name, None) for name in ("json", "plot", "table")}
-    paths = [
-        (f"--{name}", file)
-        for name, path in given.items()
-        if path is not None
-        for file in (measurement.pictures(path) if name == "plot" else [path])
-    ]
+    pictures = measurement.pictures(options.plot) if options.plot else []
+    files = {"--json": [options.json], "--plot": pictures, "--table": [options.table]}
+    paths = [(option, path) for option, some in files.items() for path in some if path is not None]
     for (one, first), (other, second) in combinations(paths, 2):
         if _same_file(first, second):
             raise ValueError(f"{one} and {other} are both {second}: give each its own file")
@@ -156,29 +152,29 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 @contextmanager
-def _refusing(option: str, path: Path, kind: str) -> Iterator[None]:
+def _refusing(option: str, path: Path, thing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(
-            f"{option} {path} can't be written ({reason}): give another {kind}"
+            f"{option} {path} can't be written ({reason}): give another {thing}"
         ) from error
 
 
 @contextmanager
 def _folders(folder: Path) -> Iterator[None]:
     """``folder`` and its parents exist inside, and those that did not are gone afterwards."""
-    missing = [part for part in (folder, *folder.parents) if not part.exists()]
-    made: list[Path] = []
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    new: list[Path] = []
     try:
-        for part in reversed(missing):
-            part.mkdir()
-            made.append(part)
+        for path in reversed(missing):
+            path.mkdir()
+            new.append(path)
         yield
     finally:
-        for part in reversed(made):
-            part.rmdir()
+        for path in reversed(new):
+            path.rmdir()
 
 
 def _try_folder(folder: Path) -> None:

@@ -53,12 +53,12 @@ def plot_lines(
     many = len(lines) > _MOST_INSIDE
     figure, axis = _figure(8.4 if many else 6.4, 4.0)
     colors, dashes = (
-        ([*dict.fromkeys(side)] for side in zip(*kinds, strict=True)) if kinds else ([], [])
+        ([*dict.fromkeys(names)] for names in zip(*kinds, strict=True)) if kinds else ([], [])
     )
-    for number, (name, (xs, ys)) in enumerate(lines.items()):
+    for index, (name, (xs, ys)) in enumerate(lines.items()):
         style = {}
         if kinds:
-            color, dash = kinds[number]
+            color, dash = kinds[index]
             style = {
                 "color": f"C{colors.index(color)}",
                 "linestyle": _DASHES[dashes.index(dash) % len(_DASHES)],
@@ -82,12 +82,7 @@ def plot_lines(
         _write_out(axis.yaxis, *axis.get_ylim())
     axis.set(title=title, xlabel=x, ylabel=y)
     axis.grid(alpha=0.25)
-    if many:
-        figure.legend(frameon=False, fontsize=8, loc="outside right upper")
-    else:
-        axis.legend(frameon=False, fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    _save_with_legend(figure, path, beside=many)
 
 
 def plot_points(
@@ -106,9 +101,7 @@ def plot_points(
     _write_out(axis.xaxis, *axis.get_xlim())
     axis.set(title=title, xlabel=x, ylabel=y)
     axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    _save_with_legend(figure, path)
 
 
 def plot_groups(
@@ -126,14 +119,14 @@ def plot_groups(
     figure, axis = _figure(max(5.0, 0.35 * len(groups) * len(bars) + 2.0), 3.8)
     width = 0.8 / max(1, len(bars))
     for number, (name, values) in enumerate(bars.items()):
-        places = np.arange(len(groups)) - 0.4 + width * (number + 0.5)
+        positions = np.arange(len(groups)) - 0.4 + width * (number + 0.5)
         heights = [np.nan if value is None else value for value in values]
-        axis.bar(places, heights, width=0.92 * width, label=name)
-    axis.set_xticks(np.arange(len(groups)), groups, **_slanted(len(groups)))
+        axis.bar(positions, heights, width=0.92 * width, label=name)
+    # Labels that would run into each other end at their mark.
+    slant = {"rotation": 35, "ha": "right"} if len(groups) > 5 else {}
+    axis.set_xticks(np.arange(len(groups)), groups, **slant)
     axis.set(title=title, ylabel=y)
-    axis.legend(frameon=False, fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    _save_with_legend(figure, path)
 
 
 def plot_heat_maps(
@@ -213,15 +206,10 @@ def _write_out(axis: Any, low: float, high: float) -> None:
     axis.set_major_formatter(FuncFormatter(_plain))
 
 
-def _plain(value: float, place: int | None = None) -> str:
+def _plain(value: float, index: int | None = None) -> str:
     if value >= 1:
         return f"{value:,.10g}"
     return np.format_float_positional(value, precision=12, trim="-")
-
-
-def _slanted(labels: int) -> dict[str, Any]:
-    """Labels that would run into each other end at their mark."""
-    return {"rotation": 35, "ha": "right"} if labels > 5 else {}
 
 
 def _figure(width: float, height: float, columns: int = 1, sharey: bool = False) -> tuple[Any, Any]:
@@ -232,6 +220,18 @@ def _figure(width: float, height: float, columns: int = 1, sharey: bool = False)
     from matplotlib import pyplot
 
     return pyplot.subplots(1, columns, figsize=(width, height), layout="constrained", sharey=sharey)
+
+
+def _save_with_legend(figure: Any, path: Path, *, beside: bool = False) -> None:
+    """Save a picture of one axis, whose legend stands inside or ``beside`` it."""
+    (axis,) = figure.axes
+    style = {"frameon": False, "fontsize": 8}
+    if beside:
+        figure.legend(loc="outside right upper", **style)
+    else:
+        axis.legend(**style)
+    axis.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -15,12 +15,7 @@ from hf_kvret.lab.evaluate.measurement import Measurement
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
-from hf_kvret.lab.report.outputs import (
-    PAGE_MARK,
-    check_file,
-    check_folder,
-    check_own,
-)
+from hf_kvret.lab.report.outputs import PAGE_MARK, check_file, check_folder, check_own
 from hf_kvret.lab.report.plots import plot_points, require_matplotlib
 from hf_kvret.lab.report.results import Results, naming_damage, why_no_results
 from hf_kvret.lab.report.tables import markdown_table
@@ -49,7 +44,7 @@ _Known = Mapping[str, type[Measurement]]
 
 
 class Report(NamedTuple):
-    """What ``write_report`` did."""
+    """The outcome of ``write_report``."""
 
     pages: list[Path]
     """The pages, the overview last."""
@@ -145,11 +140,11 @@ def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known
 
 def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path:
     script = f"Made now by `{command_line(results.name)}`." if results.name in SCRIPTS else ""
-    parts = [f"# {results.name}: {path.stem}", measurement.table(results)]
+    texts = [f"# {results.name}: {path.stem}", measurement.table(results)]
     notes = path.with_suffix(".notes.txt")
     if notes.is_file():
-        parts.append(notes.read_text(encoding="utf-8").strip())
-    parts += [
+        texts.append(notes.read_text(encoding="utf-8").strip())
+    texts += [
         *(f"![{results.name}](images/{one.name})" for one in _pictures(picture, path.parent)),
         "## How it was made",
         "\n\n".join(map(_made, results.environments)),
@@ -157,9 +152,7 @@ def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path
         "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
         f"All numbers are in [{path.name}]({path.name}). {PAGE_MARK}",
     ]
-    page = path.with_suffix(".md")
-    replace_file(page, ("\n\n".join(parts) + "\n").encode())
-    return page
+    return _write_page(path.with_suffix(".md"), texts)
 
 
 def _pictures(first: Path, folder: Path) -> list[Path]:
@@ -184,9 +177,9 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
         caches = list(dict.fromkeys(cell["cache"] for cell, _ in results))
         link = f"[{path.stem}]({path.stem}.md)"
         rows.append((link, results.name, str(len(results)), ", ".join(caches)))
-        found = measurements[results.name].accuracy(results)
-        points |= {f"{path.stem}, {cache}": point for cache, point in found.items()}
-    parts = ["# Results", markdown_table(("page", "measured", "cells", "caches"), rows)]
+        accuracy = measurements[results.name].accuracy(results)
+        points |= {f"{path.stem}, {cache}": point for cache, point in accuracy.items()}
+    texts = ["# Results", markdown_table(("page", "measured", "cells", "caches"), rows)]
     if points:
         picture = folder / "images" / "overview.png"
         plot_points(
@@ -196,10 +189,13 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
             x="bytes of the cache that a step reads, % of full keys and values",
             y="answers right, %",
         )
-        parts.append(f"![answers right against bytes read](images/{picture.name})")
-    parts.append(PAGE_MARK)
-    page = folder / _OVERVIEW
-    replace_file(page, ("\n\n".join(parts) + "\n").encode())
+        texts.append(f"![answers right against bytes read](images/{picture.name})")
+    texts.append(PAGE_MARK)
+    return _write_page(folder / _OVERVIEW, texts)
+
+
+def _write_page(page: Path, texts: list[str]) -> Path:
+    replace_file(page, ("\n\n".join(texts) + "\n").encode())
     return page
 
 

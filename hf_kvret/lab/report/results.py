@@ -27,13 +27,13 @@ except ImportError:  # Windows
 FORMAT = 1
 _CHECKSUM = "checksum"
 _CHECKSUM_LEN = 16
-# What a page tells of a run; None and names that are missing stand for what was not there.
+# A page names these of a run; None stands for a thing that the machine lacks.
 _ENVIRONMENT = {"command", "processor", "threads", "accelerator", "python", "versions"}
-# What tables and pictures run into where a number is missing or something else.
+# Tables and pictures raise these where a number is missing or something else.
 _STUMBLES = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 _FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
 
-# What a cell is called: for instance {"cache": "paris", "length": 4096, "task": "vt"}.
+# The name of a cell, for instance {"cache": "paris", "length": 4096, "task": "vt"}.
 Cell = dict[str, Any]
 
 
@@ -63,7 +63,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """What a file holds, to be looked at; errors as ``read_results``."""
+        """The results of a file, to be looked at; errors as ``read_results``."""
         content = read_results(path)
         results = cls(content["name"], content["setup"])
         results._take(content)
@@ -76,8 +76,8 @@ class Results:
 
     def find(self, cell: Cell) -> dict[str, Any] | None:
         """The result of a finished cell, else None."""
-        found = self._results.get(_key(cell))
-        return None if found is None else found[1]
+        entry = self._results.get(_key(cell))
+        return None if entry is None else entry[1]
 
     def add(self, cell: Cell, result: dict[str, Any]) -> None:
         """Keep a finished cell; the file is replaced as a whole, so it is never half written.
@@ -175,7 +175,6 @@ def read_results(path: Path) -> dict[str, Any]:
             f"{path} has a damaged entry among its environments: delete it, or make it again"
         )
     _check_checksums(path, content)
-    _check_single(path, content["cells"])
     return content
 
 
@@ -218,13 +217,14 @@ def why_no_results(path: Path) -> str | None:
 
 
 def _check_checksums(path: Path, content: dict[str, Any]) -> None:
-    """ValueError for a part of a result file that is not as it was written."""
+    """ValueError for a result file that is not as it was written, or has a cell twice."""
     above = {name: one for name, one in content.items() if name not in ("cells", _CHECKSUM)}
     if content.get(_CHECKSUM) != _checksum(above):
         raise ValueError(
             f"{path} was changed: name, set-up and environments are not what its checksum says; "
             "restore it, or delete it and make it again"
         )
+    keys = set()
     for entry in content["cells"]:
         if entry.get(_CHECKSUM) != _cell_checksum(entry, content[_CHECKSUM]):
             raise ValueError(
@@ -232,12 +232,6 @@ def _check_checksums(path: Path, content: dict[str, Any]) -> None:
                 "says, or of another file; restore the file, or take that entry out, and the "
                 "command that made it measures it again"
             )
-
-
-def _check_single(path: Path, entries: list[dict[str, Any]]) -> None:
-    """ValueError for a cell that a result file has two entries of."""
-    keys = set()
-    for entry in entries:
         key = _key(entry["cell"])
         if key in keys:
             raise ValueError(
@@ -252,14 +246,14 @@ def _in_words(cell: Cell) -> str:
 
 
 def _cell_checksum(entry: dict[str, Any], above: str) -> str:
-    """Of an entry, in a file with the checksum ``above``."""
+    """The checksum of an entry, in a file with the checksum ``above``."""
     return _checksum([above, {name: one for name, one in entry.items() if name != _CHECKSUM}])
 
 
-def _checksum(part: Any) -> str:
-    """Of what a reader of the file will have: JSON knows no tuples, and no numbers as names."""
-    read = json.loads(json.dumps(part))
-    return hashlib.sha256(plain_bytes(read)).hexdigest()[:_CHECKSUM_LEN]
+def _checksum(value: Any) -> str:
+    """The checksum of what a reader will have: JSON knows no tuples, and no numbers as names."""
+    content = json.loads(json.dumps(value))
+    return hashlib.sha256(plain_bytes(content)).hexdigest()[:_CHECKSUM_LEN]
 
 
 def _is_entry(entry: object) -> bool:

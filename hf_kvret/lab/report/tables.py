@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.results import Cell, Results
 
 Columns = Mapping[str, Callable[[Cell, dict[str, Any]], str]]
 """By header, what stands in a column: a function of cell and row. A blank at the end tells headers
@@ -35,6 +35,17 @@ def mean_or_dash(values: Sequence[float], form: str, times: int = 1) -> str:
     return format(times * sum(values) / len(values), form) if values else "-"
 
 
-def or_dash(value: float | None, form: str) -> str:
-    """A number in ``form``, ``-`` for None."""
-    return "-" if value is None else format(value, form)
+def share(value: float | None) -> str:
+    """A share with three digits, ``-`` for None."""
+    return or_dash(value, ".3f")
+
+
+def or_dash(value: float | None, form: str, times: int = 1) -> str:
+    """A number, ``times`` that many, in ``form``; ``-`` for None."""
+    return "-" if value is None else format(times * value, form)
+
+
+def over_full(results: Results, cell: Cell, row: dict[str, Any], name: str) -> float | None:
+    """How far a number is above full attention's in the same cell; None where that is missing."""
+    full = results.find(cell | {"cache": "full"})
+    return None if full is None else row[name] - full[name]

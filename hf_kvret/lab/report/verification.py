@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ KINDS = ("saved caches", "artifacts", "result files")
 _MOST_NAMES = 8
 
 
-class _Part(NamedTuple):
+class _Item(NamedTuple):
     """Something that is saved.
 
     Attributes:
@@ -39,10 +40,10 @@ def verify(path: Path) -> list[str]:
     lines: list[str] = []
     files: set[str] = set()
     faults: list[OSError | ValueError] = []
-    for part in _parts(path):
+    for item in _items(path):
         try:
-            lines += map(printable, part.verify())
-            files |= part.files()
+            lines += map(printable, item.verify())
+            files |= item.files()
         except (OSError, ValueError) as error:
             faults.append(error)
     if len(faults) > 1:
@@ -51,42 +52,34 @@ def verify(path: Path) -> list[str]:
         raise faults[0]
     if not lines:
         raise ValueError(f"{path}: --verify checks {', '.join(KINDS)}")
-    skipped = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
-    skipped = [printable(name) for name in skipped if name not in files]
-    if skipped:
-        more = len(skipped) - _MOST_NAMES
-        names = ", ".join(skipped[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    others = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+    others = [printable(name) for name in others if name not in files]
+    if others:
+        more = len(others) - _MOST_NAMES
+        names = ", ".join(others[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
         lines.append(f"skipped  {names}: nothing tells whether these are whole")
     return lines
 
 
-def _parts(path: Path) -> Iterator[_Part]:
+def _items(path: Path) -> Iterator[_Item]:
     """All that is in ``path``, damaged perhaps."""
     if path.is_file():
-        yield _Part(lambda: _verify_results(path), set)
+        yield _Item(partial(_verify_results, path), set)
         return
     if caches.holds_cache(path):
-        yield _Part(lambda: caches.verify_cache(path), lambda: caches.files_of_cache(path))
+        yield _Item(partial(caches.verify_cache, path), partial(caches.files_of_cache, path))
     if artifacts.holds_artifact(path):
-        yield _Part(
-            lambda: artifacts.verify_artifact(path), lambda: artifacts.files_of_artifact(path)
-        )
-    others = {caches.DESCRIPTION, artifacts.DESCRIPTION}
+        verify_artifact = partial(artifacts.verify_artifact, path)
+        yield _Item(verify_artifact, partial(artifacts.files_of_artifact, path))
+    descriptions = {caches.DESCRIPTION, artifacts.DESCRIPTION}
     for file in sorted(path.glob("*.json")):
-        if file.name not in others and why_no_results(file) is None:
-            yield _results_of(file)
-
-
-def _results_of(file: Path) -> _Part:
-    return _Part(lambda: _verify_results(file, f"{printable(file.name)}: "), lambda: {file.name})
+        if file.name not in descriptions and why_no_results(file) is None:
+            title = f"{printable(file.name)}: "
+            yield _Item(partial(_verify_results, file, title), partial(set, [file.name]))
 
 
 def _verify_results(path: Path, title: str = "") -> list[str]:
-    """Lines that say what a result file holds and what was checked.
-
-    Raises:
-        ValueError: damage, with the cell that has it.
-    """
+    """Lines that say what a result file holds; ValueError for damage, with the cell that has it."""
     content = read_results(path)
     return [
         f"results  {title}{content['name']}, format {content['format']}",

@@ -11,12 +11,11 @@ from typing import Any, ClassVar, Self
 import torch
 from tqdm import tqdm
 
-from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.measurement import Measurement, Outputs, Progress, Row
 from hf_kvret.lab.evaluate.reader import Reader, check_positions
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.task import artifact_sha256, check_artifacts
-from hf_kvret.lab.evaluate.texts import read_text, token_ids
+from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 from hf_kvret.lab.program import arguments
 from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names, several
 from hf_kvret.lab.program.common_options import (

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret import FlatKVCache
-from hf_kvret.cli import main
-from hf_kvret.lab.evaluate.contexts import read_prompts, text_windows
 from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.tasks.agreement import Agreement
+from hf_kvret.lab.evaluate.texts import read_prompts, text_windows
 from hf_kvret.lab.report.results import Results
 
+from .runs import greedy, results_by_cache, run_eval
+
+_run = partial(results_by_cache, "agreement")
 SMALL = "dense_below=0:recent=16:flush=16"
 LENGTH, NEW = 160, 12
-
-
-def _run(path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    assert main(["eval", "agreement", "--json", str(path), *arguments]) == 0
-    return {one["cell"]["cache"]: one["result"] for one in json.loads(path.read_text())["cells"]}
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
@@ -31,31 +28,18 @@ def _arguments(model: Path, text: Path) -> list[str]:
     return [*arguments, "--windows", "2", "--new-tokens", str(NEW)]
 
 
-@pytest.fixture(scope="module")
-def subject(tiny_model_dir: Path) -> Subject:
-    return load_subject(str(tiny_model_dir))
-
-
-def _greedy(subject: Subject, context: torch.Tensor) -> list[int]:
-    tokens = context.tolist()
-    with torch.inference_mode():
-        for _ in range(NEW):
-            tokens.append(int(subject.model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(context) :]
-
-
 def _flat(subject: Subject, context: torch.Tensor, forced: list[int] | None) -> torch.Tensor:
     """``[NEW, vocab]`` of flat with 8 tokens, fed ``forced`` or its own tokens."""
     cache = FlatKVCache(subject.model.config, top_k=8, dense_below=0, recent=16, flush=16)
-    found = []
+    rows = []
     with torch.inference_mode():
         subject.model(context[None, :-1], past_key_values=cache)
         last = int(context[-1])
         for step in range(NEW):
             logits = subject.model(torch.tensor([[last]]), past_key_values=cache).logits[0, -1]
-            found.append(logits)
+            rows.append(logits)
             last = forced[step] if forced else int(logits.argmax())
-    return torch.stack(found)
+    return torch.stack(rows)
 
 
 def test_the_numbers_are_those_of_an_independent_run(
@@ -65,14 +49,14 @@ def test_the_numbers_are_those_of_an_independent_run(
     caches = f"full,{flat},paris:top_k=8:{SMALL}"
     picture = tmp_path / "a.png"
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", caches]
-    found = _run(tmp_path / "a.json", *arguments, "--plot", str(picture))
+    rows = _run(tmp_path / "a.json", *arguments, "--plot", str(picture))
     assert picture.stat().st_size > 1000
     forced, free, firsts, divergences = [], [], [], []
     for context in text_windows(subject, "test", tiny_text, LENGTH, 0, 2, None):
-        told = _greedy(subject, context)
+        expected = greedy(subject.model, context, NEW)
         with torch.inference_mode():
-            whole = subject.model(torch.cat([context, torch.tensor(told[:-1])])[None]).logits[0]
-        logits = _flat(subject, context, told)
+            whole = subject.model(torch.cat([context, torch.tensor(expected[:-1])])[None]).logits[0]
+        logits = _flat(subject, context, expected)
         divergences.append(
             torch.nn.functional.kl_div(
                 logits.log_softmax(-1),
@@ -81,11 +65,11 @@ def test_the_numbers_are_those_of_an_independent_run(
                 reduction="none",
             ).sum(-1)
         )
-        forced += (logits.argmax(-1) == torch.tensor(told)).tolist()
-        own = (_flat(subject, context, None).argmax(-1) == torch.tensor(told)).tolist()
+        forced += (logits.argmax(-1) == torch.tensor(expected)).tolist()
+        own = (_flat(subject, context, None).argmax(-1) == torch.tensor(expected)).tolist()
         free += own
         firsts.append(own.index(False) if False in own else NEW)
-    result = found[flat]
+    result = rows[flat]
     # A budget of 8 must matter, or nothing is tested.
     assert sum(forced) < len(forced)
     assert result["forced_equal"] == pytest.approx(sum(forced) / len(forced))
@@ -105,23 +89,23 @@ def test_full_attention_and_full_budgets_agree_wholly(
     caches = ["full", "static", *ours]
     picture = tmp_path / "kl.png"
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", ",".join(caches)]
-    found = _run(tmp_path / "a.json", *arguments)
+    rows = _run(tmp_path / "a.json", *arguments)
     for cache in caches:
-        result = found[cache]
+        result = rows[cache]
         assert result["forced_equal"] == result["free_equal"] == 1
         assert result["first_divergence"] == [NEW, NEW]
         assert 0 <= result["kl_mean"] <= result["kl_max"] < 1e-6
     for cache in ours:
-        assert [layer["layer"] for layer in found[cache]["layers"]] == [0, 1]
-        for layer in found[cache]["layers"]:
+        assert [layer["layer"] for layer in rows[cache]["layers"]] == [0, 1]
+        for layer in rows[cache]["layers"]:
             assert layer["overlap"] == 1 and layer["mass"] == pytest.approx(1)
-    assert found["full"]["overlap"] is None and found["full"]["layers"] == []
+    assert rows["full"]["overlap"] is None and rows["full"]["layers"] == []
     tables = capsys.readouterr().out
     assert "| layer: recall, mass of best |" in tables
     assert tables.count("1.000, 1.000 of 1.000") == 4
     # Without recall the picture is about KL.
     results = Results("eval agreement", {"new_tokens": NEW})
-    results.add({"cache": "static", "length": 4}, found["static"])
+    results.add({"cache": "static", "length": 4}, rows["static"])
     assert "layer:" not in Agreement.table(results)
     Agreement.plot(picture, results)
     assert picture.stat().st_size > 1000
@@ -131,20 +115,20 @@ def test_a_free_run_counts_equal_tokens_after_the_first_other_one_too(
     tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs that part seldom meet again, so the cache's own tokens are made up here."""
-    whole, told = Reader.answer, []
+    whole, expected = Reader.answer, []
 
     def parting(self: Reader, tokens: torch.Tensor, count: int) -> list[int]:
-        given = whole(self, tokens, count)
+        answer = whole(self, tokens, count)
         if self.choice.name == "full":
-            told.append(given)
-            return given
-        return [token if place % 3 else token + 1 for place, token in enumerate(told[-1])]
+            expected.append(answer)
+            return answer
+        return [token if place % 3 else token + 1 for place, token in enumerate(expected[-1])]
 
     monkeypatch.setattr(Reader, "answer", parting)
     flat = f"flat:top_k=1:{SMALL}"
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--windows", "1", "--caches", flat]
     result = _run(tmp_path / "a.json", *arguments)[flat]
-    assert result["first_divergence"][0] < NEW and len(told) == 1
+    assert result["first_divergence"][0] < NEW and len(expected) == 1
     assert result["free_equal"] == pytest.approx(2 / 3)
 
 
@@ -159,46 +143,10 @@ def test_prompts_are_taken_in_groups(tmp_path: Path, tiny_model_dir: Path) -> No
         out = tmp_path / f"{path.suffix}.json"
         arguments = ["--model", str(tiny_model_dir), "--prompts", str(path)]
         arguments += ["--new-tokens", "3", "--caches", "full,flat:dense_below=0:recent=4:flush=4"]
-        _run(out, *arguments)
-        cells[path] = json.loads(out.read_text())["cells"]
+        cells[path] = run_eval("agreement", out, *arguments)
     groups = [(one["cell"]["prompts"], one["result"]["contexts"]) for one in cells[lines]]
     assert groups == [("1-8", 8), ("1-8", 8), ("9-9", 1), ("9-9", 1)]
     for one, other in zip(*cells.values(), strict=True):
         assert one["cell"] == other["cell"]
         assert one["result"]["first_divergence"] == other["result"]["first_divergence"]
         assert one["result"]["forced_equal"] == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give either --text FILE or --prompts FILE"),
-        (("--text", "TEXT", "--prompts", "TEXT"), "give either --text FILE or --prompts FILE"),
-        (("--text", "missing.txt"), "--text missing.txt: no such file"),
-        (("--prompts", "missing.txt"), "--prompts missing.txt: no such file"),
-        (("--text", "TEXT", "--context", "1"), "--context 1: a context has at least 2 tokens"),
-        (("--text", "TEXT", "--context", "1M"), "fewer than the 1048576 of a window"),
-        (("--text", "TEXT", "--model", "needle"), "needs a tokenizer"),
-        (("--prompts", "EMPTY"), "has no prompt in it"),
-        (("--prompts", "DICT"), "give a JSON list of strings"),
-        (("--prompts", "BROKEN"), "Expecting"),
-    ],
-)
-def test_mistakes_are_one_line_each(
-    tmp_path: Path,
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
-    files = {"EMPTY": ("e.txt", " \n\n"), "DICT": ("d.json", '{"a": 1}'), "BROKEN": ("b.json", "[")}
-    places = {"TEXT": str(tiny_text)}
-    for name, (file, content) in files.items():
-        (tmp_path / file).write_text(content)
-        places[name] = str(tmp_path / file)
-    given = [places.get(part, part) for part in arguments]
-    model = ["--model", str(tiny_model_dir), "--caches", "full"]
-    assert main(["eval", "agreement", *model, *given]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error

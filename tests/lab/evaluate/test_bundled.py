@@ -1,18 +1,27 @@
-"""The bundled model: small, in bf16, with its card, and trained by a script that repeats itself."""
+"""The bundled models: small, with cards and artifacts; a script that repeats its training."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+import hf_kvret
+from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.evaluate import bundled
-from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL, example_model, load_bundled_model
+from hf_kvret.lab.evaluate.bundled import (
+    BUNDLED_MODEL,
+    REFERENCE_MODEL,
+    example_model,
+    load_bundled_model,
+)
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "train_needle_model.py"
@@ -106,3 +115,41 @@ def test_training_twice_gives_the_same_weights(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
     assert {tensor.dtype for tensor in first.values()} == {torch.bfloat16}
+
+
+HOMES = pytest.mark.parametrize("home", [BUNDLED_MODEL, REFERENCE_MODEL], ids=lambda p: p.name)
+
+
+@HOMES
+@pytest.mark.parametrize("method", ["a2ats", "aqua"])
+def test_an_artifact_is_of_the_model_that_it_lies_in(home: Path, method: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(home)
+    artifact = CalibrationArtifact.from_pretrained(home / method, method=method)
+    artifact.check(model.config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert artifact.check_weights(model).compared > 10
+    cache = hf_kvret.registered_methods()[method](model.config)
+    assert cache.options.artifact == str(home / method)
+    assert [row["layer"] for row in artifact.quality] == list(range(len(cache.layers)))
+    # A shared artifact tells nothing of the machine that made it.
+    assert not any("/" in str(value) for value in artifact.data.values())
+
+
+@HOMES
+def test_queries_make_better_codewords_in_every_layer(home: Path) -> None:
+    """A2ATS, figure 3, on held-out text."""
+    artifact = CalibrationArtifact.from_pretrained(home / "a2ats")
+    errors = [(row["score_error"], row["plain_score_error"]) for row in artifact.quality]
+    assert all(0 < aware < plain < 0.3 for aware, plain in errors), errors
+
+
+@HOMES
+def test_predictors_leave_less_to_code(home: Path) -> None:
+    """AQUA-KV, figure 2, on held-out text; nothing predicts the first layer."""
+    artifact = CalibrationArtifact.from_pretrained(home / "aqua")
+    first, *others = artifact.quality
+    assert first["role"] == "anchor"
+    for row in others:
+        assert row["key_explained"] > 0.2 and row["value_explained"] > 0.8
+        assert row["key_error"] < 0.5 * row["key_error_unpredicted"]

@@ -20,7 +20,7 @@ from hf_kvret.stores import store_names
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("demo")
-    arguments = ["demo", "--full", "--context", "4096", "--questions", "16", "--top-k", "64"]
+    arguments = ["demo", "--full", "--context", "2048", "--questions", "16", "--top-k", "64"]
     arguments += ["--json", str(folder / "demo.json"), "--plot", str(folder / "demo.png")]
     assert main(arguments) == 0
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -46,7 +46,7 @@ def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
     assert rows["aqua"]["read_ratio"] > 0.99
     assert rows["aqua"]["host_bytes"] < 0.1 * rows["aqua"]["full_bytes"]
     for name in ("flat", "paris", "lrqk", "ctkvr", "a2ats"):
-        cold = 4096 - (64 if name == "a2ats" else 256)
+        cold = 2048 - (64 if name == "a2ats" else 256)
         assert rows[name]["read_ratio"] == pytest.approx(64 / cold, rel=0.01)
         assert rows[name]["host_bytes"] > 0
     assert rows["flat"]["recall"] == pytest.approx(1.0)
@@ -67,7 +67,7 @@ def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
 def test_a_long_document_is_answered_as_well_as_by_full_attention(
     context: int, dtype: str, tmp_path: Path
 ) -> None:
-    """What the project promises of the demo, with its default questions and budget."""
+    """The project promises this of the demo, with its default questions and budget."""
     file = tmp_path / "demo.json"
     arguments = ["demo", "--context", str(context), "--dtype", dtype, "--json", str(file)]
     assert main(arguments) == 0
@@ -84,12 +84,12 @@ def test_the_report_says_where_it_was_made(report: dict) -> None:
     (environment,) = report["environments"]
     assert environment["versions"]["torch"] == torch.__version__
     assert environment["processor"]
-    assert report["setup"]["context"] == 4096
+    assert report["setup"]["context"] == 2048
 
 
 def test_the_same_questions_are_right_without_the_cli() -> None:
     demo = Demo(
-        context=4096, questions=8, top_k=0.05, caches="paris", dtype="bfloat16", recall_questions=0
+        context=2048, questions=8, top_k=0.05, caches="paris", dtype="bfloat16", recall_questions=0
     )
     results = Results("demo", demo.setup())
     assert measure(demo, results) == []

@@ -1,4 +1,4 @@
-"""What every ``hf-kvret eval`` shares: models by name, common options, clear errors."""
+"""All of ``hf-kvret eval``: models by name, common options, texts, artifacts, clear errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
 from hf_kvret.lab.evaluate import task
+from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.task import mean_points
 from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
-from hf_kvret.lab.evaluate.texts import read_text
+from hf_kvret.lab.evaluate.texts import chat_parts, read_text
 from hf_kvret.lab.program.arguments import budget, lengths, names
+from hf_kvret.lab.report.results import Results
 
 
 def test_lengths_and_names_are_read() -> None:
@@ -33,19 +37,13 @@ def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_mistakes_are_one_line_each(
-    tmp_path: Path, tiny_text: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+def test_a_model_that_is_none_is_named(
+    tmp_path: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, model = ["--text", str(tiny_text)], ["--model", str(tiny_model_dir)]
-    message = _error(capsys, *text, "--model", str(tmp_path / "none"))
+    message = _error(capsys, "--text", str(tiny_text), "--model", str(tmp_path / "none"))
     assert "no such folder, and no hub id either (owner/name)" in message
     (tmp_path / "config.json").write_text("{}")
-    assert "can't be loaded" in _error(capsys, *text, "--model", str(tmp_path))
-    assert "needs a tokenizer" in _error(capsys, *text, "--model", "needle")
-    assert "unknown cache 'x'" in _error(capsys, *text, *model, "--caches", "x")
-    assert "no CUDA device" in _error(capsys, *text, *model, "--device", "cuda")
-    missing = str(tmp_path / "missing.txt")
-    assert "no such file" in _error(capsys, *model, "--text", missing, "--context", "64")
+    assert "can't be loaded" in _error(capsys, "--text", str(tiny_text), "--model", str(tmp_path))
 
 
 def test_an_unknown_task_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,25 +153,70 @@ def test_what_was_finished_is_shown_when_a_later_cell_fails(
     assert "| full  | 64" in shown.out and "the disk is gone" in shown.err
 
 
-# Each is wrong in its last cell: what it needs is looked at before the first.
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("ppl --context 64,32K", "fewer than --context 32768"),
-        ("ppl --context 64 --caches full,flat --step 33", "--step 33: beyond max_draft (32)"),
-        ("agreement --context 64,32K", "give a shorter --context"),
-        ("agreement --context 64 --new-tokens 70000", "the model knows 65536 positions"),
-        ("longgen --context 64,32K", "give a shorter --context"),
-        ("niah --style magic --context 2K,100K", "the model knows 65536 positions"),
-        ("niah --style magic --context 2K,40", "--context 40 is too short"),
-        ("multiturn --context 2K,100K", "the model knows 65536 positions"),
-        ("multiturn --context 2K,64", "--context 64 is too short"),
-        ("ruler --tasks niah_single_1 --context 2K,100K", "the model knows 65536 positions"),
-        ("ruler --tasks niah_single_1 --context 2K,20", "20"),
-        ("niah --context 2K --caches full,a2ats", "artifact"),
-    ],
-)
-def test_no_bar_is_shown_before_a_mistake(
+# Files of a mistake by name; TEXT is one of 6,000 tokens.
+FILES = {
+    "EMPTY": ("e.txt", " \n\n"),
+    "LONG": ("l.txt", "The grass is green. " * 20_000),
+    "DICT": ("d.json", '{"a": 1}'),
+    "BROKEN": ("b.json", "["),
+}
+# Each is named before the first cell is run, also where only the last one is wrong.
+MISTAKES = {
+    "ppl --text missing.txt": "--text missing.txt: no such file",
+    "ppl --text EMPTY": "has no text in it",
+    "ppl --text TEXT --context 64,1M": "fewer than the 1048576 of a window",
+    "ppl --text LONG --context 64,70000": "70000 tokens, but the model knows 65536 positions",
+    "ppl --text TEXT --context 4": "--context 4: a window needs at least 8 tokens",
+    "ppl --text TEXT --model needle": "needs a tokenizer",
+    "ppl --text TEXT --caches x": "unknown cache 'x'",
+    "ppl --text TEXT --device cuda": "no CUDA device",
+    "ppl --text TEXT --context 64 --caches full,flat --step 33": "--step 33: beyond max_draft (32)",
+    "agreement": "give either --text FILE or --prompts FILE",
+    "agreement --text TEXT --prompts TEXT": "give either --text FILE or --prompts FILE",
+    "agreement --text missing.txt": "--text missing.txt: no such file",
+    "agreement --prompts missing.txt": "--prompts missing.txt: no such file",
+    "agreement --text TEXT --context 1": "--context 1: a context has at least 2 tokens",
+    "agreement --text TEXT --context 64,1M": "fewer than the 1048576 of a window: give a shorter",
+    "agreement --text TEXT --context 64 --new-tokens 70000": "the model knows 65536 positions",
+    "agreement --text TEXT --model needle": "needs a tokenizer",
+    "agreement --prompts EMPTY": "has no prompt in it",
+    "agreement --prompts DICT": "give a JSON list of strings",
+    "agreement --prompts BROKEN": "Expecting",
+    "longgen --text TEXT --every 24 --step 5": "--every 24 is no multiple of --step 5",
+    "longgen --text TEXT --follow greedy --step 4": "--step 4 with --follow greedy",
+    "longgen --text TEXT --follow sample --then TEXT": "--then with --follow sample",
+    "longgen --text TEXT --then missing.txt": "--then missing.txt: no such file",
+    "longgen --text missing.txt": "--text missing.txt: no such file",
+    "longgen --text TEXT --context 64,32K": "give a shorter --context",
+    "longgen --text TEXT --model needle": "needs a tokenizer",
+    "niah --needle x": "are texts of --style sandwich",
+    "niah --style sandwich --answer=": "none may be empty",
+    "niah --style sandwich --distractors 2": "one sandwich only",
+    "niah --style tokens": "use --style magic",
+    "niah --essays missing.txt": "--essays missing.txt: no such file",
+    "niah --style magic --context 2K,100K": "the model knows 65536 positions",
+    "niah --style magic --context 2K,40": "--context 40 is too short",
+    "niah --model needle --style magic": "needs a tokenizer",
+    "niah --model needle --style sandwich": "needs a tokenizer",
+    "niah --model needle --essays TEXT": "is text, and --style tokens",
+    "niah --context 2K --caches full,a2ats": "artifact",
+    "multiturn --mode forks --own-answers": "forks forget every answer",
+    "multiturn --style tokens": "use --style magic",
+    "multiturn --essays missing.txt": "--essays missing.txt: no such file",
+    "multiturn --context 2K,100K": "the model knows 65536 positions",
+    "multiturn --context 2K,64": "--context 64 is too short",
+    "multiturn --model needle --essays TEXT": "is text, and --style tokens",
+    "ruler --tasks niah_single_2": "task niah_single_2 needs --essays FILE",
+    "ruler --tasks qa_1 --squad missing.json": "--squad missing.json: no such file",
+    "ruler --tasks vt --context 2K,100K": "the model knows 65536 positions",
+    "ruler --tasks niah_single_1 --context 2K,20": "length=20 is too short for task",
+    "ruler --tasks vt --chat": "has no chat template",
+    "ruler --tasks vt --model needle": "ruler needs a tokenizer",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), MISTAKES.items())
+def test_a_mistake_is_one_line_before_any_work(
     command: str,
     message: str,
     tiny_model_dir: Path,
@@ -181,14 +224,19 @@ def test_no_bar_is_shown_before_a_mistake(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--model", str(tiny_model_dir), "--json", str(tmp_path / "x.json")]
-    if not command.startswith(("niah", "multiturn", "ruler")):
-        words += ["--text", str(tiny_text)]
-    assert main(["eval", *command.split(), *words]) == 2
+    paths = {"TEXT": tiny_text}
+    for name, (file, content) in FILES.items():
+        paths[name] = tmp_path / file
+        paths[name].write_text(content)
+    task, *options = [str(paths.get(word, word)) for word in command.split()]
+    output = tmp_path / "x.json"
+    arguments = ["--model", str(tiny_model_dir), "--caches", "full", "--json", str(output)]
+    assert main(["eval", task, *arguments, *options]) == 2
     shown = capsys.readouterr()
-    loading, error = shown.err.splitlines()
-    assert loading.startswith("loading the model") and message in error
-    assert not shown.out and not (tmp_path / "x.json").exists()
+    *loading, error = shown.err.splitlines()
+    assert error.startswith("hf-kvret: error: ") and message in error
+    assert [line[:17] for line in loading] in ([], ["loading the model"])
+    assert not shown.out and not output.exists()
 
 
 def test_a_model_of_text_without_a_tokenizer_is_refused(
@@ -196,7 +244,7 @@ def test_a_model_of_text_without_a_tokenizer_is_refused(
 ) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model_dir, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
-    # Of the size that the needle language has, but not of its ids.
+    # The vocabulary has the size of the needle language, but other ids.
     config = LlamaForCausalLM.from_pretrained(bare).config
     config.vocab_size = 512
     LlamaForCausalLM(config).save_pretrained(bare)
@@ -238,13 +286,76 @@ def test_broken_files_of_a_model_are_one_line(
     assert error.startswith(f"hf-kvret: error: --model {broken}: can't be loaded (")
 
 
-def test_lengths_beyond_the_positions_and_steps_beyond_drafts_are_refused(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_means_are_over_the_cells_that_every_cache_has() -> None:
+    results = Results("eval x", {})
+    for cache, length, score, read in (
+        ("full", 1, 0.5, 8),
+        ("full", 2, 1.0, 16),
+        ("paris", 2, 0.25, 4),
+        ("full", 3, 0.0, 16),
+        ("paris", 3, 0.75, 2),
+    ):
+        found = {"score": score, "step_bytes": read, "full_bytes": 16}
+        results.add({"cache": cache, "length": length}, found)
+    points = mean_points(results, "score")
+    assert points == {"full": (1.0, 0.5), "paris": (pytest.approx(3 / 16), 0.5)}
+    assert mean_points(results, "score", best=2.0)["full"] == (1.0, 0.25)
+
+
+def test_without_a_shared_cell_there_are_no_points() -> None:
+    results = Results("eval x", {})
+    assert mean_points(results, "score") == {}
+    for cache, length in (("full", 1), ("paris", 2)):
+        found = {"score": 1.0, "step_bytes": 1, "full_bytes": 2}
+        results.add({"cache": cache, "length": length}, found)
+    assert mean_points(results, "score") == {}
+
+
+def test_chat_parts_surround_the_message(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    with pytest.raises(ValueError, match="no chat template"):
+        chat_parts(tokenizer)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    assert chat_parts(tokenizer) == ("[", "]>")
+    tokenizer.chat_template = "nothing"
+    with pytest.raises(ValueError, match="doesn't show a message"):
+        chat_parts(tokenizer)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """``eval niah`` with a copy of the bundled model's artifact, results in ``r.json``."""
+    shutil.copytree(BUNDLED_MODEL / "a2ats", tmp_path / "words")
+    small = f"a2ats:artifact={tmp_path / 'words'}:dense_below=0:recent=16:flush=16"
+    options = ["--context", "256", "--depths", "50", "--samples", "1", "--answer-tokens", "2"]
+    return ["eval", "niah", "--caches", small, *options, "--json", str(tmp_path / "r.json")]
+
+
+def test_the_artifact_of_another_tune_is_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = tmp_path / "long.txt"
-    text.write_text("The grass is green. " * 20_000)
-    words = ["--text", str(text), "--model", str(tiny_model_dir), "--windows", "1"]
-    error = _error(capsys, *words, "--context", "70000", "--caches", "full")
-    assert "70000 tokens, but the model knows 65536 positions" in error
-    error = _error(capsys, *words, "--context", "128", "--caches", "flat", "--step", "33")
-    assert "--step 33: beyond max_draft (32) tokens flat attends to everything" in error
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    model.save_pretrained(tmp_path / "tuned")
+    assert main([*arguments, "--model", str(tmp_path / "tuned")]) == 2
+    assert "was made from other weights" in capsys.readouterr().err
+
+
+def test_results_of_another_artifact_are_not_gone_on_with(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--model", "needle"]) == 0
+    assert main([*arguments, "--model", "needle"]) == 0
+    assert "1 cells were finished already" in capsys.readouterr().out
+    artifact = CalibrationArtifact.from_pretrained(tmp_path / "words")
+    tensors = {name: x + 1 if "codewords" in name else x for name, x in artifact.tensors.items()}
+    CalibrationArtifact(
+        artifact.method, artifact.model, tensors, artifact.data, artifact.options
+    ).save_pretrained(tmp_path / "words")
+    assert main([*arguments, "--model", "needle"]) == 2
+    assert "with another artifact" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,41 +10,33 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, ParisKVCache
-from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.evaluate.contexts import text_windows
-from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.stretches import (
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.tasks.longgen import LongGeneration
+from hf_kvret.lab.evaluate.teacher_forcing import (
     Pace,
     greedy_source,
     mean_of,
-    mean_stretches,
+    mean_sections,
     sampling_source,
     walk,
 )
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
-from hf_kvret.lab.evaluate.tasks.longgen import LongGeneration
+from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.report.results import Results
 from hf_kvret.observe.recall import recalls_of
 
+from .runs import results_by_cache
+
+_run = partial(results_by_cache, "longgen")
 REGIONS: dict[str, Any] = {"dense_below": 0, "recent": 16, "flush": 16}
 SMALL = ":".join(f"{name}={value}" for name, value in REGIONS.items())
 LENGTH, NEW, EVERY = 120, 60, 24
 
 
-def _run(path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    assert main(["eval", "longgen", "--json", str(path), *arguments]) == 0
-    return {one["cell"]["cache"]: one["result"] for one in json.loads(path.read_text())["cells"]}
-
-
 def _arguments(model: Path, text: Path) -> list[str]:
     arguments = ["--model", str(model), "--text", str(text), "--context", str(LENGTH)]
     return [*arguments, "--new-tokens", str(NEW), "--every", str(EVERY)]
-
-
-@pytest.fixture(scope="module")
-def subject(tiny_model_dir: Path) -> Subject:
-    return load_subject(str(tiny_model_dir))
 
 
 def test_each_stretch_has_the_recall_of_its_own_tokens(
@@ -54,7 +46,7 @@ def test_each_stretch_has_the_recall_of_its_own_tokens(
     paris, flat = f"paris:top_k=8:{SMALL}", f"flat:top_k=8:{SMALL}"
     picture = tmp_path / "l.png"
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", f"full,{flat},{paris}"]
-    found = _run(tmp_path / "l.json", *arguments, "--plot", str(picture))
+    rows = _run(tmp_path / "l.json", *arguments, "--plot", str(picture))
     assert picture.stat().st_size > 1000
     (window,) = text_windows(subject, "test", tiny_text, LENGTH, NEW, 1, None)
     cache = ParisKVCache(subject.model.config, top_k=8, track_recall=True, **REGIONS)
@@ -64,8 +56,8 @@ def test_each_stretch_has_the_recall_of_its_own_tokens(
         for token in window[LENGTH:]:
             logits = subject.model(token.view(1, 1), past_key_values=cache).logits
             choices.append(int(logits[0, -1].argmax()))
-        told = subject.model(window[None]).logits[0, LENGTH:].argmax(-1)
-    stretches = found[paris]["stretches"]
+        expected_choices = subject.model(window[None]).logits[0, LENGTH:].argmax(-1)
+    stretches = rows[paris]["stretches"]
     assert [one["end"] for one in stretches] == [24, 48, 60]
     starts = [0, 24, 48]
     for start, one in zip(starts, stretches, strict=True):
@@ -77,11 +69,11 @@ def test_each_stretch_has_the_recall_of_its_own_tokens(
         for name in ("overlap", "mass", "best_mass"):
             mean = sum(getattr(recall, name) for recall in recalls) / len(recalls)
             assert one[name] == pytest.approx(mean, rel=1e-6)
-        equal = torch.tensor(choices[start : one["end"]]) == told[start : one["end"]]
+        equal = torch.tensor(choices[start : one["end"]]) == expected_choices[start : one["end"]]
         assert one["equal"] == pytest.approx(float(equal.double().mean()))
-    assert all(one["overlap"] == 1 for one in found[flat]["stretches"])
+    assert all(one["overlap"] == 1 for one in rows[flat]["stretches"])
     assert any(one["overlap"] < 1 for one in stretches)
-    assert all(one["overlap"] is None and one["equal"] == 1 for one in found["full"]["stretches"])
+    assert all(one["overlap"] is None and one["equal"] == 1 for one in rows["full"]["stretches"])
 
 
 def test_larger_steps_find_nearly_the_same(
@@ -102,11 +94,11 @@ def test_a_full_budget_generates_as_full_attention(
     caches = ["full", f"flat:top_k=1.0:{SMALL}", f"paris:top_k=1.0:{SMALL}"]
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", ",".join(caches)]
     for follow in ("greedy", "sample"):
-        found = _run(tmp_path / f"{follow}.json", *arguments, "--follow", follow)
+        rows = _run(tmp_path / f"{follow}.json", *arguments, "--follow", follow)
         for cache in caches:
-            assert all(one["equal"] == 1 for one in found[cache]["stretches"])
+            assert all(one["equal"] == 1 for one in rows[cache]["stretches"])
         for cache in caches[1:]:
-            assert all(one["mass"] == pytest.approx(1) for one in found[cache]["stretches"])
+            assert all(one["mass"] == pytest.approx(1) for one in rows[cache]["stretches"])
 
 
 def test_tokens_of_its_own_are_greedy_or_drawn(tiny_text: Path, subject: Subject) -> None:
@@ -115,7 +107,7 @@ def test_tokens_of_its_own_are_greedy_or_drawn(tiny_text: Path, subject: Subject
     def generated(source: Any) -> list[int]:
         reader = Reader(subject.model, choose_cache(f"flat:top_k=8:{SMALL}"), LENGTH + 20)
         logits = reader.prefill(context)[-1]
-        done = walk(reader, logits, source, Pace(20, 8))
+        done = walk(reader, logits, source, Pace(20, 8), UsageSum())
         assert done.reader.length == LENGTH + 20 and len(done.choices) == 20
         return done.tokens.tolist()
 
@@ -148,7 +140,7 @@ def test_means_weigh_tokens_and_skip_what_is_missing() -> None:
         [{"end": 8, "mass": 0.5, "equal": 1.0}, {"end": 12, "mass": 1.0, "equal": 0.0}],
         [{"end": 8, "mass": None, "equal": 0.5}, {"end": 12, "mass": 0.5, "equal": 0.0}],
     ]
-    means = mean_stretches(samples)
+    means = mean_sections(samples)
     assert means == [
         {"end": 8, "mass": None, "equal": 0.75},
         {"end": 12, "mass": 0.75, "equal": 0.0},
@@ -166,29 +158,3 @@ def test_table_and_picture_do_without_recall(tmp_path: Path) -> None:
     assert cells == ["static", "64", *["-"] * 7, "0.500", "-"]
     LongGeneration.plot(tmp_path / "l.png", results)
     assert (tmp_path / "l.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--step", "5"), "--every 24 is no multiple of --step 5"),
-        (("--follow", "greedy", "--step", "4"), "--step 4 with --follow greedy"),
-        (("--follow", "sample", "--then", "TEXT"), "--then with --follow sample"),
-        (("--then", "missing.txt"), "--then missing.txt: no such file"),
-        (("--text", "missing.txt"), "--text missing.txt: no such file"),
-        (("--context", "1M"), "fewer than the"),
-        (("--model", "needle"), "needs a tokenizer"),
-    ],
-)
-def test_mistakes_are_one_line_each(
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
-    given = [str(tiny_text) if part == "TEXT" else part for part in arguments]
-    known = [*_arguments(tiny_model_dir, tiny_text), "--caches", "full"]
-    assert main(["eval", "longgen", *known, *given]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.evaluate.haystack import Document, Wording, magic_wording
+from hf_kvret.lab.evaluate.needles import Document, Wording, magic_wording
 from hf_kvret.lab.evaluate.reader import UsageSum
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.tasks import multiturn
 from hf_kvret.lab.evaluate.tasks.multiturn import MultiTurn
 from hf_kvret.lab.report.results import Results
 
+from .runs import greedy, run_eval
+
+_run = partial(run_eval, "multiturn")
 COVERING = "top_k=4096:dense_below=0:recent=16:flush=24"
 LENGTH, TURNS, ANSWER = 900, 3, 5
-
-
-def _run(path: Path, *arguments: str) -> list[dict[str, Any]]:
-    assert main(["eval", "multiturn", "--json", str(path), *arguments]) == 0
-    return json.loads(path.read_text())["cells"]
 
 
 def _small(tiny_model_dir: Path) -> list[str]:
@@ -33,29 +31,16 @@ def _small(tiny_model_dir: Path) -> list[str]:
     return [*arguments, "--turns", str(TURNS), "--samples", "2", "--answer-tokens", str(ANSWER)]
 
 
-@pytest.fixture(scope="module")
-def subject(tiny_model_dir: Path) -> Subject:
-    return load_subject(str(tiny_model_dir))
-
-
 def _second_document(subject: Subject) -> tuple[Wording, Document]:
-    """What the command makes as its second sample."""
+    """The document that the command makes as its second sample."""
     wording = magic_wording(subject, "multiturn", None, ANSWER)
     rng = np.random.default_rng([42, LENGTH, 1])
     depths = (100 * rng.random(TURNS)).tolist()
     return wording, wording.document(rng, LENGTH, depths, TURNS, start=0.5)
 
 
-def _greedy(subject: Subject, tokens: list[int], stop: frozenset[int] = frozenset()) -> list[int]:
-    given: list[int] = []
-    with torch.inference_mode():
-        while len(given) < ANSWER:
-            logits = subject.model(torch.tensor([tokens + given]), use_cache=False).logits
-            best = int(logits[0, -1].argmax())
-            if best in stop:
-                break
-            given.append(best)
-    return given
+def _greedy(subject: Subject, tokens: list[int], stop: Collection[int] = ()) -> list[int]:
+    return greedy(subject.model, torch.tensor(tokens), ANSWER, stop)
 
 
 def _given(cells: list[dict[str, Any]], cache: str, mode: str) -> list[list[str]]:
@@ -79,7 +64,7 @@ def test_right_answers_come_before_the_next_question_whatever_was_said(
     context = document.context.tolist()
     turns, forks = [], []
     talk = list(context)
-    for fact in document.asked:
+    for fact in document.facts:
         forks.append(wording.text(_greedy(subject, context + fact.question)))
         talk += fact.question
         turns.append(wording.text(_greedy(subject, talk)))
@@ -102,7 +87,7 @@ def test_own_answers_stay_when_asked_for(
     tokenizer = subject.need_tokenizer("test")
     breaks = {n for n in range(len(tokenizer)) if "\n" in tokenizer.decode([n])}
     talk, turns = document.context.tolist(), []
-    for fact in document.asked:
+    for fact in document.facts:
         talk += fact.question
         own = _greedy(subject, talk, frozenset(breaks) | wording.stop)
         turns.append(wording.text(own))
@@ -111,11 +96,10 @@ def test_own_answers_stay_when_asked_for(
         assert _given(cells, cache, "turns")[1] == turns
 
 
-def test_an_own_answer_that_ends_early_is_held_whole(tiny_model_dir: Path) -> None:
+def test_an_own_answer_that_ends_early_is_held_whole(subject: Subject) -> None:
     """A stop token is never fed and everything before it is, once."""
-    subject = load_subject(str(tiny_model_dir))
     wording, document = _second_document(subject)
-    question = document.asked[0].question
+    question = document.facts[0].question
     free = _greedy(subject, document.context.tolist() + question)
     cut = next(i for i in range(1, ANSWER) if free[i] not in free[:i])
     stop = frozenset([free[cut]])
@@ -139,7 +123,7 @@ def test_own_answers_end_with_their_line(
     assert not multiturn._line_breaks(subject) & set(letters)
 
     wording, document = _second_document(subject)
-    free = _greedy(subject, document.context.tolist() + document.asked[0].question)
+    free = _greedy(subject, document.context.tolist() + document.facts[0].question)
     cut = next(i for i in range(1, ANSWER) if free[i] not in free[:i])
     monkeypatch.setattr(multiturn, "_line_breaks", lambda subject: frozenset([free[cut]]))
     arguments = [*_small(tiny_model_dir), "--mode", "both", "--own-answers", "--caches", "full"]
@@ -153,7 +137,7 @@ def test_the_bundled_model_answers_every_turn(
 ) -> None:
     covering = "top_k=4096:dense_below=0"
     caches = ["full", "flat", f"flat:{covering}", f"paris:{covering}"]
-    arguments = ["--model", "needle", "--context", "2K", "--turns", "5", "--samples", "2"]
+    arguments = ["--model", "needle", "--context", "2K", "--turns", "5", "--samples", "1"]
     arguments += ["--top-k", "64", "--mode", "both", "--caches", ",".join(caches)]
     cells = _run(tmp_path / "m.json", *arguments)
     for mode in ("turns", "forks"):
@@ -180,32 +164,3 @@ def test_full_must_be_named_to_be_compared_with() -> None:
     last = MultiTurn.table(results).splitlines()[-1]
     cells = [cell.strip() for cell in last.strip("|").split("|")]
     assert cells == ["flat", "turns", "64", "100", "50", "75.0", "-", "12.50"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--mode", "forks", "--own-answers"), "forks forget every answer"),
-        (("--style", "tokens"), "use --style magic"),
-        (("--essays", "missing.txt"), "--essays missing.txt: no such file"),
-        (("--context", "256"), "--context 256 is too short"),
-    ],
-)
-def test_mistakes_are_one_line_each(
-    tiny_model_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
-    given = ["eval", "multiturn", "--model", str(tiny_model_dir), "--caches", "full", *arguments]
-    assert main(given) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error
-
-
-def test_text_is_refused_once_the_style_turns_out_to_have_none(
-    tiny_text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", "multiturn", "--model", "needle", "--essays", str(tiny_text)]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "--essays" in line and "is text, and --style tokens" in line

@@ -1,13 +1,176 @@
-"""The needle language: documents hold what they say, and nothing looks like a needle by chance."""
+"""Documents with needles: exact lengths and depths, sentence ends, both languages."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.needles import (
+    Document,
+    NeedleLanguage,
+    TextHaystack,
+    Wording,
+    choose_wording,
+    contains,
+    magic_wording,
+    token_wording,
+)
+from hf_kvret.lab.evaluate.ruler import RulerData, generate
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.texts import describe_file
 
 LANGUAGE = NeedleLanguage()
+TEXT = 'The first is short. Pi is 3.14 or so! Is it? Yes, "it is." And here it ends'
+
+
+def test_a_text_is_repeated_and_may_begin_inside(subject: Subject) -> None:
+    tokenizer = subject.need_tokenizer("test")
+    hay, rng = TextHaystack(tokenizer, TEXT), np.random.default_rng(0)
+    once = tokenizer(TEXT + "\n", add_special_tokens=False)["input_ids"]
+    line_break = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    count = 2 * len(once) + 5
+    assert hay.take(rng, count, 0.0) == (line_break + once * 3)[:count]
+    half = len(once) // 2
+    assert hay.take(rng, 20, 0.5) == [*line_break, *(once[half:] + once)][:20]
+
+
+def test_a_needle_goes_behind_a_sentence_and_not_inside_a_number(subject: Subject) -> None:
+    tokenizer = subject.need_tokenizer("test")
+    hay = TextHaystack(tokenizer, TEXT)
+    tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    places = {hay.index(tokens, depth) for depth in np.linspace(0, 99.9, 400)}
+    before = sorted(tokenizer.decode(tokens[:place]) for place in places)
+    ends = ("", "short.", "so!", "it?", 'is."')
+    assert before == sorted(TEXT[: TEXT.index(end) + len(end)] for end in ends)
+    assert hay.index(tokens, 100) == len(tokens)
+    # Never ahead of the depth.
+    assert all(hay.index(tokens, d) <= len(tokens) * d / 100 for d in (10, 33.3, 50, 99))
+
+
+def test_a_text_without_sentences_is_refused(subject: Subject) -> None:
+    with pytest.raises(ValueError, match="no end of a sentence"):
+        TextHaystack(subject.need_tokenizer("test"), "one,2.5\nthree,4.5")
+
+
+def _total(wording: Wording, document: Document) -> int:
+    return len(document.context) + sum(wording.turn_len(fact) for fact in document.facts)
+
+
+@pytest.mark.parametrize("length", [340, 611])
+@pytest.mark.parametrize("asked", [1, 2])
+def test_documents_have_the_length_to_the_token(
+    subject: Subject, needle: Subject, tiny_text: Path, length: int, asked: int
+) -> None:
+    for wording in (
+        magic_wording(subject, "test", None, 8),
+        magic_wording(subject, "test", tiny_text, 8),
+        token_wording(needle, "test"),
+    ):
+        rng = np.random.default_rng(1)
+        document = wording.document(rng, length, [10.0, 80.0], asked, start=0.3)
+        assert _total(wording, document) == length
+        assert len(document.facts) == asked
+
+
+def test_a_turn_has_room_for_the_given_and_the_right_answer(subject: Subject) -> None:
+    for room in (2, 40):
+        wording = magic_wording(subject, "test", None, room)
+        (fact,) = wording.facts(np.random.default_rng(0), 1)
+        assert 2 < len(fact.gold) < 40
+        assert wording.turn_len(fact) == len(fact.question) + max(room, len(fact.gold))
+
+
+def _find(tokens: Sequence[int], part: Sequence[int]) -> list[int]:
+    return [i for i in range(len(tokens)) if tokens[i : i + len(part)] == part]
+
+
+def test_needles_are_at_their_depths_and_nothing_else_changes(needle: Subject) -> None:
+    wording, depths = token_wording(needle, "test"), [75.0, 0.0, 100.0, 33.3]
+    document = wording.document(np.random.default_rng(5), 1000, depths, 4)
+    context = document.context.tolist()
+    noise_len = 1000 - 1 - 4 * 5 - 4 * (4 + 2)
+    rest = list(context)
+    for fact, depth in zip(document.facts, depths, strict=True):
+        (place,) = _find(context, fact.needle)
+        earlier = sum(other < depth for other in depths)
+        assert place == 1 + int(noise_len * depth / 100) + 5 * earlier
+        first = _find(rest, fact.needle)[0]
+        del rest[first : first + 5]
+    assert rest[0] == LANGUAGE.bos and len(rest) == 1 + noise_len
+    assert min(rest[1:]) >= LANGUAGE.first_noise
+
+
+def test_a_question_of_tokens_asks_for_its_needle(needle: Subject) -> None:
+    fact = token_wording(needle, "test").facts(np.random.default_rng(0), 3)[1]
+    assert fact.question[1:3] == fact.needle[1:3] and fact.gold == fact.needle[3:]
+    assert fact.answer == " ".join(map(str, fact.gold))
+
+
+def test_the_words_are_those_of_ruler(subject: Subject, tiny_text: Path) -> None:
+    tokenizer = subject.need_tokenizer("test")
+    theirs = generate("niah_single_1", tokenizer.encode, 1024, 1)[0]
+    wording = magic_wording(subject, "test", None, 8)
+    (fact,) = wording.facts(np.random.default_rng(0), 1)
+    needle, question = tokenizer.decode(fact.needle), tokenizer.decode(fact.question)
+    key = needle.split(" is: ")[0].rsplit(" ", 1)[-1]
+    their_key = theirs.question.rsplit(" for ", 1)[1].split(" ", 1)[0]
+    assert needle.replace(key, their_key).replace(fact.answer, theirs.outputs[0])[1:] in (
+        theirs.context
+    )
+    assert question.replace(key, their_key) == theirs.question + theirs.answer_prefix
+    head = tokenizer.decode(wording.heads[0], skip_special_tokens=True)
+    assert theirs.context.startswith(f"{head}\n")
+    several = generate("niah_multiquery", tokenizer.encode, 2048, 1, data=RulerData(tiny_text))[0]
+    head = tokenizer.decode(wording.heads[1], skip_special_tokens=True)
+    assert several.context.startswith(f"{head}\n")
+
+
+def test_a_length_that_is_too_short_names_one_that_is_enough(subject: Subject) -> None:
+    wording, rng = magic_wording(subject, "test", None, 8), np.random.default_rng
+    with pytest.raises(ValueError, match=r"--context 64 is too short.*at least \d+") as caught:
+        wording.document(rng(0), 64, [50.0], 1)
+    least = int(str(caught.value).rsplit(" ", 1)[-1])
+    assert _total(wording, wording.document(rng(0), least, [50.0], 1)) == least
+    with pytest.raises(ValueError, match=f"at least {least}"):
+        wording.document(rng(0), least - 1, [50.0], 1)
+
+
+def test_the_token_language_is_refused_to_other_models(subject: Subject) -> None:
+    with pytest.raises(ValueError, match=r"has not learned .*: use --style magic"):
+        token_wording(subject, "niah")
+
+
+def test_tokens_take_no_essays(needle: Subject, subject: Subject, tiny_text: Path) -> None:
+    for style in (None, "tokens"):
+        with pytest.raises(ValueError, match="is text, and --style tokens"):
+            choose_wording(style, needle, "niah", tiny_text, 8)
+    assert choose_wording(None, needle, "niah", None, 8).name == "tokens"
+    assert choose_wording(None, subject, "niah", None, 8).name == "magic"
+
+
+def test_magic_needs_a_tokenizer(needle: Subject) -> None:
+    with pytest.raises(ValueError, match="niah --style magic needs a tokenizer"):
+        magic_wording(needle, "niah", None, 8)
+
+
+def test_essays_are_known_by_name_and_content(tmp_path: Path) -> None:
+    path = tmp_path / "essays.txt"
+    path.write_text("One. Two.")
+    first = describe_file("--essays", path)
+    path.write_text("One. Three.")
+    assert first is not None and first.startswith("essays.txt ")
+    assert describe_file("--essays", path) != first
+    assert describe_file("--essays", None) is None
+    with pytest.raises(FileNotFoundError, match=r"--essays .*: no such file"):
+        describe_file("--essays", tmp_path / "none.txt")
+
+
+def test_answers_are_found_letter_case_aside() -> None:
+    assert contains("In The Park", "sit in the park.")
+    assert not contains("In The Park", "sit in a park.")
 
 
 def test_a_document_holds_every_needle_at_its_start_and_noise_elsewhere() -> None:

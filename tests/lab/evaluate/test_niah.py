@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +11,29 @@ import numpy as np
 import pytest
 import torch
 
-from hf_kvret.cli import main
-from hf_kvret.lab.evaluate.haystack import Document, Wording, magic_wording
-from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.needles import Document, Wording, magic_wording
+from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.tasks.niah import NeedleInHaystack, percents, rouge1_recall
 from hf_kvret.lab.report.results import Results
 
+from .runs import greedy, run_eval
+
+_run = partial(run_eval, "niah")
 # Everything beyond 40 tokens is cold and all of it is selected.
 COVERING = "top_k=4096:dense_below=0:recent=16:flush=24"
 TIGHT = "top_k=8:dense_below=0:recent=16:flush=24"
-
-
-def _run(path: Path, *arguments: str) -> list[dict[str, Any]]:
-    assert main(["eval", "niah", "--json", str(path), *arguments]) == 0
-    return json.loads(path.read_text())["cells"]
 
 
 def _by_cache(cells: list[dict[str, Any]], cache: str) -> list[dict[str, Any]]:
     return [one["result"] for one in cells if one["cell"]["cache"] == cache]
 
 
-def _greedy(model: Any, tokens: torch.Tensor, count: int) -> list[int]:
-    with torch.inference_mode():
-        for _ in range(count):
-            best = model(tokens[None], use_cache=False).logits[0, -1].argmax()
-            tokens = torch.cat([tokens, best[None]])
-    return tokens[len(tokens) - count :].tolist()
-
-
 def test_the_command_gives_what_plain_forward_passes_give(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    subject: Subject,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     caches = ["full", f"flat:{COVERING}", f"paris:{COVERING}", f"flat:{TIGHT}"]
     arguments = ["--model", str(tiny_model_dir), "--essays", str(tiny_text), "--context", "400"]
@@ -69,21 +62,20 @@ def test_the_command_gives_what_plain_forward_passes_give(
     assert len(lines) == 2 + 2 * 4 and text in capsys.readouterr().out
     assert mark == "<!-- This table is written by hf-kvret. -->\n"
 
-    subject = load_subject(str(tiny_model_dir))
     wording = magic_wording(subject, "niah", tiny_text, 6)
     rng = np.random.default_rng([42, 400, 62_500, 1])
     document = wording.document(rng, 400, [62.5], 1, start=0.5)
-    prompt = torch.cat([document.context, torch.tensor(document.asked[0].question)])
-    expected = wording.text(_greedy(subject.model, prompt, 6))
+    prompt = torch.cat([document.context, torch.tensor(document.facts[0].question)])
+    expected = wording.text(greedy(subject.model, prompt, 6))
     at_depth = [one for one in cells if one["cell"]["depth"] == 62.5]
     for one in _by_cache(at_depth, "full"):
-        assert one["answers"][1] == {"expected": document.asked[0].answer, "given": expected}
+        assert one["answers"][1] == {"expected": document.facts[0].answer, "given": expected}
         assert one["substring"] == 0 and one["score"] == one["substring"]
 
 
 def test_the_bundled_model_finds_its_needles(tmp_path: Path) -> None:
     arguments = ["--model", "needle", "--context", "2K", "--depths", "20,90"]
-    arguments += ["--samples", "2", "--distractors", "12", "--questions", "both"]
+    arguments += ["--samples", "1", "--distractors", "12", "--questions", "both"]
     covering = "top_k=4096:dense_below=0"
     caches = f"full,flat,flat:{covering},paris:{covering}"
     cells = _run(tmp_path / "n.json", *arguments, "--top-k", "64", "--caches", caches)
@@ -95,8 +87,8 @@ def test_the_bundled_model_finds_its_needles(tmp_path: Path) -> None:
     assert score["flat"] >= score["full"] - 0.1
     full = [one["answers"] for one in _by_cache(cells, "full")]
     for method in ("flat", "paris"):
-        given = [one["answers"] for one in _by_cache(cells, f"{method}:{covering}")]
-        assert given == full
+        answers = [one["answers"] for one in _by_cache(cells, f"{method}:{covering}")]
+        assert answers == full
     # 64 of the about 1,790 cold tokens.
     read = [one["read_ratio"] for one in _by_cache(cells, "flat")]
     assert all(ratio == pytest.approx(64 / 1790, rel=0.05) for ratio in read)
@@ -112,12 +104,12 @@ def test_without_its_needle_a_question_gets_no_right_answer(
 ) -> None:
     whole = Wording.document
 
-    def without(self: Wording, *given: Any, **named: Any) -> Document:
-        document = whole(self, *given, **named)
-        context, needle = document.context.tolist(), document.asked[0].needle
+    def without(self: Wording, *arguments: Any, **named: Any) -> Document:
+        document = whole(self, *arguments, **named)
+        context, needle = document.context.tolist(), document.facts[0].needle
         place = next(i for i in range(len(context)) if context[i : i + 5] == needle)
         del context[place : place + 5]
-        return Document(torch.tensor(context), document.asked)
+        return Document(torch.tensor(context), document.facts)
 
     monkeypatch.setattr(Wording, "document", without)
     arguments = ["--model", "needle", "--context", "512", "--depths", "40", "--samples", "4"]
@@ -160,7 +152,7 @@ def table_of_scores(scores: dict[tuple[str, int, int], float]) -> str:
 
 
 def rows_of(table: str) -> dict[str, list[str]]:
-    """What stands behind cache and question in each line."""
+    """The cells behind cache and question in each line."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     return {cells[0]: cells[2:-1] for cells in lines if len(cells) > 2}
 
@@ -190,40 +182,3 @@ def test_depths_are_percents() -> None:
     for bad in ("", "-1", "101", "a", "5,5", "nan"):
         with pytest.raises(argparse.ArgumentTypeError):
             percents(bad)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--needle", "x"), "are texts of --style sandwich"),
-        (("--style", "sandwich", "--answer", " "), "none may be empty"),
-        (("--style", "sandwich", "--distractors", "2"), "one sandwich only"),
-        (("--style", "tokens"), "use --style magic"),
-        (("--essays", "missing.txt"), "--essays missing.txt: no such file"),
-        (("--context", "64"), "--context 64 is too short"),
-    ],
-)
-def test_mistakes_are_one_line_each(
-    tiny_model_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
-    given = ["eval", "niah", "--model", str(tiny_model_dir), "--caches", "full", *arguments]
-    assert main(given) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error
-
-
-def test_text_styles_need_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    for style in ("magic", "sandwich"):
-        assert main(["eval", "niah", "--model", "needle", "--style", style]) == 2
-        assert "needs a tokenizer" in capsys.readouterr().err
-
-
-def test_text_is_refused_once_the_style_turns_out_to_have_none(
-    tiny_text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", "niah", "--model", "needle", "--essays", str(tiny_text)]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "--essays" in line and "is text, and --style tokens" in line

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from hf_kvret.cli import main
-from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
 from hf_kvret.lab.report.results import Results
 
+from .runs import results_by_cache
+
+_run = partial(results_by_cache, "ppl")
 REGIONS = "dense_below=0:recent=16:flush=16"
 COVERING = f"top_k=1.0:{REGIONS}"
 LENGTH, WINDOWS = 150, 2
-
-
-def _run(path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    assert main(["eval", "ppl", "--json", str(path), *arguments]) == 0
-    return {one["cell"]["cache"]: one["result"] for one in json.loads(path.read_text())["cells"]}
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
@@ -30,9 +26,8 @@ def _arguments(model: Path, text: Path) -> list[str]:
     return [*arguments, "--windows", str(WINDOWS)]
 
 
-def _one_pass(model_dir: Path, text: Path, start: int) -> float:
+def _one_pass(subject: Subject, text: Path, start: int) -> float:
     """Mean loss in nats of the tokens from ``start`` on, by one forward pass a window."""
-    subject = load_subject(str(model_dir))
     tokenizer = subject.need_tokenizer("test")
     ids = torch.tensor([0, *tokenizer(text.read_text())["input_ids"]])
     assert tokenizer.bos_token_id == 0
@@ -47,14 +42,14 @@ def _one_pass(model_dir: Path, text: Path, start: int) -> float:
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_it_equals_one_forward_pass(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, step: int
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, subject: Subject, step: int
 ) -> None:
     caches = ["full", "static", f"flat:{COVERING}", f"paris:{COVERING}"]
     picture = tmp_path / "p.png"
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", ",".join(caches)]
     arguments += ["--prefill", "0.4", "--step", str(step), "--plot", str(picture)]
     found = _run(tmp_path / "p.json", *arguments)
-    expected = _one_pass(tiny_model_dir, tiny_text, start=60)
+    expected = _one_pass(subject, tiny_text, start=60)
     for cache in caches:
         assert found[cache]["nats"] == pytest.approx(expected, abs=1e-3)
         assert found[cache]["ppl"] == pytest.approx(math.exp(expected), rel=1e-3)
@@ -84,39 +79,8 @@ def test_a_small_budget_is_told_apart(
 def test_without_full_there_is_nothing_to_compare_with() -> None:
     results = Results("eval ppl", {"text": "t.txt"})
     numbers = {"ppl": 8.0, "nats": 2.0, "tokens": 5, "read_ratio": None}
-    held = {"device_bytes": 10, "host_bytes": 30, "full_bytes": 40}
-    results.add({"cache": "flat", "length": 64}, numbers | held)
+    sizes = {"device_bytes": 10, "host_bytes": 30, "full_bytes": 40}
+    results.add({"cache": "flat", "length": 64}, numbers | sizes)
     last = Perplexity.table(results).splitlines()[-1]
     cells = [cell.strip() for cell in last.strip("|").split("|")]
     assert cells == ["flat", "64", "8.000", "-", "-", "25.0%", "100.0%", "5"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--text", "missing.txt"), "--text missing.txt: no such file"),
-        (("--context", "1M"), "fewer than --context 1048576"),
-        (("--context", "4"), "--context 4: a window needs at least 8 tokens"),
-        (("--model", "needle"), "needs a tokenizer"),
-    ],
-)
-def test_mistakes_are_one_line_each(
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
-    known = [*_arguments(tiny_model_dir, tiny_text), "--caches", "full"]
-    assert main(["eval", "ppl", *known, *arguments]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error
-
-
-def test_an_empty_text_is_refused(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n")
-    assert main(["eval", "ppl", *_arguments(tiny_model_dir, empty), "--caches", "full"]) == 2
-    assert "has no text in it" in capsys.readouterr().err

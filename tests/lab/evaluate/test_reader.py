@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.subject import Subject
+
+from .runs import greedy
 
 EXACT = [
     "full",
@@ -17,11 +17,6 @@ EXACT = [
     "flat:top_k=1.0:recent=16:flush=8:dense_below=0",
     "paris:top_k=1.0:recent=16:flush=8:dense_below=0",
 ]
-
-
-@pytest.fixture(scope="module")
-def subject(tiny_model_dir: Path) -> Subject:
-    return load_subject(str(tiny_model_dir))
 
 
 @pytest.fixture(scope="module")
@@ -54,29 +49,24 @@ def test_forks_leave_each_other_alone(name: str, subject: Subject, text: torch.T
     reader = Reader(subject.model, choose_cache(name), len(text) + 20)
     reader.prefill(text[:100])
     first = reader.fork()
-    given = first.answer(text[100:103], 8)
+    answer = first.answer(text[100:103], 8)
     reader.fork().answer(text[110:115], 8)
     assert (reader.length, first.length) == (100, 100 + 3 + 7)
-    assert reader.fork().answer(text[100:103], 8) == given
-    with torch.inference_mode():
-        tokens = text[:103]
-        for _ in range(8):
-            best = subject.model(tokens[None]).logits[0, -1].argmax()
-            tokens = torch.cat([tokens, best[None]])
-    assert given == tokens[103:].tolist()
+    assert reader.fork().answer(text[100:103], 8) == answer
+    assert answer == greedy(subject.model, text[:103], 8)
 
 
 def test_an_answer_ends_before_a_stop_token(subject: Subject, text: torch.Tensor) -> None:
     reader = Reader(subject.model, choose_cache("full"), len(text))
-    given = reader.fork().answer(text[:50], 6)
-    place = next(i for i in range(1, 6) if given[i] not in given[:i])
-    assert reader.fork().answer(text[:50], 6, stop={given[place]}) == given[:place]
+    answer = reader.fork().answer(text[:50], 6)
+    index = next(i for i in range(1, 6) if answer[i] not in answer[:i])
+    assert reader.fork().answer(text[:50], 6, stop={answer[index]}) == answer[:index]
     # The stop token was asked for and not fed.
     twin = reader.fork()
-    twin.answer(text[:50], 6, stop={given[place]})
-    assert twin.length == 50 + place
+    twin.answer(text[:50], 6, stop={answer[index]})
+    assert twin.length == 50 + index
     done = reader.fork().answer(text[:50], 6, done=lambda some: len(some) == 2)
-    assert done == given[:2]
+    assert done == answer[:2]
 
 
 def test_usage_counts_bytes_and_rows(subject: Subject, text: torch.Tensor) -> None:

@@ -171,12 +171,6 @@ def test_files_of_another_format_are_refused_with_what_to_give(
     assert ": give " in str(caught.value)
 
 
-def test_paths_may_be_texts(tmp_path: Path) -> None:
-    path = put(tmp_path / "essays.txt", "One two three.")
-    data = RulerData(essays=str(path))  # type: ignore[arg-type]
-    assert read_essay_words(data, "niah_single_2") == ["One", "two", "three."]
-
-
 def brute_force(firsts: list[str], seconds: list[str]) -> list[str]:
     return sorted({f"{first}-{second}" for first in firsts for second in seconds})
 

@@ -24,11 +24,9 @@ from typing import Any
 import numpy as np
 
 from hf_kvret.lab.evaluate.ruler import texts
-from hf_kvret.lab.evaluate.ruler.task import Draft, Kind, RulerTask, Sample, ruler_task
+from hf_kvret.lab.evaluate.ruler.task import TASKS, Draft, RulerTask, Sample, Symbols
 from hf_kvret.lab.evaluate.ruler.texts import RulerData
-
-ChatTemplate = Callable[[str], str]
-"""Puts a user's message into the model's chat format, up to and with the assistant's header."""
+from hf_kvret.lab.evaluate.texts import Chat
 
 TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("templates.json").read_bytes())
 """A family's text and answer prefix, a needle, and a line of noise; placeholders in braces."""
@@ -48,20 +46,10 @@ _NO_DATA = RulerData()
 
 
 class Template:
-    """A task's text inside a chat template, which is called once with the text unfilled.
+    """A task's text with placeholders in braces, inside a chat or alone."""
 
-    Raises:
-        ValueError: what the chat template returned doesn't hold the text unchanged and once.
-    """
-
-    def __init__(self, text: str, answer_prefix: str, chat_template: ChatTemplate | None) -> None:
-        rendered = text if chat_template is None else chat_template(text)
-        if rendered.count(text) != 1:
-            raise ValueError(
-                f"chat_template returned {rendered[:80]!r}...: it must return a text that holds "
-                f"the message it is given once and unchanged, braces included"
-            )
-        self._opening, _, self._closing = rendered.partition(text)
+    def __init__(self, text: str, answer_prefix: str, chat: Chat = ("", "")) -> None:
+        self._opening, self._closing = chat
         self._head, _, self._tail = text.partition("{context}")
         self._prefix = answer_prefix
 
@@ -69,8 +57,8 @@ class Template:
         self, context: str, outputs: tuple[str, ...], example: str = "", **fields: object
     ) -> Draft:
         """The prompt around a haystack; ``example`` stands before the task's text."""
-        parts = (self._head, self._tail, self._prefix)
-        head, tail, prefix = (part.format(**fields) for part in parts)
+        texts = (self._head, self._tail, self._prefix)
+        head, tail, prefix = (text.format(**fields) for text in texts)
         return Draft(
             self._opening + example + head + context, tail + self._closing, prefix, outputs
         )
@@ -95,44 +83,33 @@ class Draws:
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of one call of ``generate``; ``count`` gives the tokens of a text."""
+    """The arguments of one call of ``generate``."""
 
     task: RulerTask
+    encode: Callable[[str], Sized]
     length: int
     samples: int
-    count: Callable[[str], int]
     draws: Draws
-    data: RulerData = _NO_DATA
-    chat_template: ChatTemplate | None = None
+    data: RulerData
+    chat: Chat
 
     @property
     def long(self) -> bool:
         """Whether RULER counts in its usual steps; below 4096 tokens they are smaller."""
         return self.length >= 4096
 
-
-def token_counter(tokenizer: Any) -> Callable[[str], int]:
-    """The number of tokens of a text; TypeError for what can't encode."""
-    encode: Callable[[str], Sized] = getattr(tokenizer, "encode", tokenizer)
-    if not callable(encode):
-        raise TypeError(
-            f"tokenizer={tokenizer!r} has no encode method and can't be called: give a tokenizer "
-            f"or a function from a text to its tokens"
-        )
-
-    def count(text: str) -> int:
-        tokens = len(encode(text))
+    def count(self, text: str) -> int:
+        """The tokens of a text; ValueError for none."""
+        tokens = len(self.encode(text))
         if not tokens:
-            raise ValueError(f"tokenizer={tokenizer!r} makes no tokens of {text[:60]!r}...")
+            raise ValueError(f"the tokenizer makes no tokens of {text[:60]!r}...: give another")
         return tokens
-
-    return count
 
 
 def largest_size(total: Callable[[int], int], length: int, low: int, high: int) -> int:
-    """The largest size from ``low`` to ``high`` whose prompt fits into ``length`` tokens.
+    """The largest size up to ``high`` whose prompt fits into ``length`` tokens; ``low`` at least.
 
-    ``total(size)`` draws a prompt and counts it. ``low`` where nothing fits.
+    ``total(size)`` draws a prompt and counts it.
     """
     best = low
     while low <= high:
@@ -170,7 +147,7 @@ class Prompts(ABC):
     def __init__(self, job: Job, template: str, increment: int) -> None:
         self.job, self.draws, self.increment = job, job.draws, increment
         text, answer_prefix = TEMPLATES[template]
-        self.template = Template(text, answer_prefix, job.chat_template)
+        self.template = Template(text, answer_prefix, job.chat)
         self.other_tokens = job.task.max_new_tokens
         self.begin(0)
 
@@ -241,21 +218,21 @@ class Needles(Prompts):
         needles = [self._needle(key, value) for key, values in facts for value in values]
         self.draws.shuffle(needles)
         context = self._in_essay(needles, size) if task.data else self._in_lines(needles, size)
-        asked = self.draws.python.sample(facts, task.queries)
-        *keys, last = [key for key, _ in asked]
+        queries = self.draws.python.sample(facts, task.queries)
+        *keys, last = [key for key, _ in queries]
         # "a", or "a, b, and c"; RULER has the comma also in "a, and b".
         query = f"{', '.join(keys)}, and {last}" if keys else last
-        outputs = tuple(value for _, values in asked for value in values)
+        outputs = tuple(value for _, values in queries for value in values)
         return self.template.fill(context, outputs, type_v=self._type, query=query)
 
     def _values(self) -> list[str]:
         return [self._random(self._task.value) for _ in range(self._task.values)]
 
-    def _random(self, kind: Kind) -> str:
+    def _random(self, symbols: Symbols) -> str:
         rng = self.draws.python
-        if kind == "numbers":
+        if symbols == "numbers":
             return str(rng.randint(1_000_000, 9_999_999))
-        if kind == "uuids":
+        if symbols == "uuids":
             return str(uuid.UUID(int=rng.getrandbits(128), version=4))
         return rng.choice(self._pairs)
 
@@ -272,8 +249,8 @@ class Needles(Prompts):
         depths = self.draws.python.sample(_DEPTHS, len(needles))
         starts = [int(len(sentences) * (depth / 100)) for depth in sorted(depths)]
         # At depth 0 the part before a needle is empty and leaves a blank, as in RULER.
-        parts = [" ".join(sentences[i:j]) for i, j in pairwise([0, *starts, len(sentences)])]
-        texts = [text for pair in zip(parts, [*needles, ""], strict=True) for text in pair]
+        gaps = [" ".join(sentences[i:j]) for i, j in pairwise([0, *starts, len(sentences)])]
+        texts = [text for pair in zip(gaps, [*needles, ""], strict=True) for text in pair]
         return " ".join(texts[:-1])
 
     def _in_lines(self, needles: list[str], size: int) -> str:
@@ -309,7 +286,7 @@ class Chains(Prompts):
         bytes; we take those five lines.
         """
         text, answer_prefix = TEMPLATES["vt"]
-        template, count = Template(text, answer_prefix, None), self.job.count
+        template, count = Template(text, answer_prefix), self.job.count
 
         def draft(size: int) -> Draft:
             return self._chain(template, size, self._new_names(3), _EXAMPLE_VALUE)
@@ -389,10 +366,10 @@ class CommonWords(Prompts):
     def size(self) -> int:
         length, most = self.job.length, max(len(self._words), len(self._more))
         # Twice the estimate here, where the other tasks have three times.
-        wanted = max(int(length // (self.tokens(4096) / 4096)) * 2, 20)
-        high = min(wanted, most)
+        estimate = max(int(length // (self.tokens(4096) / 4096)) * 2, 20)
+        high = min(estimate, most)
         size = largest_size(lambda size: self.tokens(size) + self.other_tokens, length, 10, high)
-        if size == high < wanted:
+        if size == high < estimate:
             raise ValueError(
                 f"length={length} holds more than the {most} different words there are for task "
                 "'cwe': give RulerData(english_words=Path(...)) with the path of a longer list"
@@ -402,16 +379,16 @@ class CommonWords(Prompts):
     def draft(self, size: int) -> Draft:
         long = self.job.long
         example = self._list(40, 10, 3) if long else self._list(20, 3, 1)
-        asked = self._list(size, 30, 3) if long else self._list(size, 6, 1)
+        question = self._list(size, 30, 3) if long else self._list(size, 6, 1)
         answer = _numbered(example.outputs)
-        return replace(asked, context=f"{example.prompt} {answer}\n{asked.context}")
+        return replace(question, context=f"{example.prompt} {answer}\n{question.context}")
 
     def _list(self, count: int, common_repeats: int, other_repeats: int) -> Draft:
         words = self._words if count <= len(self._words) else self._more
-        drawn = self.draws.python.sample(words, count)
-        repeated = drawn[:10] * common_repeats + drawn[10:] * other_repeats
-        self.draws.shuffle(repeated)
-        return self.template.fill(_numbered(repeated), tuple(drawn[:10]))
+        sample = self.draws.python.sample(words, count)
+        repeats = sample[:10] * common_repeats + sample[10:] * other_repeats
+        self.draws.shuffle(repeats)
+        return self.template.fill(_numbered(repeats), tuple(sample[:10]))
 
 
 def _numbered(words: Sequence[str]) -> str:
@@ -482,8 +459,8 @@ class Documents(Prompts):
         count, question = len(self._documents), self._questions[self.index]
         indices = self._some(size) if size < count else [i % count for i in range(size)]
         self.draws.shuffle(indices)
-        parts = (f"Document {i}:\n{self._documents[j]}" for i, j in enumerate(indices, start=1))
-        return self.template.fill("\n\n".join(parts), question.outputs, query=question.query)
+        documents = (f"Document {i}:\n{self._documents[j]}" for i, j in enumerate(indices, start=1))
+        return self.template.fill("\n\n".join(documents), question.outputs, query=question.query)
 
     def _some(self, size: int) -> list[int]:
         """Gold documents, then some of the same article, then, if these run out, random others."""
@@ -492,8 +469,8 @@ class Documents(Prompts):
         missing = size - len(gold)
         if missing <= len(related):
             return gold + sample(related, max(missing, 0))
-        known = {*gold, *related}
-        others = [i for i in range(len(self._documents)) if i not in known]
+        near = {*gold, *related}
+        others = [i for i in range(len(self._documents)) if i not in near]
         return gold + related + sample(others, missing - len(related))
 
 
@@ -509,12 +486,12 @@ _FAMILIES: dict[str, Callable[[Job], Prompts]] = {
 
 def generate(
     task: str,
-    tokenizer: Any,
+    encode: Callable[[str], Sized],
     length: int,
     samples: int,
     seed: int = 42,
     data: RulerData = _NO_DATA,
-    chat_template: ChatTemplate | None = None,
+    chat: Chat = ("", ""),
 ) -> list[Sample]:
     """The first ``samples`` samples of a RULER task at ``length`` tokens, answers included.
 
@@ -524,28 +501,20 @@ def generate(
 
     Args:
         task: name in ``TASKS``.
-        tokenizer: has ``encode(text)``, or is itself a function from a text to its tokens. A
-            tokenizer of transformers counts its special tokens too, RULER doesn't.
+        encode: makes the tokens of a text. RULER doesn't count special tokens.
         length: most tokens that prompt and answer may have; RULER takes powers of two from 4096.
-        samples: how many; RULER takes 500.
+        samples: how many, from 1; RULER takes 500.
         seed: of all random numbers; RULER takes 42.
         data: where the texts of the tasks are.
-        chat_template: None for base models. It gets the task's template unfilled, placeholders in
-            braces, and must keep it unchanged.
+        chat: what stands before and after the prompt.
 
     Raises:
-        TypeError: ``tokenizer`` can't encode.
-        ValueError: an unknown task; a length that no sample fits into, with one that would do;
-            texts that are missing, too few or of another format; a changed message of the chat.
+        ValueError: a length that no sample fits into, with one that would do; texts that are
+            missing, too few or of another format; a text without tokens.
         FileNotFoundError: no file at a path of ``data``.
         ModuleNotFoundError: wonderwords is not installed.
     """
-    if samples < 1:
-        raise ValueError(f"samples={samples}: ask for at least 1")
-    if length < 1:
-        raise ValueError(f"length={length}: RULER starts at 4096 tokens; give a positive number")
-    count = token_counter(tokenizer)
-    job = Job(ruler_task(task), length, samples, count, Draws(seed), data, chat_template)
+    job = Job(TASKS[task], encode, length, samples, Draws(seed), data, chat)
     prompts = _FAMILIES[task.partition("_")[0]](job)
     size = prompts.size()
     return [prompts.sample(index, size) for index in range(samples)]

@@ -155,7 +155,8 @@ class _File:
     """
 
     def __init__(self, data: RulerData, option: str, task: str) -> None:
-        self._option, self._task, self._path = option, task, getattr(data, option)
+        self._option, self._task = option, task
+        self._path: Path | None = getattr(data, option)
         self._formats = FORMATS[option]
 
     def wrong(self, problem: str) -> ValueError:
@@ -169,13 +170,12 @@ class _File:
                 f"task {self._task!r} needs data.{self._option}: give RulerData({self._option}="
                 f"Path(...)) with the path of {self._formats}"
             )
-        path = Path(self._path)
-        if not path.is_file():
+        if not self._path.is_file():
             raise FileNotFoundError(
-                f"data.{self._option}={path} is not a file: give {self._formats}"
+                f"data.{self._option}={self._path} is not a file: give {self._formats}"
             )
         try:
-            return path.read_text(encoding="utf-8")
+            return self._path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise self.wrong(f"is not UTF-8 text ({error})") from error
 
@@ -188,7 +188,7 @@ class _File:
 
     def texts(self) -> list[str]:
         """All texts of a JSON list or object; the lines of any other file."""
-        if Path(self._path or "").suffix.lower() != ".json":
+        if self._path is None or self._path.suffix.lower() != ".json":
             return self.text().split("\n")
         content = self.json()
         values = list(content.values()) if isinstance(content, dict) else content

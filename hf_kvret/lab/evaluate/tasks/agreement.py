@@ -13,28 +13,27 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
-from hf_kvret.lab.evaluate.contexts import describe_file, read_prompts, text_windows
-from hf_kvret.lab.evaluate.following import (
-    Kept,
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices, Task
+from hf_kvret.lab.evaluate.teacher_forcing import (
+    Memo,
     branch,
     full_logits,
     layer_recalls,
     mean_by_layer,
     mean_recall,
 )
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
-from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task
-from hf_kvret.lab.evaluate.texts import token_ids
+from hf_kvret.lab.evaluate.texts import read_prompts, text_windows, token_ids
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, table_of
+from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, share, table_of
 
 _GROUP = 8
-_continuations = Kept(most=64)
+_continuations = Memo(most=64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +66,6 @@ class Agreement(Task):
         if min(self.context) < 2:
             raise ValueError(f"--context {min(self.context)}: a context has at least 2 tokens")
 
-    def details(self) -> dict[str, Any]:
-        return {
-            "text": describe_file("--text", self.text),
-            "prompts": describe_file("--prompts", self.prompts),
-            "windows": self.windows,
-            "new_tokens": self.new_tokens,
-        }
-
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         if self.prompts is None:
             return [{"cache": cache, "length": n} for n in self.context for cache in caches]
@@ -84,8 +75,8 @@ class Agreement(Task):
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
-        places = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
-        for cell in places.values():
+        groups = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
+        for cell in groups.values():
             for context in self._contexts(cell, subject):
                 check_positions(subject.model, len(context) + self.new_tokens)
 
@@ -94,16 +85,16 @@ class Agreement(Task):
         used = UsageSum()
         contexts = self._contexts(cell, subject)
         for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
-            told = _continuation(subject.model, context, self.new_tokens)
+            expected = _continuation(subject.model, context, self.new_tokens)
             reader = Reader(subject.model, choice, len(context) + self.new_tokens)
             reader.prefill(context[:-1])
-            given = torch.cat([context[-1:], told[:-1]])
+            fed = torch.cat([context[-1:], expected[:-1]])
             follower = branch(reader)
-            logits = _step_by_step(follower, given)
-            equal = logits.argmax(-1) == told
+            logits = _step_by_step(follower, fed)
+            equal = logits.argmax(-1) == expected
             forced += int(equal.sum())
             exact = full_logits(
-                subject.model, torch.cat([context, told[:-1]]), start=len(context) - 1
+                subject.model, torch.cat([context, expected[:-1]]), start=len(context) - 1
             )
             kls.append(_divergence(exact, logits))
             first = self.new_tokens if equal.all() else int(equal.int().argmin())
@@ -113,7 +104,7 @@ class Agreement(Task):
                 free += first
             else:
                 own = reader.answer(context[-1:], self.new_tokens)
-                free += int((torch.tensor(own) == told).sum())
+                free += int((torch.tensor(own) == expected).sum())
             recalls.append(layer_recalls(follower))
             used.add(follower)
         tokens = len(contexts) * self.new_tokens
@@ -133,9 +124,7 @@ class Agreement(Task):
 
     def _contexts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:
         if self.text is not None:
-            return text_windows(
-                subject, self.name, self.text, cell["length"], 0, self.windows, None
-            )
+            return text_windows(subject, self.name, self.text, cell["length"], 0, self.windows)
         assert self.prompts is not None
         tokenizer = subject.need_tokenizer(self.name)
         first, last = map(int, cell["prompts"].split("-"))
@@ -160,9 +149,9 @@ class Agreement(Task):
             "KL, max": lambda cell, row: f"{row['kl_max']:.2e}",
             first: lambda cell, row: f"{median(row['first_divergence']):g}",
             "tokens equal, free": lambda cell, row: f"{row['free_equal']:.2%}",
-            "recall": lambda cell, row: or_dash(row["overlap"], ".3f"),
-            "mass": lambda cell, row: or_dash(row["mass"], ".3f"),
-            "best mass": lambda cell, row: or_dash(row["best_mass"], ".3f"),
+            "recall": lambda cell, row: share(row["overlap"]),
+            "mass": lambda cell, row: share(row["mass"]),
+            "best mass": lambda cell, row: share(row["best_mass"]),
             "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
         }
         table = table_of(results, columns)
@@ -174,22 +163,22 @@ class Agreement(Task):
         new = results.setup["new_tokens"]
         lines = {
             f"{cell['cache']}, {_place(cell)}": (
-                [layer["layer"] for layer in found["layers"]],
-                [layer["overlap"] for layer in found["layers"]],
+                [layer["layer"] for layer in row["layers"]],
+                [layer["overlap"] for layer in row["layers"]],
             )
-            for cell, found in results
-            if found["layers"]
+            for cell, row in results
+            if row["layers"]
         }
         if lines:
             title = f"share of the exact top-k that is selected, {new} tokens"
             plot_lines(path, lines, title=title, x="layer", y="recall")
             return
-        places = list(dict.fromkeys(_place(cell) for cell, _ in results))
+        groups = list(dict.fromkeys(_place(cell) for cell, _ in results))
         bars: dict[str, list[float | None]] = {}
-        for cell, found in results:
-            heights = bars.setdefault(cell["cache"], [None] * len(places))
-            heights[places.index(_place(cell))] = found["kl_mean"]
-        plot_groups(path, places, bars, title=f"KL(full || cache), {new} tokens", y="nats")
+        for cell, row in results:
+            heights = bars.setdefault(cell["cache"], [None] * len(groups))
+            heights[groups.index(_place(cell))] = row["kl_mean"]
+        plot_groups(path, groups, bars, title=f"KL(full || cache), {new} tokens", y="nats")
 
 
 def _continuation(model: PreTrainedModel, context: torch.Tensor, count: int) -> torch.Tensor:
@@ -222,9 +211,9 @@ def _place(cell: Cell) -> str:
 def _layer_table(results: Results) -> str:
     """Recall of each layer, a column for each cache and context; empty where nothing retrieved."""
     columns = {
-        f"{cell['cache']}, {_place(cell)}": {layer["layer"]: layer for layer in found["layers"]}
-        for cell, found in results
-        if found["layers"]
+        f"{cell['cache']}, {_place(cell)}": {layer["layer"]: layer for layer in row["layers"]}
+        for cell, row in results
+        if row["layers"]
     }
     if not columns:
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,27 +11,26 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file, text_windows
-from hf_kvret.lab.evaluate.following import full_choices
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
-from hf_kvret.lab.evaluate.stretches import (
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
+from hf_kvret.lab.evaluate.teacher_forcing import (
     Pace,
     Source,
+    full_choices,
     greedy_source,
     mean_of,
-    mean_stretches,
+    mean_sections,
     sampling_source,
-    share,
     text_source,
     walk,
 )
-from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
+from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import or_dash, table_of
+from hf_kvret.lab.report.tables import or_dash, share, table_of
 
 FOLLOW = ("text", "greedy", "sample")
 
@@ -84,46 +83,32 @@ class LongGeneration(Task):
         """How the new tokens are walked through."""
         return Pace(self.new_tokens, self.every, self.step)
 
-    def details(self) -> dict[str, Any]:
-        return {
-            "text": describe_file("--text", self.text),
-            "then": describe_file("--then", self.then),
-            "windows": self.windows,
-            "new_tokens": self.pace.count,
-            "every": self.pace.every,
-            "step": self.pace.step,
-            "follow": self.follow,
-        }
-
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.context for cache in caches]
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
-        known = self.pace.count if self.follow == "text" else 0
+        new = self.pace.count if self.follow == "text" else 0
         for length in lengths_of(cells):
-            text_windows(subject, self.name, self.text, length, known, self.windows, self.then)
+            text_windows(subject, self.name, self.text, length, new, self.windows, self.then)
             check_positions(subject.model, length + self.pace.count)
         for choice in choices.values():
             Reader(subject.model, choice, 0).check_step(self.pace.step)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, count = cell["length"], self.pace.count
-        known = count if self.follow == "text" else 0
-        windows = text_windows(
-            subject, self.name, self.text, length, known, self.windows, self.then
-        )
+        new = count if self.follow == "text" else 0
+        windows = text_windows(subject, self.name, self.text, length, new, self.windows, self.then)
         samples, used = [], UsageSum()
         for number, window in enumerate(windows):
             reader = Reader(subject.model, choice, length + count)
             logits = reader.prefill(window[:length])[-1]
-            done = walk(reader, logits, self._source(window[length:], number), self.pace)
-            tokens = torch.cat([window[:length], done.tokens])
-            samples.append(done.compared(full_choices(subject.model, tokens, start=length)))
-            rows = {"rows_read": done.rows_read, "rows_cold": done.rows_cold}
-            used.count(replace(done.reader.usage(), **rows), done.seconds)
+            source = self._source(window[length:], number)
+            result = walk(reader, logits, source, self.pace, used)
+            tokens = torch.cat([window[:length], result.tokens])
+            samples.append(result.compared(full_choices(subject.model, tokens, start=length)))
         return {
-            "stretches": mean_stretches(samples),
+            "stretches": mean_sections(samples),
             "windows": len(windows),
             **used.row("seconds_with_recall"),
         }
@@ -142,13 +127,13 @@ class LongGeneration(Task):
         for title, name in (("recall", "overlap"), ("mass", "mass")):
             blanks = " " * len(columns)
             columns |= {
-                f"{title}, first": partial(_stretch, name, 0),
-                f"last{blanks}": partial(_stretch, name, -1),
-                f"mean{blanks}": partial(_stretch, name, None),
+                f"{title}, first": partial(_share, name, 0),
+                f"last{blanks}": partial(_share, name, -1),
+                f"mean{blanks}": partial(_share, name, None),
             }
         columns |= {
-            "best mass": partial(_stretch, "best_mass", None),
-            "tokens equal": partial(_stretch, "equal", None),
+            "best mass": partial(_share, "best_mass", None),
+            "tokens equal": partial(_share, "equal", None),
             "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
         }
         return table_of(results, columns)
@@ -156,25 +141,25 @@ class LongGeneration(Task):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         lengths = {cell["length"] for cell, _ in results}
-        retrieves = any(found["stretches"][0]["overlap"] is not None for _, found in results)
+        retrieves = any(row["stretches"][0]["overlap"] is not None for _, row in results)
         name = "overlap" if retrieves else "equal"
         lines: dict[str, tuple[list[float], list[float]]] = {}
-        for cell, found in results:
-            known = [one for one in found["stretches"] if one[name] is not None]
+        for cell, row in results:
+            sections = [one for one in row["stretches"] if one[name] is not None]
             label = cell["cache"] if len(lengths) == 1 else f"{cell['cache']}, {cell['length']}"
-            if known:
-                lines[label] = [one["end"] for one in known], [one[name] for one in known]
-        what = "recall of the exact top-k" if retrieves else "tokens equal to full attention's"
+            if sections:
+                lines[label] = [one["end"] for one in sections], [one[name] for one in sections]
+        quantity = "recall of the exact top-k" if retrieves else "tokens equal to full attention's"
         plot_lines(
             path,
             lines,
-            title=f"{what}, following {results.setup['follow']}",
+            title=f"{quantity}, following {results.setup['follow']}",
             x="generated tokens",
             y="recall" if retrieves else "share",
         )
 
 
-def _stretch(name: str, place: int | None, cell: Cell, row: dict[str, Any]) -> str:
-    """A number of the stretch at ``place``, or of all stretches."""
-    stretches = row["stretches"]
-    return share(mean_of(stretches, name) if place is None else stretches[place][name])
+def _share(name: str, index: int | None, cell: Cell, row: dict[str, Any]) -> str:
+    """A share of the section at ``index``, or of all sections."""
+    sections = row["stretches"]
+    return share(mean_of(sections, name) if index is None else sections[index][name])

@@ -13,8 +13,7 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file
-from hf_kvret.lab.evaluate.haystack import (
+from hf_kvret.lab.evaluate.needles import (
     Document,
     Wording,
     choose_wording,
@@ -28,7 +27,7 @@ from hf_kvret.lab.program.arguments import one_or_both
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import table_of
+from hf_kvret.lab.report.tables import or_dash, over_full, table_of
 
 MODES = ("turns", "forks")
 
@@ -74,16 +73,6 @@ class MultiTurn(Task):
         if self.own_answers and "turns" not in self.modes:
             raise ValueError("--own-answers: forks forget every answer; use --mode turns or both")
 
-    def details(self) -> dict[str, Any]:
-        return {
-            "turns": self.turns,
-            "samples": self.samples,
-            "own_answers": self.own_answers,
-            "style": self.style,
-            "essays": describe_file("--essays", self.essays),
-            "answer_tokens": self.answer_tokens,
-        }
-
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "mode": mode, "length": length}
@@ -109,14 +98,14 @@ class MultiTurn(Task):
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="context"):
             document = self._document(wording, cell["length"], sample)
             talk = _Talk(subject, choice, cell["length"], document.context, wording, stop, used)
-            for turn, fact in enumerate(document.asked):
-                given = talk.ask(fact.question)
+            for turn, fact in enumerate(document.facts):
+                reply = talk.ask(fact.question)
                 if own:
                     talk.keep()
                 elif cell["mode"] == "turns":
                     talk.correct(fact.question, fact.gold)
-                right[sample, turn] = contains(fact.answer, given)
-                answers.append({"turn": turn + 1, "expected": fact.answer, "given": given})
+                right[sample, turn] = contains(fact.answer, reply)
+                answers.append({"turn": turn + 1, "expected": fact.answer, "given": reply})
             talk.end()
         return {
             "right": right.mean(axis=0).tolist(),
@@ -138,13 +127,6 @@ class MultiTurn(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        def over_full(cell: Cell, row: dict[str, Any]) -> str:
-            full = results.find(cell | {"cache": "full"})
-            return "-" if full is None else f"{100 * (row['mean'] - full['mean']):+.1f}"
-
-        def read(cell: Cell, row: dict[str, Any]) -> str:
-            return "-" if row["read_ratio"] is None else f"{100 * row['read_ratio']:.2f}"
-
         columns: dict[str, Callable[[Cell, dict[str, Any]], str]] = {
             "cache": lambda cell, row: cell["cache"],
             "mode": lambda cell, row: cell["mode"],
@@ -153,15 +135,19 @@ class MultiTurn(Task):
         for turn in range(results.setup["turns"]):
             columns[f"turn {turn + 1}"] = partial(_right, turn)
         columns["mean"] = lambda cell, row: f"{100 * row['mean']:.1f}"
-        return table_of(results, columns | {"over full": over_full, "cold rows read, %": read})
+        columns["over full"] = lambda cell, row: or_dash(
+            over_full(results, cell, row, "mean"), "+.1f", 100
+        )
+        columns["cold rows read, %"] = lambda cell, row: or_dash(row["read_ratio"], ".2f", 100)
+        return table_of(results, columns)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         both = len({cell["mode"] for cell, _ in results}) > 1
         shares: dict[str, list[list[float]]] = {}
-        for cell, found in results:
+        for cell, row in results:
             name = f"{cell['cache']}, {cell['mode']}" if both else cell["cache"]
-            shares.setdefault(name, []).append(found["right"])
+            shares.setdefault(name, []).append(row["right"])
         turns = [float(turn + 1) for turn in range(results.setup["turns"])]
         lines = {
             name: (turns, (100 * np.mean(some, axis=0)).tolist()) for name, some in shares.items()
@@ -211,13 +197,13 @@ class _Talk:
     def ask(self, question: list[int]) -> str:
         """The answer, given on a fork, so that the cache is what it was."""
         fork = self._reader.fork()
-        asked = torch.tensor([*self._pending, *question])
-        given = fork.answer(asked, self._wording.answer_len, self._stop)
+        tokens = torch.tensor([*self._pending, *question])
+        reply = fork.answer(tokens, self._wording.answer_len, self._stop)
         # The last token is fed only when another one is asked for.
-        fed = fork.length - self._reader.length - len(asked)
-        self._fork, self._fork_pending = fork, given[fed:]
+        fed = fork.length - self._reader.length - len(tokens)
+        self._fork, self._fork_pending = fork, reply[fed:]
         self._used.add(fork)
-        return self._wording.text(given)
+        return self._wording.text(reply)
 
     def keep(self) -> None:
         """Go on from the fork, with question and answer as given."""
@@ -230,8 +216,8 @@ class _Talk:
 
     def end(self) -> None:
         """Count the reading of the context, and the bytes held before another question."""
-        held = replace(self._reader.usage(), rows_read=0, rows_cold=0)
-        self._used.count(held, self._prefill_seconds)
+        usage = replace(self._reader.usage(), rows_read=0, rows_cold=0)
+        self._used.count(usage, self._prefill_seconds)
 
 
 def _line_breaks(subject: Subject) -> frozenset[int]:

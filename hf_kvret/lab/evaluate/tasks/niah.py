@@ -15,26 +15,24 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file
-from hf_kvret.lab.evaluate.haystack import (
+from hf_kvret.lab.evaluate.needles import (
     Document,
     Fact,
     Wording,
     choose_wording,
     contains,
-    encode,
-    first_tokens,
     text_wording,
 )
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
+from hf_kvret.lab.evaluate.reader import UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
+from hf_kvret.lab.evaluate.texts import encode, first_tokens
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table, mean_or_dash
+from hf_kvret.lab.report.tables import markdown_table, mean_or_dash, over_full
 
 STYLES = ("sandwich", "magic", "tokens")
 SCORES = ("substring", "rouge1")
@@ -50,19 +48,19 @@ _RULE = "Don't give information outside the document or repeat your findings"
 
 def percents(text: str) -> tuple[float, ...]:
     """Comma-separated percentages from 0 to 100, for argparse."""
-    found = []
-    for part in text.split(","):
+    depths = []
+    for word in text.split(","):
         try:
-            depth = float(part)
+            depth = float(word)
         except ValueError:
             depth = -1.0
         if not 0 <= depth <= 100:
-            message = f"{part.strip()!r} is no depth: write percents from 0 to 100, as 0,12.5,100"
+            message = f"{word.strip()!r} is no depth: write percents from 0 to 100, as 0,12.5,100"
             raise argparse.ArgumentTypeError(message)
-        found.append(depth)
-    if len(set(found)) < len(found):
+        depths.append(depth)
+    if len(set(depths)) < len(depths):
         raise argparse.ArgumentTypeError(f"the same depth twice in {text!r}")
-    return tuple(found)
+    return tuple(depths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +119,10 @@ class NeedleInHaystack(Task):
         return self.needle, self.question, self.answer
 
     def details(self) -> dict[str, Any]:
-        return {
-            "style": self.style,
-            "samples": self.samples,
-            "distractors": self.distractors,
-            "essays": describe_file("--essays", self.essays),
-            "sandwich": list(self.sandwich) if self.style == "sandwich" else None,
-            "answer_tokens": self.answer_tokens,
-            "score": self.score,
-        }
+        details = super().details()
+        for name in ("needle", "question", "answer"):
+            del details[name]
+        return details | {"sandwich": list(self.sandwich) if self.style == "sandwich" else None}
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
@@ -149,20 +142,27 @@ class NeedleInHaystack(Task):
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         wording = self._wording(subject)
-        given: list[dict[str, str]] = []
+        replies: list[dict[str, str]] = []
         used = UsageSum()
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="document"):
             document = self._document(wording, cell["length"], cell["depth"], sample)
-            reader, tokens = _ask(subject, choice, document, wording, cell)
+            reader, tokens = begin(
+                subject.model,
+                choice,
+                document.context,
+                torch.tensor(document.facts[0].question),
+                wording.answer_len,
+                whole=cell["questions"] == "inside",
+            )
             reply = wording.text(reader.answer(tokens, wording.answer_len, wording.stop))
-            given.append({"expected": document.asked[0].answer, "given": reply})
+            replies.append({"expected": document.facts[0].answer, "given": reply})
             used.add(reader)
-        scores = {"substring": _mean(contains, given), "rouge1": _mean(rouge1_recall, given)}
+        scores = {"substring": _mean(contains, replies), "rouge1": _mean(rouge1_recall, replies)}
         default = "rouge1" if wording.name == "sandwich" else "substring"
         return {
             "score": scores[self.score or default],
             **scores,
-            "answers": given,
+            "answers": replies,
             **used.row(),
         }
 
@@ -175,8 +175,8 @@ class NeedleInHaystack(Task):
         # The same document for every cache and both set-ups; each sample starts elsewhere in the
         # text, the first one at its beginning.
         rng = np.random.default_rng([self.seed, length, round(1000 * depth), sample])
-        places = [depth, *(100 * rng.random(self.distractors))]
-        return wording.document(rng, length, places, 1, start=sample / self.samples)
+        depths = [depth, *(100 * rng.random(self.distractors))]
+        return wording.document(rng, length, depths, 1, start=sample / self.samples)
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -188,18 +188,16 @@ class NeedleInHaystack(Task):
         count = len({cell["depth"] for cell, _ in results})
         rows = []
         for cache, questions in dict.fromkeys((c["cache"], c["questions"]) for c, _ in results):
-            wanted = {"cache": cache, "questions": questions}
-            found = [(cell, one) for cell, one in results if wanted.items() <= cell.items()]
-            pairs = [(one, results.find(cell | {"cache": "full"})) for cell, one in found]
-            by_length = [
-                [one["score"] for cell, one in found if cell["length"] == length]
-                for length in lengths
+            line = {"cache": cache, "questions": questions}.items()
+            cells = [(cell, row) for cell, row in results if line <= cell.items()]
+            differences = [over_full(results, cell, row, "score") for cell, row in cells]
+            over = [difference for difference in differences if difference is not None]
+            read = [row["read_ratio"] for _, row in cells if row["read_ratio"] is not None]
+            scores = [
+                _percent_of([row["score"] for cell, row in cells if cell["length"] == n], count)
+                for n in lengths
             ]
-            over = [one["score"] - full["score"] for one, full in pairs if full is not None]
-            read = [one["read_ratio"] for _, one in found if one["read_ratio"] is not None]
-            scores = [_percent_of(some, count) for some in by_length]
-            every = [one["score"] for _, one in found]
-            scores.append(_percent_of(every, count * len(lengths)))
+            scores.append(_percent_of([row["score"] for _, row in cells], count * len(lengths)))
             scores += [mean_or_dash(over, "+.1f", 100), mean_or_dash(read, ".2f", 100)]
             rows.append([cache, questions, *scores])
         header = ["cache", "question", *map(str, lengths), "mean", "over full", "cold rows read, %"]
@@ -227,26 +225,13 @@ class NeedleInHaystack(Task):
         return mean_points(results, "score")
 
 
-def rouge1_recall(answer: str, given: str) -> float:
-    """The share of the right answer's words, 0 to 1, that were given; each counts as often as in
-    both. Letter case and punctuation don't count (ROUGE-1 recall, Lin 2004, section 2)."""
-    right, told = (Counter(re.findall(r"[^\W_]+", text.lower())) for text in (answer, given))
-    return (right & told).total() / max(1, right.total())
+def rouge1_recall(answer: str, reply: str) -> float:
+    """The share of the right answer's words, 0 to 1, that are in the reply; ROUGE-1 recall.
 
-
-def _ask(
-    subject: Subject, choice: CacheChoice, document: Document, wording: Wording, cell: Cell
-) -> tuple[Reader, torch.Tensor]:
-    """A reader that has read its part, and the tokens that it is to be fed before it answers."""
-    question = torch.tensor(document.asked[0].question)
-    return begin(
-        subject.model,
-        choice,
-        document.context,
-        question,
-        wording.answer_len,
-        whole=cell["questions"] == "inside",
-    )
+    Each counts as often as in both, without letter case and punctuation (Lin 2004, section 2).
+    """
+    right, words = (Counter(re.findall(r"[^\W_]+", text.lower())) for text in (answer, reply))
+    return (right & words).total() / max(1, right.total())
 
 
 def _sandwich_wording(
@@ -262,8 +247,8 @@ def _sandwich_wording(
     )
 
 
-def _mean(score: Callable[[str, str], float], given: list[dict[str, str]]) -> float:
-    return sum(float(score(one["expected"], one["given"])) for one in given) / len(given)
+def _mean(score: Callable[[str, str], float], replies: list[dict[str, str]]) -> float:
+    return sum(float(score(one["expected"], one["given"])) for one in replies) / len(replies)
 
 
 def _percent_of(shares: list[float], count: int) -> str:
@@ -273,7 +258,7 @@ def _percent_of(shares: list[float], count: int) -> str:
 
 
 def _depths_note(count: int, rows: Sequence[Sequence[str]]) -> str:
-    """What the table's means are of, and how it shows those of fewer cells."""
+    """How many depths the table's means are of, and how it shows those of fewer cells."""
     note = f"A length's mean is of {count} {'depth' if count == 1 else 'depths'}."
     if any(" of " in text or text == "-" for row in rows for text in row[2:-2]):
         note += " (n of m) is a mean of n cells where others have m, and - has none."

@@ -12,17 +12,16 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
-from hf_kvret.lab.evaluate.texts import read_text, token_ids
+from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.arguments import share
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import Columns, or_dash, table_of
+from hf_kvret.lab.report.tables import Columns, or_dash, over_full, table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +54,6 @@ class Perplexity(Task):
         if min(self.context) < 8:
             raise ValueError(f"--context {min(self.context)}: a window needs at least 8 tokens")
 
-    def details(self) -> dict[str, Any]:
-        return {
-            "text": describe_file("--text", self.text),
-            "windows": self.windows,
-            "prefill": self.prefill,
-            "step": self.step,
-        }
-
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.context for cache in caches]
 
@@ -89,13 +80,8 @@ class Perplexity(Task):
             **used.row(),
         }
 
-    def _windows(self, subject: Subject, length: int) -> torch.Tensor:
-        """``[count, length]`` token ids from the start of the text; ValueError for a short one."""
-        ids = token_ids(subject.need_tokenizer(self.name), read_text(self.text))
-        count = min(self.windows, len(ids) // length)
-        if not count:
-            raise ValueError(f"{self.text} has {len(ids)} tokens, fewer than --context {length}")
-        return ids[: count * length].view(count, length)
+    def _windows(self, subject: Subject, length: int) -> list[torch.Tensor]:
+        return text_windows(subject, self.name, self.text, length, 0, self.windows)
 
     def _read(
         self, subject: Subject, choice: CacheChoice, window: torch.Tensor
@@ -111,10 +97,10 @@ class Perplexity(Task):
             step = window[place : place + self.step]
             # The last logits foretell the first of these tokens, the new ones all others.
             new = reader.feed(step, keep=len(step))
-            foretold = torch.cat([logits[-1:], new[:-1]])
+            predicted = torch.cat([logits[-1:], new[:-1]])
             losses.append(
                 torch.nn.functional.cross_entropy(
-                    foretold.float(), step.to(foretold.device), reduction="none"
+                    predicted.float(), step.to(predicted.device), reduction="none"
                 ).cpu()
             )
             logits = new
@@ -122,14 +108,17 @@ class Perplexity(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
+        def nats_over_full(cell: Cell, row: dict[str, Any]) -> str:
+            return or_dash(over_full(results, cell, row, "nats"), "+.4f")
+
         columns: Columns = {
             "cache": lambda cell, row: cell["cache"],
             "window": lambda cell, row: str(cell["length"]),
             "perplexity": lambda cell, row: f"{row['ppl']:.3f}",
-            "nats over full": lambda cell, row: or_dash(_over_full(results, cell, row), "+.4f"),
+            "nats over full": nats_over_full,
             "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
             "device / full K,V": lambda cell, row: f"{row['device_bytes'] / row['full_bytes']:.1%}",
-            "bytes / full K,V": lambda cell, row: f"{_held(row) / row['full_bytes']:.1%}",
+            "bytes / full K,V": lambda cell, row: f"{_cache_bytes(row) / row['full_bytes']:.1%}",
             "tokens": lambda cell, row: str(row["tokens"]),
         }
         return table_of(results, columns)
@@ -137,19 +126,14 @@ class Perplexity(Task):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         lines: dict[str, tuple[list[float], list[float]]] = {}
-        for cell, found in results:
+        for cell, row in results:
             xs, ys = lines.setdefault(cell["cache"], ([], []))
             xs.append(cell["length"])
-            ys.append(found["ppl"])
+            ys.append(row["ppl"])
         plot_lines(
             path, lines, title=results.setup["text"], x="window, tokens", y="perplexity", log_x=True
         )
 
 
-def _over_full(results: Results, cell: Cell, row: dict[str, Any]) -> float | None:
-    full = results.find(cell | {"cache": "full"})
-    return None if full is None else row["nats"] - full["nats"]
-
-
-def _held(row: dict[str, Any]) -> int:
+def _cache_bytes(row: dict[str, Any]) -> int:
     return row["device_bytes"] + row["host_bytes"]

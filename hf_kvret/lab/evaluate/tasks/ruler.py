@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,14 +14,13 @@ from tqdm import tqdm
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.contexts import describe_file
-from hf_kvret.lab.evaluate.haystack import end_tokens
 from hf_kvret.lab.evaluate.measurement import Row
+from hf_kvret.lab.evaluate.needles import end_tokens
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.ruler import TASKS, RulerData, Sample, generate, sample_score
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
-from hf_kvret.lab.evaluate.texts import chat_parts, token_ids
+from hf_kvret.lab.evaluate.texts import chat_parts, encode, token_ids
 from hf_kvret.lab.program.arguments import file_path, known_names
 from hf_kvret.lab.program.common_options import context_option, count_option, questions_option
 from hf_kvret.lab.program.options import option
@@ -71,13 +70,6 @@ class Ruler(Task):
             if option is not None and getattr(self, option) is None:
                 raise ValueError(f"task {task} needs --{option} FILE, or leave it out of --tasks")
 
-    def details(self) -> dict[str, Any]:
-        files = {
-            name: describe_file(f"--{name.replace('_', '-')}", path)
-            for name, path in asdict(self.data).items()
-        }
-        return {"samples": self.samples, "chat": self.chat, **files}
-
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "task": task, "length": length, "questions": questions}
@@ -123,8 +115,7 @@ class Ruler(Task):
         whole = cell["questions"] == "inside"
         text = sample.question + sample.answer_prefix
         context = token_ids(tokenizer, sample.context + text if whole else sample.context)
-        question = [] if whole else tokenizer(text, add_special_tokens=False)["input_ids"]
-        question = torch.tensor(question, dtype=torch.long)
+        question = torch.tensor([] if whole else encode(tokenizer, text), dtype=torch.long)
         budget = task.max_new_tokens
         reader, tokens = begin(subject.model, choice, context, question, budget, whole=whole)
 
@@ -146,8 +137,8 @@ class Ruler(Task):
         for cell, row in results:
             rows[cell["length"], cell["questions"], cell["cache"]][cell["task"]] = row
         caches = dict.fromkeys(cache for _, _, cache in rows)
-        places = sorted({(n, questions) for n, questions, _ in rows})
-        columns = [(*place, cache) for place in places for cache in caches]
+        settings = sorted({(n, questions) for n, questions, _ in rows})
+        columns = [(*setting, cache) for setting in settings for cache in caches]
         tasks = _tasks_of(results)
 
         def score(column: tuple[int, str, str], *names: str) -> str:
@@ -196,14 +187,8 @@ def _samples(
     chat: bool,
 ) -> list[Sample]:
     """The samples of a cell; all caches of a row get the same ones, made once."""
-
-    def tokens(text: str) -> torch.Tensor:
-        return token_ids(tokenizer, text)
-
-    if not chat:
-        return generate(task, tokens, length, count, seed, data)
-    before, after = chat_parts(tokenizer)
-    return generate(task, tokens, length, count, seed, data, lambda text: f"{before}{text}{after}")
+    around = chat_parts(tokenizer) if chat else ("", "")
+    return generate(task, partial(token_ids, tokenizer), length, count, seed, data, around)
 
 
 def _tasks_of(results: Results) -> list[str]:

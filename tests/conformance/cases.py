@@ -1,0 +1,59 @@
+"""Shared by the files of this folder: methods, modes that tell much, and verdicts on cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from functools import partial
+from typing import Any
+
+import pytest
+import transformers
+
+from hf_kvret import AquaKVCache, RetrievalCache, registered_methods
+from hf_kvret.testing import Result
+
+ArtifactOptions = Callable[[str, str], dict[str, str]]
+
+STORES = ("device", "host", "resident", "cpu")
+RELEASE = ".".join(transformers.__version__.split(".")[:2])
+TELLING_MODES = (
+    "greedy_ragged",
+    "beams_ragged",
+    "prompt_lookup",
+    "chunked_prefill",
+    "second_turn_ragged",
+    "crop_deep",
+)
+RESTS: dict[str, dict[str, Any]] = {
+    "nothing": {"rest": None},
+    "mean": {"rest": "mean"},
+    "measured": {"rest": "mean", "warn_lost_mass": 0.99},
+}
+
+
+def caches(*methods: str) -> dict[str, Callable[..., RetrievalCache]]:
+    """Classes of caches by method; aqua's rows are its own codes, here at 16 bits."""
+    classes = {**registered_methods(), "aqua": partial(AquaKVCache, bits=16)}
+    return {method: classes[method] for method in methods}
+
+
+def can_go_back(case: dict[str, Any]) -> bool:
+    """A recurrent state can't be cropped."""
+    backwards = case.get("mode") in ("prompt_lookup", "crop_deep")
+    return not (backwards and case.get("model") == "qwen3_next")
+
+
+def name_of(case: dict[str, Any]) -> str:
+    """An identifier for pytest."""
+    return "-".join(map(str, case.values()))
+
+
+def expect_passed(result: Result, may_skip: Container[str] | None = None) -> None:
+    """A case passes, or is skipped where transformers' own cache can't do its mode either.
+
+    Skipping goes by trial: without ``may_skip`` a mode that broke would vanish in silence.
+    """
+    if result.status == "skipped":
+        assert may_skip is None or result.case.mode in may_skip, result.detail
+        pytest.skip(result.detail)
+    assert result.status == "passed", result.detail

@@ -1,0 +1,147 @@
+"""The small models of real text: with their cards, served, and able to do their work."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, LATENT_MODEL, REFERENCE_MODEL
+from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.ruler import generate, sample_score
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.texts import token_ids
+from hf_kvret.models.compatibility import check_model, is_latent
+
+LICENCES = ("CC BY-SA 3.0", "CC BY 4.0", "CC0", "public domain")
+# Dickens, Oliver Twist (1839), which the model has not read.
+PASSAGE = (
+    "Among other public buildings in a certain town, which for many reasons it will be prudent "
+    "to refrain from mentioning, and to which I will assign no fictitious name, there is one "
+    "anciently common to most towns, great or small: to wit, a workhouse; and in this workhouse "
+    "was born; on a day and date which I need not trouble myself to repeat, inasmuch as it can "
+    "be of no possible consequence to the reader, in this stage of the business at all events; "
+    "the item of mortality whose name is prefixed to the head of this chapter."
+)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Subject:
+    return load_subject("reference")
+
+
+@pytest.fixture(scope="module")
+def latent() -> Subject:
+    return load_subject("reference-latent")
+
+
+@pytest.fixture(scope="module")
+def books() -> Subject:
+    return load_subject("reference-books")
+
+
+@pytest.mark.parametrize(
+    ("folder", "most_bytes", "words"),
+    [
+        (REFERENCE_MODEL, 16_000_000, LICENCES),
+        (LATENT_MODEL, 18_000_000, LICENCES),
+        (BOOKS_MODEL, 12_000_000, ("public domain", "4,096")),
+    ],
+    ids=["reference", "latent", "books"],
+)
+def test_a_model_is_small_and_bf16_and_names_its_texts(
+    folder: Path, most_bytes: int, words: tuple[str, ...]
+) -> None:
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= most_bytes
+    weights = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert not any("expert" in name for name in weights)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlicense: apache-2.0\n")
+    assert all(word in card for word in words)
+
+
+def test_the_reference_is_deep_and_groups_its_queries(reference: Subject) -> None:
+    config = reference.model.config
+    assert config.num_hidden_layers >= 6
+    assert config.num_attention_heads > config.num_key_value_heads
+    assert config.head_dim in (64, 128)
+
+
+def test_many_heads_share_a_latent(latent: Subject) -> None:
+    check_model(latent.model)
+    config = latent.model.config
+    assert is_latent(config) and config.num_attention_heads == 16
+
+
+def test_the_shape_of_books_is_another_and_its_tokenizer_is_not(
+    books: Subject, reference: Subject
+) -> None:
+    check_model(books.model)
+    config, other = books.model.config, reference.model.config
+    assert config.num_attention_heads == 4 * config.num_key_value_heads == 8
+    assert config.num_hidden_layers == 5 and config.model_type == "qwen3" != other.model_type
+    assert config.rope_parameters["rope_theta"] != other.rope_parameters["rope_theta"]
+    assert config.max_position_embeddings == 16_384
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (BOOKS_MODEL / name).read_bytes() == (REFERENCE_MODEL / name).read_bytes()
+
+
+def _right(subject: Subject, cache: str, length: int, count: int, answer_len: int) -> float:
+    """How many of ``count`` needles are found."""
+    tokenizer = subject.need_tokenizer("test")
+    right = 0.0
+    for sample in generate("niah_single_1", lambda x: token_ids(tokenizer, x), length, count):
+        ids = token_ids(tokenizer, sample.input + sample.answer_prefix)
+        reader = Reader(subject.model, choose_cache(cache), len(ids) + answer_len)
+        reader.prefill(ids[:-1])
+        answer = tokenizer.decode(reader.answer(ids[-1:], answer_len))
+        right += sample_score("niah_single_1", answer, sample.outputs)
+    return right
+
+
+@pytest.mark.parametrize("cache", ["full", "paris:top_k=64:dense_below=0"])
+def test_the_reference_finds_a_needle(cache: str, reference: Subject) -> None:
+    assert _right(reference, cache, 1200, count=4, answer_len=32) >= 3
+
+
+@pytest.mark.parametrize("method", ["flat:select_heads=4", "paris"])
+def test_the_latent_model_finds_a_needle(method: str, latent: Subject) -> None:
+    cache = f"{method}:top_k=32:recent=64:flush=64:dense_below=0"
+    assert _right(latent, cache, 900, count=1, answer_len=16) == 1
+
+
+@torch.no_grad()
+def test_books_has_learnt_to_read(books: Subject) -> None:
+    """English is likelier to it than by chance, and than the same words in disorder."""
+
+    def loss(text: str) -> float:
+        ids = token_ids(books.need_tokenizer("test"), text)
+        return cross_entropy(books.model(ids[None]).logits[0, :-1], ids[1:]).item()
+
+    english = loss(PASSAGE)
+    assert english < math.log(books.model.config.vocab_size) - 3.0
+    assert english < loss(" ".join(reversed(PASSAGE.split()))) - 1.0
+
+
+@pytest.mark.parametrize(
+    ("cache", "error"), [("flat", 1e-4), ("paris", 0.002), ("lrqk", 0.02)], ids=str
+)
+def test_the_lost_mass_is_estimated_well(cache: str, error: float, reference: Subject) -> None:
+    """In the mean of a layer's heads and queries, on plain text."""
+    tokenizer = reference.need_tokenizer("test")
+    text = (Path(__file__).parents[3] / "docs" / "concepts.md").read_text(encoding="utf-8")
+    ids = token_ids(tokenizer, text)[:1600]
+    options = "top_k=0.05:dense_below=0:recent=64:track_recall=True"
+    reader = Reader(reference.model, choose_cache(f"{cache}:{options}"), len(ids))
+    reader.prefill(ids[:-64])
+    for piece in ids[-64:].split(16):
+        reader.feed(piece, keep=0)
+    for layer in reader.cache.stats()["layers"]:
+        assert layer["exact_lost_mass"] > 0.02
+        assert layer["lost_mass"] == pytest.approx(layer["exact_lost_mass"], abs=error)
