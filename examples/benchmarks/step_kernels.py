@@ -223,13 +223,13 @@ def _higgs(shape: StepShape) -> None:
 def _resident(shape: StepShape) -> None:
     from hf_kvret_kernels.resident import SlotMap, triton
 
-    wanted, held, slots = (shape.ids(LRQK_K)[:, :, 0] for _ in range(3))
+    ids, tokens, slots = (shape.ids(LRQK_K)[:, :, 0] for _ in range(3))
     where = shape.tokens(dtype=torch.int32)
     clock = torch.empty(1, dtype=torch.int32, device=_META)
-    triton.assign(SlotMap(where, held, slots, clock), wanted, shape.cold_len)
+    triton.assign(SlotMap(where, tokens, slots, clock), ids, shape.cold_len)
     width = 2 * shape.head_dim
     buffer = torch.empty(shape.batch, shape.heads, LRQK_K, width, dtype=_HALF, device=_META)
-    triton.fetch(shape.pages(width, shape.head_dim, _HALF), wanted, slots, buffer)
+    triton.fetch(shape.pages(width, shape.head_dim, _HALF), ids, slots, buffer)
 
 
 def _near(shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -254,8 +254,8 @@ def _finish(shape: StepShape, count: int) -> None:
     keys, values, mask = _near(shape)
     total = torch.empty((), dtype=torch.int64, device=_META)
     others, ids = _pieces(shape, count, 32, 4), shape.ids(count)
-    given = shape.query(), keys, values, others, shape.scale
-    triton.step_attention(*given, None, mask, None, None, ids, total, None, _HALF)
+    arguments = shape.query(), keys, values, others, shape.scale
+    triton.step_attention(*arguments, None, mask, None, None, ids, total, None, _HALF)
 
 
 def _window(shape: StepShape) -> None:

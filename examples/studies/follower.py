@@ -47,8 +47,8 @@ class Follower:
         for start in range(0, pace.count, pace.every):
             end = min(start + pace.every, pace.count)
             tokens, right = window[length + start : length + end], expected[start:end]
-            reader, found = self.measure(reader, tokens, right, pace.step)
-            stretches.append(found | {"end": end})
+            reader, result = self.measure(reader, tokens, right, pace.step)
+            stretches.append(result | {"end": end})
         self.samples.append(stretches)
 
     def result(self) -> dict[str, Any]:

@@ -19,31 +19,24 @@ from paris_ablation import ParisAblation
 from rest_tokens import RestTokens
 
 from hf_kvret.lab.program.scripts import run_script
-from hf_kvret.lab.report.results import Results
 
 Rows = dict[tuple[Any, ...], dict[str, Any]]
+Run = Callable[..., tuple[Rows, str]]
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Rows, str]]:
-    """``smallest(MEASUREMENT)``: rows by all of a cell but its cache, and the table."""
+def smallest(smallest: Run) -> Run:
+    """As there, without the cache of a cell, which comes first."""
 
     def run(study: Any, *more: str) -> tuple[Rows, str]:
-        monkeypatch.chdir(ROOT)
-        file, picture, table = (tmp_path / f"x.{end}" for end in ("json", "png", "md"))
-        files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
-        assert run_script(study, ["--smallest", *more, *files]) == 0
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        rows = {}
-        for cell, row in Results.load(file):
-            rows[tuple(value for name, value in cell.items() if name != "cache")] = row
-        return rows, table.read_text()
+        rows, table = smallest(study, *more)
+        return {cell[1:]: row for cell, row in rows.items()}, table
 
     return run
 
 
-def test_paris(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_paris(smallest: Run) -> None:
     rows, table = smallest(ParisAblation, "--windows", "1")
     recalls = {variant: row["overlap"] for (_, variant, _), row in rows.items()}
     assert recalls["all on"] > recalls["rotation off"]
@@ -56,7 +49,7 @@ def test_paris(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "candidate ratio" in table and "recall, first" in table
 
 
-def test_ctkvr(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_ctkvr(smallest: Run) -> None:
     rows, table = smallest(CTkvrAblation)
     updates = {variant: row for (part, variant, _), row in rows.items() if part == "update"}
     assert len(updates) == 7 and updates["every 1, of recalled keys"]["list_builds"] >= 0
@@ -67,7 +60,7 @@ def test_ctkvr(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "C', recalled centroids" in table and "| turn 2 |" in table
 
 
-def test_a2ats(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_a2ats(smallest: Run) -> None:
     rows, table = smallest(A2ATSAblation)
     recalls = {name: row["overlap"] for (part, name, *_), row in rows.items() if part == "switches"}
     # Exact keys lose nothing to codewords.
@@ -80,7 +73,7 @@ def test_a2ats(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "paper's accuracy, table 2" in table and "before RoPE: needles / needles" in table
 
 
-def test_aqua(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_aqua(smallest: Run) -> None:
     rows, table = smallest(AquaAblation)
     bits = {name: row for (part, name, *_), row in rows.items() if part == "bits"}
     full = bits["full"]
@@ -95,7 +88,7 @@ def test_aqua(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "bits a value" in table and "keys explained, layer" in table
 
 
-def test_lrqk(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_lrqk(smallest: Run) -> None:
     rows, table = smallest(LRQKFactors)
     layers = {variant: row["layers"] for (_, variant, _), row in rows.items()}
     for name in ALTERNATING:
@@ -107,7 +100,7 @@ def test_lrqk(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "closed form no worse than ALS in any head (up to 1e-06): 9 of 9" in table
 
 
-def test_latent_heads(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_latent_heads(smallest: Run) -> None:
     rows, table = smallest(LatentHeads)
     together, groups = (rows["tokens", f"{size}, 8", 512] for size in (16, 4))
     assert together["union"] == together["rows"] == 8.0 and together["selections"] == 1
@@ -116,7 +109,7 @@ def test_latent_heads(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "| 16 (all) " in table and "KL at 32 rows in all" in table
 
 
-def test_rest_tokens(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_rest_tokens(smallest: Run) -> None:
     rows, table = smallest(RestTokens)
     nothing, mean = (rows["tokens", f"0.05, {rest}", 512] for rest in ("nothing", "mean"))
     assert nothing["rows"] == pytest.approx(0.05, abs=0.01) and 0.0 < nothing["lost"] < 1.0
@@ -124,7 +117,7 @@ def test_rest_tokens(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "5%: KL +- s.e., equal" in table and "5%: mass of the cold ones lost" in table
 
 
-def test_misses(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_misses(smallest: Run) -> None:
     ((key, row),) = smallest(Misses)[0].items()
     assert key == (256, 16, 1.0)
     assert 0.0 < row["miss_ratio"] < 1.0 and row["equal_tokens"] == 24

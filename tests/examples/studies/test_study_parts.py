@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from a2ats_ablation import A2ATSAblation
-from a2ats_parts import similarity
+from a2ats_ablation import A2ATSAblation, similarity
 from ctkvr_ablation import CTkvrAblation, centroid_count, changed
 from distances import follow, read_contexts
 from latent_heads import LatentHeads, at, counted
