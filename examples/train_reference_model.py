@@ -22,12 +22,7 @@ from reference_data import NeedleRows
 from torch import nn
 from train_needle_model import MAX_POSITION, jumping_positions
 from training_loop import TEXT_ROW, Progress, Recipe, Step, make_parser, train
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

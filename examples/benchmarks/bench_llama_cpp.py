@@ -63,9 +63,7 @@ class BesideLlamaCpp(Decode):
     def benches(self) -> dict[str, LlamaBench]:
         """llama.cpp by the name in cells."""
         program, folder = find_program(), Path(self._folder.name)
-        return {
-            f"{LLAMA_CPP} {prefix}": LlamaBench(program, folder, prefix) for prefix in ROW_TYPES
-        }
+        return {f"{LLAMA_CPP} {name}": LlamaBench(program, folder, name) for name in ROW_TYPES}
 
     @cached_property
     def _folder(self) -> TemporaryDirectory[str]:

@@ -16,8 +16,7 @@ from typing import Any
 
 from kernel_clock import TimedTogether
 from machine_code import COUNTS, Launch, check_tools, compile_parts, tool_versions
-from step_bytes import moved_bytes
-from step_kernels import LEAST_CONTEXT, PARTS, StepShape
+from step_kernels import LEAST_CONTEXT, PARTS, StepShape, moved_bytes
 
 from hf_kvret.lab.bench import timed
 from hf_kvret.lab.evaluate.measurement import Progress, Row
@@ -133,7 +132,7 @@ def _introduction(setup: dict[str, Any]) -> str:
         f"loops. *load bytes* is the width in which most bytes are loaded, *loads* counts all "
         f"widths. *floor us* is the time of the bytes that a kernel can't do without, each once, "
         f"at {setup['bandwidth'] / 1e12:g} TB/s. **Nothing was measured.** What a kernel reads and "
-        f"writes stands in step_bytes.py."
+        f"writes stands in step_kernels.py."
     )
 
 

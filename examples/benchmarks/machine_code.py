@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 CAPABILITY = 90
-MULTIPROCESSORS = 132
-"""Of an H200."""
 # What a multiprocessor of compute capability 9.0 has, by the CUDA C++ Programming Guide.
 _REGISTERS, _REGISTER_STEP, _THREADS, _CTAS = 65_536, 256, 2048, 32
 _SHARED_BYTES, _RESERVED_BYTES, _SHARED_BYTES_OF_CTA = 228 << 10, 1 << 10, 227 << 10
@@ -343,6 +341,7 @@ _Compiled = tuple[str, tuple[int, int, int], Any]
 
 def _compile_instead_of_launching() -> list[_Compiled]:
     """Make Triton compile for sm_90 in this process; the list gets what it would launch."""
+    from step_kernels import MULTIPROCESSORS
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 

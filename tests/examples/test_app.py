@@ -19,14 +19,7 @@ from app_parts.answers import Answer, Part, highlights
 from app_parts.languages import NeedleWords, Tokens, language_of
 from app_parts.reading import CACHES, Document, Limits, Reading
 from app_parts.session import Choices, Desk, Session, budget_of
-from app_parts.showing import (
-    answer_html,
-    document_html,
-    escaped,
-    notice,
-    numbers_html,
-    shown_slots,
-)
+from app_parts.showing import answer_html, document_html, escaped, notice, numbers_html, shown_slots
 from app_parts.uploads import check_size, checked, size_text, text_of, visible
 
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL, load_bundled_model

@@ -19,8 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from machine_code import COUNTS, Launch, check_tools, compile_parts, label_of, tool_versions
-from step_bytes import moved_bytes
-from step_kernels import PARTS, WIDE_PARTS, StepShape
+from step_kernels import PARTS, WIDE_PARTS, StepShape, moved_bytes
 
 LIMITS = Path(__file__).with_name("machine_code_limits.json")
 CHEAP = ("merge", "count", "flat", "attend-100")

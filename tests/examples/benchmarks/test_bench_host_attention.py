@@ -12,13 +12,7 @@ import bench_host_attention
 import kernel_clock
 import pytest
 import torch
-from bench_host_attention import (
-    TOLERANCES,
-    HostAttention,
-    check_ways,
-    make_rows,
-    make_ways,
-)
+from bench_host_attention import TOLERANCES, HostAttention, check_ways, make_rows, make_ways
 from kernel_work import Draw, KernelShape
 
 from hf_kvret.lab.evaluate.measurement import CheckFailed

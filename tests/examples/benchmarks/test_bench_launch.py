@@ -122,10 +122,10 @@ def test_wrong_and_failing_candidates_are_told_and_never_timed() -> None:
     result = search(case(run), clock)
     assert result.best == replace(RULE, block=16)
     assert not [name for turn in clock.turns for name in turn if "far" in name or "=64" in name]
-    told = result.refused
-    assert told[label(replace(RULE, block=64))] == "RuntimeError: out of resource: shared memory"
-    assert told[label(replace(RULE, way="far"))].startswith("differs by inf from the rule")
-    assert "allowed are 1.0e-03" in told[label(Choice("far", 16, 4))]
+    reasons = result.refused
+    assert reasons[label(replace(RULE, block=64))] == "RuntimeError: out of resource: shared memory"
+    assert reasons[label(replace(RULE, way="far"))].startswith("differs by inf from the rule")
+    assert "allowed are 1.0e-03" in reasons[label(Choice("far", 16, 4))]
     assert result.timed == {label(RULE): 1.0, label(result.best): 0.1}
 
 
@@ -193,8 +193,8 @@ def test_choices_are_written_read_back_and_used(
     }
     assert entries["gather_attention", None]["choice"] is None
     assert entries["prompt_attention", True]["choice"]["block_n"] == 16
-    told = entries["gather_scores", None]["measured"]
-    assert told["ratio"] == pytest.approx((1 + rule.block_k) / 17) and told["repeats"] == 3
+    measured = entries["gather_scores", None]["measured"]
+    assert measured["ratio"] == pytest.approx((1 + rule.block_k) / 17) and measured["repeats"] == 3
     out = capsys.readouterr().out
     assert f"take their numbers from {mine}" in out
     assert "say nothing about a GPU" in out
@@ -232,8 +232,8 @@ def test_a_cpu_has_nothing_to_tune(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    told = refused("launch", *SMALL)
-    assert "nothing to tune" in told and "run this with --device cuda" in told.lower()
+    message = refused("launch", *SMALL)
+    assert "nothing to tune" in message and "run this with --device cuda" in message.lower()
 
 
 @pytest.mark.parametrize(

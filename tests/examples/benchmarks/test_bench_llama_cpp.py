@@ -319,5 +319,5 @@ def test_bench_decode_has_it_as_an_opponent(
     for arguments in (["decode", "--opponents", "vllm"], ["batch", "--opponents", "llama.cpp"]):
         with pytest.raises(SystemExit):
             main(["bench", *arguments])
-    told = capsys.readouterr().err
-    assert "choose among llama.cpp" in told and "unrecognized arguments: --opponents" in told
+    errors = capsys.readouterr().err
+    assert "choose among llama.cpp" in errors and "unrecognized arguments: --opponents" in errors
