@@ -11,7 +11,7 @@ import torch
 from hf_kvret_kernels import centroid
 from hf_kvret_kernels.centroid import naive
 
-from .draws import Place, refused
+from .draws import Place, moved_with_room, refused
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -21,9 +21,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 def check_similarity(place: Place, query: torch.Tensor, centroids: torch.Tensor) -> None:
     """Against float64; ``centroids`` may be a view of a buffer, and stays one."""
     backend, device = place
-    room = centroids.untyped_storage().nbytes() // centroids.element_size()
-    moved = centroids.as_strided((room,), (1,), 0).to(device)
-    moved = moved.as_strided(centroids.shape, centroids.stride(), centroids.storage_offset())
+    moved = moved_with_room(centroids, device)
     norms = torch.linalg.vector_norm(moved.float(), dim=-1)
     result = centroid.similarity(query.to(device), moved, 1 / norms, backend=backend)
     cosines = torch.nn.functional.cosine_similarity(
@@ -258,11 +256,9 @@ def check(
     """Run in ``place`` and compare with the loops."""
     backend, device = place
     scale = queries.shape[-1] ** -0.5
-    room = keys.as_strided((keys.untyped_storage().nbytes() // keys.element_size(),), (1,), 0)
-    moved = room.to(device).as_strided(keys.shape, keys.stride(), keys.storage_offset())
     ids = centroid.top_keys(
         queries.to(device),
-        in_pieces(moved, piece),
+        in_pieces(moved_with_room(keys, device), piece),
         count,
         valid=valid.to(device),
         scale=scale,

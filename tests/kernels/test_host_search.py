@@ -25,14 +25,7 @@ from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.relevance import best_ids, group_relevance
 from hf_kvret_kernels.relevance import naive as naive_relevance
 
-from .host_steps import (
-    FP32_ERROR,
-    Shape,
-    cold_rows,
-    generator,
-    near_window,
-    paris_search,
-)
+from .host_steps import FP32_ERROR, Shape, cold_rows, generator, near_window, paris_search
 
 pytestmark = [
     pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled"),

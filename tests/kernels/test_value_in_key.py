@@ -18,13 +18,7 @@ from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.step_attention import step_attention
 
-from .host_steps import (
-    FP32_ERROR,
-    Shape,
-    expected_attention,
-    generator,
-    near_window,
-)
+from .host_steps import FP32_ERROR, Shape, expected_attention, generator, near_window
 
 PAGE_LEN, PAGES = 8, 5
 TABLE = torch.tensor([[0, 3, 1], [4, 2, 4]], dtype=torch.int32)
