@@ -37,7 +37,7 @@ from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._dispatch import interpreted, launching_on
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention import FEW_ROWS
 from hf_kvret_kernels.tuning import Tunable
 
@@ -175,7 +175,7 @@ def _chosen(name: str, call: str, shape: KernelShape, rows: str, draw: Draw) -> 
     def run(choice: Any) -> tuple[torch.Tensor, ...]:
         with launching_on(query):
             result = getattr(triton, call)(*arguments, shape.scale, None, choice=choice)
-            return as_tuple(result("triton") if isinstance(result, Pieces) else result)
+            return as_tuple(result("triton") if isinstance(result, Partials) else result)
 
     tolerance = SCORE_ERROR if name == "gather_scores" else ATTENTION_ERRORS[shape.dtype]
     return TuneCase(triton.CHOICES, size, triton.rule(size), run, tolerance)
@@ -204,7 +204,7 @@ def _kernels(name: str) -> Any:
 
 
 TUNE_OPS: dict[str, Callable[[KernelShape, str, Draw], TuneCase]] = {
-    "gather_attention": partial(_chosen, "gather_attention", "gather_pieces"),
+    "gather_attention": partial(_chosen, "gather_attention", "gather_partials"),
     "gather_scores": partial(_chosen, "gather_scores", "gather_scores"),
     "prompt_attention": partial(_window, False),
     "prompt_attention.masked": partial(_window, True),

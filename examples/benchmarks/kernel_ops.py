@@ -371,7 +371,7 @@ def _top_places(shape: KernelShape, draw: Draw) -> Any:
     lead = (shape.batch, shape.heads, shape.length)
     rows = draw.normal(*lead, shape.rank, dtype=torch.bfloat16)
     return partial(
-        *(proxy.top_places, query, rows, shape.heads, shape.top_k), valid=draw.all_valid(shape)
+        *(proxy.top_indices, query, rows, shape.heads, shape.top_k), valid=draw.all_valid(shape)
     )
 
 
@@ -420,7 +420,7 @@ SEARCH_OPS = (
     # The best tokens of each group by proxies of their keys. Proxies are read once, although a
     # softmax over tokens takes two passes or room for all scores.
     KernelOp(
-        name="proxy.top_places",
+        name="proxy.top_indices",
         read="B H n r bf16 + B Hq r f32 + B n",
         written="B H K i32",
         products="B Hq n r",

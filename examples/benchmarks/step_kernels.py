@@ -16,7 +16,7 @@ import torch
 
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.higgs import HiggsCodec
-from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 
 MULTIPROCESSORS = 132
@@ -155,7 +155,7 @@ def _lrqk(shape: StepShape) -> None:
 
     query = torch.empty(shape.batch, shape.query_heads, 1, LRQK_RANK, device=_META)
     proxies, valid = shape.tokens(LRQK_RANK, dtype=_HALF), shape.valid()
-    triton_scores.top_places(query, proxies, shape.heads, LRQK_K, valid, None, None)
+    triton_scores.top_indices(query, proxies, shape.heads, LRQK_K, valid, None, None)
 
 
 def _a2ats(shape: StepShape) -> None:
@@ -197,7 +197,7 @@ def _flat(shape: StepShape) -> None:
     from hf_kvret_kernels.relevance import triton
 
     scores = torch.empty(shape.batch, shape.query_heads, 1, shape.cold_len, device=_META)
-    triton.top_places(scores, shape.heads, FLAT_K)
+    triton.top_indices(scores, shape.heads, FLAT_K)
 
 
 def _count(shape: StepShape) -> None:
@@ -210,7 +210,7 @@ def _attend(shape: StepShape, count: int) -> None:
     from hf_kvret_kernels.gather_attention import triton
 
     rows = shape.pages(2 * shape.head_dim, shape.head_dim, _HALF)
-    triton.gather_pieces(shape.query(), rows, shape.ids(count), shape.scale, None)
+    triton.gather_partials(shape.query(), rows, shape.ids(count), shape.scale, None)
 
 
 def _higgs(shape: StepShape) -> None:
@@ -221,7 +221,7 @@ def _higgs(shape: StepShape) -> None:
     codes, scales = 2 * codec.code_bytes(dim), 2 * codec.scale_bytes(dim)
     rows = replace(shape.pages(codes + scales, codes, torch.uint8), apart=True)
     ids = shape.ids(LRQK_K)
-    triton_attend.attend_pieces(shape.query(), rows, ids, codec, dim, dim, shape.scale, None)
+    triton_attend.attend_partials(shape.query(), rows, ids, codec, dim, dim, shape.scale, None)
 
 
 def _resident(shape: StepShape) -> None:
@@ -243,13 +243,13 @@ def _near(shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return keys, values, torch.empty(shape.batch, WINDOW_LEN, dtype=torch.bool, device=_META)
 
 
-def _pieces(shape: StepShape, count: int, tile_rows: int, waves: int) -> Pieces:
+def _pieces(shape: StepShape, count: int, tile_rows: int, waves: int) -> Partials:
     """As attention to ``count`` rows leaves them, ``waves`` programs a multiprocessor."""
-    from hf_kvret_kernels._triton_shared import piece_buffers, split_plan
+    from hf_kvret_kernels._triton_shared import partial_buffers, split_plan
 
     programs = shape.batch * shape.heads
     splits, _ = split_plan(count, tile_rows, programs, _META, waves=waves, most=64)
-    return Pieces(*piece_buffers(shape.query(), splits, shape.head_dim))
+    return Partials(*partial_buffers(shape.query(), splits, shape.head_dim))
 
 
 def _finish(shape: StepShape, count: int) -> None:
@@ -266,7 +266,7 @@ def _window(shape: StepShape) -> None:
     from hf_kvret_kernels.prompt_attention import triton
 
     keys, values, mask = _near(shape)
-    triton.prompt_pieces(shape.query(), keys, values, shape.scale, None, mask, None)
+    triton.prompt_partials(shape.query(), keys, values, shape.scale, None, mask, None)
 
 
 def _merge(shape: StepShape) -> None:
@@ -450,10 +450,10 @@ _KERNELS: dict[str, _Kernels] = {
             f"2 B H recalled D + 16 B H recalled + {_QUERY}",
             "4 B Hq recalled",
         ),
-        "relevance.piece": ("4 B Hq recalled", "4 g0"),
+        "relevance.chunk": ("4 B Hq recalled", "4 g0"),
         **_best("recalled", CTKVR_K),
     },
-    "flat": {"relevance.piece": ("4 B Hq n", "4 g0"), **_selection(FLAT_K, "G")},
+    "flat": {"relevance.chunk": ("4 B Hq n", "4 g0"), **_selection(FLAT_K, "G")},
     "count": {"relevance.count": (f"4 B H {PARIS_K}", "8")},
     "attend-100": {"gather_attention.attend": _attention(PARIS_K, 512)},
     "attend-2048": {"gather_attention.attend": _attention(LRQK_K, 512)},

@@ -534,18 +534,14 @@ def value_bits(reader: Reader) -> float:
     if isinstance(cache, RetrievalCache):
         stored_bytes, elements = 0, 0
         for layer in cache.retrieval_layers:
-            regions = layer.regions
-            if regions is None or regions.store is None or not regions.cold_len:
-                regions_as = "smaller regions as aqua:recent=32:flush=32"
+            kv = layer.kv
+            if kv is None or kv.store is None or not kv.cold_len:
+                regions_as = "smaller kv as aqua:recent=32:flush=32"
                 raise ValueError(f"nothing was cold: take a longer --context, or {regions_as}")
-            keys, values = regions.window.keys, regions.window.values
+            keys, values = kv.window.keys, kv.window.values
             # Beside these a store has a few figures about their making.
-            stored_bytes += sum(
-                x.nbytes for x in regions.store.state_dict().values() if x.ndim >= 3
-            )
-            elements += (
-                len(keys) * keys.shape[1] * regions.cold_len * (keys.shape[3] + values.shape[3])
-            )
+            stored_bytes += sum(x.nbytes for x in kv.store.state_dict().values() if x.ndim >= 3)
+            elements += len(keys) * keys.shape[1] * kv.cold_len * (keys.shape[3] + values.shape[3])
         return 8 * stored_bytes / elements
     return 8.0 * reader.model.dtype.itemsize
 

@@ -62,7 +62,7 @@ class Follower:
         """
         if not self._cold:
             raise ValueError(
-                "nothing was cold: take a longer --context, or smaller regions as "
+                "nothing was cold: take a longer --context, or smaller kv as "
                 f"{self.method}:dense_below=0:recent=64:flush=64"
             )
         stretches = mean_stretches(self.samples)

@@ -75,9 +75,9 @@ def follow_all(
 
     def watch(cache: RetrievalCache) -> None:
         for layer in cache.retrieval_layers:
-            assert layer.regions is not None
+            assert layer.kv is not None
             # One index takes another search.
-            index: Any = layer.regions.index
+            index: Any = layer.kv.index
             index.search = counted(index.search, heads, unions)
 
     places: list[Logits] = []

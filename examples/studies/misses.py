@@ -300,7 +300,7 @@ def _check_selects(reader: Reader, cell: Cell) -> None:
     if not all(layer["selected"] for layer in _cache(reader).stats()["layers"]):
         raise ValueError(
             f"--context {cell['length']}: {cell['cache']} selects nothing after it; take a longer "
-            "one, or smaller regions as paris:dense_below=0:recent=64:flush=64"
+            "one, or smaller kv as paris:dense_below=0:recent=64:flush=64"
         )
 
 

@@ -227,7 +227,7 @@ def variant(
 ) -> CacheChoice:
     """The cache of a variant, with that share of candidates but in ``SHIPPED`` and in ``ratios``.
 
-    Opponents have the same regions, budget and number of candidates.
+    Opponents have the same kv, budget and number of candidates.
     """
     if name == SHIPPED:
         return made(name, ParisKVCache, base)

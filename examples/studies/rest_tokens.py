@@ -154,7 +154,7 @@ def _plot(path: Path, cells: CellResults) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestTokens(DistanceStudy):
+class MeanTokens(DistanceStudy):
     """What it gives that tokens which are not selected count."""
 
     name = "rest-tokens"
@@ -193,7 +193,7 @@ class RestTokens(DistanceStudy):
         return follow_all(readers, windows, self.step, **changes)
 
 
-MEASUREMENT = RestTokens
+MEASUREMENT = MeanTokens
 
 if __name__ == "__main__":
     sys.exit(run_script(MEASUREMENT))

@@ -21,10 +21,10 @@ def calls(operation: str) -> Iterator[partial]:
     if operation == "gather_attention":
         for softcap, variant in ((None, "direct"), (50.0, "direct"), (None, "gather")):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
-            yield partial(gather.gather_pieces, query, rows, ids, 0.1, softcap, None, variant)
+            yield partial(gather.gather_partials, query, rows, ids, 0.1, softcap, None, variant)
         # With many stages the loads of rows are made a tile ahead, behind three others.
         deep = gather.GatherChoice("direct", 32, 32, 4, 6, 4, 64)
-        yield partial(gather.gather_pieces, query, rows, ids, 0.1, None, choice=deep)
+        yield partial(gather.gather_partials, query, rows, ids, 0.1, None, choice=deep)
     elif operation == "gather_scores":
         for softcap in (None, 50.0):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
@@ -87,14 +87,14 @@ def calls(operation: str) -> Iterator[partial]:
             yield partial(prompt.prompt_attention, *arguments)
     elif operation == "step_attention":
         yield from _calls_of_steps()
-    elif operation == "rest_tokens":
+    elif operation == "mean_tokens":
         yield from _calls_of_rest_tokens()
     else:
         yield from _calls_of_paris()
 
 
 def _calls_of_paris() -> Iterator[partial]:
-    """Of whole codes and small groups, and of what is taken in pieces."""
+    """Of whole codes and small groups, and of what is taken in chunks."""
     from hf_kvret_kernels import paris
     from hf_kvret_kernels.paris import triton, triton_encode
 
@@ -129,9 +129,9 @@ def _calls_of_merging() -> Iterator[partial]:
 
 
 def _calls_of_steps() -> Iterator[partial]:
-    """A piece that is a tile and a longer one, with and without all that a model may lack."""
-    from hf_kvret_kernels.merge import Pieces
-    from hf_kvret_kernels.rest_tokens import RestTokens
+    """A chunk that is a tile and a longer one, with and without all that a model may lack."""
+    from hf_kvret_kernels.merge import Partials
+    from hf_kvret_kernels.mean_tokens import MeanTokens
     from hf_kvret_kernels.step_attention import triton as step
 
     total, ids = torch.zeros((), dtype=torch.int64), torch.zeros(1, 2, 1, 100, dtype=torch.int32)
@@ -143,27 +143,27 @@ def _calls_of_steps() -> Iterator[partial]:
     ):
         query = torch.zeros(1, 8, queries, dims[0], dtype=dtype)
         key, value = (torch.zeros(1, 2, 512, dim, dtype=dtype) for dim in dims)
-        others = Pieces(torch.zeros(1, 8, queries, 9, dims[1]), torch.zeros(1, 8, queries, 9))
+        others = Partials(torch.zeros(1, 8, queries, 9, dims[1]), torch.zeros(1, 8, queries, 9))
         arguments = partial(step.step_attention, query, key, value, others, 0.1, None)
         yield partial(arguments, None, None, None, None, None, None, dtype, splits)
         valid, counted = torch.ones(1, 512).bool(), (ids, total)
-        rest = RestTokens(torch.zeros(1, 8, queries, 3), torch.zeros(1, 2, 3, dims[1]))
+        rest = MeanTokens(torch.zeros(1, 8, queries, 3), torch.zeros(1, 2, 3, dims[1]))
         yield partial(arguments, valid, 50.0, sinks, *counted, rest, torch.float32, splits)
 
 
 def _calls_of_rest_tokens() -> Iterator[partial]:
     """One mean and several, heads that share ids or have their own, groups of all sizes."""
-    from hf_kvret_kernels.rest_tokens import RestMeans
-    from hf_kvret_kernels.rest_tokens import triton as rest_tokens
+    from hf_kvret_kernels.mean_tokens import BlockMeans
+    from hf_kvret_kernels.mean_tokens import triton as rest_tokens
 
     for heads, dim, choosers, dtype in ((8, 128, 2, torch.bfloat16), (40, 576, 2, torch.float32)):
         query = torch.zeros(1, heads, 1, dim, dtype=dtype)
         for tokens, ids_heads in ((1, choosers), (3, heads)):
             keys, counts = torch.zeros(1, 2, tokens, dim), torch.ones(1, tokens).int()
-            means = RestMeans(keys, keys, counts, 0 if tokens == 1 else 64)
+            means = BlockMeans(keys, keys, counts, 0 if tokens == 1 else 64)
             ids = torch.zeros(1, ids_heads, 1, 100, dtype=torch.int32)
             softcap = None if tokens == 1 else 50.0
-            yield partial(rest_tokens.rest_logits, query, means, ids, 0.1, softcap)
+            yield partial(rest_tokens.mean_logits, query, means, ids, 0.1, softcap)
 
 
 def _calls_of_relevance() -> Iterator[partial]:
@@ -194,8 +194,8 @@ def _calls_of_centroids() -> Iterator[partial]:
     ):
         queries = torch.zeros(1, 2, 65, group, dim, dtype=dtype)
         keys = torch.zeros(1, 2, 501, 2 * dim, dtype=dtype)[..., :dim]
-        pieces = partial(iter, [(0, keys)])
-        yield partial(triton.top_keys, queries, pieces, 100, valid, positions, 0.1, softcap, None)
+        chunks = partial(iter, [(0, keys)])
+        yield partial(triton.top_keys, queries, chunks, 100, valid, positions, 0.1, softcap, None)
         for count in (1, 40):
             arguments = (queries[:, :, :count], queries, torch.ones(1, 2, 65, group))
             yield partial(triton.similarity, *arguments)
@@ -242,12 +242,12 @@ def _calls_of_latents() -> Iterator[partial]:
     from hf_kvret_kernels.gather_attention import triton as gather
     from hf_kvret_kernels.gather_scores import triton as scores_of
     from hf_kvret_kernels.higgs import HiggsCodec, triton_attend
-    from hf_kvret_kernels.merge import Pieces
+    from hf_kvret_kernels.merge import Partials
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.paged_triton import copy_pages, gather_rows
     from hf_kvret_kernels.prompt_attention import triton as prompt
     from hf_kvret_kernels.resident import triton as resident
-    from hf_kvret_kernels.rest_tokens import RestTokens
+    from hf_kvret_kernels.mean_tokens import MeanTokens
     from hf_kvret_kernels.step_attention import triton as step
 
     half, table = torch.bfloat16, torch.zeros(1, 8, dtype=torch.int32)
@@ -264,23 +264,23 @@ def _calls_of_latents() -> Iterator[partial]:
         yield partial(resident.fetch, rows, ids[:, :, 0], ids[:, :, 0], buffer)
         for heads in (20, 128):
             query = torch.zeros(1, heads, 1, dim, dtype=half)
-            yield partial(gather.gather_pieces, query, rows, ids, 0.1, None)
+            yield partial(gather.gather_partials, query, rows, ids, 0.1, None)
             yield partial(scores_of.gather_scores, query, rows, ids, 0.1, None)
             outs, lses = torch.zeros(1, heads, 1, 16, value_dim), torch.zeros(1, heads, 1, 16)
-            others = Pieces(outs, lses, torch.zeros(1, heads, 1, dtype=torch.int32))
-            rest = RestTokens(torch.zeros(1, heads, 1, 1), torch.zeros(1, 1, 1, value_dim))
+            others = Partials(outs, lses, torch.zeros(1, heads, 1, dtype=torch.int32))
+            rest = MeanTokens(torch.zeros(1, heads, 1, 1), torch.zeros(1, 1, 1, value_dim))
             arguments = query, keys, values, others, 0.1, None, None, None, None, ids, selected
             for tokens in (None, rest):
                 yield partial(step.step_attention, *arguments, tokens, half)
         many = torch.zeros(1, 128, 256, dim, dtype=half)
-        yield partial(prompt.prompt_pieces, many, keys, values, 0.1, 584, None, None)
+        yield partial(prompt.prompt_partials, many, keys, values, 0.1, 584, None, None)
         for bits in (3, 4) if within else ():
             codec = HiggsCodec(bits, 32)
             sizes = codec.code_bytes(dim), codec.scale_bytes(dim)
             page = torch.zeros(8, 1, 64, sum(sizes), dtype=torch.uint8)
             coded = PagedRows([page], table, sizes[0], apart=True)
             arguments = query, coded, ids, codec, dim, value_dim, 0.1, None, None, True
-            yield partial(triton_attend.attend_pieces, *arguments)
+            yield partial(triton_attend.attend_partials, *arguments)
 
 
 def _calls_of_higgs() -> Iterator[partial]:
@@ -304,4 +304,4 @@ def _calls_of_higgs() -> Iterator[partial]:
         query, ids = torch.zeros(1, 8, 1, 128, dtype=dtype), torch.zeros(1, 2, 1, 256).int()
         options = (query, paged, ids, codec, 128, 128, 0.1)
         for softcap in (None, 50.0) if codec.bits == 2 else (None,):
-            yield partial(triton_attend.attend_pieces, *options, softcap)
+            yield partial(triton_attend.attend_partials, *options, softcap)

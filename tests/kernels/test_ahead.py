@@ -23,7 +23,7 @@ LATER = {
     "places": [*BEST, *SPLIT],
     "ids of groups": [*BEST, *SPLIT],
     "places of groups": ["_count_kernel"],
-    # Windows of more than one piece, and one with a mask.
+    # Windows of more than one chunk, and one with a mask.
     "windows": ["_finish_kernel"] * 2,
 }
 
@@ -89,7 +89,7 @@ def _note_instead_of_compiling(noted: list[str]) -> None:
 def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     """Name, tokens more, windows, and calls with ever more tokens."""
     from hf_kvret_kernels._dispatch import Window
-    from hf_kvret_kernels.merge import Pieces
+    from hf_kvret_kernels.merge import Partials
     from hf_kvret_kernels.relevance import triton as relevance
     from hf_kvret_kernels.step_attention import triton as step
     from hf_kvret_kernels.top_k import triton as top_k
@@ -116,11 +116,11 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
         "places of groups",
         39_000,
         (),
-        [functools.partial(relevance.top_places, each, 2, 1000) for each in heads],
+        [functools.partial(relevance.top_indices, each, 2, 1000) for each in heads],
     )
     half = torch.bfloat16
     query, buffer = torch.zeros(2, 8, 1, 128, dtype=half), torch.zeros(2, 2, 800, 128, dtype=half)
-    others = Pieces(torch.zeros(2, 8, 1, 4, 128), torch.zeros(2, 8, 1, 4))
+    others = Partials(torch.zeros(2, 8, 1, 4, 128), torch.zeros(2, 8, 1, 4))
     mask = torch.ones(2, 800, dtype=torch.bool)
     windows = ((60, False), (130, False), (800, False), (800, True))
     yield (

@@ -184,14 +184,14 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lists of few centroids are made as those of many: piece by piece."""
+    """The lists of few centroids are made as those of many: chunk by chunk."""
     monkeypatch.setattr(naive, "_MOST_HELD", 0)
 
 
-def in_pieces(keys: torch.Tensor, piece: int) -> centroid.Pieces:
+def in_chunks(keys: torch.Tensor, chunk: int) -> centroid.KeyChunks:
     def give() -> Iterator[tuple[int, torch.Tensor]]:
-        for start in range(0, keys.shape[2], piece):
-            yield start, keys[:, :, start : start + piece]
+        for start in range(0, keys.shape[2], chunk):
+            yield start, keys[:, :, start : start + chunk]
 
     return give
 
@@ -248,7 +248,7 @@ def check(
     count: int,
     valid: torch.Tensor,
     *,
-    piece: int = 32,
+    chunk: int = 32,
     softcap: float | None = None,
     positions: torch.Tensor | None = None,
     most_scores: int | None = None,
@@ -258,7 +258,7 @@ def check(
     scale = queries.shape[-1] ** -0.5
     ids = centroid.top_keys(
         queries.to(device),
-        in_pieces(moved_with_room(keys, device), piece),
+        in_chunks(moved_with_room(keys, device), chunk),
         count,
         valid=valid.to(device),
         scale=scale,
@@ -325,14 +325,14 @@ def test_more_than_one_tile_of_each_side(
         monkeypatch.setattr(triton, "_ROWS", 16)
     queries, keys = normal(1, 1, 1, centroids, group, dim), normal(2, 1, 1, held, dim)
     valid = torch.rand(1, held, generator=torch.Generator().manual_seed(3)) < 0.8
-    check(place, queries, poisoned(keys, valid), 6, valid, piece=held)
+    check(place, queries, poisoned(keys, valid), 6, valid, chunk=held)
 
 
-@pytest.mark.factor(("piece", "most_scores"), [(13, None), (30, 1), (50, 900)])
-def test_pieces_do_not_change_the_lists(place: Place, piece: int, most_scores: int | None) -> None:
+@pytest.mark.factor(("chunk", "most_scores"), [(13, None), (30, 1), (50, 900)])
+def test_chunks_do_not_change_the_lists(place: Place, chunk: int, most_scores: int | None) -> None:
     valid = ragged(50)
     queries, keys = normal(1, 2, 1, 2, 2, 16), poisoned(normal(2, 2, 1, 50, 16), valid)
-    check(place, queries, keys, 9, valid, piece=piece, most_scores=most_scores)
+    check(place, queries, keys, 9, valid, chunk=chunk, most_scores=most_scores)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -346,12 +346,12 @@ def test_few_lists_at_a_time_are_those_of_all_together(
     sizes = {"_MOST_IDS": 1, "_LEAST_QUERIES": 9, "_KEYS": 7, "_LEAST_NEW_KEYS": 8}
     for name, size in {**sizes, "_MOST_ENTRIES": 1}.items():
         monkeypatch.setattr(naive, name, size)
-    check(("naive", "cpu"), queries, keys, count, valid, piece=20, positions=positions)
+    check(("naive", "cpu"), queries, keys, count, valid, chunk=20, positions=positions)
     options = {"valid": valid, "scale": 0.25, "positions": positions, "backend": "naive"}
-    parts = list(centroid.key_lists(queries, in_pieces(keys, 20), count, **options))
+    parts = list(centroid.key_lists(queries, in_chunks(keys, 20), count, **options))
     assert [part.shape for part in parts] == [(2, 2, size, count) for size in (3, 3, 1)]
     assert torch.equal(
-        torch.cat(parts, dim=2), centroid.top_keys(queries, in_pieces(keys, 20), count, **options)
+        torch.cat(parts, dim=2), centroid.top_keys(queries, in_chunks(keys, 20), count, **options)
     )
 
 
@@ -367,28 +367,28 @@ def test_lists_of_few_centroids_are_made_at_once(
     # Three of the seven at a time.
     monkeypatch.setattr(naive, "_MOST_HELD", queries[:, :, :3, :, 0].numel() * 50)
     monkeypatch.setattr(naive, "_some_lists", None)
-    check(("naive", "cpu"), queries, keys, count, valid, piece=20, positions=positions, softcap=9.0)
+    check(("naive", "cpu"), queries, keys, count, valid, chunk=20, positions=positions, softcap=9.0)
 
 
 def test_lists_of_no_centroids() -> None:
     options = _options(torch.ones(1, 5, dtype=torch.bool), "naive")
-    keys = in_pieces(normal(1, 1, 2, 5, 4), 5)
+    keys = in_chunks(normal(1, 1, 2, 5, 4), 5)
     assert centroid.top_keys(normal(2, 1, 2, 0, 3, 4), keys, 2, **options).shape == (1, 2, 0, 2)
 
 
-def test_pieces_may_be_empty(place: Place) -> None:
+def test_chunks_may_be_empty(place: Place) -> None:
     backend, device = place
     queries, keys = normal(1, 1, 1, 2, 2, 16).to(device), normal(2, 1, 1, 30, 16).to(device)
     valid = torch.ones(1, 30, dtype=torch.bool, device=device)
 
-    def pieces() -> Iterator[tuple[int, torch.Tensor]]:
+    def chunks() -> Iterator[tuple[int, torch.Tensor]]:
         yield 0, keys[:, :, :0]
         yield 0, keys
         yield 30, keys[:, :, :0]
 
     options = _options(valid, backend)
-    with_empty = centroid.top_keys(queries, pieces, 5, **options)
-    assert torch.equal(with_empty, centroid.top_keys(queries, in_pieces(keys, 30), 5, **options))
+    with_empty = centroid.top_keys(queries, chunks, 5, **options)
+    assert torch.equal(with_empty, centroid.top_keys(queries, in_chunks(keys, 30), 5, **options))
 
 
 def test_equal_keys_are_listed_once_each_and_none_better_is_left_out(place: Place) -> None:
@@ -400,7 +400,7 @@ def test_equal_keys_are_listed_once_each_and_none_better_is_left_out(place: Plac
     valid = torch.ones(1, 60, dtype=torch.bool)
     result = centroid.top_keys(
         queries.to(device),
-        in_pieces(keys.to(device), 25),
+        in_chunks(keys.to(device), 25),
         20,
         valid=valid.to(device),
         scale=1.0,
@@ -427,7 +427,7 @@ def test_without_centroids_there_are_no_lists(place: Place) -> None:
     keys, valid = torch.zeros(2, 2, 50, 16, device=device), ragged(50).to(device)
     queries = torch.zeros(2, 2, 0, 2, 16, device=device)
     ids = centroid.top_keys(
-        queries, in_pieces(keys, 50), 3, valid=valid, scale=1.0, backend=backend
+        queries, in_chunks(keys, 50), 3, valid=valid, scale=1.0, backend=backend
     )
     assert ids.shape == (2, 2, 0, 3) and ids.dtype == torch.int32
 
@@ -435,19 +435,19 @@ def test_without_centroids_there_are_no_lists(place: Place) -> None:
 def test_what_does_not_fit_is_refused_by_name() -> None:
     valid = ragged(50)
     queries, keys = normal(1, 2, 2, 7, 2, 16), normal(2, 2, 2, 50, 16)
-    pieces, options = in_pieces(keys, 50), _options(valid)
-    refused("queries", centroid.top_keys, queries[0], pieces, 3, **options)
-    refused("count=0", centroid.top_keys, queries, pieces, 0, **options)
-    refused("valid", centroid.top_keys, queries, pieces, 3, valid=valid[:1], scale=1.0)
+    chunks, options = in_chunks(keys, 50), _options(valid)
+    refused("queries", centroid.top_keys, queries[0], chunks, 3, **options)
+    refused("count=0", centroid.top_keys, queries, chunks, 0, **options)
+    refused("valid", centroid.top_keys, queries, chunks, 3, valid=valid[:1], scale=1.0)
     for positions in (torch.zeros(1, 7).long(), torch.zeros(2, 7)):
         with pytest.raises(ValueError, match=r"positions is .* pass int32 or int64 \[2, 7\]"):
-            centroid.top_keys(queries, pieces, 3, positions=positions, **options)
-    refused("softcap", centroid.top_keys, queries, pieces, 3, softcap=0.0, **options)
-    refused("most_scores=0", centroid.top_keys, queries, pieces, 3, most_scores=0, **options)
-    refused("backend='cpp'", centroid.top_keys, queries, pieces, 3, **_options(valid, "cpp"))
+            centroid.top_keys(queries, chunks, 3, positions=positions, **options)
+    refused("softcap", centroid.top_keys, queries, chunks, 3, softcap=0.0, **options)
+    refused("most_scores=0", centroid.top_keys, queries, chunks, 3, most_scores=0, **options)
+    refused("backend='cpp'", centroid.top_keys, queries, chunks, 3, **_options(valid, "cpp"))
     for message, chunks in {
-        "the piece of slot 0": lambda: [(0, keys[..., :8])],
+        "the chunk of slot 0": lambda: [(0, keys[..., :8])],
         "the slots 1 to 50: valid covers 0 to 49": lambda: [(1, keys)],
-        "a piece is on meta": lambda: [(0, keys.to("meta"))],
+        "a chunk is on meta": lambda: [(0, keys.to("meta"))],
     }.items():
         refused(message, centroid.top_keys, queries, chunks, 3, **options)

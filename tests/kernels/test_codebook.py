@@ -211,9 +211,9 @@ def test_many_queries_of_long_codewords_have_their_scores(
     query = room.to(device)[..., :290]
     table = book.score_table(query, words.to(device), scale=0.1, backend=backend).cpu()
     own = words.double().repeat_interleave(33, 0)
-    pieces = (query.cpu().double() * 0.1, own)
-    expected = torch.einsum("bhqd,hcd->bhqc", *pieces)
-    size = torch.einsum("bhqd,hcd->bhqc", *(x.abs() for x in pieces))
+    chunks = (query.cpu().double() * 0.1, own)
+    expected = torch.einsum("bhqd,hcd->bhqc", *chunks)
+    size = torch.einsum("bhqd,hcd->bhqc", *(x.abs() for x in chunks))
     assert table.shape == (1, 66, 2, 40)
     assert ((table.double() - expected).abs() <= SHARE_OF_SIZE * size).all()
 

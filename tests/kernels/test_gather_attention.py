@@ -296,9 +296,9 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
     rows = paged(place[1], [[0, 1, 2, 3, 4, 5, 6, 7]], (8,), page_len=16, kv_heads=1)
     query, ids = random_query(rows, 2), random_ids(rows, 1, 1, 128)
     ids[..., 32:64] = -1
-    whole = triton.gather_pieces(query, rows, ids, 0.3, None, splits=1)("triton")
+    whole = triton.gather_partials(query, rows, ids, 0.3, None, splits=1)("triton")
     for splits in (2, 3, 4, 64):
-        parts = triton.gather_pieces(query, rows, ids, 0.3, None, splits=splits)("triton")
+        parts = triton.gather_partials(query, rows, ids, 0.3, None, splits=splits)("triton")
         torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 
@@ -315,7 +315,7 @@ def test_no_choice_changes_the_result(place: Place, field: str, variant: str) ->
     first = replace(triton.rule(triton.size_of(query, rows, ids)), variant=variant)
     for value in triton.CHOICES.space[field]:
         choice = replace(first, **{field: value})
-        result = triton.gather_pieces(query, rows, ids, 0.3, None, choice=choice)("triton")
+        result = triton.gather_partials(query, rows, ids, 0.3, None, choice=choice)("triton")
         torch.testing.assert_close(result, want, rtol=0, atol=FP32_ERROR)
 
 

@@ -38,8 +38,8 @@ def coded_rows(
         lead = (count, kv_heads, page_len)
         both = [torch.randn(*lead, dim, generator=generator) for dim in dims]
         coded = [codec.encode(part, backend="naive") for part in both]
-        pieces = [part.codes for part in coded] + [part.scales for part in coded]
-        pages.append(lay_apart(torch.cat(pieces, -1), key_bytes).to(place[1]))
+        tensors = [part.codes for part in coded] + [part.scales for part in coded]
+        pages.append(lay_apart(torch.cat(tensors, -1), key_bytes).to(place[1]))
         back = [codec.decode(*part, backend="naive").double() for part in coded]
         plain.append(torch.cat(back, -1).to(place[1]))
     page_table = torch.tensor(table, dtype=torch.int32, device=place[1])
@@ -188,9 +188,9 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
     query, ids = torch.randn(1, 2, 1, 64).to(place[1]), random_ids(rows, 1, 1, 128)
     ids[..., 32:64] = -1
     options = (query, rows, ids, codec, 64, 64, 0.3, None)
-    whole = triton_attend.attend_pieces(*options, splits=1)("triton")
+    whole = triton_attend.attend_partials(*options, splits=1)("triton")
     for splits in (2, 3, 64):
-        parts = triton_attend.attend_pieces(*options, splits=splits)("triton")
+        parts = triton_attend.attend_partials(*options, splits=splits)("triton")
         torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 

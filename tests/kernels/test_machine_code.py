@@ -33,7 +33,7 @@ OTHERS = {
     *("codebook.table", "codebook.denominator"),
     *("codebook.encode", "codebook.merge", "paris.encode", "paris.count", "paris.rotate"),
     "paris.rerank_wide",
-    "rest_tokens.logits",
+    "mean_tokens.logits",
     *("higgs.higgs", "higgs.minmax", "higgs.decode"),
     *("paged_triton.gather", "paged_triton.copy", "gather_attention.copy"),
 }

@@ -261,7 +261,7 @@ def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) ->
 
 @needs_triton
 @pytest.mark.parametrize("m, dim, tables", [(8, 576, 1), (4, 512, 1), (4, 160, 9)])
-def test_long_codes_and_many_queries_collide_piece_by_piece(m: int, dim: int, tables: int) -> None:
+def test_long_codes_and_many_queries_collide_chunk_by_chunk(m: int, dim: int, tables: int) -> None:
     """More than one table of points in shared memory, the last one cut short at 160 numbers."""
     length, tiers = 150, (0.3, 1.0)[: 254 * m // dim]
     sign, valid = random_sign(2, 1, length, dim // 8), random_valid(2, length)

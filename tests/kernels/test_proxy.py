@@ -114,10 +114,10 @@ def test_in_a_group_it_is_the_best_share(place: Place, dtype: torch.dtype, lengt
 
 
 @pytest.mark.factor("length", [127, 128, 129, 255, 256, 257, 260, 640])
-def test_lengths_around_the_borders_of_blocks_and_of_their_pieces(
+def test_lengths_around_the_borders_of_blocks_and_of_their_chunks(
     place: Place, length: int
 ) -> None:
-    """Masks in rows of 16 bytes and of any length; a piece, and a whole block, without a token."""
+    """Masks in rows of 16 bytes and of any length; a chunk, and a whole block, without a token."""
     rows = random_rows(2, 2, length, 20, dtype=torch.bfloat16, spare=3)
     query = random_query(2, 8, 1, 20, dtype=torch.bfloat16)
     for room in (-(-length // 16) * 16, length + 5):

@@ -46,13 +46,13 @@ def test_relevance_is_the_largest_share_of_a_group(
     )
 
 
-def test_pieces_of_several_blocks_add_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As rows of more than 256 blocks are cut; the peak comes in the middle of a piece."""
+def test_chunks_of_several_blocks_add_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows of more than 256 blocks are cut; the peak comes in the middle of a chunk."""
     backend, device = place
     if backend == "triton":
         from hf_kvret_kernels.relevance import triton
 
-        monkeypatch.setattr(triton, "_PIECES", 2)
+        monkeypatch.setattr(triton, "_CHUNKS", 2)
     scores = some_scores(1, 2, 1, 4500)
     scores[..., 1500] = 90.0
     scores[:, 1, :, :3072] = -INF
@@ -88,7 +88,7 @@ def test_the_tokens_that_matter_most_are_taken(
     backend, device = place
     scores = some_scores(batch, heads * group, queries, tokens).round()
     scores[0, :, 0, tokens // 3 :] = -INF
-    result = relevance.top_places(scores.to(device), heads, count, backend=backend).cpu()
+    result = relevance.top_indices(scores.to(device), heads, count, backend=backend).cpu()
     assert result.shape == (batch, heads, queries, count) and result.dtype == torch.int32
     grouped = scores.unflatten(1, (heads, group)).transpose(2, 3)
     expected = relevance_by_hand(grouped).round(decimals=4)
@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_named() -> None:
     refused(r"scores is torch\.float64", relevance.group_relevance, scores.double(), 2)
     refused("heads=3: must divide the 4", relevance.group_relevance, scores, 3)
     for count in (0, 10):
-        refused(f"count={count}: 1 to 9", relevance.top_places, scores, 2, count)
+        refused(f"count={count}: 1 to 9", relevance.top_indices, scores, 2, count)
     grouped, ids = scores.view(1, 2, 1, 2, 9), torch.zeros(1, 2, 1, 9, dtype=torch.int32)
     refused("G above 0", relevance.best_ids, grouped[:, :, :, :0], ids, 3)
     with pytest.raises(ValueError, match=r"ids is torch\.int64 .* pass int32 \[1, 2, 1, 9\]"):

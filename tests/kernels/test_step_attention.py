@@ -1,4 +1,4 @@
-"""The end of a step at once: the window, pieces of other tokens, learned sinks, a count."""
+"""The end of a step at once: the window, chunks of other tokens, learned sinks, a count."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret_kernels.gather_attention import gather_pieces
-from hf_kvret_kernels.merge import Pieces, merge_partials
+from hf_kvret_kernels.gather_attention import gather_partials
+from hf_kvret_kernels.merge import Partials, merge_partials
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.step_attention import step_attention
@@ -25,15 +25,15 @@ def inputs(place: Place, **sizes: Any) -> tuple[torch.Tensor, torch.Tensor, torc
     return attention_inputs(place, **({"queries": 1, "tokens": 70, "dims": (16, 16)} | sizes))
 
 
-def some_pieces(query: torch.Tensor, splits: int, dim: int, tickets: bool = True) -> Pieces:
-    """Attention to anything in ``splits`` pieces, some of them empty; of the first query all."""
+def some_chunks(query: torch.Tensor, splits: int, dim: int, tickets: bool = True) -> Partials:
+    """Attention to anything in ``splits`` chunks, some of them empty; of the first query all."""
     shape, device = query.shape[:3], query.device
     outs, lses = torch.randn(*shape, splits, dim), 3 * torch.randn(*shape, splits)
     lses[torch.rand(lses.shape) < 0.3] = -INF
     lses[0, 0, 0] = -INF
     outs[lses == -INF] = 0.0
     zeros = torch.zeros(shape, dtype=torch.int32, device=device) if tickets else None
-    return Pieces(outs.to(device), lses.to(device), zeros)
+    return Partials(outs.to(device), lses.to(device), zeros)
 
 
 def check(
@@ -41,7 +41,7 @@ def check(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    others: Pieces,
+    others: Partials,
     *,
     causal_offset: int | None = None,
     valid: torch.Tensor | None = None,
@@ -84,11 +84,11 @@ def check(
 @pytest.mark.factor("dtype", HALF_ULP)
 @pytest.mark.factor("dims", [(16, 16), (40, 24), (9, 5), (64, 128)], ids=str)
 @pytest.mark.factor("splits", [1, 2, 9])
-def test_dims_dtypes_and_numbers_of_pieces(
+def test_dims_dtypes_and_numbers_of_chunks(
     place: Place, splits: int, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     tensors = inputs(place, dims=dims, dtype=dtype)
-    check(place, *tensors, some_pieces(tensors[0], splits, dims[1]))
+    check(place, *tensors, some_chunks(tensors[0], splits, dims[1]))
 
 
 @pytest.mark.factor("queries", [1, 3, 20])
@@ -98,14 +98,14 @@ def test_groups_queries_and_lengths(place: Place, tokens: int, heads: int, queri
     # With more queries than tokens the first ones see none of these.
     tensors = inputs(place, batch=1, heads=heads, queries=queries, tokens=tokens)
     offset = None if queries == 1 else tokens - queries
-    check(place, *tensors, some_pieces(tensors[0], 5, 16), causal_offset=offset)
+    check(place, *tensors, some_chunks(tensors[0], 5, 16), causal_offset=offset)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.factor("queries", [1, 5])
 @pytest.mark.factor("softcap", [None, 2.0])
 @pytest.mark.factor("with_sinks", [False, True])
-@pytest.mark.factor("splits", [None, 9], ids=["long pieces", "a tile each"])
+@pytest.mark.factor("splits", [None, 9], ids=["long chunks", "a tile each"])
 def test_padding_caps_and_learned_sinks(
     place: Place, splits: int | None, with_sinks: bool, softcap: float | None, queries: int
 ) -> None:
@@ -117,7 +117,7 @@ def test_padding_caps_and_learned_sinks(
     sinks = torch.linspace(-3.0, 5.0, 6, device=place[1]) if with_sinks else None
     dirty = ~valid[:, None, :, None]
     key, value = key.masked_fill(dirty, float("nan")), value.masked_fill(dirty, float("nan"))
-    others = some_pieces(query, 4, 16)
+    others = some_chunks(query, 4, 16)
     others.outs[2], others.lses[2] = 0.0, -INF
     offset = None if queries == 1 else 70
     out, lse = check(
@@ -132,11 +132,11 @@ def test_padding_caps_and_learned_sinks(
 @pytest.mark.factor("splits", [1, 2, 3, 20])
 @pytest.mark.factor("others", [1, 3, 40])
 def test_however_the_work_is_shared_out(place: Place, others: int, splits: int) -> None:
-    """More programs than keys, more pieces than programs, and one program for all."""
+    """More programs than keys, more chunks than programs, and one program for all."""
     if place[0] != "triton":
         pytest.skip("only the Triton kernel shares it out")
     tensors = inputs(place, queries=2, tokens=200)
-    check(place, *tensors, some_pieces(tensors[0], others, 16), causal_offset=198, splits=splits)
+    check(place, *tensors, some_chunks(tensors[0], others, 16), causal_offset=198, splits=splits)
 
 
 @pytest.mark.factor("count", [0, 1, 512, 513, 2600])
@@ -147,7 +147,7 @@ def test_ids_are_counted_once_each_time(place: Place, count: int, dtype: torch.d
     Of two programs each has none, a block, or several, the last of which is not whole.
     """
     query, key, value = inputs(place, batch=1, queries=1, tokens=9)
-    others = some_pieces(query, 2, 16)
+    others = some_chunks(query, 2, 16)
     ids = torch.arange(count, device=place[1]).to(dtype).view(1, 1, 1, count)
     selected = torch.tensor(5, device=place[1])
     options: dict[str, Any] = {"scale": 0.3, "causal_offset": None, "backend": place[0]}
@@ -167,12 +167,12 @@ def test_ids_are_counted_once_each_time(place: Place, count: int, dtype: torch.d
 def test_more_query_rows_than_a_tile_has(place: Place) -> None:
     """Tickets of each tile are its own."""
     tensors = inputs(place, heads=16, queries=19, tokens=40, dims=(24, 16))
-    check(place, *tensors, some_pieces(tensors[0], 3, 16), causal_offset=21)
+    check(place, *tensors, some_chunks(tensors[0], 3, 16), causal_offset=21)
 
 
-def test_pieces_without_tickets_strided_masks_and_views(place: Place) -> None:
+def test_chunks_without_tickets_strided_masks_and_views(place: Place) -> None:
     query, key, value = inputs(place, queries=2, tokens=40)
-    others = some_pieces(query, 3, 16, tickets=False)
+    others = some_chunks(query, 3, 16, tickets=False)
     turned = query.transpose(1, 2).contiguous().transpose(1, 2)
     wide = torch.rand(2, 80, device=place[1]) > 0.5
     rows = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
@@ -184,7 +184,7 @@ def test_pieces_without_tickets_strided_masks_and_views(place: Place) -> None:
 
 def test_the_output_has_the_querys_dtype_unless_asked(place: Place) -> None:
     query, key, value = inputs(place, dtype=torch.float16)
-    others = some_pieces(query, 2, 16)
+    others = some_chunks(query, 2, 16)
     options: dict[str, Any] = {"scale": 0.3, "causal_offset": None, "backend": place[0]}
     out, lse = step_attention(query, key, value, others, **options)
     exact, _ = step_attention(query, key, value, others, **options, out_dtype=torch.float32)
@@ -196,7 +196,7 @@ def test_no_queries(place: Place) -> None:
     query, key, value = inputs(place, queries=0)
     ids = torch.empty(2, 2, 0, 4, dtype=torch.int32, device=place[1])
     selected = torch.tensor(3, device=place[1])
-    others = Pieces(query.new_zeros(2, 4, 0, 2, 16), query.new_zeros(2, 4, 0, 2))
+    others = Partials(query.new_zeros(2, 4, 0, 2, 16), query.new_zeros(2, 4, 0, 2))
     out, lse = step_attention(
         query, key, value, others,
         scale=1.0, causal_offset=None, ids=ids, selected=selected, backend=place[0],
@@ -206,20 +206,20 @@ def test_no_queries(place: Place) -> None:
 
 @pytest.mark.factor("heads", [2, 4], ids=["per kv head", "per query head"])
 def test_after_the_selected_rows(place: Place, heads: int) -> None:
-    """What ``gather_pieces`` leaves, tickets among it, is what is taken."""
+    """What ``gather_partials`` leaves, tickets among it, is what is taken."""
     query, key, value = inputs(place, queries=2, tokens=20)
     pages = [torch.randn(8, 2, 8, 32).to(place[1])]
     table = torch.arange(8, dtype=torch.int32, device=place[1]).view(2, 4)
     rows = PagedRows(pages, table, 16)
     ids = torch.rand(2, heads, 2, 32).argsort(-1).int().to(place[1])
     ids[..., 20:] = -1
-    pieces = gather_pieces(query, rows, ids, scale=0.3, backend=place[0])
-    check(place, query, key, value, pieces, causal_offset=18)
+    partials = gather_partials(query, rows, ids, scale=0.3, backend=place[0])
+    check(place, query, key, value, partials, causal_offset=18)
     every = torch.arange(32, dtype=torch.int32, device=place[1]).expand(2, 2, 1, 32)
     keys, values = rows.gather(every)
     chosen = (ids.unsqueeze(-1) == every[:, :1].unsqueeze(3)).any(-2)
     options: dict[str, Any] = {"scale": 0.3, "causal_offset": 18, "backend": place[0]}
-    out, _ = step_attention(query, key, value, pieces, **options)
+    out, _ = step_attention(query, key, value, partials, **options)
     all_keys, all_values = (
         torch.cat([cold[:, :, 0], near], 2).repeat_interleave(2, 1).double()
         for cold, near in ((keys, key), (values, value))
@@ -233,7 +233,7 @@ def test_after_the_selected_rows(place: Place, heads: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_a_growing_window_is_the_same_kernel(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    """Step by step, with and without a mask; but pieces of a tile are a kernel of their own."""
+    """Step by step, with and without a mask; but chunks of a tile are a kernel of their own."""
     prompt = pytest.importorskip("hf_kvret_kernels.prompt_attention.triton")
     shared = pytest.importorskip("hf_kvret_kernels._triton_shared")
     for module in (prompt, shared):
@@ -253,22 +253,22 @@ def test_a_growing_window_is_the_same_kernel(monkeypatch: pytest.MonkeyPatch, ba
 
 def test_what_does_not_fit_is_named() -> None:
     query, key, value = inputs(("naive", "cpu"))
-    good = some_pieces(query, 3, 16)
-    none = Pieces(good.outs[:, :, :, :0], good.lses[:, :, :, :0])
+    good = some_chunks(query, 3, 16)
+    none = Partials(good.outs[:, :, :, :0], good.lses[:, :, :, :0])
     one, ids = torch.zeros((), dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
     turned = torch.zeros(1, 4, 2, dtype=torch.int32).transpose(0, 2)
     for message, others, options in (
         ("do not fit", good, {"key": key[:, :1]}),
-        (r"others.lses has shape \(2, 4, 1\)", Pieces(good.outs, good.lses[..., 0]), {}),
+        (r"others.lses has shape \(2, 4, 1\)", Partials(good.outs, good.lses[..., 0]), {}),
         ("S 1 or more", none, {}),
         (
             r"others.outs is .* pass fp32 \[2, 4, 1, 3, 16\]",
-            Pieces(good.outs[..., :3], good.lses),
+            Partials(good.outs[..., :3], good.lses),
             {},
         ),
-        ("others.outs is torch.float16", Pieces(good.outs.half(), good.lses), {}),
-        ("others.tickets is torch.int64", Pieces(good.outs, good.lses, ids.long()), {}),
-        ("pass contiguous zeros", Pieces(good.outs, good.lses, turned), {}),
+        ("others.outs is torch.float16", Partials(good.outs.half(), good.lses), {}),
+        ("others.tickets is torch.int64", Partials(good.outs, good.lses, ids.long()), {}),
+        ("pass contiguous zeros", Partials(good.outs, good.lses, turned), {}),
         ("sink_logits is", good, {"sink_logits": torch.zeros(3)}),
         ("ids without selected", good, {"ids": ids}),
         ("ids is torch.float32", good, {"ids": ids.float(), "selected": one}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_step
-from hf_kvret_kernels.gather_attention import gather_attention, gather_pieces
+from hf_kvret_kernels.gather_attention import gather_attention, gather_partials
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.higgs import HiggsCodec, attend
 from hf_kvret_kernels.host_attention import host_attention
@@ -261,6 +261,6 @@ def test_many_heads_attend_to_a_wide_window(queries: int, masked: bool, backend:
     ids = torch.arange(0, 60, 7, dtype=torch.int32).expand(1, 1, queries, -1).contiguous()
     steps = []
     for way in ("naive", backend):
-        others = gather_pieces(query, rows, ids, scale=0.3, backend=way)
+        others = gather_partials(query, rows, ids, scale=0.3, backend=way)
         steps.append(step_attention(query, keys, values, others, backend=way, **options))
     torch.testing.assert_close(*steps, rtol=0, atol=WIDE_ERROR)

@@ -18,7 +18,7 @@ from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.ids import WrongIdError, check_code_range, check_id_range
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
-from hf_kvret_kernels.rest_tokens import RestMeans, rest_logits
+from hf_kvret_kernels.mean_tokens import BlockMeans, mean_logits
 
 from .draws import Place
 
@@ -227,10 +227,10 @@ def test_rest_tokens_of_blocks(place: Place) -> None:
     tensors = torch.randn(2, 2, 5, 16, generator=generator).to(place[1])
     counts = torch.full((2, 5), 6, dtype=torch.int32, device=place[1])
     query = torch.randn(2, 4, 1, 16, generator=generator).to(place[1])
-    means = RestMeans(tensors, tensors, counts, 6)
+    means = BlockMeans(tensors, tensors, counts, 6)
 
     def work(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (rest_logits(query, means, ids, scale=0.3, backend=place[0]),)
+        return (mean_logits(query, means, ids, scale=0.3, backend=place[0]),)
 
     masks(work, *ids_with(place, WRONG))
 

@@ -60,7 +60,7 @@ COUNTED = {
     "codebook.score_table": Work(12 * 64 + 3 * 32 * 32, 12 * 32 * 4, 12 * 32 * 16),
     "codebook.lookup": Work(12 * 32 * 4 + 600 * 2 + 200, 1200 * 4),
     "codebook.lookup_scores": Work(12 * 32 * 4 + 600 * 2 + 200, 600 * 4),
-    "proxy.top_places": Work(600 * 8 + 12 * 16 + 200, 60 * 4, 1200 * 4),
+    "proxy.top_indices": Work(600 * 8 + 12 * 16 + 200, 60 * 4, 1200 * 4),
     "top_k": Work(600 * 4, 60 * 4),
     # 6 centroids of 2 heads for each KV head, lists of 25.
     "centroid.top_keys": Work(600 * 32 + 72 * 32 + 200, 36 * 25 * 4, 72 * 100 * 16),
@@ -208,7 +208,7 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         for name in ("encode", "score_table", "lookup_scores")
     },
     "codebook.lookup": ("a2ats", {"budget_of": "union"}, (f"{KERNELS}codebook.lookup",)),
-    "proxy.top_places": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.top_places",)),
+    "proxy.top_indices": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.top_indices",)),
     "top_k": ("a2ats", {}, ("hf_kvret.methods.a2ats.index.top_k", "kernel_ops.top_k")),
     "centroid.top_keys": ("ctkvr", {}, (f"{KERNELS}centroid.key_lists",)),
     "centroid.similarity": ("ctkvr", {}, (f"{KERNELS}centroid.similarity",)),
@@ -234,12 +234,12 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "higgs.attend": (
         "paris",
         {"store": "higgs"},
-        (f"{KERNELS}higgs.attend_pieces", f"{KERNELS}higgs.attention.attend_pieces"),
+        (f"{KERNELS}higgs.attend_partials", f"{KERNELS}higgs.attention.attend_partials"),
     ),
     "gather_attention": (
         "paris",
         {"store": "device"},
-        ("hf_kvret.stores.paged.gather_pieces", f"{KERNELS}gather_attention.gather_pieces"),
+        ("hf_kvret.stores.paged.gather_partials", f"{KERNELS}gather_attention.gather_partials"),
     ),
     "gather_scores": (
         "ctkvr",
@@ -437,7 +437,7 @@ def test_nothing_is_reported_of_a_way_that_is_wrong_and_others_go_on(
     [
         (["--ops", "codebook.encod"], "--ops codebook.encod: choose of codebook.encode, "),
         (["--ops", ","], "--ops is empty"),
-        (["--ops", "proxy,proxy.top_places"], "proxy.top_places is named twice"),
+        (["--ops", "proxy,proxy.top_indices"], "proxy.top_indices is named twice"),
         (["--backends", "cuda"], "--backends: unknown: cuda; choose among auto, naive, triton"),
         (["--backends", ","], "--backends: none is named"),
         (["--backends", "triton"], "--backends triton: on cpu these operations have "),

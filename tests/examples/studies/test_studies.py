@@ -25,7 +25,7 @@ from paris_ablation import (
     k_means,
     variant,
 )
-from rest_tokens import RestTokens, follow_all, rest_options
+from rest_tokens import MeanTokens, follow_all, rest_options
 
 from hf_kvret import FlatKVCache, TokenBlock
 from hf_kvret.lab.evaluate.caches import CacheChoice
@@ -228,8 +228,8 @@ def test_a_budget_of_everything_is_full_attention() -> None:
 @pytest.mark.parametrize(
     ("study", "arguments", "message"),
     [
-        (RestTokens, ["--rests", "median"], "choose nothing, mean, or tokens of a mean"),
-        (RestTokens, ["--caches", "flat:rest=mean"], "--rests and --shares name them"),
+        (MeanTokens, ["--rests", "median"], "choose nothing, mean, or tokens of a mean"),
+        (MeanTokens, ["--caches", "flat:rest=mean"], "--rests and --shares name them"),
         (
             LatentHeads,
             ["--text", __file__, "--caches", "aqua"],
@@ -340,7 +340,7 @@ def test_latent_heads(smallest: Run) -> None:
 
 
 def test_rest_tokens(smallest: Run) -> None:
-    rows, table = smallest(RestTokens)
+    rows, table = smallest(MeanTokens)
     nothing, mean = (rows["tokens", f"0.05, {rest}", 512] for rest in ("nothing", "mean"))
     assert nothing["rows"] == pytest.approx(0.05, abs=0.01) and 0.0 < nothing["lost"] < 1.0
     assert mean["kl"] < nothing["kl"] and mean["step_bytes"] < mean["full_bytes"]

@@ -1,4 +1,4 @@
-"""Logits of rest tokens, and their share of a step, against float64."""
+"""Logits of means tokens, and their share of a step, against float64."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hf_kvret_kernels.merge import Pieces
-from hf_kvret_kernels.rest_tokens import RestMeans, RestTokens, rest_logits
+from hf_kvret_kernels.merge import Partials
+from hf_kvret_kernels.mean_tokens import BlockMeans, MeanTokens, mean_logits
 from hf_kvret_kernels.step_attention import step_attention
 
 from .draws import Place
@@ -18,7 +18,7 @@ HEADS = 2
 
 def make_case(
     group: int, dim: int, tokens: int, choosers: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, RestMeans, torch.Tensor]:
+) -> tuple[torch.Tensor, BlockMeans, torch.Tensor]:
     """Queries, means of ``tokens`` sets of 10 slots each, and ids of ``choosers`` heads."""
     generator = torch.Generator().manual_seed(dim + tokens)
     query = torch.randn(2, HEADS * group, 3, dim, generator=generator).to(dtype)
@@ -31,11 +31,11 @@ def make_case(
     drawn[drawn % 10 >= 7] = -1
     drawn[1, :, :, :3] = torch.arange(3, dtype=torch.int32)
     drawn[1, :, :, 3:][drawn[1, :, :, 3:] < 10] = -1
-    return query, RestMeans(keys, values, counts, 10 if tokens > 1 else 0), drawn
+    return query, BlockMeans(keys, values, counts, 10 if tokens > 1 else 0), drawn
 
 
 def logits_by_hand(
-    query: torch.Tensor, means: RestMeans, ids: torch.Tensor, softcap: float | None
+    query: torch.Tensor, means: BlockMeans, ids: torch.Tensor, softcap: float | None
 ) -> torch.Tensor:
     batch, query_heads, queries, _ = query.shape
     tokens = means.keys.shape[2]
@@ -66,10 +66,10 @@ def test_logits(
     backend, device = place
     group, dim, choosers = form
     query, means, ids = make_case(group, dim, tokens, choosers, dtype)
-    there = RestMeans(
+    there = BlockMeans(
         means.keys.to(device), means.values.to(device), means.counts.to(device), means.block_len
     )
-    logits = rest_logits(
+    logits = mean_logits(
         query.to(device), there, ids.to(device), scale=0.3, softcap=softcap, backend=backend
     )
     expected = logits_by_hand(query, means, ids, softcap)
@@ -87,17 +87,17 @@ def test_a_step_joins_them(place: Place, sinks: bool, tokens: int) -> None:
         return torch.randn(*shape, generator=generator).to(device)
 
     query, key, value = draw(2, 6, 1, 32), draw(2, HEADS, 5, 32), draw(2, HEADS, 5, 16)
-    others = Pieces(draw(2, 6, 1, 3, 16), draw(2, 6, 1, 3))
-    rest = RestTokens(draw(2, 6, 1, tokens), draw(2, HEADS, tokens, 16))
-    rest.logits[0, 0] = -math.inf
+    others = Partials(draw(2, 6, 1, 3, 16), draw(2, 6, 1, 3))
+    means = MeanTokens(draw(2, 6, 1, tokens), draw(2, HEADS, tokens, 16))
+    means.logits[0, 0] = -math.inf
     logits = draw(6) if sinks else None
     options = {"scale": 0.3, "causal_offset": None, "sink_logits": logits, "backend": backend}
-    out, lse = step_attention(query, key, value, others, rest=rest, **options)
-    with_pieces = Pieces(
-        torch.cat([others.outs, rest.pieces().outs], dim=3),
-        torch.cat([others.lses, rest.logits], dim=3),
+    out, lse = step_attention(query, key, value, others, means=means, **options)
+    with_chunks = Partials(
+        torch.cat([others.outs, means.partials().outs], dim=3),
+        torch.cat([others.lses, means.logits], dim=3),
     )
-    expected, wanted_lse = step_attention(query, key, value, with_pieces, **options)
+    expected, wanted_lse = step_attention(query, key, value, with_chunks, **options)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
 
@@ -105,9 +105,9 @@ def test_a_step_joins_them(place: Place, sinks: bool, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"keys": torch.zeros(2, HEADS, 1, 8, dtype=torch.float64)}, "rest tokens' keys"),
-        ({"values": torch.zeros(2, HEADS, 8, 1).transpose(2, 3)[..., ::2]}, "rest tokens' values"),
-        ({"counts": torch.zeros(2, 2, dtype=torch.int32)}, "rest tokens' counts"),
+        ({"keys": torch.zeros(2, HEADS, 1, 8, dtype=torch.float64)}, "means tokens' keys"),
+        ({"values": torch.zeros(2, HEADS, 8, 1).transpose(2, 3)[..., ::2]}, "means tokens' values"),
+        ({"counts": torch.zeros(2, 2, dtype=torch.int32)}, "means tokens' counts"),
         ({"block_len": -1}, "block_len=-1"),
     ],
 )
@@ -117,10 +117,10 @@ def test_means_that_do_not_fit_are_refused(change: dict[str, object], message: s
         "values": torch.zeros(2, HEADS, 1, 8),
         "counts": torch.ones(2, 1, dtype=torch.int32),
     }
-    means = RestMeans(**{**options, **change})  # type: ignore[arg-type]
+    means = BlockMeans(**{**options, **change})  # type: ignore[arg-type]
     ids = torch.zeros(2, HEADS, 1, 3, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
-        rest_logits(torch.zeros(2, 4, 1, 8), means, ids, scale=1.0)
+        mean_logits(torch.zeros(2, 4, 1, 8), means, ids, scale=1.0)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,6 @@ def test_means_that_do_not_fit_are_refused(change: dict[str, object], message: s
 )
 def test_ids_that_do_not_fit_are_refused(ids: torch.Tensor) -> None:
     ones = torch.ones(2, HEADS, 1, 8)
-    means = RestMeans(ones, ones, torch.ones(2, 1, dtype=torch.int32))
+    means = BlockMeans(ones, ones, torch.ones(2, 1, dtype=torch.int32))
     with pytest.raises(ValueError, match="ids"):
-        rest_logits(torch.zeros(2, 4, 1, 8), means, ids, scale=1.0)
+        mean_logits(torch.zeros(2, 4, 1, 8), means, ids, scale=1.0)
