@@ -17,7 +17,6 @@ from collections.abc import Sequence
 # Read when huggingface_hub is imported.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
-from app_parts.environment import close_environment
 from app_parts.reading import CACHES, Limits
 from app_parts.session import Choices, Desk
 from app_parts.uploads import size_text
@@ -33,6 +32,9 @@ from hf_kvret.lab.program.arguments import (
     whole_number,
 )
 from hf_kvret.options.config import byte_count
+
+# Where Gradio keeps uploads, which its environment may say.
+_HARMLESS = ("GRADIO_TEMP_DIR",)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -80,15 +82,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until Ctrl-C. Returns the exit status."""
-    given = make_parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if importlib.util.find_spec("gradio") is None:
         print('the app needs gradio: pip install -c constraints.txt ".[app]"', file=sys.stderr)
         return 1
-    limits = Limits(upload=given.max_upload, tokens=given.max_tokens, answer=given.new_tokens)
+    limits = Limits(upload=options.max_upload, tokens=options.max_tokens, answer=options.new_tokens)
     try:
-        check_device(given.device)
-        subject = load_subject(given.model, DTYPES[given.dtype], given.device)
-        desk = Desk(subject, Choices(given.cache, given.top_k, limits, given.plain))
+        check_device(options.device)
+        subject = load_subject(options.model, DTYPES[options.dtype], options.device)
+        desk = Desk(subject, Choices(options.cache, options.top_k, limits, options.plain))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -97,11 +99,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from app_parts.server import serve
 
     try:
-        serve(desk, given.port)
+        serve(desk, options.port)
     except OSError as error:
-        print(f"--port {given.port}: {error}", file=sys.stderr)
+        print(f"--port {options.port}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def close_environment() -> None:
+    """Drop Gradio's settings and turn its analytics off, before Gradio is imported.
+
+    They could serve folders, other machines, or pages of other sites, and some have no argument
+    that overrides them: an empty ``allowed_paths`` falls back to ``GRADIO_ALLOWED_PATHS``.
+    """
+    for name in list(os.environ):
+        if name.startswith("GRADIO_") and name not in _HARMLESS:
+            del os.environ[name]
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 
 def _budget(text: str) -> str:

@@ -54,8 +54,8 @@ def normal_lattice(cells: int) -> tuple[torch.Tensor, torch.Tensor]:
 def nearest(places: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     """``[N]`` int64: the nearest point of each place."""
     half = points.square().sum(1) / 2
-    pieces = (torch.addmm(-half, piece, points.T).argmax(1) for piece in places.split(_AT_ONCE))
-    return torch.cat(list(pieces))
+    indices = (torch.addmm(-half, chunk, points.T).argmax(1) for chunk in places.split(_AT_ONCE))
+    return torch.cat(list(indices))
 
 
 def squared_error(points: torch.Tensor, cells: int = FINAL) -> float:
@@ -80,9 +80,9 @@ def lloyd(
     moments = places * mass[:, None]
     for number in range(rounds):
         owner = nearest(places, points)
-        held = torch.zeros(len(points), dtype=torch.float64).index_add_(0, owner, mass)
+        masses = torch.zeros(len(points), dtype=torch.float64).index_add_(0, owner, mass)
         sums = torch.zeros_like(points).index_add_(0, owner, moments)
-        points = torch.where(held[:, None] > 0, sums / held[:, None], points)
+        points = torch.where(masses[:, None] > 0, sums / masses[:, None], points)
         if shake:
             # Neighbours are the farther apart the farther out, where points are thin.
             apart = (points.square().sum(1, keepdim=True) / 8).exp() * (8 / len(points)) ** 0.5

@@ -206,13 +206,13 @@ def measure(parts: list[Part], out: Path, tiny: bool, budget: float) -> list[tup
 def main() -> int:
     """Run the plan; returns 1 where a part failed or was interrupted."""
     options = _options()
-    known = {part.name: part for part in PLAN}
-    wanted = options.only.split(",") if options.only else list(known)
-    unknown = [name for name in wanted if name not in known]
+    parts_by_name = {part.name: part for part in PLAN}
+    names = options.only.split(",") if options.only else list(parts_by_name)
+    unknown = [name for name in names if name not in parts_by_name]
     if unknown:
-        print(f"--only {unknown[0]}: choose of {', '.join(known)}", file=sys.stderr)
+        print(f"--only {unknown[0]}: choose of {', '.join(parts_by_name)}", file=sys.stderr)
         return 2
-    parts = [known[name] for name in wanted]
+    parts = [parts_by_name[name] for name in names]
     if options.list:
         for part in parts:
             print(f"hf-kvret {shlex.join(part.command(options.out, options.tiny))}")

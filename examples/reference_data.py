@@ -142,16 +142,16 @@ def encode_texts(
             random.Random(seed).shuffle(pieces)
             if unread:
                 pieces.reverse()
-            wanted, parts, have = share * tokens, [], 0
+            limit, chunks, length = share * tokens, [], 0
             for piece in pieces:
                 ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-                parts.append(np.array([tokenizer.bos_token_id, *ids], dtype=np.uint16))
-                have += len(parts[-1])
-                bar.update(len(parts[-1]))
-                if have >= wanted:
+                chunks.append(np.array([tokenizer.bos_token_id, *ids], dtype=np.uint16))
+                length += len(chunks[-1])
+                bar.update(len(chunks[-1]))
+                if length >= limit:
                     break
-            if parts:
-                encoded[source] = np.concatenate(parts)
+            if chunks:
+                encoded[source] = np.concatenate(chunks)
     return encoded
 
 
@@ -223,8 +223,9 @@ class NeedleRows:
         )
 
     def _turn(self, question: str, answer: str) -> tuple[list[int], list[bool]]:
-        asked, given = self._encode(f"\n{question}"), self._encode(answer)
-        return asked + given, [False] * len(asked) + [True] * len(given)
+        question_ids, answer_ids = self._encode(f"\n{question}"), self._encode(answer)
+        is_answer = [False] * len(question_ids) + [True] * len(answer_ids)
+        return question_ids + answer_ids, is_answer
 
     def _natural(self, needles: int, haystack: str) -> tuple[list[str], list[tuple[str, str]]]:
         rng, facts, turns = self.rng, [], []
@@ -255,10 +256,10 @@ class NeedleRows:
             text = (RULER_ASK_ONE if one else RULER_ASK).format(
                 kind=kind[:-1] if one else kind, keys=_listed(chosen)
             )
-            told = [
+            answers = [
                 f" for {key} is: {_listed([v for k, v in pairs if k == key])}" for key in chosen
             ]
-            turns.append((text, ";".join(told) + "."))
+            turns.append((text, ";".join(answers) + "."))
         return facts, turns
 
     def _value(self, kind: str) -> str:

@@ -55,15 +55,15 @@ class Books:
         self, tokenizer: PreTrainedTokenizerFast, text: dict[str, np.ndarray], seed: int
     ) -> None:
         tokens = np.concatenate(list(text.values()))
-        pieces = len(tokens) // LONGEST
-        if not pieces:
+        chunks = len(tokens) // LONGEST
+        if not chunks:
             raise ValueError(f"the text has {len(tokens)} tokens: {LONGEST} are needed at least")
-        shuffled = tokens[: pieces * LONGEST].reshape(pieces, LONGEST)
-        shuffled = shuffled[np.random.default_rng(seed).permutation(pieces)]
+        shuffled = tokens[: chunks * LONGEST].reshape(chunks, LONGEST)
+        shuffled = shuffled[np.random.default_rng(seed).permutation(chunks)]
         self.text, self.next = torch.from_numpy(shuffled.astype(np.int64)).flatten(), 0
 
     def choose(self, progress: Progress) -> Step:
-        return Step(stage=None, pieces=1)
+        return Step(stage=None, batches=1)
 
     def draw(self, stage: int | None) -> tuple[torch.Tensor, ...]:
         """``[rows, length]`` tokens, positions and a mask without answers."""

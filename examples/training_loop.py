@@ -48,11 +48,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step learns from: ``pieces`` batches of needle documents of ``stage``, or of plain
+    """What a step learns from: ``batches`` batches of needle documents of ``stage``, or of plain
     text where that is None; all but answers weighs ``text_weight``."""
 
     stage: int | None
-    pieces: int
+    batches: int
     text_weight: float = 1.0
 
 
@@ -190,10 +190,10 @@ def learn(
         while progress.tokens < budget:
             started = time.perf_counter()
             step = batches.choose(progress)
-            for _ in range(step.pieces):
+            for _ in range(step.batches):
                 batch = batches.draw(step.stage)
                 loss, plain, right = losses(model, *batch, text_weight=step.text_weight)
-                (loss / step.pieces).backward()
+                (loss / step.batches).backward()
                 progress.tokens += batch[0].numel()
                 bar.update(batch[0].numel())
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

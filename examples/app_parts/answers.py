@@ -78,7 +78,7 @@ class Answer:
         prompt: document and question; slot i of the cache holds its token i.
         document_len: how many of them are of the document.
         ids: generated so far; they follow in the cache, but for the last one.
-        pieces: of text, one for each of ``ids``.
+        texts: one for each of ``ids``.
         steps: that gave them.
         passes: forward passes, one more than ``steps`` where the model ended the answer.
         seconds: of these passes.
@@ -89,7 +89,7 @@ class Answer:
     prompt: Tokens
     document_len: int
     ids: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     passes: int = 0
     seconds: float = 0.0
@@ -100,23 +100,23 @@ class Answer:
     @property
     def text(self) -> str:
         """What was generated."""
-        return "".join(self.pieces)
+        return "".join(self.texts)
 
     @property
-    def all_pieces(self) -> list[str]:
-        """Pieces of text by slot: of document, question and answer."""
-        return self.prompt.pieces + self.pieces
+    def all_texts(self) -> list[str]:
+        """Texts by slot: of document, question and answer."""
+        return self.prompt.texts + self.texts
 
     @property
     def words(self) -> list[tuple[str, range]]:
         """Words, and the numbers of the tokens that each is made of; white space goes before."""
         words: list[tuple[str, range]] = []
-        for number, piece in enumerate(self.pieces):
-            if not words or (piece[:1].isspace() and words[-1][0].strip()):
-                words.append((piece, range(number, number + 1)))
+        for number, text in enumerate(self.texts):
+            if not words or (text[:1].isspace() and words[-1][0].strip()):
+                words.append((text, range(number, number + 1)))
             else:
-                text, tokens = words[-1]
-                words[-1] = text + piece, range(tokens.start, number + 1)
+                word, tokens = words[-1]
+                words[-1] = word + text, range(tokens.start, number + 1)
         return words
 
     @property
@@ -172,8 +172,8 @@ class Highlights:
 
 
 def highlights(answer: Answer, part: Part) -> Highlights:
-    """See ``Highlights``; arrays are ``[slots]`` of all pieces."""
-    slots = len(answer.all_pieces)
+    """See ``Highlights``; arrays are ``[slots]`` of all texts."""
+    slots = len(answer.all_texts)
     counts, shares = np.zeros(slots, dtype=np.int64), np.zeros(slots)
     sinks, recent = np.zeros((2, slots), dtype=bool)
     near, total = np.zeros(2), 0

@@ -160,7 +160,7 @@ class Reading:
                 break
             answer.steps.append(Step({}, turn.length))
             answer.ids.append(best)
-            answer.pieces = self.language.answer(answer.ids)
+            answer.texts = self.language.answer(answer.ids)
             token = torch.tensor([best])
             yield answer
         usage = turn.usage()

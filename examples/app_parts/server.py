@@ -1,4 +1,4 @@
-"""The server of the page: this machine alone, no other host; see ``environment`` too."""
+"""The server of the page: this machine alone, no other host; see ``app.close_environment`` too."""
 
 from __future__ import annotations
 

@@ -37,31 +37,31 @@ def escaped(text: str) -> str:
     return html.escape(visible(text), quote=True).translate(_TEMPLATE)
 
 
-def notice(text: str, kind: str = "info") -> str:
-    """A message; ``kind`` is ``info`` or ``error``."""
-    assert kind in ("info", "error")
-    role = "alert" if kind == "error" else "status"
-    return f'<div class="kvret-notice {kind}" role="{role}">{escaped(text)}</div>'
+def notice(text: str, level: str = "info") -> str:
+    """A message; ``level`` is ``info`` or ``error``."""
+    assert level in ("info", "error")
+    role = "alert" if level == "error" else "status"
+    return f'<div class="kvret-notice {level}" role="{role}">{escaped(text)}</div>'
 
 
 def answer_html(answer: Answer, part: Part) -> str:
     """The answer, the chosen tokens of it set off."""
     first, last = part.tokens.start, part.tokens.stop
     before, chosen, after = (
-        escaped("".join(answer.pieces[slice(*place)]))
+        escaped("".join(answer.texts[slice(*place)]))
         for place in ((0, first), (first, last), (last, None))
     )
-    is_whole = len(part.tokens) == len(answer.pieces)
+    is_whole = len(part.tokens) == len(answer.texts)
     middle = f"<span>{chosen}</span>" if is_whole else f"<b>{chosen}</b>"
     return f'<div class="kvret-answer" dir="auto">{before}{middle}{after}</div>'
 
 
 def numbers_html(answer: Answer) -> str:
     """How much was read, and how quickly."""
-    held, read = answer.full_bytes / 1e6, answer.step_bytes / 1e6
+    full, read = answer.full_bytes / 1e6, answer.step_bytes / 1e6
     cells = [
         (f"{answer.read_ratio:.1%}", "of the cache's rows read per token"),
-        (f"{read:.2f} of {held:.2f} MB", "read per token, search included"),
+        (f"{read:.2f} of {full:.2f} MB", "read per token, search included"),
         (f"{answer.rate:.1f}", "tokens a second"),
     ]
     parts = (f"<div><b>{escaped(number)}</b><span>{text}</span></div>" for number, text in cells)
@@ -108,10 +108,10 @@ class Text:
     """Pieces of a text, and how each looks."""
 
     def __init__(self, answer: Answer, marks: Highlights, strength: np.ndarray) -> None:
-        self.pieces, self.marks, self.strength = answer.all_pieces, marks, strength
+        self.texts, self.marks, self.strength = answer.all_texts, marks, strength
         self.borders = {answer.document_len: "question", len(answer.prompt): "answer"}
 
-    def kind(self, slot: int) -> str:
+    def css_class(self, slot: int) -> str:
         """``hit``, ``sink``, ``recent`` or nothing."""
         marks = self.marks
         if marks.counts[slot]:
@@ -133,16 +133,16 @@ class Text:
 
     def _goes_on(self, first: int, slot: int) -> bool:
         # Later tokens of one character have no piece of their own.
-        if not self.pieces[slot]:
+        if not self.texts[slot]:
             return True
-        return self.kind(first) == self.kind(slot) != "hit"
+        return self.css_class(first) == self.css_class(slot) != "hit"
 
     def _element(self, first: int, stop: int) -> str:
-        text, marks = escaped("".join(self.pieces[first:stop])), self.marks
+        text, marks = escaped("".join(self.texts[first:stop])), self.marks
         hits = [slot for slot in range(first, stop) if marks.counts[slot]]
         if not hits:
-            kind = self.kind(first)
-            return f'<i class="{kind}">{text}</i>' if kind else text
+            name = self.css_class(first)
+            return f'<i class="{name}">{text}</i>' if name else text
         count, share = int(marks.counts[hits].max()), float(marks.shares[hits].sum())
         title = f"token {first:,}: {share:.1%} of the attention, in {count} of {marks.selections}"
         strength = float(self.strength[hits].max())
@@ -160,9 +160,9 @@ def _shares(marks: Highlights) -> str:
         return ""
     sinks, recent = marks.near_shares
     share, count = f"{marks.shares.sum():.0%}", f"{int((marks.counts > 0).sum()):,}"
-    found = f"{share} of the attention went to {count} retrieved tokens"
+    result = f"{share} of the attention went to {count} retrieved tokens"
     near = f"{sinks:.0%} to sinks, {recent:.0%} to recent tokens"
-    return f'<div class="kvret-shares">{found}, {near}.</div>'
+    return f'<div class="kvret-shares">{result}, {near}.</div>'
 
 
 def _map(marks: Highlights, strength: np.ndarray) -> str:
@@ -175,9 +175,9 @@ def _map(marks: Highlights, strength: np.ndarray) -> str:
         most = float(strength[first:last].max(initial=0.0))
         near = bool(marks.sinks[first:last].any() or marks.recent[first:last].any())
         if most > 0 or near:
-            kind = "hit" if most > 0 else "recent"
+            name = "hit" if most > 0 else "recent"
             style = f"left: {number * width:.3f}%; width: {width:.3f}%; --s: {most:.3f}"
-            bins.append(f'<i class="{kind}" style="{style}"></i>')
+            bins.append(f'<i class="{name}" style="{style}"></i>')
     label = "Where the attention to retrieved tokens lies, from the start of the text to its end"
     return f'<div class="kvret-map" role="img" aria-label="{label}">{"".join(bins)}</div>'
 

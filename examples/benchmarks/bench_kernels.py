@@ -1,4 +1,13 @@
-"""Single operations against their floors and plain torch."""
+"""Single operations against the bytes and multiply-adds that they can't do without. Beside each
+stands plain torch (naive) doing the same. Each call begins with cold caches; ways take turns call
+by call, and a row is the median over --repeats calls, or over fewer where more would take longer
+than --limit. Bandwidth and matrix products are measured in the same run.
+
+    python examples/benchmarks/bench_kernels.py --ops codebook --context 4K,32K,128K \\
+        --json kernels.json
+    python examples/benchmarks/bench_kernels.py --device cuda --batch 1,8 \\
+        --json gpu.json --plot gpu.png
+"""
 
 from __future__ import annotations
 
@@ -8,10 +17,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from kernel_attention import ATTENTION_OPS, HIGGS_OPS
 from kernel_clock import (
     CacheFlush,
     TimedTogether,
@@ -23,10 +31,8 @@ from kernel_clock import (
     time_once,
     torch_threads,
 )
-from kernel_codebook import CODEBOOK_OPS, SEARCH_OPS
-from kernel_inputs import Draw, KernelShape
-from kernel_paris import PARIS_OPS
-from kernel_work import KernelOp, Rates
+from kernel_ops import ATTENTION_OPS, CODEBOOK_OPS, HIGGS_OPS, PARIS_OPS, SEARCH_OPS
+from kernel_work import Draw, KernelOp, KernelShape, Rates
 
 from hf_kvret.lab.bench import timed
 from hf_kvret.lab.bench.timing import measure_bandwidth
@@ -51,23 +57,9 @@ _SIZES = ("heads", "group", "head_dim", "top_k", "codewords", "rank")
 class Kernels(TimedTogether):
     """Single operations against the bytes and multiply-adds that they can't do without."""
 
-    command: ClassVar[str] = "bench"
-    name: ClassVar[str] = "kernels"
-    summary: ClassVar[str] = "time of single operations against their floors, and of plain torch"
-    description: ClassVar[str] = (
-        "Single operations against the bytes and multiply-adds that they can't do without. "
-        "Beside each stands plain torch (naive) doing the same. Each call begins with cold "
-        "caches; ways take turns call by call, and a row is the median over --repeats calls, or "
-        "over fewer where more would take longer than --limit. Bandwidth and matrix products "
-        "are measured in the same run."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "python examples/benchmarks/bench_kernels.py --ops codebook --context 4K,32K,128K "
-        "--json kernels.json",
-        "python examples/benchmarks/bench_kernels.py --device cuda --batch 1,8 "
-        "--json gpu.json --plot gpu.png",
-    )
-    smallest: ClassVar[str] = (
+    command = "bench"
+    name = "kernels"
+    smallest = (
         "--device cpu --context 512 --repeats 1 --heads 1 --head-dim 32 --top-k 16 --codewords 16"
     )
 
@@ -162,8 +154,8 @@ class Kernels(TimedTogether):
         if device.type == "cpu":
             check_host_memory(op.held_bytes(shape))
         call, ways = op.prepare(shape, Draw(device, self.seed)), [cell["cache"] for cell in group]
-        told = f"{op.name} at {shape.length} tokens, batch {shape.batch}"
-        errors = check_ways(call.run, ways, "naive", call.error, lambda way: call.tolerance, told)
+        label = f"{op.name} at {shape.length} tokens, batch {shape.batch}"
+        errors = check_ways(call.run, ways, "naive", call.error, lambda way: call.tolerance, label)
         calls = {way: partial(call.run, way) for way in ways}
         # Not the first calls, which may have compiled something.
         once = {way: time_once(calls[way], device)[1] for way in ways}
@@ -196,86 +188,77 @@ class Kernels(TimedTogether):
     @classmethod
     def table(cls, results: Results) -> str:
         """A line for each operation, length, batch and way, with the machine's rates above."""
-        return kernels_table(results)
+        ops = list(dict.fromkeys(cell["op"] for cell, _ in results))
+
+        def place(entry: tuple[Cell, Row]) -> tuple[int, int, int]:
+            return ops.index(entry[0]["op"]), entry[0]["batch"], entry[0]["length"]
+
+        def times(cell: Cell, row: Row) -> str:
+            naive = results.find(cell | {"cache": "naive"}) or {}
+            return f"{naive['seconds'] / row['seconds']:.3g}" if "seconds" in naive else "-"
+
+        columns: tuple[timed.Column, ...] = (
+            ("operation", lambda cell, row: cell["op"]),
+            ("tokens", lambda cell, row: f"{cell['length']:,}"),
+            ("batch", lambda cell, row: str(cell["batch"])),
+            ("way", lambda cell, row: cell["cache"]),
+            ("ms", lambda cell, row: _ms(row["seconds"])),
+            ("quartiles", lambda cell, row: timed.spread(row, _ms)),
+            ("naive / it", times),
+            ("MB to move", lambda cell, row: _megabytes(row["read_bytes"] + row["written_bytes"])),
+            ("GB/s", lambda cell, row: _three(row["bytes_per_second"] / 1e9)),
+            ("of bandwidth", lambda cell, row: f"{row['of_bandwidth']:.1%}"),
+            ("G mul-adds", lambda cell, row: _some(row, _three(row["multiply_adds"] / 1e9))),
+            ("of products", lambda cell, row: _some(row, f"{row['of_products']:.1%}")),
+            ("bound by", lambda cell, row: row["bound"]),
+            ("floor ms", lambda cell, row: _ms(row["floor_seconds"])),
+            ("time / floor", lambda cell, row: _three(row["seconds"] / row["floor_seconds"])),
+            ("sizes", lambda cell, row: row["sizes"]),
+        )
+        return timed.rows_table(columns, sorted(results, key=place), 4, _said(results))
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
-        plot_kernels(path, results)
+        """Floor over time in percent: a group of bars an operation, a bar for each size.
+
+        Of the ways, the quickest but plain torch is shown, or plain torch where nothing else was
+        measured.
+        """
+        shares: dict[str, dict[tuple[int, int], float]] = {}
+        for cell, row in results:
+            if "seconds" in row and _is_shown(results, cell):
+                # Several short lines, so that neighbours don't run into each other.
+                lines = "\n".join((cell["op"].replace(".", ".\n"), cell["cache"]))
+                share = 100 * row["floor_seconds"] / row["seconds"]
+                shares.setdefault(lines, {})[cell["batch"], cell["length"]] = share
+        bars = {
+            f"{length:,} tokens, batch {batch}": [
+                group.get((batch, length)) for group in shares.values()
+            ]
+            for batch, length in sorted({size for group in shares.values() for size in group})
+        }
+        title = f"operations against their floors, {_where(results.setup)}"
+        plot_groups(path, list(shares), bars, title=title, y="floor / time, %")
 
 
-def choose_ops(wanted: Sequence[str]) -> dict[str, KernelOp]:
+def choose_ops(words: Sequence[str]) -> dict[str, KernelOp]:
     """The operations by name; ``"codebook"`` stands for all whose names begin with ``codebook.``.
 
     Raises:
         ValueError: an unknown name, one twice, or none.
     """
-    found: dict[str, KernelOp] = {}
-    for name in wanted:
+    results: dict[str, KernelOp] = {}
+    for name in words:
         some = [known for known in OPS if known == name or known.startswith(f"{name}.")]
         if not some:
             raise ValueError(f"--ops {name}: choose of {', '.join(OPS)}")
-        twice = [known for known in some if known in found]
+        twice = [known for known in some if known in results]
         if twice:
-            raise ValueError(f"--ops {','.join(wanted)}: {twice[0]} is named twice")
-        found |= {known: OPS[known] for known in some}
-    if not found:
+            raise ValueError(f"--ops {','.join(words)}: {twice[0]} is named twice")
+        results |= {known: OPS[known] for known in some}
+    if not results:
         raise ValueError(f"--ops is empty: choose of {', '.join(OPS)}")
-    return found
-
-
-def kernels_table(results: Results) -> str:
-    """A line for each operation, length, batch and way, with the machine's rates above."""
-    ops = list(dict.fromkeys(cell["op"] for cell, _ in results))
-
-    def place(entry: tuple[Cell, Row]) -> tuple[int, int, int]:
-        return ops.index(entry[0]["op"]), entry[0]["batch"], entry[0]["length"]
-
-    def times(cell: Cell, row: Row) -> str:
-        naive = results.find(cell | {"cache": "naive"}) or {}
-        return f"{naive['seconds'] / row['seconds']:.3g}" if "seconds" in naive else "-"
-
-    columns: tuple[timed.Column, ...] = (
-        ("operation", lambda cell, row: cell["op"]),
-        ("tokens", lambda cell, row: f"{cell['length']:,}"),
-        ("batch", lambda cell, row: str(cell["batch"])),
-        ("way", lambda cell, row: cell["cache"]),
-        ("ms", lambda cell, row: _ms(row["seconds"])),
-        ("quartiles", lambda cell, row: timed.spread(row, _ms)),
-        ("naive / it", times),
-        ("MB to move", lambda cell, row: _megabytes(row["read_bytes"] + row["written_bytes"])),
-        ("GB/s", lambda cell, row: _three(row["bytes_per_second"] / 1e9)),
-        ("of bandwidth", lambda cell, row: f"{row['of_bandwidth']:.1%}"),
-        ("G mul-adds", lambda cell, row: _some(row, _three(row["multiply_adds"] / 1e9))),
-        ("of products", lambda cell, row: _some(row, f"{row['of_products']:.1%}")),
-        ("bound by", lambda cell, row: row["bound"]),
-        ("floor ms", lambda cell, row: _ms(row["floor_seconds"])),
-        ("time / floor", lambda cell, row: _three(row["seconds"] / row["floor_seconds"])),
-        ("sizes", lambda cell, row: row["sizes"]),
-    )
-    return timed.rows_table(columns, sorted(results, key=place), 4, _said(results))
-
-
-def plot_kernels(path: Path, results: Results) -> None:
-    """Floor over time in percent: a group of bars an operation, a bar for each size.
-
-    Of the ways, the quickest but plain torch is shown, or plain torch where nothing else was
-    measured.
-    """
-    shares: dict[str, dict[tuple[int, int], float]] = {}
-    for cell, row in results:
-        if "seconds" in row and _is_shown(results, cell):
-            # Several short lines, so that neighbours don't run into each other.
-            lines = "\n".join((cell["op"].replace(".", ".\n"), cell["cache"]))
-            share = 100 * row["floor_seconds"] / row["seconds"]
-            shares.setdefault(lines, {})[cell["batch"], cell["length"]] = share
-    bars = {
-        f"{length:,} tokens, batch {batch}": [
-            group.get((batch, length)) for group in shares.values()
-        ]
-        for batch, length in sorted({size for group in shares.values() for size in group})
-    }
-    title = f"operations against their floors, {_where(results.setup)}"
-    plot_groups(path, list(shares), bars, title=title, y="floor / time, %")
+    return results
 
 
 def _is_shown(results: Results, cell: Cell) -> bool:
@@ -301,7 +284,7 @@ def _said(results: Results) -> str:
     for row in measured:
         for name, rate in row["product_rates"].items():
             products.setdefault(name, []).append(rate)
-    rates = ", ".join(f"{_span(found)} G in {name}" for name, found in products.items())
+    rates = ", ".join(f"{_span(result)} G in {name}" for name, result in products.items())
     bandwidth = _span([row["bandwidth"] for row in measured])
     return f"{text} Bandwidth {bandwidth} GB/s; multiply-adds a second: {rates}."
 

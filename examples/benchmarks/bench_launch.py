@@ -1,4 +1,13 @@
-"""Which launch numbers are quickest on this GPU family."""
+"""Which launch numbers are quickest here, for each operation and size. Each candidate's result is
+compared with that of the rule, the launch numbers without measurements; one that is wrong or does
+not run is refused. Candidates take turns, with cold caches before each call. What beats the rule by
+5% in the median is written to the file that launches of this GPU family read; where nothing does,
+it says that the rule is best. Other sizes in the file stay.
+
+    python examples/benchmarks/bench_launch.py --device cuda --json launch.json
+    python examples/benchmarks/bench_launch.py --device cuda --heads 8 --group 4 --head-dim 128 \\
+        --batch 1,8,64
+"""
 
 from __future__ import annotations
 
@@ -10,12 +19,11 @@ from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from kernel_clock import CacheFlush, check_host_memory, time_calls
-from kernel_inputs import Draw, KernelShape
-from kernel_work import ATTENTION_ERRORS, SCORE_ERROR, as_tuple, distance
+from kernel_work import ATTENTION_ERRORS, SCORE_ERROR, Draw, KernelShape, as_tuple, distance
 from tqdm import tqdm
 
 from hf_kvret.lab.bench import timed
@@ -100,7 +108,7 @@ def search(case: TuneCase, timer: Timer) -> Winner:
     Errors of the rule's own launch come through. Those of a candidate make it refused.
     """
     want = case.run(case.rule)
-    wrong: dict[Any, str | None] = {case.rule: None}
+    reasons: dict[Any, str | None] = {case.rule: None}
     timed: dict[str, float] = {}
     best = case.rule
     for _ in range(_PASSES):
@@ -110,9 +118,9 @@ def search(case: TuneCase, timer: Timer) -> Winner:
                 continue
             rivals = list(dict.fromkeys([best, *(replace(best, **{name: one}) for one in values)]))
             for rival in rivals:
-                if rival not in wrong:
-                    wrong[rival] = _why_refused(case, rival, want)
-            rivals = [rival for rival in rivals if wrong[rival] is None]
+                if rival not in reasons:
+                    reasons[rival] = _why_refused(case, rival, want)
+            rivals = [rival for rival in rivals if reasons[rival] is None]
             if len(rivals) > 1:
                 seconds = _medians(case, rivals, timer)
                 timed |= seconds
@@ -122,7 +130,7 @@ def search(case: TuneCase, timer: Timer) -> Winner:
         if best == before:
             break
     seconds = _medians(case, list(dict.fromkeys((case.rule, best))), timer)
-    refused = {label(rival): why for rival, why in wrong.items() if why is not None}
+    refused = {label(rival): why for rival, why in reasons.items() if why is not None}
     return Winner(best, seconds[label(case.rule)], seconds[label(best)], timed | seconds, refused)
 
 
@@ -139,8 +147,8 @@ def _medians(case: TuneCase, choices: Sequence[Any], timer: Timer) -> dict[str, 
 def _why_refused(case: TuneCase, choice: Any, want: Sequence[torch.Tensor]) -> str | None:
     """Launch once, which also compiles; None where the result is the rule's up to rounding."""
     try:
-        found = case.run(choice)
-        error = distance(found, want)
+        result = case.run(choice)
+        error = distance(result, want)
     except _failures() as failure:
         lines = str(failure).strip().splitlines()
         return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"
@@ -161,13 +169,13 @@ def _chosen(name: str, call: str, shape: KernelShape, rows: str, draw: Draw) -> 
     Pieces of attention are merged here: what more of them cost a step counts.
     """
     triton = _kernels(name)
-    given = query, _, _ = draw.chosen_rows(shape, rows)
-    size = triton.size_of(*given)
+    arguments = query, _, _ = draw.chosen_rows(shape, rows)
+    size = triton.size_of(*arguments)
 
     def run(choice: Any) -> tuple[torch.Tensor, ...]:
         with launching_on(query):
-            found = getattr(triton, call)(*given, shape.scale, None, choice=choice)
-            return as_tuple(found("triton") if isinstance(found, Partials) else found)
+            result = getattr(triton, call)(*arguments, shape.scale, None, choice=choice)
+            return as_tuple(result("triton") if isinstance(result, Partials) else result)
 
     tolerance = SCORE_ERROR if name == "gather_scores" else ATTENTION_ERRORS[shape.dtype]
     return TuneCase(triton.CHOICES, size, triton.rule(size), run, tolerance)
@@ -180,11 +188,11 @@ def _window(masked: bool, shape: KernelShape, rows: str, draw: Draw) -> TuneCase
     query, key, value = draw.query(window), draw.keys(window), draw.keys(window)
     size, valid = triton.size_of(query, value, masked), draw.all_valid(window) if masked else None
     # Scale, causal offset, mask, softcap and the dtype of the output.
-    given = (query, key, value, shape.scale, None, valid, None, torch.float32)
+    arguments = (query, key, value, shape.scale, None, valid, None, torch.float32)
 
     def run(choice: Any) -> tuple[torch.Tensor, ...]:
         with launching_on(query):
-            return as_tuple(triton.prompt_attention(*given, choice=choice))
+            return as_tuple(triton.prompt_attention(*arguments, choice=choice))
 
     rule = triton.rule_for(query, value)
     return TuneCase(triton.CHOICES, size, rule, run, ATTENTION_ERRORS[shape.dtype])
@@ -212,25 +220,9 @@ _FOUND = ("rule_seconds", "best_seconds", "ratio", "worth_it", "timed", "refused
 class Launch(Measurement):
     """Which launch numbers are quickest here, for each operation and size."""
 
-    command: ClassVar[str] = "bench"
-    name: ClassVar[str] = "launch"
-    summary: ClassVar[str] = (
-        "find the quickest launch numbers of kernels, and keep them for this GPU family"
-    )
-    description: ClassVar[str] = (
-        "Which launch numbers are quickest here, for each operation and size. Each candidate's "
-        "result is compared with that of the rule, the launch numbers without measurements; one "
-        "that is wrong or does not run is refused. Candidates take turns, with cold caches "
-        "before each call. What beats the rule by 5% in the median is written to the file that "
-        "launches of this GPU family read; where nothing does, it says that the rule is best. "
-        "Other sizes in the file stay."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "python examples/benchmarks/bench_launch.py --device cuda --json launch.json",
-        "python examples/benchmarks/bench_launch.py --device cuda --heads 8 --group 4 "
-        "--head-dim 128 --batch 1,8,64",
-    )
-    smallest: ClassVar[str] = (
+    command = "bench"
+    name = "launch"
+    smallest = (
         "--device cpu --dry-run --ops gather_scores --context 8 --cold 64 --heads 1 --group 2 "
         "--head-dim 16 --repeats 3 --batch 1"
     )
@@ -333,15 +325,15 @@ class Launch(Measurement):
         shape, rows = KernelShape(*sizes, DTYPES[self.dtype], cell["length"]), _place(cell)
         check_host_memory(shape.count("2 B H n D x") if rows == "host" else 0)
         case = TUNE_OPS[cell["op"]](shape, rows, Draw(torch.device(self.device), self.seed))
-        found = search(case, self._timer)
+        result = search(case, self._timer)
         return [
             {
                 "operation": case.op.name,
                 "version": case.op.version,
                 "size": case.size._asdict(),
                 "rule": case.op.as_json(case.rule),
-                "best": case.op.as_json(found.best),
-                **{name: getattr(found, name) for name in _FOUND},
+                "best": case.op.as_json(result.best),
+                **{name: getattr(result, name) for name in _FOUND},
             }
         ]
 
@@ -422,9 +414,9 @@ def _variants(cell: Cell, row: Row) -> str:
     """The least time of each variant, as far as it was tried; ``-`` without variants."""
     least: dict[str, float] = {}
     for choice, seconds in row["timed"].items():
-        found = re.search(r"variant=(\w+)", choice)
-        if found:
-            least[found[1]] = min(seconds, least.get(found[1], seconds))
+        result = re.search(r"variant=(\w+)", choice)
+        if result:
+            least[result[1]] = min(seconds, least.get(result[1], seconds))
     return ", ".join(f"{name} {_ms(seconds)}" for name, seconds in least.items()) or "-"
 
 

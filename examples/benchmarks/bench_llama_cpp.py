@@ -10,8 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self
 
-from gguf_model import check_architecture, find_gguf
-from llama_bench import LLAMA_CPP, ROW_TYPES, LlamaBench, find_program
+from llama_bench import (
+    LLAMA_CPP,
+    ROW_TYPES,
+    LlamaBench,
+    check_architecture,
+    find_gguf,
+    find_program,
+)
 
 from hf_kvret.lab.bench.filling import Subject
 from hf_kvret.lab.bench.limits import Need, shortage
@@ -57,7 +63,7 @@ class BesideLlamaCpp(Decode):
     def benches(self) -> dict[str, LlamaBench]:
         """llama.cpp by the name in cells."""
         program, folder = find_program(), Path(self._folder.name)
-        return {f"{LLAMA_CPP} {kind}": LlamaBench(program, folder, kind) for kind in ROW_TYPES}
+        return {f"{LLAMA_CPP} {name}": LlamaBench(program, folder, name) for name in ROW_TYPES}
 
     @cached_property
     def _folder(self) -> TemporaryDirectory[str]:
@@ -139,22 +145,22 @@ def slope_notes(results: Results) -> list[str]:
 
     Measured and scaled seconds apart.
     """
-    known: dict[tuple[str, int, str], dict[int, float]] = {}
+    seconds_of: dict[tuple[str, int, str], dict[int, float]] = {}
     for cell, row in results:
-        for kind, numbers in (("", row), ("scaled ", row.get("scaled") or {})):
+        for prefix, numbers in (("", row), ("scaled ", row.get("scaled") or {})):
             if numbers.get("seconds") is not None:
-                points = known.setdefault((kind, cell["batch"], cell["cache"]), {})
+                points = seconds_of.setdefault((prefix, cell["batch"], cell["cache"]), {})
                 points[cell["context"]] = numbers["seconds"]
-    told: dict[tuple[str, int, int, int], list[str]] = {}
-    for (kind, batch, cache), points in known.items():
+    slopes_of: dict[tuple[str, int, int, int], list[str]] = {}
+    for (prefix, batch, cache), points in seconds_of.items():
         if len(points) > 1:
             slope = 1024 * Line.through(points).slope
-            span = (kind, batch, min(points), max(points))
-            told.setdefault(span, []).append(f"{cache} {ms(slope)}")
+            span = (prefix, batch, min(points), max(points))
+            slopes_of.setdefault(span, []).append(f"{cache} {ms(slope)}")
     return [
-        f"- {kind}ms a step for 1K of context more, {few:,} to {many:,} tokens, batch {batch}: "
+        f"- {prefix}ms a step for 1K of context more, {few:,} to {many:,} tokens, batch {batch}: "
         + ", ".join(slopes)
-        for (kind, batch, few, many), slopes in told.items()
+        for (prefix, batch, few, many), slopes in slopes_of.items()
     ]
 
 

@@ -1,4 +1,10 @@
-"""``hf-kvret bench machine-code``: machine code of a decode step's kernels."""
+"""Kernels of a decode step in the shape of Llama-3.1-8B, compiled for sm_90; no GPU is needed. A
+row says of each kernel of a part what its machine code consists of, and which bytes it can't do
+without. Nothing is measured.
+
+    hf-kvret bench machine-code --parts merge,window --context 128K --batch 1
+    hf-kvret bench machine-code --json kernels_sm90.json
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from kernel_clock import TimedTogether
 from machine_code import COUNTS, Launch, check_tools, compile_parts, tool_versions
-from step_bytes import moved_bytes
-from step_kernels import LEAST_CONTEXT, PARTS, StepShape
+from step_kernels import LEAST_CONTEXT, PARTS, StepShape, moved_bytes
 
 from hf_kvret.lab.bench import timed
 from hf_kvret.lab.evaluate.measurement import Progress, Row
@@ -30,19 +35,9 @@ BANDWIDTH = 4.3e12
 class MachineCodeOfStep(TimedTogether):
     """Machine code of the kernels of a decode step, and the bytes that they can't do without."""
 
-    command: ClassVar[str] = "bench"
-    name: ClassVar[str] = "machine-code"
-    summary: ClassVar[str] = "machine code of a decode step's kernels, compiled without a GPU"
-    description: ClassVar[str] = (
-        "Kernels of a decode step in the shape of Llama-3.1-8B, compiled for sm_90; no GPU is "
-        "needed. A row says of each kernel of a part what its machine code consists of, and which "
-        "bytes it can't do without. Nothing is measured."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret bench machine-code --parts merge,window --context 128K --batch 1",
-        "hf-kvret bench machine-code --json kernels_sm90.json",
-    )
-    smallest: ClassVar[str] = "--parts merge --context 128K --batch 1"
+    command = "bench"
+    name = "machine-code"
+    smallest = "--parts merge --context 128K --batch 1"
 
     parts: tuple[str, ...] = option(
         tuple(PARTS), f"of a step: {', '.join(PARTS)} (default: all)", kind=known_names(PARTS)
@@ -137,7 +132,7 @@ def _introduction(setup: dict[str, Any]) -> str:
         f"loops. *load bytes* is the width in which most bytes are loaded, *loads* counts all "
         f"widths. *floor us* is the time of the bytes that a kernel can't do without, each once, "
         f"at {setup['bandwidth'] / 1e12:g} TB/s. **Nothing was measured.** What a kernel reads and "
-        f"writes stands in step_bytes.py."
+        f"writes stands in step_kernels.py."
     )
 
 

@@ -1,4 +1,11 @@
-"""``hf-kvret bench save``: the time that a filled cache takes to be saved and loaded."""
+"""Seconds to save and load a cache that is full of random rows, in turns: as users do (checked), by
+the same code with checksums that are not computed (unchecked), and its tensors by safetensors
+alone, synced and read into memory. What is loaded comes from the system's page cache, as far as
+that holds it.
+
+    hf-kvret bench save --json save.json
+    hf-kvret bench save --shape tiny --context 4K --repeats 3
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -47,20 +54,9 @@ _Result = TypeVar("_Result")
 class Save(Measurement):
     """Seconds to save and load a filled cache, with checksums, without, and a plain file."""
 
-    command: ClassVar[str] = "bench"
-    name: ClassVar[str] = "save"
-    summary: ClassVar[str] = "time to save and load a filled cache, and what checking it costs"
-    description: ClassVar[str] = (
-        "Seconds to save and load a cache that is full of random rows, in turns: as users do "
-        "(checked), by the same code with checksums that are not computed (unchecked), and its "
-        "tensors by safetensors alone, synced and read into memory. What is loaded comes from the "
-        "system's page cache, as far as that holds it."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret bench save --json save.json",
-        "hf-kvret bench save --shape tiny --context 4K --repeats 3",
-    )
-    smallest: ClassVar[str] = "--shape tiny --context 3K --repeats 2 --caches flat,paris:top_k=64"
+    command = "bench"
+    name = "save"
+    smallest = "--shape tiny --context 3K --repeats 2 --caches flat,paris:top_k=64"
 
     shape: str = option("qwen3-0.6b", f"of {', '.join(SHAPES)}, or a folder with config.json")
     caches: str = option("flat,paris", "retrieval caches, comma-separated, options after colons")
@@ -185,7 +181,7 @@ class Save(Measurement):
         for cell, row in results:
             name = f"{cell['cache']}, {cell['context']:,}: {cell['work']}"
             groups.setdefault(name, {})[cell["way"]] = row["seconds"]
-        bars = {way: [found.get(way) for found in groups.values()] for way in _WAYS}
+        bars = {way: [result.get(way) for result in groups.values()] for way in _WAYS}
         plot_groups(path, list(groups), bars, title="a filled cache", y="seconds")
 
 

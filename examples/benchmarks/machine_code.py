@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 CAPABILITY = 90
-MULTIPROCESSORS = 132
-"""Of an H200."""
 # What a multiprocessor of compute capability 9.0 has, by the CUDA C++ Programming Guide.
 _REGISTERS, _REGISTER_STEP, _THREADS, _CTAS = 65_536, 256, 2048, 32
 _SHARED_BYTES, _RESERVED_BYTES, _SHARED_BYTES_OF_CTA = 228 << 10, 1 << 10, 227 << 10
@@ -279,15 +277,12 @@ def compile_parts(names: Sequence[str], context: int, batch: int) -> list[Launch
 
 def read_cubin(cubin: bytes) -> dict[str, Any]:
     """Of the one kernel in ``cubin``: the fields of ``Launch`` that machine code alone decides."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        usage, sass = (_dump(option, file) for option in ("-res-usage", "-sass"))
-    code = MachineCode(parse_sass(sass))
+    code = MachineCode(parse_sass(_dump("-sass", cubin)))
+    usage = usage_of(cubin)
     return {
-        "registers": _usage(usage, "REG"),
+        "registers": usage["REG"],
         # A stack that nothing is kept on is none.
-        "spill_bytes": _usage(usage, "STACK") if code.uses_stack else 0,
+        "spill_bytes": usage["STACK"] if code.uses_stack else 0,
         "load_bytes": main_width(code.load_widths()),
         "load_widths": {str(width): count for width, count in code.load_widths().items()},
         "loops": len(code.loops),
@@ -302,13 +297,36 @@ def _tool(name: str) -> Path:
     return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
 
 
-def _dump(option: str, file: Path) -> str:
-    command = [_tool("cuobjdump"), option, file]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def _dump(option: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [_tool("cuobjdump"), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _usage(text: str, name: str) -> int:
-    return int(text.split(f" {name}:")[1].split()[0])
+def usage_of(cubin: bytes) -> dict[str, int]:
+    """What a thread of the one kernel takes: ``REG`` registers, ``STACK`` bytes, and others."""
+    return {
+        name: int(count) for name, count in re.findall(r" (\w+):(\d+)", _dump("-res-usage", cubin))
+    }
+
+
+class NamedTarget:
+    """A driver of Triton without a device, which names the capability of one."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def label_of(module: str, name: str) -> str:
@@ -323,29 +341,17 @@ _Compiled = tuple[str, tuple[int, int, int], Any]
 
 def _compile_instead_of_launching() -> list[_Compiled]:
     """Make Triton compile for sm_90 in this process; the list gets what it would launch."""
-    from triton.backends.compiler import GPUTarget
+    from step_kernels import MULTIPROCESSORS
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     import hf_kvret_kernels._triton_shared as shared
     from hf_kvret_kernels.prompt_attention import triton as prompt
 
-    class NamedTarget:
-        """A driver without a device."""
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", CAPABILITY, 32)
-
     def device_limits(device: Any) -> tuple[int, int]:
         return MULTIPROCESSORS, _SHARED_BYTES_OF_CTA
 
-    driver.set_active(NamedTarget())
+    driver.set_active(NamedTarget(CAPABILITY))
     shared.device_limits = prompt.device_limits = device_limits
     compiled: list[_Compiled] = []
     run = JITFunction.run

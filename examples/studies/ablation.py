@@ -7,11 +7,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from study_tables import Plot, Table, of_part
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
@@ -24,9 +24,141 @@ from hf_kvret.lab.evaluate.texts import describe_file, text_windows
 from hf_kvret.lab.program.arguments import known_names, several
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.report.plots import part_pictures
+from hf_kvret.lab.report.plots import part_pictures, plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.tables import markdown_table, share
 from hf_kvret.options.config import RetrievalConfig
+
+CellResults = list[tuple[Cell, dict[str, Any]]]
+"""Cells with their results."""
+Table = Callable[[CellResults], str]
+Plot = Callable[[Path, CellResults], None]
+Lines = Mapping[str, Mapping[int, float]]
+"""Numbers by name and layer."""
+
+SHOWN: Mapping[str, Callable[[dict[str, Any]], str]] = {
+    "recall": lambda found: share(found["overlap"]),
+    "mass": lambda found: f"{found['mass']:.3f} of {found['best_mass']:.3f}",
+    "tokens equal": lambda found: share(found["equal"]),
+    "candidates": lambda found: f"{found['candidate_ratio']:.1%}",
+    "rows read": lambda found: f"{found['read_ratio']:.1%}",
+    "candidates / read": lambda found: f"{found['rerank_ratio']:.1f}",
+}
+"""How a column shows a result of ``Follower``."""
+
+CANDIDATES = ("candidate_ratio", "candidates, share of cold"), ("overlap", "recall")
+"""For ``curves_of``."""
+
+
+def of_part(results: Results, part: str) -> CellResults:
+    """The cells of a part with their results; those without one are of the part ``""``."""
+    return [(cell, result) for cell, result in results if cell.get("part", "") == part]
+
+
+def by_length(
+    cells: CellResults, columns: Sequence[str]
+) -> tuple[list[str], dict[tuple[str, str], list[str]]]:
+    """Columns ``NAME, LENGTH`` of ``SHOWN``, and what stands in them by cache and variant."""
+    results = {(cell["cache"], cell["variant"], cell["length"]): result for cell, result in cells}
+    lengths = sorted({length for _, _, length in results})
+    rows: dict[tuple[str, str], list[str]] = {}
+    for cache, variant in dict.fromkeys((cache, variant) for cache, variant, _ in results):
+        row = rows.setdefault((cache, variant), [])
+        for length in lengths:
+            result = results.get((cache, variant, length))
+            row += ["-" if result is None else SHOWN[column](result) for column in columns]
+    return [f"{column}, {length}" for length in lengths for column in columns], rows
+
+
+def shown(value: float | None, form: str) -> str:
+    """A number for a table, ``-`` for None."""
+    return "-" if value is None else format(value, form)
+
+
+def layers_table(title: str, lines: Lines, form: str = ".3f") -> str:
+    """A row a layer, a column for each of ``lines``, and their means."""
+    layers = sorted({layer for values in lines.values() for layer in values})
+    rows = [
+        [str(layer), *(shown(values.get(layer), form) for values in lines.values())]
+        for layer in layers
+    ]
+    means = [fmean(values.values()) if values else None for values in lines.values()]
+    rows.append(["mean", *(shown(mean, form) for mean in means)])
+    return markdown_table([title, *lines], rows)
+
+
+def layers_of(lines: Callable[[CellResults], Lines], title: str, y: str, **bounds: float) -> Plot:
+    """A picture: lines over layers; ``bounds`` are ``low`` and ``high`` of y."""
+
+    def plot(path: Path, cells: CellResults) -> None:
+        drawn = {name: (list(known), list(known.values())) for name, known in lines(cells).items()}
+        plot_lines(path, drawn, title=title, x="layer", y=y, whole_x=True, **bounds)
+
+    return plot
+
+
+def bars_of(title: str, *, wrapped: bool = False) -> Plot:
+    """A picture: recall by variant, a colour for each cache and length.
+
+    ``wrapped`` is for long names of neighbours, which would run into each other.
+    """
+
+    def plot(path: Path, cells: CellResults) -> None:
+        groups = list(dict.fromkeys(cell["variant"] for cell, _ in cells))
+        bars: dict[str, list[float | None]] = {}
+        for cell, result in cells:
+            heights = bars.setdefault(f"{cell['cache']}, {cell['length']}", [None] * len(groups))
+            heights[groups.index(cell["variant"])] = result["overlap"]
+        labels = [name.replace(", ", ",\n") if wrapped else name for name in groups]
+        plot_groups(path, labels, bars, title=title, y="recall")
+
+    return plot
+
+
+def curves_of(title: str, x: tuple[str, str], y: tuple[str, str], *, whole: bool = False) -> Plot:
+    """A picture: one number of a result over another, a line for what the variants begin with.
+
+    ``x`` and ``y`` are each a number's name and its label; ``whole`` draws one line for all
+    variants, which are numbers.
+    """
+    names = (x[0], y[0])
+
+    def place(one: tuple[Cell, dict[str, Any]]) -> float:
+        return float(one[0]["variant"] if whole else one[1][names[0]])
+
+    def plot(path: Path, cells: CellResults) -> None:
+        lines: dict[str, tuple[list[float], list[float]]] = {}
+        several = len({(cell["cache"], cell["length"]) for cell, _ in cells}) > 1
+        for cell, result in sorted(cells, key=place):
+            home, name = f"{cell['cache']}, {cell['length']}", cell["variant"].split(", ")[0]
+            line = home if whole else f"{home}: {name}" if several else name
+            for values, number in zip(lines.setdefault(line, ([], [])), names, strict=True):
+                values.append(result[number])
+        plot_lines(path, lines, title=title, x=x[1], y=y[1])
+
+    return plot
+
+
+def stretches_of(
+    title: str, *, x: str, name: str = "overlap", numbered: bool = False, **bounds: float
+) -> Plot:
+    """A picture: recall of each stretch over its end, or its number; a line a variant."""
+
+    def plot(path: Path, cells: CellResults) -> None:
+        several = len({cell["cache"] for cell, _ in cells}) > 1
+        lines = {}
+        for cell, result in cells:
+            label = f"{cell['cache']}: {cell['variant']}" if several else cell["variant"]
+            points = [
+                (number if numbered else one["end"], one[name])
+                for number, one in enumerate(result["stretches"], start=1)
+                if one[name] is not None
+            ]
+            lines[label] = ([end for end, _ in points], [value for _, value in points])
+        plot_lines(path, lines, title=title, x=x, y="recall", **bounds)
+
+    return plot
+
 
 _Value = TypeVar("_Value")
 _TOKENS_PER_NEEDLE = 128
@@ -134,17 +266,17 @@ class Ablation(Task):
         """ValueError for another method's cache, or for an option that variants choose."""
         for cache in caches:
             name, *options = (part.strip() for part in cache.split(":"))
-            known = (self.method, *self.others)
-            if name not in known:
+            methods = (self.method, *self.others)
+            if name not in methods:
                 raise ValueError(
-                    f"--caches {cache}: {self.name} is about {' and '.join(known)}, so name "
+                    f"--caches {cache}: {self.name} is about {' and '.join(methods)}, so name "
                     f"{'one of them' if self.others else self.method} alone, with options where "
                     f"wanted, as {self.method}:{self.example}"
                 )
-            for given in (part.partition("=")[0] for part in options):
-                if given in self.chosen:
+            for key in (part.partition("=")[0] for part in options):
+                if key in self.chosen:
                     raise ValueError(
-                        f"--caches {cache}: {self.name} chooses {given} itself, leave it out"
+                        f"--caches {cache}: {self.name} chooses {key} itself, leave it out"
                         f"{self.instead}"
                     )
 
@@ -175,9 +307,9 @@ def caches_option(usual: str) -> Any:
     return option(usual, "comma-separated, options after colons")
 
 
-def parts_option(known: Iterable[str], name: str = "--parts") -> Any:
+def parts_option(names: Iterable[str], name: str = "--parts") -> Any:
     """A choice among names; all of them by default."""
-    usual = tuple(known)
+    usual = tuple(names)
     text = f"default: all of {', '.join(usual)}"
     return option(usual, text, kind=known_names(usual), metavar="NAME,NAME", name=name)
 
@@ -200,10 +332,10 @@ def needle_tokens(length: int, asking: int, seed: int) -> torch.Tensor:
 
 def check_needles(subject: Subject) -> None:
     """ValueError for a model that does not read the language of needles."""
-    language, known = NeedleLanguage(), subject.model.config.vocab_size
-    if known != language.vocab_size:
+    language, vocab_size = NeedleLanguage(), subject.model.config.vocab_size
+    if vocab_size != language.vocab_size:
         raise ValueError(
-            f"--model {subject.name} has {known} token ids, the language of needles "
+            f"--model {subject.name} has {vocab_size} token ids, the language of needles "
             f"{language.vocab_size}: give --text FILE, or take --model needle"
         )
 
@@ -216,10 +348,10 @@ def values_option(
     """Comma-separated values of one kind, no one twice."""
 
     def read(text: str) -> tuple[_Value, ...]:
-        found = several(kind)(text)
-        if len(set(found)) < len(found):
+        result = several(kind)(text)
+        if len(set(result)) < len(result):
             raise argparse.ArgumentTypeError(f"the same value twice in {text!r}: name each once")
-        return found
+        return result
 
     return option(usual, of, kind=read)
 

@@ -15,14 +15,24 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from statistics import fmean
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from ablation import caches_option, made, not_here, parts_option
-from aqua_tables import PLOTS, TABLES
-from aqua_variants import EXPLAINED, Variant, ablation_variants, bit_variants
+from ablation import (
+    CellResults,
+    Plot,
+    Table,
+    caches_option,
+    layers_of,
+    layers_table,
+    made,
+    not_here,
+    parts_option,
+    shown,
+)
 from calibrated import CalibratedAblation
 from tqdm import tqdm
 
@@ -36,9 +46,314 @@ from hf_kvret.lab.program.arguments import length, number, whole_number
 from hf_kvret.lab.program.common_options import budget_option, context_option, count_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.models.compatibility import retrieval_layers, retrieval_shapes
+
+FULL, USUAL = "full", "aqua"
+BITS = (2, 3, 4)
+# Of the paper's table 1, and what the ablations of this command are made with.
+_FEW = 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table.
+
+    Attributes:
+        learned: changes to the calibration of the artifact; None where nothing is predicted.
+        cache: changes to the options of ``aqua``.
+        other: another cache, as ``--caches`` names it; then there is neither of these.
+        paper: perplexity of Llama 3.2 3B on WikiText-2 (tables 1 and 5); None where there is none.
+    """
+
+    learned: Mapping[str, Any] | None = field(default_factory=dict)
+    cache: Mapping[str, Any] = field(default_factory=dict)
+    other: str | None = None
+    paper: float | None = None
+
+
+_AQUA = Variant({"bits": _FEW}, {"bits": _FEW}, paper=7.03)
+_FULL = Variant(None, other=FULL, paper=6.98)
+_AGNOSTIC = {"bits": 16, "first_bits": 16}
+
+
+def _changed(paper: float | None = None, *, cache: Any = None, **learned: Any) -> Variant:
+    """The usual variant with its calibration, and maybe its cache, changed."""
+    return Variant({"bits": _FEW, **learned}, {"bits": _FEW, **(cache or {})}, paper=paper)
+
+
+ABLATIONS: dict[str, dict[str, Variant]] = {
+    "predictors": {
+        "linear": _AQUA,
+        "MLP": _changed(7.03, predictor="mlp"),
+        "reduced rank": _changed(7.22, predictor="low_rank"),
+        "linear, 4 bits (GPTQ)": _changed(7.03, predictor_bits=4),
+    },
+    "first layer": {
+        "16 bits": _changed(7.03, first_bits=16),
+        "4 bits": _AQUA,
+        "3 bits": _changed(7.03, first_bits=3),
+        "2 bits": _changed(7.05, first_bits=2),
+        "4 bits, mean taken off": _changed(anchor_mean=True),
+    },
+    "sinks": {
+        "0": _changed(7.15, sinks=0, cache={"sink": 0}),
+        "4": _AQUA,
+        "64": _changed(7.01, sinks=64, cache={"sink": 64}),
+    },
+    "keys": {"before RoPE": _AQUA, "after RoPE": _changed(7.05, space="after")},
+    "anchors": {
+        "first layer": _AQUA,
+        **{f"every {n} layers": _changed(anchor_every=n) for n in (8, 4, 2)},
+    },
+    "inputs": {
+        "values from keys and values": _AQUA,
+        "values from keys": _changed(7.04, value_inputs="keys"),
+        "values from values": _changed(7.04, value_inputs="values"),
+        "no predictor of values": _changed(7.06, value_inputs="none"),
+        "no predictor of keys": _changed(7.50, key_inputs="none"),
+        "no predictors (HIGGS)": Variant(None, {"bits": _FEW, "predictor": "none"}, paper=7.47),
+    },
+    "calibrated": {
+        "with 2 bits": _AQUA,
+        "without a codec": _changed(7.13, cache={"first_bits": 4}, **_AGNOSTIC),
+    },
+    "codec": {
+        "HIGGS": _AQUA,
+        "round-to-nearest": _changed(10.90, backbone="minmax", cache={"backbone": "minmax"}),
+        "round-to-nearest, after RoPE": _changed(
+            10.33, backbone="minmax", space="after", cache={"backbone": "minmax"}
+        ),
+    },
+}
+"""By what is varied. The usual variant stands in each group, and is measured once."""
+
+EXPLAINED: dict[str, Mapping[str, Any]] = {
+    "exact": _AGNOSTIC,
+    **{f"{bits} bits": {"bits": bits} for bits in reversed(BITS)},
+    "from keys": {"bits": _FEW, "value_inputs": "keys"},
+    "from values": {"bits": _FEW, "value_inputs": "values"},
+}
+"""By what predictors read: the layer below as it is, or as so many bits leave it; and for values
+which of the two, from 2 bits."""
+
+_BACKBONES = {"higgs": "higgs", "round-to-nearest": "minmax", "kivi": "kivi"}
+# Perplexities of Llama 3.1 8B (table 2).
+PAPER_8B = {
+    "full": 5.61,
+    **{"aqua, 2 bits": 5.72, "aqua, 3 bits": 5.64, "aqua, 4 bits": 5.61},
+    **{"higgs, 2 bits": 5.89, "higgs, 3 bits": 5.66, "higgs, 4 bits": 5.62},
+    **{"kivi, 2 bits": 7.37, "kivi, 3 bits": 6.04, "kivi, 4 bits": 5.64},
+}
+
+
+def bit_variants() -> dict[str, Variant]:
+    """The rows of table 2 by name, ``METHOD, N bits``."""
+    results = {FULL: _FULL}
+    for bits in BITS:
+        results[f"{USUAL}, {bits} bits"] = Variant({"bits": bits}, {"bits": bits})
+        for name, backbone in _BACKBONES.items():
+            cache = {"bits": bits, "predictor": "none", "backbone": backbone}
+            results[f"{name}, {bits} bits"] = Variant(None, cache)
+    return results
+
+
+def ablation_variants() -> dict[str, Variant]:
+    """The rows of table 1 by name: ``full``, ``aqua``, and ``GROUP: VARIANT`` of all others."""
+    rows = {cell: ABLATIONS[group][name] for group, name, cell, _ in ablation_rows()}
+    return {FULL: _FULL, USUAL: _AQUA, **rows}
+
+
+def ablation_rows() -> list[tuple[str, str, str, float | None]]:
+    """``(group, variant, name of its cell, paper's perplexity)``, the usual one in each group."""
+    return [
+        (group, name, USUAL if variant is _AQUA else f"{group}: {name}", variant.paper)
+        for group, variants in ABLATIONS.items()
+        for name, variant in variants.items()
+    ]
+
+
+_SIDES = ("key", "value")
+# Of what HIGGS's perplexity rises, in the paper's table 2 and in the aim.
+_PAPER_SHARES = "the paper: 10% on 3B, 39% on 8B, 35% on 70B"
+
+
+def _by_place(cells: CellResults) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    """By cache and length, then by variant."""
+    places: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for cell, result in cells:
+        places.setdefault((cell["cache"], cell["length"]), {})[cell["variant"]] = result
+    return places
+
+
+def _rise_of(found: dict[str, Any] | None, full: dict[str, Any] | None) -> float | None:
+    """How much higher a perplexity is than that of full attention, as a share of it."""
+    return None if found is None or full is None else found["ppl"] / full["ppl"] - 1
+
+
+def _percent(found: dict[str, Any] | None, full: dict[str, Any] | None) -> float | None:
+    rise = _rise_of(found, full)
+    return None if rise is None else 100 * rise
+
+
+def _shown_rise(found: dict[str, Any], full: dict[str, Any] | None) -> str:
+    """The rise, with its standard error where there are several windows: they were all the same."""
+    rise = _rise_of(found, full)
+    if rise is None or full is None:
+        return "-"
+    pairs = zip(found["window_nats"], full["window_nats"], strict=True)
+    differences = [ours - theirs for ours, theirs in pairs]
+    if len(differences) < 2:
+        return f"{rise:+.2%}"
+    error = (1 + rise) * stdev(differences) / math.sqrt(len(differences))
+    return f"{rise:+.2%} ± {error:.2%}"
+
+
+def _bits_table(cells: CellResults) -> str:
+    """The rows of table 2."""
+    rows, lines = [], []
+    for (cache, context), results in _by_place(cells).items():
+        full = results.get(FULL)
+        for name, result in results.items():
+            method, _, bits = name.partition(", ")
+            rise, published = _rise_of(result, full), PAPER_8B.get(name)
+            share = _share(rise, _rise_of(results.get(f"higgs, {bits}"), full))
+            width = bits.partition(" ")[0] or f"{result['full_bits']:g}"
+            row = [cache, str(context), method, width, f"{result['bits']:.3f}"]
+            row += [
+                f"{result['held_ratio']:.1%}",
+                f"{result['ppl']:.3f}",
+                _shown_rise(result, full),
+            ]
+            paper = shown(published and published / PAPER_8B[FULL] - 1, "+.1%")
+            rows.append([*row, shown(share, ".0%"), paper])
+        for count in BITS:
+            names = (f"{method}, {count} bits" for method in (USUAL, "higgs"))
+            share = _share(*(_rise_of(results.get(name), full) for name in names))
+            if share is not None and share <= 0:
+                lines.append(f"{cache}, {context}: at {count} bits only higgs's perplexity rises.")
+            elif share is not None:
+                note = f" (aim: at most 40%; {_PAPER_SHARES})" if count == BITS[0] else ""
+                lines.append(
+                    f"{cache}, {context}: at {count} bits {USUAL}'s perplexity rises by "
+                    f"{share:.0%} of what higgs's does{note}."
+                )
+    header = ["cache", "context", "method", "bits", "bits a value", "bytes / full K,V"]
+    header += ["perplexity", "rise", "of higgs's", "rise in the paper, 8B"]
+    return "\n\n".join([markdown_table(header, rows), *lines])
+
+
+def _share(rise: float | None, of: float | None) -> float | None:
+    """None where HIGGS costs nothing that could be saved."""
+    return None if rise is None or of is None or of <= 0 else rise / of
+
+
+def _parts_table(cells: CellResults) -> str:
+    """The rows of tables 1 and 5."""
+    rows = []
+    for (cache, context), results in _by_place(cells).items():
+        full = results.get(FULL)
+        listed = [("full attention", "", FULL, 6.98), *ablation_rows()]
+        for group, name, variant, published in listed:
+            result = results.get(variant)
+            if result is None:
+                continue
+            name = f"{name} (usual)" if variant == USUAL else name
+            size = f"{result['predictor_bytes'] / 2**10:.0f}"
+            row = [cache, str(context), group, name, f"{result['bits']:.3f}", size]
+            row += [f"{result['ppl']:.3f}", _shown_rise(result, full), shown(published, ".2f")]
+            rows.append(row)
+    header = ["cache", "context", "what", "how", "bits a value", "predictors, KiB"]
+    return markdown_table([*header, "perplexity", "rise", "in the paper, 3B"], rows)
+
+
+def _variance_tables(cells: CellResults) -> str:
+    """Explained variance by layer (figure 2), and what is missed with predictors and without."""
+    titles = {"key": "keys explained, layer", "value": "values explained, layer"}
+    tables = [layers_table(title, _explained_by(cells, side)) for side, title in titles.items()]
+    return "\n\n".join([*tables, layers_table("error, layer", _errors(cells), ".4f")])
+
+
+def _explained_by(cells: CellResults, side: str) -> dict[str, dict[int, float]]:
+    """By variant and layer; keys don't depend on what predicts values."""
+    results = {}
+    for cell, result in cells:
+        if side == "value" or not cell["variant"].startswith("from "):
+            results[cell["variant"]] = _figure(result, f"{side}_explained")
+    return results
+
+
+def _errors(cells: CellResults) -> dict[str, dict[int, float]]:
+    """Mean squares of what is missed, in units of the variance, at each number of bits."""
+    results = {}
+    for cell, result in cells:
+        if cell["variant"].endswith(" bits"):
+            for side in _SIDES:
+                for name, figure in (("", "error"), (", nothing predicted", "error_unpredicted")):
+                    title = f"{side}s, {cell['variant']}{name}"
+                    results[title] = _figure(result, f"{side}_{figure}")
+    return results
+
+
+def _figure(result: dict[str, Any], name: str) -> dict[int, float]:
+    layers = result["layers"]
+    return {one["layer"]: one[name] for one in layers if one.get(name) is not None}
+
+
+def _plot_bits(path: Path, cells: CellResults) -> None:
+    """Rise of perplexity over the bits that a value really takes."""
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    places = _by_place(cells)
+    for (cache, context), results in places.items():
+        for name, result in results.items():
+            rise = _rise_of(result, results.get(FULL))
+            if name == FULL or rise is None:
+                continue
+            method = name.partition(", ")[0]
+            line = f"{cache}, {context}: {method}" if len(places) > 1 else method
+            xs, ys = lines.setdefault(line, ([], []))
+            xs.append(result["bits"])
+            # A logarithmic axis has no place for a fall.
+            ys.append(100 * rise if rise > 0 else float("nan"))
+    title, y = "AQUA-KV and others", "rise of perplexity, %"
+    plot_lines(path, lines, title=title, x="bits a value", y=y, log_y=True)
+
+
+def _plot_parts(path: Path, cells: CellResults) -> None:
+    listed = [(f"{group}: {name}", variant) for group, name, variant, _ in ablation_rows()]
+    measured = {cell["variant"] for cell, _ in cells}
+    groups = [name for name, variant in listed if variant in measured]
+    bars: dict[str, list[float | None]] = {}
+    for (cache, context), results in _by_place(cells).items():
+        rises = [results.get(variant) for _, variant in listed if variant in measured]
+        bars[f"{cache}, {context}"] = [_percent(one, results.get(FULL)) for one in rises]
+    plot_groups(path, groups, bars, title="AQUA-KV in 2 bits", y="rise of perplexity, %")
+
+
+def _both_explained(cells: CellResults) -> dict[str, dict[int, float]]:
+    return {
+        f"{side}s, {variant}": shares
+        for side in _SIDES
+        for variant, shares in _explained_by(cells, side).items()
+    }
+
+
+TABLES: dict[str, Table] = {
+    "bits": _bits_table,
+    "parts": _parts_table,
+    "variance": _variance_tables,
+}
+PLOTS: dict[str, Plot] = {
+    "bits": _plot_bits,
+    "parts": _plot_parts,
+    "variance": layers_of(
+        _both_explained, "AQUA-KV: held-out tokens", "explained variance", high=1.0
+    ),
+}
+
 
 PARTS = ("bits", "parts", "variance")
 # The paper's 256 of 1024 numbers of a token's keys.
@@ -110,11 +425,11 @@ class AquaAblation(CalibratedAblation):
             return {"layers": [dict(one) for one in quality]}
         # A text that is too short is found before the work, not after it.
         windows = self.contexts(subject, part, cell["length"])
-        variant, given = _variants(part)[name], choice.options
-        assert isinstance(given, AquaConfig)
+        variant, base = _variants(part)[name], choice.options
+        assert isinstance(base, AquaConfig)
         if "dense_below" not in choice.name:
-            given = given.replace(dense_below=0)
-        chosen = self._choice(variant, name, subject, given)
+            base = base.replace(dense_below=0)
+        chosen = self._choice(variant, name, subject, base)
         return read_through(subject, chosen, windows, self.step)
 
     def artifact(
@@ -135,26 +450,26 @@ class AquaAblation(CalibratedAblation):
 
         Anchors that are further apart than the model has layers are the first layer alone.
         """
-        found = replace(self.usual, **changes)
+        result = replace(self.usual, **changes)
         config = subject.model.config
         layers = len(retrieval_layers(config))
-        if found.anchor_every is not None and found.anchor_every >= layers:
-            found = replace(found, anchor_every=None)
-        if found.predictor == "low_rank":
+        if result.anchor_every is not None and result.anchor_every >= layers:
+            result = replace(result, anchor_every=None)
+        if result.predictor == "low_rank":
             widths = [shape.width for shape in retrieval_shapes(config).values()]
             usual = max(1, min(widths) // _RANK_SHARE)
-            found = replace(found, rank=self.rank or usual)
-        return found
+            result = replace(result, rank=self.rank or usual)
+        return result
 
     def _choice(
-        self, variant: Variant, name: str, subject: Subject, given: AquaConfig
+        self, variant: Variant, name: str, subject: Subject, base: AquaConfig
     ) -> CacheChoice:
         if variant.other is not None:
             return choose_cache(variant.other, device=str(subject.device))
         options: dict[str, Any] = dict(variant.cache)
         if variant.learned is not None:
             options["artifact"] = self.artifact(variant.learned, subject)[0]
-        return made(name, AquaKVCache, given.replace(**options))
+        return made(name, AquaKVCache, base.replace(**options))
 
 
 def _variants(part: str) -> dict[str, Any]:
@@ -217,33 +532,33 @@ def value_bits(reader: Reader) -> float:
     """
     cache = reader.cache
     if isinstance(cache, RetrievalCache):
-        held, numbers = 0, 0
+        stored_bytes, elements = 0, 0
         for layer in cache.retrieval_layers:
             kv = layer.kv
             if kv is None or kv.store is None or not kv.cold_len:
-                regions_as = "smaller kv as aqua:recent=32:flush=32"
-                raise ValueError(f"nothing was cold: take a longer --context, or {regions_as}")
+                remedy = "a smaller window as aqua:recent=32:flush=32"
+                raise ValueError(f"nothing was cold: take a longer --context, or {remedy}")
             keys, values = kv.window.keys, kv.window.values
-            # Beside these a store tells a few numbers about their making.
-            held += sum(x.nbytes for x in kv.store.state_dict().values() if x.ndim >= 3)
-            numbers += len(keys) * keys.shape[1] * kv.cold_len * (keys.shape[3] + values.shape[3])
-        return 8 * held / numbers
+            # Beside these a store has a few figures about their making.
+            stored_bytes += sum(x.nbytes for x in kv.store.state_dict().values() if x.ndim >= 3)
+            elements += len(keys) * keys.shape[1] * kv.cold_len * (keys.shape[3] + values.shape[3])
+        return 8 * stored_bytes / elements
     return 8.0 * reader.model.dtype.itemsize
 
 
 def _losses(reader: Reader, window: torch.Tensor, step: int) -> torch.Tensor:
     """``[len(window) - 1]`` in nats."""
-    found, last = [], None
-    pieces = tqdm(window.split(step), leave=False, desc=reader.choice.name, mininterval=1)
-    for tokens in pieces:
+    results, last = [], None
+    chunks = tqdm(window.split(step), leave=False, desc=reader.choice.name, mininterval=1)
+    for tokens in chunks:
         new = reader.feed(tokens, keep=len(tokens))
         # The logits before a step foretell the first of its tokens, its own all others.
         foretold = new[:-1] if last is None else torch.cat([last, new[:-1]])
         truth = (tokens if last is not None else tokens[1:]).to(foretold.device)
         losses = torch.nn.functional.cross_entropy(foretold.float(), truth, reduction="none")
-        found.append(losses.cpu())
+        results.append(losses.cpu())
         last = new[-1:]
-    return torch.cat(found)
+    return torch.cat(results)
 
 
 MEASUREMENT = AquaAblation

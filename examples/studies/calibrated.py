@@ -100,14 +100,14 @@ class CalibratedAblation(Ablation):
             return self._found[name]
         folder, corpus, model = self.path(name), self.corpus(subject), subject.model
         if (folder / DESCRIPTION).is_file():
-            found = CalibrationArtifact.from_pretrained(folder, method=calibration.method)
-            found.check(model.config)
-            found.check_weights(model)
-            known = {**found.options, **found.data}
+            result = CalibrationArtifact.from_pretrained(folder, method=calibration.method)
+            result.check(model.config)
+            result.check_weights(model)
+            previous = {**result.options, **result.data}
             changed = [
-                f"{key} was {known.get(key)!r}, now {value!r}"
+                f"{key} was {previous.get(key)!r}, now {value!r}"
                 for key, value in (calibration.options() | corpus.description).items()
-                if known.get(key) != value and key not in self.ignored
+                if previous.get(key) != value and key not in self.ignored
             ]
             if changed:
                 raise ValueError(
@@ -116,9 +116,9 @@ class CalibratedAblation(Ablation):
                 )
         else:
             tqdm.write(f"calibrating: {name}, in {folder}", file=sys.stderr)
-            found = calibrate(model, corpus, calibration, folder, layers_at_once=_LAYERS_AT_ONCE)
-        self._found[name] = found
-        return found
+            result = calibrate(model, corpus, calibration, folder, layers_at_once=_LAYERS_AT_ONCE)
+        self._found[name] = result
+        return result
 
     def folders(self) -> dict[str, Path]:
         return {} if self.artifacts is None else {"--artifacts": self.artifacts}
@@ -139,19 +139,19 @@ class CalibratedAblation(Ablation):
             ValueError: too little text, or none and another language than that of needles.
         """
         tokens, most = self.calibration_tokens, self.calibration_length
-        told: dict[str, Any] = {"tokens": tokens, "length": most, "seed": self.seed}
-        told["dtype"] = str(subject.model.dtype).removeprefix("torch.")
+        description: dict[str, Any] = {"tokens": tokens, "length": most, "seed": self.seed}
+        description["dtype"] = str(subject.model.dtype).removeprefix("torch.")
         uuids: list[torch.Tensor] = []
         path = self.calibration_text or self.text
         if path is None:
             check_needles(subject)
             sequences = list(needle_documents(tokens, most, self.seed))
-            told["documents"] = "needle language"
+            description["documents"] = "needle language"
         else:
             tokenizer = subject.need_tokenizer(self.name)
             ids = text_file(path, tokenizer)
             sequences = cut(ids, most, tokens, "--calibration-tokens")
-            told |= {"text": describe_file("--text", path), "uuid_tokens": self.uuid_tokens}
+            description |= {"text": describe_file("--text", path), "uuid_tokens": self.uuid_tokens}
             if self.uuid_tokens:
                 drawn = random_uuids(self.uuid_tokens, tokenizer, self.seed)
                 uuids = cut(drawn, most, self.uuid_tokens, "--uuid-tokens")
@@ -161,8 +161,8 @@ class CalibratedAblation(Ablation):
                 "least two, one of them measures errors; take shorter ones"
             )
         held_out = max(1, round(_HELD_OUT * len(sequences)))
-        told["held_out_sequences"] = held_out
-        return Corpus([*uuids, *sequences], held_out, told)
+        description["held_out_sequences"] = held_out
+        return Corpus([*uuids, *sequences], held_out, description)
 
     def contexts(self, subject: Subject, part: str, length: int) -> list[torch.Tensor]:
         size, count = length + self.following(part), self.windows
@@ -171,14 +171,14 @@ class CalibratedAblation(Ablation):
             asking, first = self.asking(part, length), self.seed + _CONTEXTS
             return [needle_tokens(size, asking, seed) for seed in range(first, first + count)]
         ids = self._unseen(subject)
-        found = min(count, len(ids) // size)
-        if not found:
+        result = min(count, len(ids) // size)
+        if not result:
             raise ValueError(
                 f"--text {self.text} has {len(ids)} tokens beside those of the calibration, fewer "
                 f"than the {size} of a context: give a shorter --context, fewer "
                 "--calibration-tokens, or a longer text"
             )
-        return list(ids[: found * size].view(found, size))
+        return list(ids[: result * size].view(result, size))
 
     def pieces(self, subject: Subject, count: int, size: int) -> dict[str, torch.Tensor]:
         """``count`` inputs ``[size]`` int64 by name, and one of UUIDs where the model reads text.
@@ -203,12 +203,12 @@ class CalibratedAblation(Ablation):
             )
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         bos, step = torch.tensor(start, dtype=torch.int64), len(ids) // count
-        found = {}
+        results = {}
         for number in range(count):
-            piece = ids[number * step + len(bos) :][: size - len(bos)]
-            found[f"text {number + 1}"] = torch.cat([bos, piece])
-        found["UUIDs"] = random_uuids(size, tokenizer, self.seed + _INPUTS)[:size]
-        return found
+            excerpt = ids[number * step + len(bos) :][: size - len(bos)]
+            results[f"text {number + 1}"] = torch.cat([bos, excerpt])
+        results["UUIDs"] = random_uuids(size, tokenizer, self.seed + _INPUTS)[:size]
+        return results
 
     def _unseen(self, subject: Subject) -> torch.Tensor:
         """The tokens of ``text`` without those that are learned from, BOS in front."""

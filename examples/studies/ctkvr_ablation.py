@@ -19,9 +19,22 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from ablation import Ablation, caches_option, made, parts_option, values_option
+from ablation import (
+    CANDIDATES,
+    Ablation,
+    CellResults,
+    Plot,
+    Table,
+    bars_of,
+    by_length,
+    caches_option,
+    curves_of,
+    made,
+    parts_option,
+    stretches_of,
+    values_option,
+)
 from follower import Follower
-from study_tables import CANDIDATES, Found, Plot, Table, bars_of, by_length, curves_of, stretches_of
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
@@ -66,8 +79,8 @@ def rerank_names(ratios: tuple[float, ...]) -> list[str]:
     return [*(f"{name}, ratio {ratio:g}" for name in _RERANKS for ratio in ratios), _BY_RANK]
 
 
-def changed(part: str, name: str, given: CTkvrConfig, length: int) -> CTkvrConfig:
-    """What ``given`` becomes in the variant ``name`` after a context of ``length`` tokens.
+def changed(part: str, name: str, base: CTkvrConfig, length: int) -> CTkvrConfig:
+    """What ``base`` becomes in the variant ``name`` after a context of ``length`` tokens.
 
     A text that is followed a few tokens at a time asks nothing, so its passes count as questions
     only where a variant says so.
@@ -76,7 +89,7 @@ def changed(part: str, name: str, given: CTkvrConfig, length: int) -> CTkvrConfi
     if part in FIXED:
         changes = FIXED[part][name]
     elif part == "centroids":
-        usual = given.centroids_for(max(1, length - given.recent))
+        usual = base.centroids_for(max(1, length - base.recent))
         changes = {"centroids": centroid_count(name, usual), "tokens_per_centroid": 1}
     elif part == "probes":
         changes = {"nprobe": int(name)}
@@ -87,7 +100,7 @@ def changed(part: str, name: str, given: CTkvrConfig, length: int) -> CTkvrConfi
         changes = {"rerank": rerank, "list_ratio": float(ratio)}
     else:
         changes = {"top_k": int(name) if name.isdigit() else float(name)}
-    return given.replace(**{"questions": False, **changes})
+    return base.replace(**{"questions": False, **changes})
 
 
 def centroid_count(text: str, usual: int) -> int:
@@ -127,7 +140,7 @@ _PAPER: dict[str, tuple[str, dict[str, str]]] = {
 _KINDS = ("recall", "mass", "tokens equal", "candidates", "rows read", "candidates / read")
 
 
-def _plain_table(cells: Found) -> str:
+def _plain_table(cells: CellResults) -> str:
     """A row a variant, columns for each length."""
     part = cells[0][0]["part"]
     columns, rows = by_length(cells, _KINDS if part == "rerank" else _KINDS[:-1])
@@ -139,15 +152,15 @@ def _plain_table(cells: Found) -> str:
     return markdown_table(header, [[*key, *row] for key, row in rows.items()])
 
 
-def _turns_table(cells: Found) -> str:
+def _turns_table(cells: CellResults) -> str:
     """Recall by turn (the paper's table 5)."""
-    most = max(len(found["stretches"]) for _, found in cells)
+    most = max(len(result["stretches"]) for _, result in cells)
     rows = []
-    for cell, found in cells:
-        turns = [share(one["overlap"]) for one in found["stretches"]]
+    for cell, result in cells:
+        turns = [share(one["overlap"]) for one in result["stretches"]]
         turns += ["-"] * (most - len(turns))
-        mass = f"{found['mass']:.3f} of {found['best_mass']:.3f}"
-        means = (share(found["overlap"]), mass, share(found["equal"]), str(found["list_builds"]))
+        mass = f"{result['mass']:.3f} of {result['best_mass']:.3f}"
+        means = (share(result["overlap"]), mass, share(result["equal"]), str(result["list_builds"]))
         rows.append([cell["cache"], cell["variant"], str(cell["length"]), *turns, *means])
     turns = [f"turn {number + 1}" for number in range(most)]
     names = ("recall, mean", "mass, mean", "tokens equal", "times lists were made")
@@ -185,8 +198,8 @@ class TurnFollower(Follower):
             end = asked + measured
             reader.feed(window[asked - new : asked])
             right = expected[asked - length : end - length]
-            reader, found = self.measure(reader, window[asked:end], right, 1)
-            stretches.append(found | {"end": (turn + 1) * measured})
+            reader, result = self.measure(reader, window[asked:end], right, 1)
+            stretches.append(result | {"end": (turn + 1) * measured})
             assert isinstance(reader.cache, CTkvrCache)
             self._builds += sum(one["list_builds"] for one in reader.cache.stats()["layers"])
         self.samples.append(stretches)
@@ -235,8 +248,8 @@ class CTkvrAblation(Ablation):
 
     def __post_init__(self) -> None:
         # Refuse values that CTkvr refuses.
-        known = {"nprobe": self.nprobe, "list_ratio": self.ratios, "top_k": self.budgets}
-        for name, values in known.items():
+        options = {"nprobe": self.nprobe, "list_ratio": self.ratios, "top_k": self.budgets}
+        for name, values in options.items():
             for value in values:
                 CTkvrConfig().replace(**{name: value})
 

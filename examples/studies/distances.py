@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
-from ablation import made
+from ablation import Ablation, caches_option, made, not_here
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -16,6 +18,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.teacher_forcing import Memo, full_logits
+from hf_kvret.lab.program.common_options import count_option
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.options.config import RetrievalConfig
 
@@ -25,14 +28,22 @@ Logits = tuple[torch.Tensor, torch.Tensor]
 _expected = Memo(most=8)
 
 
-class Contexts:
-    """Contexts that a cache has read, kept for all its variants.
+@dataclass(frozen=True, kw_only=True)
+class DistanceStudy(Ablation):
+    """A study of logits, whose contexts are read once for all variants of a cache."""
 
-    Those of other caches and lengths are dropped when new ones are read.
-    """
+    method: ClassVar[str] = "flat"
+    example: ClassVar[str] = "recent=128"
+    described: ClassVar[tuple[str, ...]] = ("windows", "new_tokens", "step")
 
-    def __init__(self) -> None:
-        self._readers: dict[tuple[Any, ...], list[Reader]] = {}
+    caches: str | None = caches_option("flat")
+    windows: int = count_option(2, "at most this many contexts of each length")
+    parts: tuple[str, ...] = not_here(("tokens",))
+
+    @cached_property
+    def _readers(self) -> dict[tuple[Any, ...], list[Reader]]:
+        """By cache, length and budget; those of the last cache and length."""
+        return {}
 
     def read(
         self,
@@ -43,12 +54,10 @@ class Contexts:
         windows: Sequence[torch.Tensor],
     ) -> list[Reader]:
         """A reader of the first ``cell["length"]`` tokens of each of ``windows [n]``."""
-        place = cell["cache"], cell["length"]
-        key = *place, options.top_k
+        key = cell["cache"], cell["length"], options.top_k
         if key not in self._readers:
-            self._readers = {
-                known: one for known, one in self._readers.items() if known[:2] == place
-            }
+            for known in [known for known in self._readers if known[:2] != key[:2]]:
+                del self._readers[known]
             choice = made(cell["cache"], type(cache), options)
             self._readers[key] = read_contexts(subject, choice, windows, cell["length"])
         return self._readers[key]
@@ -93,11 +102,11 @@ def follow(
     reader = start.fork(**changes)
     assert isinstance(reader.cache, RetrievalCache)
     watch(reader.cache)
-    pieces = window[start.length :].split(step)
-    bar = tqdm(pieces, leave=False, desc=reader.choice.name, mininterval=1)
-    given = torch.cat([reader.feed(piece, keep=len(piece)) for piece in bar])
+    chunks = window[start.length :].split(step)
+    bar = tqdm(chunks, leave=False, desc=reader.choice.name, mininterval=1)
+    logits = torch.cat([reader.feed(chunk, keep=len(chunk)) for chunk in bar])
     expected = _full_attention(reader.model, window, start.length)
-    return reader, (given.float().log_softmax(-1), expected)
+    return reader, (logits.float().log_softmax(-1), expected)
 
 
 def distance(places: Sequence[Logits]) -> dict[str, float]:
@@ -107,8 +116,8 @@ def distance(places: Sequence[Logits]) -> dict[str, float]:
     ``kl_error`` its standard error, as if places were independent; ``equal`` the share of places
     with the same best token.
     """
-    kl = torch.cat([(want.exp() * (want - given)).sum(-1) for given, want in places]).double()
-    equal = torch.cat([given.argmax(-1) == want.argmax(-1) for given, want in places]).double()
+    kl = torch.cat([(want.exp() * (want - logits)).sum(-1) for logits, want in places]).double()
+    equal = torch.cat([logits.argmax(-1) == want.argmax(-1) for logits, want in places]).double()
     return {
         "kl": float(kl.mean()),
         "kl_error": float(kl.std()) / math.sqrt(len(kl)),

@@ -54,8 +54,8 @@ class Follower:
         for start in range(0, pace.count, pace.every):
             end = min(start + pace.every, pace.count)
             tokens, right = window[length + start : length + end], expected[start:end]
-            reader, found = self.measure(reader, tokens, right, pace.step)
-            stretches.append(found | {"end": end})
+            reader, result = self.measure(reader, tokens, right, pace.step)
+            stretches.append(result | {"end": end})
         self.samples.append(stretches)
 
     def result(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Follower:
         """
         if not self.usage.rows_cold:
             raise ValueError(
-                "nothing was cold: take a longer --context, or smaller kv as "
+                "nothing was cold: take a longer --context, or a smaller window as "
                 f"{self.method}:dense_below=0:recent=64:flush=64"
             )
         stretches, usage = mean_sections(self.samples), self.usage

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -19,9 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from ablation import Ablation, caches_option, not_here, values_option
-from distances import NOTHING_COLD, Contexts, Logits, cache_of, distance, follow
-from study_tables import Found, Plot, shown
+from ablation import CellResults, Plot, shown, values_option
+from distances import NOTHING_COLD, DistanceStudy, Logits, cache_of, distance, follow
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.index import ColdTokens
@@ -29,7 +27,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.program.arguments import whole_number
-from hf_kvret.lab.program.common_options import context_option, count_option, text_option
+from hf_kvret.lab.program.common_options import context_option, text_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_lines
@@ -101,7 +99,7 @@ def follow_all(
     }
 
 
-def _by_way(cells: Found) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+def _by_way(cells: CellResults) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
     """Results by cache, length and heads a selection, with ascending rows."""
     ways: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for cell, result in cells:
@@ -111,7 +109,7 @@ def _by_way(cells: Found) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
     return {key: sorted(own, key=lambda one: one["rows"]) for key, own in ways.items()}
 
 
-def _table(cells: Found) -> str:
+def _table(cells: CellResults) -> str:
     """A row for each number of rows a selection, then divergences at equal rows of the union."""
     ways, rows = _by_way(cells), []
     for key, own in ways.items():
@@ -145,7 +143,7 @@ def at(results: list[dict[str, Any]], x: str, y: str, place: float) -> float | N
 
 
 def _lines(x: str, label: str) -> Plot:
-    def plot(path: Path, cells: Found) -> None:
+    def plot(path: Path, cells: CellResults) -> None:
         lines = {
             f"{cache}, {length}: {heads}": ([one[x] for one in own], [one["kl"] for one in own])
             for (cache, length, heads), own in _by_way(cells).items()
@@ -157,16 +155,13 @@ def _lines(x: str, label: str) -> Plot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentHeads(Ablation):
+class LatentHeads(DistanceStudy):
     """What it costs that query heads select together which share one KV head."""
 
     name = "latent-heads"
-    method = "flat"
     others = ("paris", "lrqk", "ctkvr")
-    example = "recent=128"
     chosen = ("select_heads", "top_k")
     instead = ": --select-heads and --top-ks name them"
-    described = ("windows", "new_tokens", "step")
     tables = MappingProxyType({"tokens": _table})
     plots = MappingProxyType(
         {
@@ -181,21 +176,14 @@ class LatentHeads(Ablation):
     )
 
     model: str = option("reference-latent", "a folder, a hub id, or a model of ours")
-    caches: str | None = caches_option("flat")
     text: Path = text_option()
     context: tuple[int, ...] = context_option((4096, 8192), "tokens of a context")
-    windows: int = count_option(2, "at most this many contexts of each length")
-    parts: tuple[str, ...] = not_here(("tokens",))
     select_heads: tuple[int, ...] = values_option(
         (1, 4, 16), "query heads a selection", whole_number(1)
     )
     top_ks: tuple[int, ...] = values_option(
         (32, 64, 128, 256, 512, 1024), "rows a selection", whole_number(1)
     )
-
-    @cached_property
-    def _contexts(self) -> Contexts:
-        return Contexts()
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return list(filter(self._serves, super().cells_of(caches)))
@@ -229,7 +217,7 @@ class LatentHeads(Ablation):
         if options.group_obstacle:
             # The lists of CTkvr are as long as its budget wants them.
             options = options.replace(top_k=rows)
-        readers = self._contexts.read(subject, cell, cache, options, windows)
+        readers = self.read(subject, cell, cache, options, windows)
         heads = subject.model.config.get_text_config(decoder=True).num_attention_heads
         # Some methods take no other size than all.
         changes = {"top_k": rows, "select_heads": None if size >= heads else size}

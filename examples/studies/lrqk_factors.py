@@ -21,8 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from ablation import Ablation, caches_option, not_here, parts_option, values_option
-from study_tables import Found
+from ablation import Ablation, CellResults, caches_option, not_here, parts_option, values_option
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
@@ -165,8 +164,8 @@ class LayerStudy(RecordedLayer):
     def _logits(self, dots: torch.Tensor) -> torch.Tensor:
         """Scaled, capped, and -inf from a query's own token on, ``[Hq, N, l]`` fp32."""
         scores = soft_cap_(dots * self.scale, self.softcap)
-        places = torch.arange(dots.shape[-1], device=dots.device)
-        return scores.masked_fill(places >= places[-self.last :, None], float("-inf"))
+        keys = torch.arange(dots.shape[-1], device=dots.device)
+        return scores.masked_fill(keys >= keys[-self.last :, None], float("-inf"))
 
 
 def gram(rows: torch.Tensor) -> torch.Tensor:
@@ -264,35 +263,35 @@ _DRAWN = (
 )
 
 
-def _tables(cells: Found) -> str:
+def _tables(cells: CellResults) -> str:
     """Errors, then recall and mass: a row for each rank and variant, a column a layer."""
-    known = _by_rank(cells)
-    numbers = sorted({one["layer"] for layers in known.values() for one in layers})
+    layers_by_key = _by_rank(cells)
+    layer_ids = sorted({one["layer"] for layers in layers_by_key.values() for one in layers})
     parts = []
     for title, name, means in (
         ("relative error of the scores:", "error", {}),
         ("recall of the exact top-k:", "recall", {"mass": "mass", "best_mass": "best mass"}),
     ):
         rows = []
-        for (cache, length, variant, rank), layers in known.items():
+        for (cache, length, variant, rank), layers in layers_by_key.items():
             row = [cache, f"{length}", f"{rank}", variant, f"{_mean(layers, 'numbers'):g}"]
             values = {one["layer"]: one[name] for one in layers}
-            row += [f"{values[n]:.4f}" if n in values else "-" for n in numbers]
+            row += [f"{values[n]:.4f}" if n in values else "-" for n in layer_ids]
             rows.append([*row, *(f"{_mean(layers, mean):.4f}" for mean in (name, *means))])
         head = ["cache", "tokens", "rank", "variant", "numbers"]
-        head += [*(f"layer {n}" for n in numbers), "mean", *means.values()]
+        head += [*(f"layer {n}" for n in layer_ids), "mean", *means.values()]
         parts += [title, markdown_table(head, rows)]
-    return "\n\n".join([*parts, *_checks(known)])
+    return "\n\n".join([*parts, *_checks(layers_by_key)])
 
 
-def _plot(path: Path, cells: Found, *, name: str, y: str) -> None:
+def _plot(path: Path, cells: CellResults, *, name: str, y: str) -> None:
     """One number of the factors over rank, mean of layers."""
-    known = _by_rank(cells)
-    if len({variant for _, _, variant, _ in known}) > _LINES:
-        known = {key: layers for key, layers in known.items() if key[2] in _DRAWN}
-    one_text = len({(cache, length) for cache, length, _, _ in known}) == 1
+    layers_by_key = _by_rank(cells)
+    if len({variant for _, _, variant, _ in layers_by_key}) > _LINES:
+        layers_by_key = {key: layers for key, layers in layers_by_key.items() if key[2] in _DRAWN}
+    one_text = len({(cache, length) for cache, length, _, _ in layers_by_key}) == 1
     lines: dict[str, tuple[list[float], list[float]]] = {}
-    for (cache, length, variant, rank), layers in known.items():
+    for (cache, length, variant, rank), layers in layers_by_key.items():
         label = variant if one_text else f"{variant} ({cache}, {length})"
         value = _mean(layers, name)
         if name == "recall" or value > _LEAST_SHOWN:
@@ -303,28 +302,28 @@ def _plot(path: Path, cells: Found, *, name: str, y: str) -> None:
     plot_lines(path, lines, title=title, x="rank", y=y, log_x=True, log_y=name == "error")
 
 
-def _by_rank(cells: Found) -> dict[Key, list[dict[str, Any]]]:
+def _by_rank(cells: CellResults) -> dict[Key, list[dict[str, Any]]]:
     """The layers of each cell that has any, by cache, length, variant and rank."""
-    known: dict[Key, list[dict[str, Any]]] = {
-        (cell["cache"], cell["length"], cell["variant"], cell["rank"]): found["layers"]
-        for cell, found in cells
-        if found["layers"]
+    layers_by_key: dict[Key, list[dict[str, Any]]] = {
+        (cell["cache"], cell["length"], cell["variant"], cell["rank"]): result["layers"]
+        for cell, result in cells
+        if result["layers"]
     }
     order = {name: number for number, name in enumerate(VARIANTS)}
-    places = sorted(known, key=lambda key: (key[1], key[0], key[3], order[key[2]]))
-    return {key: known[key] for key in places}
+    keys = sorted(layers_by_key, key=lambda key: (key[1], key[0], key[3], order[key[2]]))
+    return {key: layers_by_key[key] for key in keys}
 
 
-def _checks(known: dict[Key, list[dict[str, Any]]]) -> list[str]:
+def _checks(layers_by_key: dict[Key, list[dict[str, Any]]]) -> list[str]:
     """In how many layers, ranks and starts no head of the closed form misses more than ALS."""
     kept = [
         all(
             one <= other + _ROUNDING
             for one, other in zip(ours["errors"], theirs["errors"], strict=True)
         )
-        for (cache, length, variant, rank), layers in known.items()
-        if variant in ALTERNATING and (cache, length, PER_HEAD, rank) in known
-        for ours, theirs in zip(known[cache, length, PER_HEAD, rank], layers, strict=True)
+        for (cache, length, variant, rank), layers in layers_by_key.items()
+        if variant in ALTERNATING and (cache, length, PER_HEAD, rank) in layers_by_key
+        for ours, theirs in zip(layers_by_key[cache, length, PER_HEAD, rank], layers, strict=True)
     ]
     if not kept:
         return []
@@ -419,11 +418,11 @@ class LRQKFactors(Ablation):
                 f"--ranks {','.join(map(str, self.ranks))}: all are above the head dim {largest}"
             )
         fitting = [study for study in studies if rank <= study.dim]
-        found = []
+        results = []
         for study in tqdm(fitting, desc="layers", leave=False):
             quality = study.judge(variant(study, rank, options), top_k)
-            found.append({"layer": study.layer, **quality})
-        return {"top_k": top_k, "layers": found}
+            results.append({"layer": study.layer, **quality})
+        return {"top_k": top_k, "layers": results}
 
     def _top_k(self, length: int, choice: CacheChoice) -> tuple[int, LRQKConfig]:
         """How many tokens a query selects, and the options of the cache."""

@@ -1,4 +1,11 @@
-"""What the hit/miss buffer of ``store="resident"`` saves along a long generation."""
+"""What the hit/miss buffer of store="resident" saves along a long generation. Each context is read
+in one pass; then --new-tokens follow, one at a time, once with rows in host memory alone and once
+for each of --slots with a buffer on the device in front of them. Both must give the same tokens. A
+miss is a selected row that had to be fetched.
+
+    python examples/studies/misses.py --text novel.txt --context 4K --top-ks 128,256 \\
+        --caches lrqk,paris
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -76,20 +83,8 @@ class Generation:
 class Misses(Task):
     """What the hit/miss buffer of store="resident" saves along a long generation."""
 
-    name: ClassVar[str] = "misses"
-    summary: ClassVar[str] = "rows that a hit/miss buffer saves along a generation"
-    description: ClassVar[str] = (
-        'What the hit/miss buffer of store="resident" saves along a long generation. Each '
-        "context is read in one pass; then --new-tokens follow, one at a time, once with rows "
-        "in host memory alone and once for each of --slots with a buffer on the device in front "
-        "of them. Both must give the same tokens. A miss is a selected row that had to be "
-        "fetched."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "python examples/studies/misses.py --text novel.txt --context 4K --top-ks 128,256 "
-        "--caches lrqk,paris",
-    )
-    smallest: ClassVar[str] = (
+    name = "misses"
+    smallest = (
         "--model reference --text examples/notebooks/text.txt --context 256 --new-tokens 24 "
         "--every 8 --top-ks 16 --slots 1 --caches lrqk:dense_below=0:recent=16:flush=16"
     )
@@ -158,9 +153,9 @@ class Misses(Task):
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
-        known = self.new_tokens if self.follow == "text" else 0
+        following = self.new_tokens if self.follow == "text" else 0
         for length in lengths_of(cells):
-            text_windows(subject, self.name, self.text, length, known, 1, None)
+            text_windows(subject, self.name, self.text, length, following, 1, None)
             check_positions(subject.model, length + self.new_tokens)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
@@ -172,29 +167,29 @@ class Misses(Task):
         """
         plain = self._without_buffer(cell, subject, choice)
         changes = {"store": "resident", "slots": cell["slots"]}
-        found = self._generate(cell, subject, choice, changes)
-        place = found.first_difference(plain)
+        result = self._generate(cell, subject, choice, changes)
+        place = result.first_difference(plain)
         if place is not None:
             raise CheckFailed(
                 f"{_label(cell)}: with the buffer another token than without it, first at new "
                 f"token {place + 1} (position {cell['length'] + place}): a store must not change "
                 "a result, so this is a bug"
             )
-        fetched = sum(layer["bytes_missed"] for layer in found.last) / self.new_tokens
+        fetched = sum(layer["bytes_missed"] for layer in result.last) / self.new_tokens
         selected = sum(layer["bytes_fetched"] for layer in plain.last) / self.new_tokens
-        layers = [{"layer": one["layer"], "miss_ratio": one["miss_ratio"]} for one in found.last]
+        layers = [{"layer": one["layer"], "miss_ratio": one["miss_ratio"]} for one in result.last]
         return {
             "miss_ratio": fmean(layer["miss_ratio"] for layer in layers),
             "layers": layers,
-            "stretches": _stretches(found.layers),
+            "stretches": _stretches(result.layers),
             "equal_tokens": self.new_tokens,
             "bus_bytes": fetched,
             "plain_bus_bytes": selected,
             "saved_ratio": 1 - fetched / selected,
-            "seconds": found.seconds,
+            "seconds": result.seconds,
             "plain_seconds": plain.seconds,
-            "buffer_bytes": found.memory.store_device - plain.memory.store_device,
-            "full_bytes": found.memory.full_attention,
+            "buffer_bytes": result.memory.store_device - plain.memory.store_device,
+            "full_bytes": result.memory.full_attention,
         }
 
     def _without_buffer(self, cell: Cell, subject: Subject, choice: CacheChoice) -> Generation:
@@ -208,21 +203,21 @@ class Misses(Task):
         self, cell: Cell, subject: Subject, choice: CacheChoice, changes: dict[str, Any]
     ) -> Generation:
         """Read the context and go on, with those options of the cache changed."""
-        length, known = cell["length"], self.new_tokens if self.follow == "text" else 0
-        (window,) = text_windows(subject, self.name, self.text, length, known, 1, None)
+        length, following = cell["length"], self.new_tokens if self.follow == "text" else 0
+        (window,) = text_windows(subject, self.name, self.text, length, following, 1, None)
         changed = _changed(choice, subject, top_k=cell["top_k"], **changes)
         reader = Reader(subject.model, changed, length + self.new_tokens)
         source = self._source(window[length:])
         logits = reader.prefill(window[:length])[-1]
         tokens, choices, seconds, layers = [], [logits.argmax()], [], []
-        for place in tqdm(range(self.new_tokens), leave=False, desc=_label(cell), mininterval=1):
-            tokens.append(source(logits, place))
+        for index in tqdm(range(self.new_tokens), leave=False, desc=_label(cell), mininterval=1):
+            tokens.append(source(logits, index))
             before = reader.seconds
             logits = reader.feed(tokens[-1])[-1]
             seconds.append(reader.seconds - before)
             choices.append(logits.argmax())
-            end = place + 1
-            if place == 0:
+            end = index + 1
+            if index == 0:
                 _check_selects(reader, cell)
             # Counts lie on the device: to read them is to wait for it.
             if end % self.every == 0 or end == self.new_tokens:
@@ -260,8 +255,8 @@ class Misses(Task):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         lines: dict[str, tuple[list[float], list[float]]] = {}
-        for cell, found in results:
-            stretches = found["stretches"]
+        for cell, result in results:
+            stretches = result["stretches"]
             ends, ratios = ([one[name] for one in stretches] for name in ("end", "miss_ratio"))
             lines[_label(cell)] = ends, ratios
         plot_lines(
@@ -277,16 +272,16 @@ class Misses(Task):
 def _stretches(layers: Sequence[tuple[int, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """For each stretch its ``end``, and its own ``miss_ratio``, mean over layers."""
     before = [(0, 0)] * len(layers[0][1])
-    found = []
+    results = []
     for end, stats in layers:
         now = [(one["misses"], one["hits"] + one["misses"]) for one in stats]
         ratios = [
             (misses - old_misses) / (requests - old_requests)
             for (misses, requests), (old_misses, old_requests) in zip(now, before, strict=True)
         ]
-        found.append({"end": end, "miss_ratio": fmean(ratios)})
+        results.append({"end": end, "miss_ratio": fmean(ratios)})
         before = now
-    return found
+    return results
 
 
 def _check_cache(cache: str) -> None:
@@ -310,7 +305,7 @@ def _check_selects(reader: Reader, cell: Cell) -> None:
     if not all(layer["selected"] for layer in _cache(reader).stats()["layers"]):
         raise ValueError(
             f"--context {cell['length']}: {cell['cache']} selects nothing after it; take a longer "
-            "one, or smaller kv as paris:dense_below=0:recent=64:flush=64"
+            "one, or a smaller window as paris:dense_below=0:recent=64:flush=64"
         )
 
 

@@ -17,9 +17,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from ablation import Ablation, caches_option, made, parts_option
+from ablation import (
+    CANDIDATES,
+    Ablation,
+    CellResults,
+    bars_of,
+    by_length,
+    caches_option,
+    curves_of,
+    made,
+    parts_option,
+    stretches_of,
+)
 from follower import Follower
-from study_tables import CANDIDATES, Found, bars_of, by_length, curves_of, stretches_of
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
@@ -213,38 +223,38 @@ DRIFT: dict[str, type[RetrievalCache]] = {
 
 
 def variant(
-    part: str, name: str, given: ParisConfig, ratio: float = 0.1, clusters: int = 256
+    part: str, name: str, base: ParisConfig, ratio: float = 0.1, clusters: int = 256
 ) -> CacheChoice:
     """The cache of a variant, with that share of candidates but in ``SHIPPED`` and in ``ratios``.
 
-    Opponents have the same kv, budget and number of candidates.
+    Opponents have the same window, budget and number of candidates.
     """
     if name == SHIPPED:
-        return made(name, ParisKVCache, given)
+        return made(name, ParisKVCache, base)
     if part == "ratios":
-        return made(f"ratio {name}", ParisKVCache, given.with_candidates(float(name)))
+        return made(f"ratio {name}", ParisKVCache, base.with_candidates(float(name)))
     if part == "switches":
         switch = SWITCHES[name]
-        chosen = given.with_candidates(switch.ratio or ratio).replace(**switch.changes)
+        chosen = base.with_candidates(switch.ratio or ratio).replace(**switch.changes)
         return made(name, switch.cache_class, chosen)
     if DRIFT[name] is ParisKVCache:
-        return made(name, ParisKVCache, given.with_candidates(ratio))
-    common = {one.name: getattr(given, one.name) for one in fields(RetrievalConfig)}
+        return made(name, ParisKVCache, base.with_candidates(ratio))
+    common = {one.name: getattr(base, one.name) for one in fields(RetrievalConfig)}
     options = ClusterConfig(**common, candidate_ratio=ratio, clusters=clusters)
     return made(name, DRIFT[name], options)
 
 
-def _variants_table(cells: Found) -> str:
+def _variants_table(cells: CellResults) -> str:
     """A row a variant, recall and mass of the best at each length."""
     columns, rows = by_length(cells, ("recall", "mass", "candidates"))
     title = "variant" if cells[0][0]["part"] == "switches" else "candidate ratio"
     return markdown_table(["cache", title, *columns], [[*key, *row] for key, row in rows.items()])
 
 
-def _drift_table(cells: Found) -> str:
+def _drift_table(cells: CellResults) -> str:
     rows = []
-    for cell, found in cells:
-        stretches = found["stretches"]
+    for cell, result in cells:
+        stretches = result["stretches"]
         row = [cell["cache"], cell["variant"], str(cell["length"])]
         for name in ("overlap", "mass"):
             row += map(share, (stretches[0][name], stretches[-1][name], mean_of(stretches, name)))

@@ -10,23 +10,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from ablation import Ablation, caches_option, not_here, values_option
-from distances import NOTHING_COLD, Contexts, Logits, cache_of, distance, follow
-from study_tables import Found
+from ablation import CellResults, values_option
+from distances import NOTHING_COLD, DistanceStudy, Logits, cache_of, distance, follow
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.program.arguments import number
-from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_lines
@@ -87,7 +84,7 @@ def follow_all(
     }
 
 
-def _by_way(cells: Found) -> dict[tuple[str, str, str], dict[float, dict[str, Any]]]:
+def _by_way(cells: CellResults) -> dict[tuple[str, str, str], dict[float, dict[str, Any]]]:
     """Results by cache, length and what stands for unselected tokens, then by share of rows."""
     ways: dict[tuple[str, str, str], dict[float, dict[str, Any]]] = {}
     for cell, result in cells:
@@ -97,7 +94,7 @@ def _by_way(cells: Found) -> dict[tuple[str, str, str], dict[float, dict[str, An
     return ways
 
 
-def _table(cells: Found) -> str:
+def _table(cells: CellResults) -> str:
     """Divergences, then the mass that selections miss."""
     ways = _by_way(cells)
     shares = sorted({share for results in ways.values() for share in results})
@@ -130,7 +127,7 @@ def _short_names(names: Sequence[str]) -> dict[str, str]:
     return {name: name if counts.count(one) > 1 else one for name, one in short.items()}
 
 
-def _plot(path: Path, cells: Found) -> None:
+def _plot(path: Path, cells: CellResults) -> None:
     """Of the longest context."""
     ways = _by_way(cells)
     longest = max((length for _, length, _ in ways), key=int)
@@ -157,16 +154,13 @@ def _plot(path: Path, cells: Found) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanTokens(Ablation):
+class MeanTokens(DistanceStudy):
     """What it gives that tokens which are not selected count."""
 
     name = "rest-tokens"
-    method = "flat"
     others = ("paris", "lrqk", "ctkvr", "a2ats")
-    example = "recent=128"
     chosen = ("rest", "rest_blocks", "top_k")
     instead = ": --rests and --shares name them"
-    described = ("windows", "new_tokens", "step")
     tables = MappingProxyType({"tokens": _table})
     plots = MappingProxyType({"tokens": _plot})
     smallest = (
@@ -175,11 +169,6 @@ class MeanTokens(Ablation):
     )
 
     model: str = option("reference", "a folder, a hub id, or a model of ours")
-    caches: str | None = caches_option("flat")
-    text: Path | None = text_option("default: documents of needles", required=False)
-    context: tuple[int, ...] = context_option((4096,), "tokens of a context")
-    windows: int = count_option(2, "at most this many contexts of each length")
-    parts: tuple[str, ...] = not_here(("tokens",))
     rests: tuple[str, ...] = values_option(
         (OFF, "mean", "512"),
         "what stands for unselected tokens: nothing, mean, or cold tokens of a mean",
@@ -188,10 +177,6 @@ class MeanTokens(Ablation):
     shares: tuple[float, ...] = values_option(
         (0.01, 0.03, 0.06, 0.12), "rows read, as shares of the cold ones", number(0.0, 1.0)
     )
-
-    @cached_property
-    def _contexts(self) -> Contexts:
-        return Contexts()
 
     def variants(self, part: str) -> Sequence[str]:
         return [f"{share:g}, {rest}" for share in self.shares for rest in self.rests]
@@ -203,7 +188,7 @@ class MeanTokens(Ablation):
         if cell["cache"].startswith("ctkvr"):
             # The lists of CTkvr are as long as its budget wants them.
             options = options.replace(top_k=float(share))
-        readers = self._contexts.read(subject, cell, cache, options, windows)
+        readers = self.read(subject, cell, cache, options, windows)
         changes = {"top_k": float(share), **rest_options(rest)}
         return follow_all(readers, windows, self.step, **changes)
 

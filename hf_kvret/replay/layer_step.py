@@ -29,7 +29,7 @@ class LayerStep:
 
     @property
     def kv(self) -> LayerKV:
-        """The kv of the layer, which must hold tokens."""
+        """What the layer holds, at least one token."""
         assert self.layer.kv is not None, "a layer without tokens has no step to capture"
         return self.layer.kv
 

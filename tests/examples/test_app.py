@@ -1,41 +1,193 @@
-"""The app's logic; texts in ``test_app_texts.py``, the page in ``test_app_page.py``."""
+"""The app: texts, events of the page, its logic; a browser is in ``test_app_page.py``."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import app
+import app_parts.languages as languages_module
+import app_parts.reading as reading_module
 import numpy as np
 import pytest
 import torch
+from app_parts.answers import Answer, Part, highlights
+from app_parts.languages import NeedleWords, Tokens, language_of
+from app_parts.reading import CACHES, Document, Limits, Reading
+from app_parts.session import Choices, Desk, Session, budget_of
+from app_parts.showing import answer_html, document_html, escaped, notice, numbers_html, shown_slots
+from app_parts.uploads import check_size, checked, size_text, text_of, visible
 
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL, load_bundled_model
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
 
-import app  # noqa: E402
-import app_parts.reading as reading_module  # noqa: E402
-from app_parts.answers import Answer, Part, highlights  # noqa: E402
-from app_parts.environment import close_environment  # noqa: E402
-from app_parts.languages import NeedleWords, Tokens  # noqa: E402
-from app_parts.reading import CACHES, Document, Limits, Reading  # noqa: E402
-from app_parts.session import Choices, Desk, Session  # noqa: E402
-from app_parts.showing import (  # noqa: E402
-    answer_html,
-    document_html,
-    escaped,
-    notice,
-    numbers_html,
-    shown_slots,
+@pytest.fixture(scope="module")
+def english() -> Subject:
+    return load_subject("reference")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b" \n ", "a.txt is empty: choose a file"),
+        ("a.pdf", b"%PDF-1.7", r"a.pdf is a .pdf file, .* save it as text"),
+        ("a.txt", b"caf\xe9", r"not UTF-8 text: byte 3 is 0xe9. Save it as UTF-8, .*iconv"),
+        ("a", b"a\0b", "null characters"),
+    ],
 )
-from app_parts.uploads import size_text, visible  # noqa: E402
+def test_a_file_that_is_no_text_is_refused_with_the_way_out(
+    name: str, content: bytes, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        text_of(content, name)
 
+
+def test_text_is_taken_as_it_is_but_for_line_ends() -> None:
+    assert text_of(b"\xef\xbb\xbfa\r\nb\rc\n", "a.md") == "a\nb\nc\n"
+    assert checked("a\ud800", "x") == "a?"
+    with pytest.raises(ValueError, match=r"is 5.0 MB, and at most 1.0 MB .* --max-upload"):
+        check_size(5_000_000, 1_000_000, "x")
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "many"])
+def test_a_bad_top_k_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="top_k: "):
+        budget_of(text)
+
+
+def test_pieces_of_a_tokenizer_are_the_text(english: Subject) -> None:
+    """Also where a character takes several tokens; special names in a document are text."""
+    subject = english
+    language = language_of(subject, plain=False)
+    text = "The naïve 🦉 says </s> twice:\n</s>"
+    tokens = language.document(text)
+    assert tokens.ids[0] == subject.model.config.bos_token_id
+    assert "".join(tokens.texts[1:]) == text
+    assert "" in tokens.texts
+    assert subject.model.config.eos_token_id not in tokens.ids
+    assert subject.model.config.eos_token_id in language.stop
+    assert "".join(language.answer(tokens.ids[1:])) == text
+    assert language.answer(tokens.ids[1:6])[:1] == ["The"]
+
+
+def test_a_chat_template_goes_around_document_and_question(english: Subject) -> None:
+    subject = english
+    assert subject.tokenizer is not None
+    subject.tokenizer.chat_template = (
+        "{% for one in messages %}<s>user: {{ one.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}bot:{% endif %}"
+    )
+    chat, plain = (language_of(subject, plain=plain) for plain in (False, True))
+    tokens = chat.document("A text.") + chat.question("Why?")
+    assert "".join(tokens.texts) == "<s>user: A text.\n\nWhy?</s>bot:"
+    assert subject.model.config.eos_token_id in tokens.ids
+    assert "".join(plain.question("Why?").texts) == "\n\nWhy?"
+
+
+def test_without_the_file_of_the_example_there_is_none(
+    english: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert Desk(english, Choices()).example is not None
+    monkeypatch.setattr(languages_module, "_LICENSE", tmp_path / "LICENSE")
+    assert Desk(english, Choices()).example is None
+
+
+Event = Callable[..., Iterator[list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def events() -> dict[str, Event]:
+    """By name of the function; generators of the page without a browser."""
+    pytest.importorskip("gradio", reason="the extra app is not installed")
+    from app_parts.page import make_page
+
+    desk = Desk(load_subject("needle"), Choices(limits=Limits(answer=4)))
+    return {one.name: one.fn for one in make_page(desk).fns.values()}
+
+
+def is_blank(view: list[Any]) -> bool:
+    """Numbers, word, layer, head and document."""
+    numbers, *looks, document = view
+    return numbers == document == "" and not any(one["visible"] for one in looks)
+
+
+def opened(events: dict[str, Event]) -> Any:
+    """A session with an answer about ``TEXT``."""
+    *_, last = events["read_text"](TEXT, None, "flat")
+    *_, last = events["answer"](last[0], QUESTION, "flat", "8")
+    assert last[3] and last[-1]
+    return last[0]
+
+
+def test_beside_a_new_answer_nothing_of_the_old_one_is_shown(events: dict[str, Event]) -> None:
+    session = opened(events)
+    first, *grows, last = list(events["answer"](session, QUESTION, "flat", "8"))
+    assert "answering ..." in first[1]
+    assert first[2] == "" and is_blank(first[3:])
+    for change in grows:
+        assert "answering ..." in change[1] and "v7" in change[2]
+        # Left as they are, which is blank.
+        assert all(set(one) == {"__type__"} for one in change[3:])
+    assert "2 tokens from a fork" in last[1]
+    assert "v7 v8" in last[2] and not is_blank(last[3:])
+
+
+def test_a_word_chosen_while_an_answer_grows_changes_nothing(events: dict[str, Event]) -> None:
+    session = opened(events)
+    growing = events["answer"](session, QUESTION, "flat", "8")
+    for _ in range(2):
+        next(growing)
+        look = events["look"](session, 0, -1, -1)
+        assert all(set(one) == {"__type__"} for one in look)
+    list(growing)
+    assert all(isinstance(one, str) for one in events["look"](session, 0, -1, -1))
+
+
+def test_stopped_in_the_middle_the_document_stays_and_the_answer_goes(
+    events: dict[str, Event],
+) -> None:
+    session = opened(events)
+    growing = events["answer"](session, QUESTION, "flat", "8")
+    for _ in range(2):
+        next(growing)
+    events["halt"](session)
+    (last,) = growing
+    assert "Stopped" in last[1]
+    assert last[2] == "" and is_blank(last[3:])
+    *_, last = events["answer"](session, QUESTION, "flat", "8")
+    assert "v7 v8" in last[2]
+
+
+def test_out_of_memory_is_said_beside_what_is_still_open(
+    events: dict[str, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = opened(events)
+    monkeypatch.setattr(reading_module.Reader, "feed", no_memory_for_python)
+    *_, last = events["read_text"]("n1 n2", session, "flat")
+    assert 'role="alert"' in last[1] and "out of memory" in last[1] and "--max-tokens" in last[1]
+    assert "v7 v8" in last[2] and not is_blank(last[3:])
+    *_, last = events["answer"](session, QUESTION, "flat", "8")
+    assert 'role="alert"' in last[1] and "out of memory" in last[1]
+    assert last[2] == "" and is_blank(last[3:])
+
+
+def test_a_fault_is_shown_and_raised(
+    events: dict[str, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_module.Reader, "feed", fault)
+    changes = events["read_text"](TEXT, None, "flat")
+    assert "reading" in next(changes)[1]
+    assert "shapes differ" in next(changes)[1]
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        next(changes)
+
+
+ROOT = Path(__file__).parents[2]
 KEYS, VALUE = "k5 k9", "v7 v8"
 NOISE = " ".join(f"n{number % 90}" for number in range(220))
 TEXT = f"{NOISE} K {KEYS} {VALUE} {NOISE}\n"
@@ -53,13 +205,18 @@ def desk_of(subject: Subject, **limits: int) -> Desk:
     return Desk(subject, Choices(top_k="8", limits=Limits(**{"answer": 4, **limits})))
 
 
+def answered(subject: Subject, method: str = "flat", rows: str = "8") -> Session:
+    """A session with an answer about ``TEXT``."""
+    session = Session(desk_of(subject))
+    list(session.read(session.desk.of_text(TEXT), method))
+    list(session.ask(QUESTION, method, rows))
+    return session
+
+
 @pytest.fixture(scope="module")
 def session(subject: Subject) -> Session:
-    """With an answer about ``TEXT``; tests only look at it."""
-    session = Session(desk_of(subject))
-    list(session.read(session.desk.of_text(TEXT), "flat"))
-    list(session.ask(QUESTION, "flat", "8"))
-    return session
+    """With an answer; tests only look at it."""
+    return answered(subject)
 
 
 def answer_of(session: Session) -> Answer:
@@ -70,10 +227,10 @@ def answer_of(session: Session) -> Answer:
 def test_a_needle_is_found_and_its_tokens_are_the_strongest(session: Session) -> None:
     answer = answer_of(session)
     assert answer.text.split() == VALUE.split()
-    value = answer.all_pieces.index(" v7")
+    value = answer.all_texts.index(" v7")
     for (text, tokens), slot in zip(answer.words, (value, value + 1), strict=True):
         marks = highlights(answer, Part(tokens))
-        assert answer.all_pieces[slot] == text
+        assert answer.all_texts[slot] == text
         assert int(marks.shares.argmax()) == slot
 
 
@@ -95,11 +252,7 @@ def test_shares_are_those_of_attention_as_the_model_computes_it() -> None:
     """With a budget that covers everything; the model alone, by its own eager attention."""
     plain = load_bundled_model()
     plain.set_attn_implementation("eager")
-    subject = load_subject("needle")
-    session = Session(desk_of(subject))
-    list(session.read(session.desk.of_text(TEXT), "paris"))
-    list(session.ask(QUESTION, "paris", "10000"))
-    answer = answer_of(session)
+    answer = answer_of(answered(load_subject("needle"), "paris", "10000"))
     ids = torch.tensor([answer.prompt.ids + answer.ids[:-1]])
     with torch.inference_mode():
         attentions = plain(ids, output_attentions=True).attentions
@@ -109,9 +262,9 @@ def test_shares_are_those_of_attention_as_the_model_computes_it() -> None:
             for head in range(2):
                 expected = row[2 * head : 2 * head + 2].mean(0).numpy()
                 marks = highlights(answer, Part(range(step, step + 1), layer, head))
-                found = marks.counts > 0
+                result = marks.counts > 0
                 got = marks.shares[: len(expected)]
-                near = ~found[: len(expected)]
+                near = ~result[: len(expected)]
                 np.testing.assert_allclose(got[~near], expected[~near], atol=1e-5)
                 assert expected[near].sum() == pytest.approx(sum(marks.near_shares), abs=1e-4)
 
@@ -149,9 +302,7 @@ def test_another_cache_reads_the_document_again(subject: Subject) -> None:
 
 
 def test_while_an_answer_grows_there_is_none_to_look_at(subject: Subject) -> None:
-    session = Session(desk_of(subject))
-    list(session.read(session.desk.of_text(TEXT), "flat"))
-    list(session.ask(QUESTION, "flat", "8"))
+    session = answered(subject)
     events = session.ask(QUESTION, "flat", "8")
     assert next(events) == "the text: answering ..."
     assert session.answer is None
@@ -185,13 +336,15 @@ def no_memory_for_python(*_: object, **__: object) -> None:
     raise MemoryError
 
 
+def fault(*_: object, **__: object) -> None:
+    raise RuntimeError("shapes differ")
+
+
 @pytest.mark.parametrize("failure", [no_memory, no_memory_for_python])
 def test_out_of_memory_names_the_way_out_and_leaves_the_document(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, failure: Callable[..., None]
 ) -> None:
-    session = Session(desk_of(subject))
-    list(session.read(session.desk.of_text(TEXT), "flat"))
-    list(session.ask(QUESTION, "flat", "8"))
+    session = answered(subject)
     reading, answer = session.reading, session.answer
     with monkeypatch.context() as patched:
         patched.setattr(reading_module.Reader, "feed", failure)
@@ -209,11 +362,8 @@ def test_out_of_memory_names_the_way_out_and_leaves_the_document(
 def test_other_failures_are_not_taken_for_want_of_memory(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def feed(*_: object) -> None:
-        raise RuntimeError("shapes differ")
-
     session = Session(desk_of(subject))
-    monkeypatch.setattr(reading_module.Reader, "feed", feed)
+    monkeypatch.setattr(reading_module.Reader, "feed", fault)
     with pytest.raises(RuntimeError, match="shapes differ"):
         list(session.read(session.desk.of_text(TEXT), "flat"))
 
@@ -222,7 +372,7 @@ def test_the_environment_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Set here too, so that they are restored.
     for name in ("ALLOWED_PATHS", "LOCAL_DEV_MODE", "TEMP_DIR", "ANALYTICS_ENABLED"):
         monkeypatch.setenv(f"GRADIO_{name}", "/")
-    close_environment()
+    app.close_environment()
     left = {name: value for name, value in os.environ.items() if name.startswith("GRADIO_")}
     assert left == {"GRADIO_TEMP_DIR": "/", "GRADIO_ANALYTICS_ENABLED": "False"}
 
@@ -273,9 +423,9 @@ class Reader(HTMLParser):
 
 
 def hostile_answer() -> Answer:
-    pieces = re.findall(r"\W|\w+", HOSTILE)
-    ids = list(range(len(pieces)))
-    return Answer(Tokens(ids, pieces), len(pieces) - 3, ids, pieces)
+    texts = re.findall(r"\W|\w+", HOSTILE)
+    ids = list(range(len(texts)))
+    return Answer(Tokens(ids, texts), len(texts) - 3, ids, texts)
 
 
 def test_text_of_strangers_is_shown_as_it_is_and_nothing_else() -> None:
@@ -297,9 +447,9 @@ def test_all_pieces_of_a_short_text_are_shown_in_order(session: Session) -> None
     answer = answer_of(session)
     html = document_html(answer, session.part(0, None, None))
     body = Reader(html.partition('class="kvret-text"')[2].partition(">")[2]).text
-    assert body.replace("question", "").replace("answer", "") == "".join(answer.all_pieces)
-    found = highlights(answer, session.part(0, None, None))
-    assert html.count("of the attention, in") == (found.counts > 0).sum()
+    assert body.replace("question", "").replace("answer", "") == "".join(answer.all_texts)
+    result = highlights(answer, session.part(0, None, None))
+    assert html.count("of the attention, in") == (result.counts > 0).sum()
 
 
 def test_of_a_long_text_what_was_retrieved_is_shown_with_its_neighbours() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import shlex
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import measure_gpu
 import pytest
 
 from hf_kvret import cli
@@ -22,17 +21,6 @@ PAGE = ROOT / "docs" / "results" / "h200.md"
 OUT = Path("docs/results")
 # Opponents of which a package may be missing here.
 OPTIONAL = ("quantized", "kvpress")
-
-
-@pytest.fixture(scope="module")
-def plan() -> ModuleType:
-    """examples/measure_gpu.py as a module."""
-    spec = importlib.util.spec_from_file_location("measure_gpu", ROOT / "examples/measure_gpu.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["measure_gpu"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
@@ -48,10 +36,10 @@ def listed() -> list[str]:
     return re.findall(r"^    (hf-kvret .+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_the_page_lists_the_commands_of_the_plan(plan: ModuleType) -> None:
-    assert listed() == [f"hf-kvret {shlex.join(part.command(OUT))}" for part in plan.PLAN]
+def test_the_page_lists_the_commands_of_the_plan() -> None:
+    assert listed() == [f"hf-kvret {shlex.join(part.command(OUT))}" for part in measure_gpu.PLAN]
     parts = re.findall(r"^### (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert parts == [part.name for part in plan.PLAN]
+    assert parts == [part.name for part in measure_gpu.PLAN]
 
 
 @pytest.mark.parametrize("command", listed())
@@ -63,8 +51,8 @@ def test_a_command_on_the_page_parses(command: str) -> None:
             choose_bench_caches([text], {"store": "device"}, "cuda")
 
 
-def test_tiny_commands_parse_and_name_no_cache_that_needs_cuda(plan: ModuleType) -> None:
-    for part in plan.PLAN:
+def test_tiny_commands_parse_and_name_no_cache_that_needs_cuda() -> None:
+    for part in measure_gpu.PLAN:
         options = parsed(part.command(OUT, tiny=True))
         assert options.device == "cpu" and options.json.name == f"tiny_{part.name}.json"
         for text in names(getattr(options, "caches", "")):
@@ -73,7 +61,7 @@ def test_tiny_commands_parse_and_name_no_cache_that_needs_cuda(plan: ModuleType)
 
 
 def test_a_part_that_is_done_is_not_run_again(
-    plan: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[str, float]] = []
 
@@ -81,24 +69,24 @@ def test_a_part_that_is_done_is_not_run_again(
         ran.append((part.name, seconds))
         return ("failed: no", 5.0) if part.name == "decode_512k" else ("done", 100.0)
 
-    monkeypatch.setattr(plan, "run_part", pretend)
-    parts = list(plan.PLAN[1:5])
-    states = [row[1] for row in plan.measure(parts, tmp_path, True, 234.5)]
+    monkeypatch.setattr(measure_gpu, "run_part", pretend)
+    parts = list(measure_gpu.PLAN[1:5])
+    states = [row[1] for row in measure_gpu.measure(parts, tmp_path, True, 234.5)]
     # 420, 300 and 500 seconds are their own limits; 29.5 are too few for the fourth.
     assert ran == [("decode", 234.5), ("decode_512k", 134.5), ("decode_1m", 129.5)]
     assert states == ["done", "failed: no", "done", "not begun: the budget is spent"]
     ran.clear()
-    states = [row[1] for row in plan.measure(parts, tmp_path, True, 10_000)]
+    states = [row[1] for row in measure_gpu.measure(parts, tmp_path, True, 10_000)]
     assert ran == [("decode_512k", 300), ("batch", 580)]
     assert states == ["done before", "failed: no", "done before", "done"]
     # Another command is another measurement.
     ran.clear()
-    plan.measure(parts[:1], tmp_path, False, 10_000)
+    measure_gpu.measure(parts[:1], tmp_path, False, 10_000)
     assert [name for name, _ in ran] == ["decode"]
 
 
 def test_a_command_that_takes_too_long_is_interrupted(
-    plan: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tmp_path / "slow"
     # Python, since a shell in the background hands on that interrupts are ignored.
@@ -108,31 +96,31 @@ def test_a_command_that_takes_too_long_is_interrupted(
     broken.write_text("#!/bin/sh\necho begins\necho 'hf-kvret: error: no such thing'\nexit 2\n")
     for script in (slow, broken):
         script.chmod(0o755)
-    monkeypatch.setattr(plan.sys, "executable", str(slow))
-    ended, took = plan.run_part(plan.PLAN[0], tmp_path, True, 3)
+    monkeypatch.setattr(measure_gpu.sys, "executable", str(slow))
+    ended, took = measure_gpu.run_part(measure_gpu.PLAN[0], tmp_path, True, 3)
     assert ended.startswith("interrupted after") and took < 20
-    monkeypatch.setattr(plan.sys, "executable", str(broken))
-    ended, _ = plan.run_part(plan.PLAN[0], tmp_path, True, 60)
+    monkeypatch.setattr(measure_gpu.sys, "executable", str(broken))
+    ended, _ = measure_gpu.run_part(measure_gpu.PLAN[0], tmp_path, True, 60)
     assert ended == "failed: hf-kvret: error: no such thing"
 
 
 def test_launch_numbers_are_found_first_and_kept_below_the_results(
-    plan: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert plan.PLAN[0].name == "launch"
+    assert measure_gpu.PLAN[0].name == "launch"
     script = tmp_path / "says"
     script.write_text('#!/bin/sh\necho "$HF_KVRET_TUNING"\n')
     script.chmod(0o755)
-    monkeypatch.setattr(plan.sys, "executable", str(script))
+    monkeypatch.setattr(measure_gpu.sys, "executable", str(script))
     monkeypatch.chdir(tmp_path)
     Path("results").mkdir()
-    assert plan.run_part(plan.PLAN[1], Path("results"), True, 60)[0] == "done"
-    told = Path("results", "decode.log").read_text().strip()
-    assert told == str(tmp_path / "results" / "tuning")
+    assert measure_gpu.run_part(measure_gpu.PLAN[1], Path("results"), True, 60)[0] == "done"
+    folder = Path("results", "decode.log").read_text().strip()
+    assert folder == str(tmp_path / "results" / "tuning")
 
 
 @pytest.mark.slow
-def test_a_part_runs_with_the_tiny_shape(plan: ModuleType, tmp_path: Path) -> None:
-    part = next(part for part in plan.PLAN if part.name == "lrqk")
-    assert plan.run_part(part, tmp_path, True, 300)[0] == "done"
+def test_a_part_runs_with_the_tiny_shape(tmp_path: Path) -> None:
+    part = next(part for part in measure_gpu.PLAN if part.name == "lrqk")
+    assert measure_gpu.run_part(part, tmp_path, True, 300)[0] == "done"
     assert (tmp_path / "tiny_lrqk.json").is_file()

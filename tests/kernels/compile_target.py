@@ -8,33 +8,15 @@ its registers.
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+from machine_code import NamedTarget, usage_of
+
 TARGETS = {"sm80": 80, "sm90": 90}
-
-
-class NamedTarget:
-    """A driver without a device, which only names the capability of one."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
 
 
 def _compile_instead_of_launching(capability: int) -> None:
@@ -52,7 +34,8 @@ def _compile_instead_of_launching(capability: int) -> None:
         kernel = run(self, *args, warmup=True, **kwargs)
         assert kernel.asm["cubin"]
         print(self.fn.__name__, "fused" if "fma.rn" in kernel.asm["ptx"] else "")
-        if _stack_bytes(kernel.asm["cubin"]):
+        # The stack of a thread holds the registers that were spilled.
+        if usage_of(kernel.asm["cubin"])["STACK"]:
             print("spills")
         # What it did not write may be anything, and torch may look places up in it.
         for argument in args:
@@ -61,19 +44,6 @@ def _compile_instead_of_launching(capability: int) -> None:
         return kernel
 
     JITFunction.run = compile_only
-
-
-def _stack_bytes(cubin: bytes) -> int:
-    """Bytes of a thread's stack, which holds the registers that were spilled."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(usage.split(" STACK:")[1].split()[0])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,25 @@
-"""Random numbers that depend on a seed alone, and their place on a device."""
+"""What tests of kernels share: random tensors of a seed, their place, and refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
 import torch
+
+from hf_kvret_kernels import paris
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOTH = ("naive", "triton")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+BACKENDS = ("naive", pytest.param("triton", marks=needs_triton))
+TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+# Half a unit in the last place, to which Triton rounds the softmax weights of 16-bit inputs.
+HALF_ULP = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+Place = tuple[str, str]
+"""Backend and device of a kernel."""
 
 
 def generator(seed: int) -> torch.Generator:
@@ -15,7 +32,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(shape, generator=generator(seed)).to(dtype)
 
 
-def on(place: tuple[str, str], x: torch.Tensor | None) -> torch.Tensor | None:
+def on(place: Place, x: torch.Tensor | None) -> torch.Tensor | None:
     """``x`` on the device of a place."""
     return None if x is None else x.to(place[1])
 
@@ -26,3 +43,60 @@ def moved_with_room(rows: torch.Tensor, device: str) -> torch.Tensor:
         (rows.untyped_storage().nbytes() // rows.element_size(),), (1,), dtype=rows.dtype
     ).set_(rows.untyped_storage())
     return room.to(device).as_strided(rows.shape, rows.stride(), rows.storage_offset())
+
+
+def attention_inputs(
+    place: Place,
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    queries: int = 3,
+    tokens: int = 63,
+    dims: tuple[int, int] = (40, 40),
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, keys and values, whose head dims are ``dims``."""
+    torch.manual_seed(tokens + queries)
+    query = torch.randn(batch, heads, queries, dims[0])
+    key = torch.randn(batch, kv_heads, tokens, dims[0])
+    value = torch.randn(batch, kv_heads, tokens, dims[1])
+    return query.to(place[1], dtype), key.to(place[1], dtype), value.to(place[1], dtype)
+
+
+def refused(message: str, call: Callable[..., object], *arguments: Any, **options: Any) -> None:
+    """The call raises a ValueError that ``message``, a regular expression, describes."""
+    with pytest.raises(ValueError, match=message):
+        call(*arguments, **options)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    """As ``draw`` in fp32, on ``DEVICE``, as are all that follow, for ParisKV."""
+    return torch.randn(*shape, generator=generator(seed)).to(DEVICE)
+
+
+def tools(head_dim: int, m: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Signs and levels of ParisKV."""
+    signs = paris.random_signs(paris.rotated_dim(head_dim), seed=7)
+    return signs.to(DEVICE), paris.magnitude_levels(m).to(DEVICE)
+
+
+def random_sign(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=generator(seed), dtype=torch.uint8).to(DEVICE)
+
+
+def random_valid(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Holes everywhere, and a last row without any valid token."""
+    valid = torch.rand(batch, length, generator=generator(seed)) < 0.7
+    valid[-1] = False
+    return valid.to(DEVICE)
+
+
+def candidates_by_sorting(scores: torch.Tensor, count: int) -> torch.Tensor:
+    ids = torch.full((*scores.shape[:3], count), -1, dtype=torch.int32)
+    for place in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
+        row = scores[tuple(place)].int().cpu()
+        order = row.argsort(descending=True, stable=True)
+        taken = order[row[order] != 255][:count].sort().values.int()
+        ids[tuple(place)][: len(taken)] = taken
+    return ids.to(DEVICE)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 
-def calls(operation: str) -> Iterator[functools.partial]:
+def calls(operation: str) -> Iterator[partial]:
     """Calls of every launcher of ``operation``, in bf16 where it takes that."""
     from hf_kvret_kernels.gather_attention import triton as gather
     from hf_kvret_kernels.gather_scores import triton as scores_of
@@ -21,15 +21,14 @@ def calls(operation: str) -> Iterator[functools.partial]:
     if operation == "gather_attention":
         for softcap, variant in ((None, "direct"), (50.0, "direct"), (None, "gather")):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
-            arguments = (query, rows, ids, 0.1, softcap, None, variant)
-            yield functools.partial(gather.gather_partials, *arguments)
+            yield partial(gather.gather_partials, query, rows, ids, 0.1, softcap, None, variant)
         # With many stages the loads of rows are made a tile ahead, behind three others.
         deep = gather.GatherChoice("direct", 32, 32, 4, 6, 4, 64)
-        yield functools.partial(gather.gather_partials, query, rows, ids, 0.1, None, choice=deep)
+        yield partial(gather.gather_partials, query, rows, ids, 0.1, None, choice=deep)
     elif operation == "gather_scores":
         for softcap in (None, 50.0):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
-            yield functools.partial(scores_of.gather_scores, query, rows, ids, 0.1, softcap)
+            yield partial(scores_of.gather_scores, query, rows, ids, 0.1, softcap)
     elif operation == "centroid":
         yield from _calls_of_centroids()
     elif operation == "codebook":
@@ -39,13 +38,13 @@ def calls(operation: str) -> Iterator[functools.partial]:
     elif operation == "paged":
         from hf_kvret_kernels.paged_triton import copy_pages, gather_rows
 
-        yield functools.partial(gather_rows, rows, ids)
+        yield partial(gather_rows, rows, ids)
         coded = torch.zeros(8, 2, 64, 132, dtype=torch.uint8)
-        yield functools.partial(gather_rows, PagedRows([coded], rows.table, 128, apart=True), ids)
+        yield partial(gather_rows, PagedRows([coded], rows.table, 128, apart=True), ids)
         odd = PagedRows([torch.zeros(8, 2, 1, 7, dtype=half)], torch.zeros(1, 8).int(), 5)
         lone = PagedRows([torch.zeros(1, 1, 64, 256, dtype=half)], torch.zeros(1, 1).int(), 128)
         for source, programs in ((rows, None), (odd, 3), (lone, 1)):
-            yield functools.partial(copy_pages, source, 0, source.table.shape[1], programs)
+            yield partial(copy_pages, source, 0, source.table.shape[1], programs)
     elif operation == "proxy":
         from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores
 
@@ -56,12 +55,12 @@ def calls(operation: str) -> Iterator[functools.partial]:
                 proxies = torch.zeros(1, 2, 501, rank, dtype=dtype)
                 offset = None if softcap is None else torch.zeros(1, 8, queries)
                 arguments = (query, proxies, heads, valid, offset, softcap)
-                yield functools.partial(triton_scores.relevance, *arguments)
+                yield partial(triton_scores.relevance, *arguments)
     elif operation == "top_k":
         from hf_kvret_kernels.top_k import triton
 
         for length, count in ((501, 100), (5001, 1000), (5001, 5000)):
-            yield functools.partial(triton.top_k, torch.zeros(1, 2, 1, length), count)
+            yield partial(triton.top_k, torch.zeros(1, 2, 1, length), count)
     elif operation in ("merge", "relevance"):
         yield from _calls_of_merging() if operation == "merge" else _calls_of_relevance()
     elif operation == "latents":
@@ -72,21 +71,20 @@ def calls(operation: str) -> Iterator[functools.partial]:
 
         clock = torch.zeros(1, dtype=torch.int32)
         for count, size in ((256, 512), (3000, 5000)):
-            wanted = torch.zeros(1, 2, count, dtype=torch.int32)
-            held = torch.zeros(1, 2, size, dtype=torch.int32)
-            slots = SlotMap(torch.zeros(1, 2, 8192).int(), held, held.clone(), clock)
-            yield functools.partial(resident.assign, slots, wanted, 8192)
+            expected = torch.zeros(1, 2, count, dtype=torch.int32)
+            tokens = torch.zeros(1, 2, size, dtype=torch.int32)
+            slots = SlotMap(torch.zeros(1, 2, 8192).int(), tokens, tokens.clone(), clock)
+            yield partial(resident.assign, slots, expected, 8192)
         odd = PagedRows([torch.zeros(8, 2, 64, 13)], torch.zeros(1, 8).int(), 5)
         for source in (rows, odd):
             buffer = torch.zeros(1, 2, 512, source.width, dtype=source.dtype)
-            arguments = (source, ids[:, :, 0], ids[:, :, 0], buffer)
-            yield functools.partial(resident.fetch, *arguments)
+            yield partial(resident.fetch, source, ids[:, :, 0], ids[:, :, 0], buffer)
     elif operation == "prompt_attention":
         for queries, dim, valid in ((1, 128, None), (256, 64, torch.ones(1, 512).bool())):
             query = torch.zeros(1, 8, queries, dim, dtype=half)
             key = torch.zeros(1, 2, 512, dim, dtype=half)
             arguments = (query, key, key, 0.1, 512 - queries, valid, None, torch.float32)
-            yield functools.partial(prompt.prompt_attention, *arguments)
+            yield partial(prompt.prompt_attention, *arguments)
     elif operation == "step_attention":
         yield from _calls_of_steps()
     elif operation == "mean_tokens":
@@ -95,7 +93,7 @@ def calls(operation: str) -> Iterator[functools.partial]:
         yield from _calls_of_paris()
 
 
-def _calls_of_paris() -> Iterator[functools.partial]:
+def _calls_of_paris() -> Iterator[partial]:
     """Of whole codes and small groups, and of what is taken in chunks."""
     from hf_kvret_kernels import paris
     from hf_kvret_kernels.paris import triton, triton_encode
@@ -106,9 +104,9 @@ def _calls_of_paris() -> Iterator[functools.partial]:
         signs, levels = paris.random_signs(dim, 0), paris.magnitude_levels(m)
         codes = paris.ParisCodes.empty(1, heads, 512, dim, m=m)
         counts = torch.zeros(1, heads, dim // m, 1 << m, dtype=torch.int32)
-        yield functools.partial(triton_encode.rotate, keys, signs)
-        yield functools.partial(triton_encode.encode, keys, signs, levels, m, None, codes)
-        yield functools.partial(triton_encode.count_centroids, codes.sign, m, valid)
+        yield partial(triton_encode.rotate, keys, signs)
+        yield partial(triton_encode.encode, keys, signs, levels, m, None, codes)
+        yield partial(triton_encode.count_centroids, codes.sign, m, valid)
         shape = 1, heads, 1, group
         query, rotated = torch.zeros(*shape, dim, dtype=half), torch.zeros(*shape, dim)
         for q, turn, mask, softcap, offset in (
@@ -117,22 +115,20 @@ def _calls_of_paris() -> Iterator[functools.partial]:
         ):
             arguments = (q, turn, codes, counts, levels, 100, 200, (100_000, 200_000), m)
             more = (mask, 0.1, softcap, offset)
-            yield functools.partial(triton.search, *arguments, *more)
+            yield partial(triton.search, *arguments, *more)
 
 
-def _calls_of_merging() -> Iterator[functools.partial]:
+def _calls_of_merging() -> Iterator[partial]:
     """One set with learned sinks, and several in two dtypes without."""
     from hf_kvret_kernels.merge import triton as merging
 
     full, half = torch.zeros(1, 8, 1, 128), torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
     lse, sinks = torch.zeros(1, 8, 1), torch.zeros(8, dtype=torch.bfloat16)
-    yield functools.partial(merging.merge_partials, [full], [lse], sinks, torch.float32)
-    yield functools.partial(
-        merging.merge_partials, [full, full, half], [lse, lse, lse], None, torch.bfloat16
-    )
+    yield partial(merging.merge_partials, [full], [lse], sinks, torch.float32)
+    yield partial(merging.merge_partials, [full, full, half], [lse, lse, lse], None, torch.bfloat16)
 
 
-def _calls_of_steps() -> Iterator[functools.partial]:
+def _calls_of_steps() -> Iterator[partial]:
     """A chunk that is a tile and a longer one, with and without all that a model may lack."""
     from hf_kvret_kernels.mean_tokens import MeanTokens
     from hf_kvret_kernels.merge import Partials
@@ -148,14 +144,14 @@ def _calls_of_steps() -> Iterator[functools.partial]:
         query = torch.zeros(1, 8, queries, dims[0], dtype=dtype)
         key, value = (torch.zeros(1, 2, 512, dim, dtype=dtype) for dim in dims)
         others = Partials(torch.zeros(1, 8, queries, 9, dims[1]), torch.zeros(1, 8, queries, 9))
-        given = functools.partial(step.step_attention, query, key, value, others, 0.1, None)
-        yield functools.partial(given, None, None, None, None, None, None, dtype, splits)
+        arguments = partial(step.step_attention, query, key, value, others, 0.1, None)
+        yield partial(arguments, None, None, None, None, None, None, dtype, splits)
         valid, counted = torch.ones(1, 512).bool(), (ids, total)
         rest = MeanTokens(torch.zeros(1, 8, queries, 3), torch.zeros(1, 2, 3, dims[1]))
-        yield functools.partial(given, valid, 50.0, sinks, *counted, rest, torch.float32, splits)
+        yield partial(arguments, valid, 50.0, sinks, *counted, rest, torch.float32, splits)
 
 
-def _calls_of_rest_tokens() -> Iterator[functools.partial]:
+def _calls_of_rest_tokens() -> Iterator[partial]:
     """One mean and several, heads that share ids or have their own, groups of all sizes."""
     from hf_kvret_kernels.mean_tokens import BlockMeans
     from hf_kvret_kernels.mean_tokens import triton as rest_tokens
@@ -167,10 +163,10 @@ def _calls_of_rest_tokens() -> Iterator[functools.partial]:
             means = BlockMeans(keys, keys, counts, 0 if tokens == 1 else 64)
             ids = torch.zeros(1, ids_heads, 1, 100, dtype=torch.int32)
             softcap = None if tokens == 1 else 50.0
-            yield functools.partial(rest_tokens.mean_logits, query, means, ids, 0.1, softcap)
+            yield partial(rest_tokens.mean_logits, query, means, ids, 0.1, softcap)
 
 
-def _calls_of_relevance() -> Iterator[functools.partial]:
+def _calls_of_relevance() -> Iterator[partial]:
     """Of one head and of a group, in one launch and in several."""
     from hf_kvret_kernels.relevance import triton
 
@@ -178,15 +174,15 @@ def _calls_of_relevance() -> Iterator[functools.partial]:
         # Blocks of both sizes, and more than one launch takes.
         for length, count in ((501, 100), (5001, 1000), (5001, 5000)):
             scores, ids = torch.zeros(1, 2, 1, group, length), torch.zeros(1, 2, 1, length).int()
-            yield functools.partial(triton.best_ids, scores, ids, count)
+            yield partial(triton.best_ids, scores, ids, count)
     for group in (1, 4):
-        yield functools.partial(triton.group_relevance, torch.zeros(1, 8, 1, 501), 8 // group)
+        yield partial(triton.group_relevance, torch.zeros(1, 8, 1, 501), 8 // group)
     for dtype in (torch.int32, torch.int64):
         total, ids = torch.zeros((), dtype=torch.int64), torch.zeros(1, 2, 1, 100, dtype=dtype)
-        yield functools.partial(triton.count_ids, ids, total)
+        yield partial(triton.count_ids, ids, total)
 
 
-def _calls_of_centroids() -> Iterator[functools.partial]:
+def _calls_of_centroids() -> Iterator[partial]:
     """With one query for each head and with several, and the widest keys in fp32."""
     from hf_kvret_kernels.centroid import triton
 
@@ -198,21 +194,20 @@ def _calls_of_centroids() -> Iterator[functools.partial]:
     ):
         queries = torch.zeros(1, 2, 65, group, dim, dtype=dtype)
         keys = torch.zeros(1, 2, 501, 2 * dim, dtype=dtype)[..., :dim]
-        chunks = functools.partial(iter, [(0, keys)])
-        arguments = (queries, chunks, 100, valid, positions, 0.1, softcap, None)
-        yield functools.partial(triton.top_keys, *arguments)
+        chunks = partial(iter, [(0, keys)])
+        yield partial(triton.top_keys, queries, chunks, 100, valid, positions, 0.1, softcap, None)
         for count in (1, 40):
             arguments = (queries[:, :, :count], queries, torch.ones(1, 2, 65, group))
-            yield functools.partial(triton.similarity, *arguments)
+            yield partial(triton.similarity, *arguments)
     low = torch.zeros(1, 2, 65, 2560, dtype=torch.int16)
     index = torch.zeros(1, 2, 1, 4, dtype=torch.int64)
     for high in (None, low.byte()):
-        yield functools.partial(triton.take_lists, low, high, index)
+        yield partial(triton.take_lists, low, high, index)
     for dtype in (torch.int32, torch.int64):
-        yield functools.partial(triton.unite, index.to(dtype), valid)
+        yield partial(triton.unite, index.to(dtype), valid)
 
 
-def _calls_of_codebooks() -> Iterator[functools.partial]:
+def _calls_of_codebooks() -> Iterator[partial]:
     """Few tokens and many, short and long rows of every mixture of dtypes."""
     from hf_kvret_kernels.codebook import triton
     from hf_kvret_kernels.proxy import triton_scores
@@ -223,27 +218,26 @@ def _calls_of_codebooks() -> Iterator[functools.partial]:
         words = torch.zeros(2, 4000, dim, dtype=dtype)
         for count, splits in ((1, 8), (501, 1)):
             x = torch.zeros(1, 2, count, dim, dtype=x_dtype)
-            yield functools.partial(triton.encode, x, words, torch.zeros(2, 4000), splits)
+            yield partial(triton.encode, x, words, torch.zeros(2, 4000), splits)
         if dim > 256:
             softcap = None if x_dtype == half else 30.0
-            arguments = (torch.zeros(1, 256, 1, dim), words, softcap)
-            yield functools.partial(triton.score_table, *arguments)
+            yield partial(triton.score_table, torch.zeros(1, 256, 1, dim), words, softcap)
             continue
         arguments = (torch.zeros(1, 8, 1, dim), words[None], 8, None, None, None)
-        yield functools.partial(triton_scores.relevance, *arguments)
+        yield partial(triton_scores.relevance, *arguments)
     codes = torch.zeros(1, 2, 501, dtype=torch.int16)
     for valid in (None, torch.ones(1, 501, dtype=torch.bool)):
         for codewords in (100, 1 << 15):
             table = torch.zeros(1, 8, 1, codewords)
             counts = torch.zeros(1, 2, codewords, dtype=torch.int32)
-            yield functools.partial(triton.code_counts, codes, codewords, valid)
-            yield functools.partial(triton.best_shares, table, counts)
-            yield functools.partial(triton.lookup, table, codes, valid)
+            yield partial(triton.code_counts, codes, codewords, valid)
+            yield partial(triton.best_shares, table, counts)
+            yield partial(triton.lookup, table, codes, valid)
     many = torch.zeros(1, 128, 1, 1 << 15)
-    yield functools.partial(triton.best_shares, many, counts[:, :1])
+    yield partial(triton.best_shares, many, counts[:, :1])
 
 
-def _calls_of_latents() -> Iterator[functools.partial]:
+def _calls_of_latents() -> Iterator[partial]:
     """Rows whose value is the start of their key, one KV head, up to 128 query heads; and 512."""
     from hf_kvret_kernels.gather_attention import triton as gather
     from hf_kvret_kernels.gather_scores import triton as scores_of
@@ -264,44 +258,44 @@ def _calls_of_latents() -> Iterator[functools.partial]:
         rows = PagedRows([chunk], table, dim, value_in_key=within)
         keys = torch.zeros(1, 1, 840, dim, dtype=half)
         values = keys[..., :value_dim] if within else keys.clone()
-        yield functools.partial(gather_rows, rows, ids)
-        yield functools.partial(copy_pages, rows, 0, 8, None)
+        yield partial(gather_rows, rows, ids)
+        yield partial(copy_pages, rows, 0, 8, None)
         buffer = torch.zeros(1, 1, 2048, rows.width, dtype=half)
-        yield functools.partial(resident.fetch, rows, ids[:, :, 0], ids[:, :, 0], buffer)
+        yield partial(resident.fetch, rows, ids[:, :, 0], ids[:, :, 0], buffer)
         for heads in (20, 128):
             query = torch.zeros(1, heads, 1, dim, dtype=half)
-            yield functools.partial(gather.gather_partials, query, rows, ids, 0.1, None)
-            yield functools.partial(scores_of.gather_scores, query, rows, ids, 0.1, None)
+            yield partial(gather.gather_partials, query, rows, ids, 0.1, None)
+            yield partial(scores_of.gather_scores, query, rows, ids, 0.1, None)
             outs, lses = torch.zeros(1, heads, 1, 16, value_dim), torch.zeros(1, heads, 1, 16)
             others = Partials(outs, lses, torch.zeros(1, heads, 1, dtype=torch.int32))
             rest = MeanTokens(torch.zeros(1, heads, 1, 1), torch.zeros(1, 1, 1, value_dim))
-            given = query, keys, values, others, 0.1, None, None, None, None, ids, selected
+            arguments = query, keys, values, others, 0.1, None, None, None, None, ids, selected
             for tokens in (None, rest):
-                yield functools.partial(step.step_attention, *given, tokens, half)
+                yield partial(step.step_attention, *arguments, tokens, half)
         many = torch.zeros(1, 128, 256, dim, dtype=half)
-        yield functools.partial(prompt.prompt_partials, many, keys, values, 0.1, 584, None, None)
+        yield partial(prompt.prompt_partials, many, keys, values, 0.1, 584, None, None)
         for bits in (3, 4) if within else ():
             codec = HiggsCodec(bits, 32)
             sizes = codec.code_bytes(dim), codec.scale_bytes(dim)
             page = torch.zeros(8, 1, 64, sum(sizes), dtype=torch.uint8)
             coded = PagedRows([page], table, sizes[0], apart=True)
-            given = query, coded, ids, codec, dim, value_dim, 0.1, None, None, True
-            yield functools.partial(triton_attend.attend_partials, *given)
+            arguments = query, coded, ids, codec, dim, value_dim, 0.1, None, None, True
+            yield partial(triton_attend.attend_partials, *arguments)
 
 
-def _calls_of_higgs() -> Iterator[functools.partial]:
+def _calls_of_higgs() -> Iterator[partial]:
     """Every number of bits, short groups and long ones, heads of whole groups and of several."""
     from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec, triton_attend
     from hf_kvret_kernels.paged import PagedRows
 
     half, full = torch.bfloat16, torch.float32
-    cases = [(kind(bits, 64), half) for kind in (HiggsCodec, MinMaxCodec) for bits in (2, 3, 4)]
+    cases = [(cls(bits, 64), half) for cls in (HiggsCodec, MinMaxCodec) for bits in (2, 3, 4)]
     cases += [(HiggsCodec(2, 1024), full), (HiggsCodec(3, 128), full), (MinMaxCodec(8, 8), full)]
     for codec, dtype in cases:
         rows = torch.zeros(5, 1024, dtype=dtype)
         codes, scales = codec.encode(rows, "naive")
-        yield functools.partial(codec.encode_rows, rows, "triton")
-        yield functools.partial(codec.decode_rows, codes, scales, dtype, "triton")
+        yield partial(codec.encode_rows, rows, "triton")
+        yield partial(codec.decode_rows, codes, scales, dtype, "triton")
         if codec.group > 128:
             continue
         sizes = 2 * codec.code_bytes(128), 2 * codec.scale_bytes(128)
@@ -310,4 +304,4 @@ def _calls_of_higgs() -> Iterator[functools.partial]:
         query, ids = torch.zeros(1, 8, 1, 128, dtype=dtype), torch.zeros(1, 2, 1, 256).int()
         options = (query, paged, ids, codec, 128, 128, 0.1)
         for softcap in (None, 50.0) if codec.bits == 2 else (None,):
-            yield functools.partial(triton_attend.attend_partials, *options, softcap)
+            yield partial(triton_attend.attend_partials, *options, softcap)

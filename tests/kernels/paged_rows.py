@@ -77,17 +77,17 @@ def reference(
     for place in torch.cartesian_prod(*map(torch.arange, lead)).tolist():
         b, h, i = place
         chosen = ids[b, h * ids.shape[1] // heads, i].cpu()
-        held = (chosen >= 0).nonzero()[:, 0]
-        if not len(held):
+        indices = (chosen >= 0).nonzero()[:, 0]
+        if not len(indices):
             continue
         kv_head = h * rows.heads // heads
-        found = torch.stack([lookup(rows, b, kv_head, t) for t in chosen[held].tolist()])
-        found = found.cpu().double()
-        own = found[:, : rows.key_dim] @ query[b, h, i].cpu().double() * scale
+        result = torch.stack([lookup(rows, b, kv_head, t) for t in chosen[indices].tolist()])
+        result = result.cpu().double()
+        own = result[:, : rows.key_dim] @ query[b, h, i].cpu().double() * scale
         if softcap is not None:
             own = softcap * (own / softcap).tanh()
-        scores[tuple(place)][held] = own
+        scores[tuple(place)][indices] = own
         lse[tuple(place)] = own.logsumexp(0)
         weights = (own - own.logsumexp(0).nan_to_num(neginf=0.0)).exp()
-        out[tuple(place)] = weights @ found[:, rows.key_dim :]
+        out[tuple(place)] = weights @ result[:, rows.key_dim :]
     return out, lse, scores

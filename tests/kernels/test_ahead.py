@@ -36,8 +36,8 @@ def asked_for() -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 @pytest.mark.parametrize("operation", LATER)
@@ -66,7 +66,8 @@ class _Compiled:
 
 
 def _note_instead_of_compiling(noted: list[str]) -> None:
-    from compile_target import NamedTarget  # type: ignore[import-not-found]
+    sys.path.append(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+    from machine_code import NamedTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -151,7 +152,7 @@ def _main() -> dict[str, Any]:
         return run(self, *args, **kwargs)
 
     JITFunction.run = known
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def taken() -> list[str]:
         names = noted.copy()
@@ -159,7 +160,7 @@ def _main() -> dict[str, Any]:
         return names
 
     for name, more, windows, calls in _operations():
-        found[name] = []
+        results[name] = []
         for growth in (None, dispatch.Growth(more, (), windows)):
             for kernel in kernels:
                 kernel.device_caches.clear()
@@ -172,14 +173,14 @@ def _main() -> dict[str, Any]:
             for call in calls[1:]:
                 call()
                 steps.append(taken())
-            found[name].append(steps)
+            results[name].append(steps)
     _Compiled.refuses = True
     try:
         with dispatch.growing(growth):
             calls[0]()
     except RuntimeError as error:
-        found["refused"] = f"RuntimeError: {error}"
-    return found
+        results["refused"] = f"RuntimeError: {error}"
+    return results
 
 
 if __name__ == "__main__":

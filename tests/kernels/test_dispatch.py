@@ -39,12 +39,12 @@ def test_an_error_inside_leaves_no_preference_behind() -> None:
 
 @needs_interpreter
 def test_other_threads_keep_their_own() -> None:
-    found = []
+    results = []
     with prefer("triton"):
-        other = threading.Thread(target=lambda: found.append(choose_backend("auto", TENSOR)))
+        other = threading.Thread(target=lambda: results.append(choose_backend("auto", TENSOR)))
         other.start()
         other.join()
-    assert found == ["naive"]
+    assert results == ["naive"]
 
 
 def test_triton_on_a_cpu_without_the_interpreter_is_refused_however_it_was_asked_for(

@@ -15,6 +15,7 @@ from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.paged import PagedRows
 
+from .draws import HALF_ULP, Place
 from .paged_rows import (
     NEVER,
     NO_PAGE,
@@ -29,11 +30,7 @@ from .paged_rows import (
 
 # Sums of up to some thousand fp32 products of size 1: some hundred roundings of 6e-8 each.
 FP32_ERROR = 1e-5
-# Half a unit in the last place, to which Triton rounds the softmax weights of 16-bit rows.
-HALF_ULP = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
 DTYPES = list(HALF_ULP)
-
-Place = tuple[str, str]
 
 
 @pytest.fixture
@@ -81,20 +78,20 @@ def check(
     scale: float = 0.3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run in ``where``, compare with the reference, return the last ``(out, lse)``."""
-    wanted = reference(query, rows, ids, scale, softcap)
+    expected = reference(query, rows, ids, scale, softcap)
     largest = max(chunk.abs().nan_to_num(0).max().item() for chunk in rows.chunks)
     rounding = HALF_ULP[rows.dtype] * largest if where[0] == "triton" else 0.0
-    for found in results(where, query, rows, ids, scale=scale, softcap=softcap):
-        for one, want in zip(found, wanted, strict=True):
+    for result in results(where, query, rows, ids, scale=scale, softcap=softcap):
+        for one, want in zip(result, expected, strict=True):
             assert one.shape == want.shape and one.dtype == torch.float32
             assert one.device == query.device and not one.isnan().any()
             assert torch.equal((one == NEVER).cpu(), want == NEVER)
-        out, lse, scores = (one.cpu().double() for one in found)
+        out, lse, scores = (one.cpu().double() for one in result)
         assert (out[lse == NEVER] == 0).all()
-        torch.testing.assert_close(out, wanted[0], rtol=0, atol=FP32_ERROR + rounding)
-        torch.testing.assert_close(lse, wanted[1], rtol=1e-6, atol=FP32_ERROR)
-        torch.testing.assert_close(scores, wanted[2], rtol=1e-6, atol=FP32_ERROR)
-    return found[:2]
+        torch.testing.assert_close(out, expected[0], rtol=0, atol=FP32_ERROR + rounding)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-6, atol=FP32_ERROR)
+        torch.testing.assert_close(scores, expected[2], rtol=1e-6, atol=FP32_ERROR)
+    return result[:2]
 
 
 @pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
@@ -227,7 +224,7 @@ def test_what_is_not_finite_stays_in_the_queries_that_read_it(
     page = int(rows.table[0, 11 // 8])
     columns = slice(0, 1) if half == "key" else slice(32, 33)
     query = random_query(rows, 4, 2).abs()
-    before = [found[0] for found in results(where, query, rows, ids, scale=0.3)]
+    before = [result[0] for result in results(where, query, rows, ids, scale=0.3)]
     rows.chunks[0][page, 1, 11 % 8, columns] = bad
     others = torch.ones(1, 4, 2, dtype=torch.bool)
     others[0, 2:, 0] = False
@@ -318,8 +315,8 @@ def test_no_choice_changes_the_result(place: Place, field: str, variant: str) ->
     first = replace(triton.rule(triton.size_of(query, rows, ids)), variant=variant)
     for value in triton.CHOICES.space[field]:
         choice = replace(first, **{field: value})
-        found = triton.gather_partials(query, rows, ids, 0.3, None, choice=choice)("triton")
-        torch.testing.assert_close(found, want, rtol=0, atol=FP32_ERROR)
+        result = triton.gather_partials(query, rows, ids, 0.3, None, choice=choice)("triton")
+        torch.testing.assert_close(result, want, rtol=0, atol=FP32_ERROR)
 
 
 def test_the_copy_has_every_row_in_its_place(place: Place) -> None:

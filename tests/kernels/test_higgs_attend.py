@@ -10,6 +10,7 @@ import torch
 from hf_kvret_kernels.higgs import Codec, HiggsCodec, MinMaxCodec, attend
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 
+from .draws import Place
 from .paged_rows import NO_PAGE, TWO_ROWS, random_ids, reference
 
 # Sums of a few hundred fp32 products of size 1, and butterflies before and after.
@@ -17,8 +18,6 @@ FP32_ERROR = 2e-5
 # Units that Triton rounds queries, grid points and weights to where the query has 16 bits; the
 # interpreter cuts bf16 off instead of rounding it.
 ULP = {torch.float32: 0.0, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-
-Place = tuple[str, str]
 
 
 def coded_rows(
@@ -43,9 +42,9 @@ def coded_rows(
         pages.append(lay_apart(torch.cat(tensors, -1), key_bytes).to(place[1]))
         back = [codec.decode(*part, backend="naive").double() for part in coded]
         plain.append(torch.cat(back, -1).to(place[1]))
-    numbers = torch.tensor(table, dtype=torch.int32, device=place[1])
-    coded_pages = PagedRows(pages, numbers, key_bytes, apart=True)
-    return coded_pages, PagedRows(plain, numbers, dims[0])
+    page_table = torch.tensor(table, dtype=torch.int32, device=place[1])
+    coded_pages = PagedRows(pages, page_table, key_bytes, apart=True)
+    return coded_pages, PagedRows(plain, page_table, dims[0])
 
 
 def check(
@@ -102,17 +101,17 @@ def test_all_codecs_and_dtypes(place: Place, codec: Codec, dtype: torch.dtype) -
     check(place, codec, coded, random_ids(coded[0], 2, 1, 21), dtype=dtype)
 
 
-@pytest.mark.factor("kind", [HiggsCodec, MinMaxCodec])
+@pytest.mark.factor("cls", [HiggsCodec, MinMaxCodec])
 @pytest.mark.factor(
     ("group", "dims"),
     [(8, (8, 8)), (8, (24, 16)), (16, (16, 80)), (32, (96, 64)), (128, (128, 128)), (8, (8, 16))],
     ids=str,
 )
 def test_groups_of_a_head_and_odd_row_lengths(
-    place: Place, kind: type[Codec], group: int, dims: tuple[int, int]
+    place: Place, cls: type[Codec], group: int, dims: tuple[int, int]
 ) -> None:
     """With 3 bits and dims 8 and 16 a row has an odd number of bytes."""
-    codec = kind(3, group)
+    codec = cls(3, group)
     coded = coded_rows(place, codec, [[2, 0, 1]], (3,), kv_heads=1, dims=dims)
     check(place, codec, coded, random_ids(coded[0], 1, 1, 17), heads=3, dims=dims)
     if dims == (8, 16):
@@ -211,9 +210,9 @@ def test_scales_of_whole_rows_have_the_range_of_fp16(
     options: dict[str, Any] = {"key_dim": 64, "value_dim": 64, "scale": 0.125}
     ids = random_ids(rows, 1, 1, 13)
     out, _ = attend(query, rows, ids, codec, **options, backend=place[0])
-    wanted, _ = attend(query.float(), rows, ids, codec, **options, backend="naive")
+    expected, _ = attend(query.float(), rows, ids, codec, **options, backend="naive")
     rounding = 6 * ULP[dtype] if place[0] == "triton" else 0.0
-    torch.testing.assert_close(out / size, wanted / size, rtol=0, atol=FP32_ERROR + rounding)
+    torch.testing.assert_close(out / size, expected / size, rtol=0, atol=FP32_ERROR + rounding)
 
 
 @pytest.mark.gpu

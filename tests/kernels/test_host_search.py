@@ -3,30 +3,217 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from hf_kvret_kernels import centroid, codebook, host_step, proxy
 from hf_kvret_kernels import host_library as library
-from hf_kvret_kernels import host_step, proxy
-from hf_kvret_kernels.host_step import FlatSearch, HostCold, ProxySearch, run_step
-from hf_kvret_kernels.paris import naive
-from hf_kvret_kernels.relevance.naive import best_ids
-
-from .host_steps import (
-    FP32_ERROR,
-    Shape,
-    cold_rows,
-    generator,
-    near_window,
-    paris_search,
+from hf_kvret_kernels.host_step import (
+    CodebookSearch,
+    FlatSearch,
+    Generation,
+    HostCold,
+    HostSearch,
+    ListSearch,
+    ProxySearch,
+    run_step,
 )
+from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.paris import naive
+from hf_kvret_kernels.relevance import best_ids, group_relevance
+from hf_kvret_kernels.relevance import naive as naive_relevance
 
-# The path goes to the tests that take it.
+from .host_steps import FP32_ERROR, Shape, cold_rows, generator, near_window, paris_search
+
 pytestmark = [
     pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled"),
     pytest.mark.factor("path", list(library.PATHS), indirect=True),
 ]
+
+SCALE, BUDGET = 0.1, 20
+
+LIST_SHAPES = {
+    "plain": Shape(1000),
+    "three heads": Shape(333, group=3, queries=2, batch=2, dim=80),
+    "one head": Shape(700, group=1, queries=3, dim=64, dtype=torch.float16),
+    "bf16": Shape(900, group=5, dtype=torch.bfloat16),
+    "few tokens": Shape(12, group=2),
+    "nothing valid": Shape(100, valid=-1.0),
+}
+
+
+def _found(
+    shape: Shape, search: HostSearch, path: str, softcap: float | None = None, threads: int = 1
+) -> torch.Tensor:
+    """Ids that a step of the library finds."""
+    rows, _, _ = cold_rows(shape)
+    cold = HostCold(rows, search, shape.mask(), min(BUDGET, shape.n))
+    _, ids = run_step(
+        shape.query(),
+        near_window(shape, 9),
+        cold,
+        scale=SCALE,
+        softcap=softcap,
+        threads=threads,
+        path=path,
+    )
+    return ids
+
+
+def _check_best(ids: torch.Tensor, relevance: torch.Tensor, budget: int) -> None:
+    """``ids [B, H, Q, k]`` ascend, and no token with more than roundings to its credit is left."""
+    counts = (relevance > -math.inf).sum(-1).clamp(max=budget)
+    places = torch.arange(ids.shape[-1])
+    assert torch.equal(ids >= 0, places < counts.unsqueeze(-1))
+    assert bool(((ids.diff(dim=-1) > 0) | (ids[..., 1:] < 0)).all())
+    chosen = torch.zeros(*relevance.shape[:-1], relevance.shape[-1] + 1, dtype=torch.bool)
+    chosen.scatter_(-1, ids.long().masked_fill(ids < 0, relevance.shape[-1]), True)
+    chosen = chosen[..., :-1]
+    assert bool((relevance[chosen] > -math.inf).all())
+    least = relevance.masked_fill(~chosen, math.inf).amin(-1, keepdim=True)
+    most_left = relevance.masked_fill(chosen, -math.inf).amax(-1, keepdim=True)
+    assert bool((most_left <= least + FP32_ERROR * (1 + least.abs())).all())
+
+
+@pytest.mark.factor("name", list(LIST_SHAPES))
+def test_the_best_codewords_are_chosen(name: str, path: str) -> None:
+    shape, words = LIST_SHAPES[name], 60
+    heads = shape.heads * shape.group
+    table = 3 * torch.randn(shape.batch, heads, shape.queries, words, generator=generator(11))
+    # A view of more codes than there are tokens, as of a buffer with room.
+    form = (shape.batch, shape.heads, shape.n + 7)
+    codes = torch.randint(0, words, form, generator=generator(12)).short()[..., : shape.n]
+    ids = _found(shape, CodebookSearch(table, codes), path)
+    relevance = codebook.lookup_scores(table, codes, valid=shape.mask(), backend="naive")
+    _check_best(ids, relevance, min(BUDGET, shape.n))
+
+
+@pytest.mark.parametrize("code", [4, 300, -1, 32767, -32768])
+def test_a_code_beyond_the_codebook_is_refused(path: str, code: int) -> None:
+    shape = replace(LIST_SHAPES["plain"], valid=1.1)
+    table = torch.zeros(1, shape.heads * shape.group, 1, 4)
+    codes = torch.zeros(1, shape.heads, shape.n, dtype=torch.int16)
+    codes[:, -1, -1] = code
+    with pytest.raises(WrongIdError, match="of 4 codewords: allowed are 0 to 3"):
+        _found(shape, CodebookSearch(table, codes), path)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_heads_of_a_group_may_choose_for_themselves(softcap: float | None, path: str) -> None:
+    shape = Shape(300, group=2, queries=2, batch=2)
+    heads, rank = shape.heads * shape.group, 12
+    query = torch.randn(shape.batch, heads, shape.queries, rank, generator=generator(1))
+    rows = torch.randn(shape.batch, heads, shape.n, rank, generator=generator(2)).bfloat16()
+    ids = _found(shape, ProxySearch(query, rows, heads=heads), path, softcap)
+    assert ids.shape == (shape.batch, heads, shape.queries, BUDGET)
+    relevance = proxy.relevance(
+        query, rows, heads, valid=shape.mask(), softcap=softcap, backend="naive"
+    )
+    _check_best(ids, relevance, BUDGET)
+
+
+def _generation(shape: Shape, count: int, width: int, seed: int, wide: bool) -> Generation:
+    """Random centroids with lists of random tokens, some of them none."""
+    form = (shape.batch, shape.heads, count + 3, shape.group, shape.dim)
+    queries = torch.randn(form, generator=generator(seed)).to(shape.dtype)[:, :, :count]
+    inverse = torch.linalg.vector_norm(queries.float(), dim=-1).reciprocal()
+    slots = torch.arange(count).repeat(shape.batch, 1)
+    slots[:, ::7] = -1
+    lists = torch.randint(
+        0, shape.n + 1, (*form[:2], count, width), generator=generator(seed + 1), dtype=torch.int32
+    )
+    low = ((lists + 0x8000) % 0x10000 - 0x8000).short()
+    return Generation(queries, inverse, slots, low, (lists >> 16).byte() if wide else None)
+
+
+def _expected_relevance(shape: Shape, search: ListSearch, softcap: float | None) -> torch.Tensor:
+    """``[B, H, Q, n]``: -inf for tokens that are not recalled."""
+    batch, heads, queries, n = shape.batch, shape.heads, shape.queries, shape.n
+    bundles = shape.query().unflatten(1, (heads, shape.group)).transpose(2, 3)
+    scores, lists = [], []
+    for part in search.generations:
+        similarity = centroid.similarity(bundles, part.queries, part.inverse, backend="naive")
+        scores.append(similarity.masked_fill((part.slots < 0)[:, None, None], -math.inf))
+        every = torch.arange(part.low.shape[2]).expand(batch, heads, 1, -1).contiguous()
+        lists.append(centroid.take_lists(part.low, part.high, every, backend="naive")[:, :, 0])
+    similarity, ids = torch.cat(scores, dim=-1), torch.cat(lists, dim=2)
+    best = similarity.topk(min(search.nprobe, similarity.shape[-1]), dim=-1)
+    recalled = torch.zeros(batch, heads, queries, n + 1, dtype=torch.bool)
+    for b, h, q in torch.cartesian_prod(*map(torch.arange, (batch, heads, queries))).tolist():
+        near = best.indices[b, h, q][best.values[b, h, q] > -math.inf]
+        recalled[b, h, q, ids[b, h, near].flatten().long()] = True
+    recalled = recalled[..., :-1]
+    recalled[..., n - search.pending :] = True
+    recalled &= shape.mask()[:, None, None]
+    _, keys, _ = cold_rows(shape)
+    logits = SCALE * bundles.float().transpose(2, 3) @ keys.float()[:, :, None].transpose(-1, -2)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~recalled[:, :, None], -math.inf)
+    return group_relevance(logits.flatten(1, 2), heads)
+
+
+@pytest.mark.factor("softcap", [None, 4.0])
+@pytest.mark.factor("fresh", [0, 9])
+@pytest.mark.factor("wide", [False, True])
+@pytest.mark.factor("name", list(LIST_SHAPES))
+def test_the_best_of_the_nearest_lists_are_chosen(
+    name: str, wide: bool, fresh: int, softcap: float | None, path: str
+) -> None:
+    shape = LIST_SHAPES[name]
+    generations = [_generation(shape, 40, 15, 21, wide)]
+    if fresh:
+        generations.append(_generation(shape, fresh, 15, 23, wide))
+    search = ListSearch(tuple(generations), nprobe=4, pending=min(6, shape.n))
+    _check_best(
+        _found(shape, search, path, softcap),
+        _expected_relevance(shape, search, softcap),
+        min(BUDGET, shape.n),
+    )
+
+
+def test_more_threads_than_heads_find_the_same(path: str) -> None:
+    shape = Shape(5000, heads=1, group=2)
+    generations = (_generation(shape, 500, 200, 21, False),)
+    lists = ListSearch(generations, nprobe=5, pending=300)
+    codes = torch.randint(0, 90, (1, 1, shape.n), generator=generator(3)).short()
+    words = CodebookSearch(torch.randn(1, 2, 1, 90, generator=generator(4)), codes)
+    for search in (lists, words):
+        assert torch.equal(
+            _found(shape, search, path, threads=3), _found(shape, search, path, threads=1)
+        )
+
+
+def test_a_token_may_have_a_number_of_more_than_16_bits(path: str) -> None:
+    shape = Shape(70_000, dim=8, heads=1, group=2)
+    search = ListSearch((_generation(shape, 30, 60, 21, True),), nprobe=8, pending=0)
+    ids = _found(shape, search, path)
+    assert bool((ids > 1 << 16).any())
+    _check_best(ids, _expected_relevance(shape, search, None), BUDGET)
+
+
+def test_lists_of_no_live_centroid_leave_the_pending_tokens(path: str) -> None:
+    shape = Shape(100, valid=1.1)
+    part = _generation(shape, 8, 15, 21, False)
+    search = ListSearch((part._replace(slots=torch.full((1, 8), -1)),), nprobe=4, pending=3)
+    ids = _found(shape, search, path)
+    assert ids[..., :3].unique().tolist() == [97, 98, 99]
+    assert bool((ids[..., 3:] == -1).all())
+
+
+def test_best_ids_of_the_naive_code_are_those_of_a_list(path: str) -> None:
+    """Where all centroids are recalled, as a rerank of the united lists."""
+    shape = Shape(400, group=2)
+    search = ListSearch((_generation(shape, 30, 15, 21, False),), nprobe=50, pending=0)
+    relevance = _expected_relevance(shape, search, None)
+    every = torch.arange(shape.n, dtype=torch.int32).expand(1, shape.heads, 1, -1).contiguous()
+    expected = best_ids(relevance.unsqueeze(3), every, BUDGET, backend="naive")
+    assert torch.equal(_found(shape, search, path), expected.sort(-1).values)
+
+
+# The path goes to the tests that take it.
 
 SHAPES = {
     "plain": Shape(1000),
@@ -85,7 +272,7 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
         trace.rotated, search.codes, candidates, search.levels, shape.m, 0.1, None, None
     )
     torch.testing.assert_close(trace.estimates, estimates, rtol=1e-5, atol=FP32_ERROR)
-    assert torch.equal(trace.ids, best_ids(trace.estimates, candidates, budget))
+    assert torch.equal(trace.ids, naive_relevance.best_ids(trace.estimates, candidates, budget))
 
 
 def test_a_soft_cap_bends_the_mean_key_too(path: str) -> None:
@@ -118,17 +305,17 @@ def test_proxies_choose_the_tokens_of_their_highest_scores(
     valid, budget = shape.mask(), 90
     cold = HostCold(rows, ProxySearch(query, proxies, offset), valid, budget)
     window = near_window(shape, 9)
-    found = [
+    results = [
         run_step(shape.query(), window, cold, scale=1.0, softcap=softcap, threads=n, path=path)[1]
         for n in (1, 16)
     ]
-    assert torch.equal(*found)
+    assert torch.equal(*results)
     relevance = proxy.relevance(
         query, proxies, 2, valid=valid, offset=offset, softcap=softcap, backend="naive"
     )
     best = relevance.topk(budget, dim=-1).values
-    mine = relevance.gather(-1, found[0].long().clamp(min=0)).sort(-1, descending=True).values
-    assert (found[0].sort(-1).values.diff(dim=-1) > 0).all()
+    mine = relevance.gather(-1, results[0].long().clamp(min=0)).sort(-1, descending=True).values
+    assert (results[0].sort(-1).values.diff(dim=-1) > 0).all()
     torch.testing.assert_close(mine, best, rtol=1e-4, atol=1e-4)
 
 
@@ -158,12 +345,12 @@ def test_no_more_than_the_budget_are_chosen_of_scores_that_are_zero(
     shape = Shape(200, group=1, candidates=200)
     rows, keys, _ = cold_rows(shape)
     valid = shape.mask()
-    found = FlatSearch(keys) if search == "flat" else paris_search(shape, valid)
+    result = FlatSearch(keys) if search == "flat" else paris_search(shape, valid)
     query = torch.zeros_like(shape.query())
     torch.set_flush_denormal(flush)
     try:
         for scale in (1.0, -1.0):
-            cold = HostCold(rows, found, valid, 5)
+            cold = HostCold(rows, result, valid, 5)
             _, ids = run_step(query, near_window(shape, 5), cold, scale=scale, path=path, threads=1)
             first = valid[0].nonzero()[:5, 0].int()
             assert torch.equal(ids, first.expand_as(ids))

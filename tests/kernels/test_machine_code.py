@@ -19,8 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from machine_code import COUNTS, Launch, check_tools, compile_parts, label_of, tool_versions
-from step_bytes import moved_bytes
-from step_kernels import PARTS, WIDE_PARTS, StepShape
+from step_kernels import PARTS, WIDE_PARTS, StepShape, moved_bytes
 
 LIMITS = Path(__file__).with_name("machine_code_limits.json")
 CHEAP = ("merge", "count", "flat", "attend-100")
@@ -113,16 +112,16 @@ def test_every_kernel_has_limits_or_is_known_to_be_no_part_of_these_steps() -> N
 def check(launches: Iterable[Launch], pinned: dict[str, Any] | None = None) -> None:
     """Fail with all faults, under the versions that the limits were made with; else warn."""
     pinned = json.loads(LIMITS.read_text()) if pinned is None else pinned
-    found = faults(launches, pinned["limits"])
+    result = faults(launches, pinned["limits"])
     versions = tool_versions()
     if any(versions[name] != pinned[name] for name in versions):
         warnings.warn(
             f"triton {pinned['triton']} and ptxas {pinned['ptxas']} have limits, here are "
-            f"{versions['triton']} and {versions['ptxas']}: {found or 'no limit is broken'}",
+            f"{versions['triton']} and {versions['ptxas']}: {result or 'no limit is broken'}",
             stacklevel=2,
         )
         return
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 def faults(launches: Iterable[Launch], limits: dict[str, dict[str, Figures]]) -> list[str]:
@@ -130,12 +129,12 @@ def faults(launches: Iterable[Launch], limits: dict[str, dict[str, Figures]]) ->
     lines = []
     for launch in launches:
         place = f"{launch.part}, {launch.kernel}, {launch.context} tokens, batch {launch.batch}"
-        known = limits.get(launch.part, {}).get(launch.kernel)
-        if known is None:
+        own_limits = limits.get(launch.part, {}).get(launch.kernel)
+        if own_limits is None:
             lines.append(f"{place}: has no limits; run python tests/kernels/{Path(__file__).name}")
             continue
         for name, figure in figures_of(launch).items():
-            limit, at_least = known[name], name in AT_LEAST
+            limit, at_least = own_limits[name], name in AT_LEAST
             if figure < limit if at_least else figure > limit:
                 word = "at least" if at_least else "at most"
                 lines.append(f"{place}: {name} {figure}, allowed {word} {limit}")
@@ -166,10 +165,10 @@ def write_limits() -> None:
         print("\n".join(faults(launches, json.loads(LIMITS.read_text())["limits"])))
     limits: dict[str, dict[str, Figures]] = {}
     for launch in launches:
-        known = limits.setdefault(launch.part, {}).setdefault(launch.kernel, {})
+        own_limits = limits.setdefault(launch.part, {}).setdefault(launch.kernel, {})
         for name, figure in figures_of(launch).items():
             worst = min if name in AT_LEAST else max
-            known[name] = worst(figure, known.get(name, figure))
+            own_limits[name] = worst(figure, own_limits.get(name, figure))
     LIMITS.write_text(json.dumps(tool_versions() | {"limits": limits}, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Logits of mean tokens, and their share of a step, against float64."""
+"""Logits of means tokens, and their share of a step, against float64."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from hf_kvret_kernels.mean_tokens import BlockMeans, MeanTokens, mean_logits
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.step_attention import step_attention
+
+from .draws import Place
 
 HEADS = 2
 
@@ -37,8 +39,8 @@ def logits_by_hand(
 ) -> torch.Tensor:
     batch, query_heads, queries, _ = query.shape
     tokens = means.keys.shape[2]
-    wanted = torch.empty(batch, query_heads, queries, tokens, dtype=torch.float64)
-    for b, h, q, r in torch.cartesian_prod(*(torch.arange(n) for n in wanted.shape)).tolist():
+    expected = torch.empty(batch, query_heads, queries, tokens, dtype=torch.float64)
+    for b, h, q, r in torch.cartesian_prod(*(torch.arange(n) for n in expected.shape)).tolist():
         key = means.keys[b, h * HEADS // query_heads, r].double()
         score = float(query[b, h, q].double() @ key) * 0.3
         if softcap is not None:
@@ -46,8 +48,8 @@ def logits_by_hand(
         own = ids[b, h * ids.shape[1] // query_heads, q]
         own = own[(own >= 0) & ((own // 10 == r) | (means.block_len == 0))]
         left = int(means.counts[b, r]) - len(own)
-        wanted[b, h, q, r] = score + math.log(left) if left > 0 else -math.inf
-    return wanted
+        expected[b, h, q, r] = score + math.log(left) if left > 0 else -math.inf
+    return expected
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
@@ -55,7 +57,7 @@ def logits_by_hand(
 @pytest.mark.factor("tokens", [1, 4])
 @pytest.mark.factor("form", [(1, 64, 2), (3, 40, 2), (4, 24, 8), (20, 576, 2)])
 def test_logits(
-    place: tuple[str, str],
+    place: Place,
     form: tuple[int, int, int],
     tokens: int,
     softcap: float | None,
@@ -70,14 +72,14 @@ def test_logits(
     logits = mean_logits(
         query.to(device), there, ids.to(device), scale=0.3, softcap=softcap, backend=backend
     )
-    wanted = logits_by_hand(query, means, ids, softcap)
-    assert wanted.isinf().any() and wanted.isfinite().any()
-    torch.testing.assert_close(logits.cpu().double(), wanted, rtol=1e-5, atol=2e-5)
+    expected = logits_by_hand(query, means, ids, softcap)
+    assert expected.isinf().any() and expected.isfinite().any()
+    torch.testing.assert_close(logits.cpu().double(), expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_step_joins_them(place: tuple[str, str], sinks: bool, tokens: int) -> None:
+def test_a_step_joins_them(place: Place, sinks: bool, tokens: int) -> None:
     backend, device = place
     generator = torch.Generator().manual_seed(tokens)
 
@@ -89,33 +91,33 @@ def test_a_step_joins_them(place: tuple[str, str], sinks: bool, tokens: int) -> 
     means = MeanTokens(draw(2, 6, 1, tokens), draw(2, HEADS, tokens, 16))
     means.logits[0, 0] = -math.inf
     logits = draw(6) if sinks else None
-    given = {"scale": 0.3, "causal_offset": None, "sink_logits": logits, "backend": backend}
-    out, lse = step_attention(query, key, value, others, means=means, **given)
+    options = {"scale": 0.3, "causal_offset": None, "sink_logits": logits, "backend": backend}
+    out, lse = step_attention(query, key, value, others, means=means, **options)
     with_chunks = Partials(
         torch.cat([others.outs, means.partials().outs], dim=3),
         torch.cat([others.lses, means.logits], dim=3),
     )
-    wanted, wanted_lse = step_attention(query, key, value, with_chunks, **given)
-    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+    expected, wanted_lse = step_attention(query, key, value, with_chunks, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"keys": torch.zeros(2, HEADS, 1, 8, dtype=torch.float64)}, "mean tokens' keys"),
-        ({"values": torch.zeros(2, HEADS, 8, 1).transpose(2, 3)[..., ::2]}, "mean tokens' values"),
-        ({"counts": torch.zeros(2, 2, dtype=torch.int32)}, "mean tokens' counts"),
+        ({"keys": torch.zeros(2, HEADS, 1, 8, dtype=torch.float64)}, "means tokens' keys"),
+        ({"values": torch.zeros(2, HEADS, 8, 1).transpose(2, 3)[..., ::2]}, "means tokens' values"),
+        ({"counts": torch.zeros(2, 2, dtype=torch.int32)}, "means tokens' counts"),
         ({"block_len": -1}, "block_len=-1"),
     ],
 )
 def test_means_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
-    given = {
+    options = {
         "keys": torch.zeros(2, HEADS, 1, 8),
         "values": torch.zeros(2, HEADS, 1, 8),
         "counts": torch.ones(2, 1, dtype=torch.int32),
     }
-    means = BlockMeans(**{**given, **change})  # type: ignore[arg-type]
+    means = BlockMeans(**{**options, **change})  # type: ignore[arg-type]
     ids = torch.zeros(2, HEADS, 1, 3, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         mean_logits(torch.zeros(2, 4, 1, 8), means, ids, scale=1.0)

@@ -1,9 +1,10 @@
-"""Stage 1: centroid counts, points by tiers, collisions."""
+"""Stage 1: centroid counts, points by tiers, collisions, the choice of candidates."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.paris import naive as reference
 
-from .paris_draws import (
+from .draws import (
     BACKENDS,
     BOTH,
     DEVICE,
@@ -21,7 +22,86 @@ from .paris_draws import (
     needs_triton,
     random_sign,
     random_valid,
+    refused,
 )
+
+
+class Drawn(NamedTuple):
+    """Few different keys, so that many have the same score."""
+
+    q_rot: torch.Tensor
+    counts: torch.Tensor
+    sign: torch.Tensor
+    valid: torch.Tensor
+
+    @classmethod
+    def of(cls, length: int, queries: int) -> Drawn:
+        """Of three rows; the last one has no valid token."""
+        patterns = random_sign(1, 1, 5, 1, seed=3).expand(3, -1, -1, -1)
+        chosen = torch.randint(0, 5, (3, 1, length, 1), generator=generator(7)).to(DEVICE)
+        sign, valid = patterns.gather(2, chosen), random_valid(3, length, seed=8)
+        q_rot = torch.randn(3, 1, queries, 2, 8, generator=generator(9)).to(DEVICE)
+        return cls(q_rot, paris.count_centroids(sign, m=4, valid=valid), sign, valid)
+
+    def run(self, count: int, backend: str, masked: bool = True) -> torch.Tensor:
+        """Its candidates, which are those of a stable sort of its scores."""
+        valid = self.valid if masked else None
+        options = {"rho": 0.6, "tiers": TIERS, "m": 4, "valid": valid}
+        scores = paris.collisions(*self[:3], backend="naive", **options)
+        ids = paris.candidates(*self[:3], count, backend=backend, **options)
+        assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
+        assert torch.equal(ids, candidates_by_sorting(scores, count))
+        return ids
+
+
+@pytest.mark.factor("masked", [False, True])
+@pytest.mark.factor("backend", BACKENDS)
+@pytest.mark.factor(
+    "length, count", [(1, 1), (1, 4), (37, 0), (37, 10), (37, 37), (1024, 100), (2600, 700)]
+)
+def test_candidates_are_the_head_of_a_stable_sort(
+    length: int, count: int, backend: str, masked: bool
+) -> None:
+    Drawn.of(length, queries=2).run(count, backend, masked)
+
+
+@needs_triton
+def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of more than 256 blocks do."""
+    from hf_kvret_kernels.paris import triton
+
+    monkeypatch.setattr(triton, "_BLOCKS", 2)
+    Drawn.of(7100, queries=1).run(900, "triton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slots_of_several_blocks_stay_empty(backend: str) -> None:
+    drawn = Drawn.of(3500, queries=1)
+    drawn.valid.fill_(False)
+    drawn.valid[1, 1500] = True
+    ids = drawn.run(3400, backend)
+    assert ids[0].eq(-1).all() and ids[1, 0, 0, 0] == 1500 and ids[1, 0, 0, 1:].eq(-1).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("part", [1, 2])
+def test_a_program_may_take_any_number_of_subspaces(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's takes one; here one takes all of them, as the others can't be told apart."""
+    from hf_kvret_kernels.paris import triton
+
+    whole = Drawn.of(50, queries=1)
+    signs = paris.random_signs(8, seed=3).to(DEVICE)
+    query = whole.q_rot[..., :5].contiguous()
+    shares = (100_000, 400_000)
+    expected = triton.bonus(query, signs, whole.counts, shares, 4)
+    monkeypatch.setattr(triton, "subspaces_of_program", lambda count: part)
+    result = triton.bonus(query, signs, whole.counts, shares, 4)
+    assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
+    rotated = paris.rotate(query, signs, backend="naive")
+    torch.testing.assert_close(result.queries, triton.by_planes(rotated))
+    assert result.histogram.eq(0).all() and result.tickets.eq(0).all()
 
 
 def centroid(sign: torch.Tensor, s: int, m: int) -> int:
@@ -263,18 +343,12 @@ def test_what_does_not_fit_is_named() -> None:
     counts = paris.count_centroids(sign)
     q_rot = torch.zeros(1, 2, 1, 1, 128, device=DEVICE)
     options = {"rho": 0.5, "tiers": TIERS}
-    with pytest.raises(ValueError, match="rho=0"):
-        paris.collisions(q_rot, counts, sign, rho=0, tiers=TIERS)
-    with pytest.raises(ValueError, match="rho=2"):
-        paris.collisions(q_rot, counts, sign, rho=2, tiers=TIERS)
-    with pytest.raises(ValueError, match="tiers=\\(\\)"):
-        paris.collisions(q_rot, counts, sign, rho=0.5, tiers=())
-    with pytest.raises(ValueError, match="at most 15 tiers"):
-        paris.collisions(q_rot, counts, sign, rho=0.5, tiers=(0.5,) * 16)
-    with pytest.raises(ValueError, match="counts is "):
-        paris.collisions(q_rot, counts[:, :1], sign, **options)
-    with pytest.raises(ValueError, match="no power of two"):
-        paris.collisions(q_rot[..., :96], counts, sign, **options)
+    refused("rho=0", paris.collisions, q_rot, counts, sign, rho=0, tiers=TIERS)
+    refused("rho=2", paris.collisions, q_rot, counts, sign, rho=2, tiers=TIERS)
+    refused("tiers=\\(\\)", paris.collisions, q_rot, counts, sign, rho=0.5, tiers=())
+    refused("at most 15 tiers", paris.collisions, q_rot, counts, sign, rho=0.5, tiers=(0.5,) * 16)
+    refused("counts is ", paris.collisions, q_rot, counts[:, :1], sign, **options)
+    refused("no power of two", paris.collisions, q_rot[..., :96], counts, sign, **options)
     with pytest.raises(ValueError, match="at most 3 tiers"):
         long = torch.zeros(1, 2, 1, 1, 576, device=DEVICE)
         room = torch.zeros(1, 2, 72, 256, dtype=torch.int32, device=DEVICE)
@@ -291,13 +365,9 @@ def test_what_does_not_fit_is_named() -> None:
         paris.collisions(q_rot, counts, sign, valid=short, **options)
     with pytest.raises(ValueError, match="tokens must be contiguous"):
         paris.collisions(q_rot, counts, sign[:, :, ::2], **options)
-    with pytest.raises(ValueError, match="must be the same"):
-        paris.collisions(q_rot, counts, sign[:, :1], **options)
+    refused("must be the same", paris.collisions, q_rot, counts, sign[:, :1], **options)
     with pytest.raises(ValueError, match="must be the same"):
         paris.collisions(q_rot, counts, sign[..., :8].contiguous(), **options)
-    with pytest.raises(ValueError, match="G = 0"):
-        paris.collisions(q_rot[:, :, :, :0], counts, sign, **options)
-    with pytest.raises(ValueError, match="count=-1"):
-        paris.candidates(q_rot, counts, sign, -1, **options)
-    with pytest.raises(ValueError, match="backend='cuda'"):
-        paris.candidates(q_rot, counts, sign, 1, backend="cuda", **options)
+    refused("G = 0", paris.collisions, q_rot[:, :, :, :0], counts, sign, **options)
+    refused("count=-1", paris.candidates, q_rot, counts, sign, -1, **options)
+    refused("backend='cuda'", paris.candidates, q_rot, counts, sign, 1, backend="cuda", **options)

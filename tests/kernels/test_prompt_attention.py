@@ -10,12 +10,10 @@ import torch
 
 from hf_kvret_kernels.prompt_attention import naive, prompt_attention
 
+from .draws import HALF_ULP, Place, attention_inputs
+
 # Sums of a few hundred fp32 products of size 1: some hundred roundings of 6e-8 each.
 FP32_ERROR = 1e-5
-# Half a unit in the last place, to which Triton rounds the softmax weights of 16-bit inputs.
-HALF_ULP = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
-
-Place = tuple[str, str]
 
 
 def reference(
@@ -44,25 +42,6 @@ def reference(
     scores = scores.masked_fill(~visible, float("-inf"))
     weights = scores.softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
     return weights @ v, scores.logsumexp(-1)
-
-
-def inputs(
-    place: Place,
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    queries: int = 3,
-    tokens: int = 63,
-    key_dim: int = 40,
-    value_dim: int = 40,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(tokens + queries)
-    query = torch.randn(batch, heads, queries, key_dim)
-    key = torch.randn(batch, kv_heads, tokens, key_dim)
-    value = torch.randn(batch, kv_heads, tokens, value_dim)
-    return query.to(place[1], dtype), key.to(place[1], dtype), value.to(place[1], dtype)
 
 
 def check(
@@ -107,30 +86,32 @@ def check(
 @pytest.mark.factor("tokens", [1, 63, 130])
 def test_causal_attention_at_the_end_of_the_keys(place: Place, queries: int, tokens: int) -> None:
     # With more queries than keys the offset is negative and the first queries see nothing.
-    tensors = inputs(place, batch=1, queries=queries, tokens=tokens, key_dim=8, value_dim=8)
+    tensors = attention_inputs(place, batch=1, queries=queries, tokens=tokens, dims=(8, 8))
     check(place, *tensors, causal_offset=tokens - queries)
 
 
 @pytest.mark.factor("heads", [2, 4, 6, 8])
 def test_groups_of_query_heads(place: Place, heads: int) -> None:
-    check(place, *inputs(place, heads=heads, queries=5), causal_offset=50)
+    check(place, *attention_inputs(place, heads=heads, queries=5), causal_offset=50)
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.factor("dims", [(8, 8), (40, 24), (64, 64), (96, 128)], ids=str)
 def test_head_dims_and_dtypes(place: Place, dims: tuple[int, int], dtype: torch.dtype) -> None:
-    tensors = inputs(place, batch=1, key_dim=dims[0], value_dim=dims[1], dtype=dtype)
+    tensors = attention_inputs(place, batch=1, dims=dims, dtype=dtype)
     check(place, *tensors, causal_offset=60, scale=dims[0] ** -0.5)
 
 
 @pytest.mark.factor("causal_offset", [None, -2, 0, 61])
 def test_offsets(place: Place, causal_offset: int | None) -> None:
-    check(place, *inputs(place, batch=1, queries=4), causal_offset=causal_offset)
+    check(place, *attention_inputs(place, batch=1, queries=4), causal_offset=causal_offset)
 
 
 @pytest.mark.factor("causal_offset", [None, 114])
 def test_padding_and_holes_differ_by_row(place: Place, causal_offset: int | None) -> None:
-    query, key, value = inputs(place, batch=4, heads=2, kv_heads=1, queries=16, tokens=130)
+    query, key, value = attention_inputs(
+        place, batch=4, heads=2, kv_heads=1, queries=16, tokens=130
+    )
     valid = torch.ones(4, 130, dtype=torch.bool, device=place[1])
     valid[0, :70] = False
     valid[1, 40:110] = False
@@ -139,7 +120,7 @@ def test_padding_and_holes_differ_by_row(place: Place, causal_offset: int | None
 
 
 def test_rows_that_are_not_valid_may_hold_anything(place: Place) -> None:
-    query, key, value = inputs(place, queries=4, tokens=70)
+    query, key, value = attention_inputs(place, queries=4, tokens=70)
     valid = torch.rand(2, 70, device=place[1]) > 0.4
     valid[:, 64:] = False
     clean, _ = check(place, query, key, value, causal_offset=66, valid=valid)
@@ -159,7 +140,7 @@ def test_rows_that_are_not_valid_may_hold_anything(place: Place) -> None:
 
 
 def test_a_whole_block_without_valid_tokens_is_passed_over(place: Place) -> None:
-    query, key, value = inputs(place, batch=1, queries=2, tokens=300)
+    query, key, value = attention_inputs(place, batch=1, queries=2, tokens=300)
     valid = torch.ones(1, 300, dtype=torch.bool, device=place[1])
     valid[:, :280] = False
     check(place, query, key, value, causal_offset=298, valid=valid)
@@ -169,12 +150,12 @@ def test_a_whole_block_without_valid_tokens_is_passed_over(place: Place) -> None
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.factor("softcap", [0.5, 30.0])
 def test_softcap(place: Place, softcap: float) -> None:
-    query, key, value = inputs(place, queries=3)
+    query, key, value = attention_inputs(place, queries=3)
     check(place, 8.0 * query, key, value, causal_offset=60, softcap=softcap)
 
 
 def test_scores_far_from_zero_do_not_overflow(place: Place) -> None:
-    query, key, value = inputs(place, batch=1)
+    query, key, value = attention_inputs(place, batch=1)
     out, lse = prompt_attention(
         300.0 * query, key, value, scale=1.0, causal_offset=None, backend=place[0]
     )
@@ -185,7 +166,7 @@ def test_scores_far_from_zero_do_not_overflow(place: Place) -> None:
 
 
 def test_strided_views_are_read_in_place(place: Place) -> None:
-    query, key, value = inputs(place, queries=5, tokens=40)
+    query, key, value = attention_inputs(place, queries=5, tokens=40)
     expected = check(place, query, key, value, causal_offset=35)
     rows = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
     mask = torch.ones(1, 1, dtype=torch.bool, device=place[1]).expand(2, 40)
@@ -201,14 +182,14 @@ def test_strided_views_are_read_in_place(place: Place) -> None:
 
 
 def test_a_strided_mask(place: Place) -> None:
-    query, key, value = inputs(place, queries=2, tokens=40)
+    query, key, value = attention_inputs(place, queries=2, tokens=40)
     wide = torch.rand(2, 80, device=place[1]) > 0.5
     wide[:, 0] = True
     check(place, query, key, value, causal_offset=None, valid=wide[:, ::2])
 
 
 def test_output_dtype_is_the_querys_unless_asked(place: Place) -> None:
-    query, key, value = inputs(place, dtype=torch.float16)
+    query, key, value = attention_inputs(place, dtype=torch.float16)
     arguments: dict[str, Any] = {"scale": 0.3, "causal_offset": 60, "backend": place[0]}
     out, lse = prompt_attention(query, key, value, **arguments)
     wide, _ = prompt_attention(query, key, value, out_dtype=torch.float32, **arguments)
@@ -217,17 +198,17 @@ def test_output_dtype_is_the_querys_unless_asked(place: Place) -> None:
 
 
 def test_no_keys_and_no_queries(place: Place) -> None:
-    query, key, value = inputs(place, tokens=0)
+    query, key, value = attention_inputs(place, tokens=0)
     check(place, query, key, value, causal_offset=None)
     check(place, query, key, value, causal_offset=0)
-    query, key, value = inputs(place, queries=0)
+    query, key, value = attention_inputs(place, queries=0)
     out, lse = prompt_attention(query, key, value, scale=1.0, causal_offset=None, backend=place[0])
     assert out.shape == (2, 4, 0, 40)
     assert lse.shape == (2, 4, 0)
 
 
 def test_two_halves_merge_to_the_whole(place: Place) -> None:
-    query, key, value = inputs(place, queries=6, tokens=100)
+    query, key, value = attention_inputs(place, queries=6, tokens=100)
     whole = check(place, query, key, value, causal_offset=94)
     early = check(place, query, key[:, :, :33], value[:, :, :33], causal_offset=94)
     late = check(place, query, key[:, :, 33:], value[:, :, 33:], causal_offset=94 - 33)
@@ -244,7 +225,7 @@ def test_splitting_the_keys_changes_nothing(place: Place, causal_offset: int | N
         pytest.skip("only the Triton kernel splits keys")
     from hf_kvret_kernels.prompt_attention import triton
 
-    query, key, value = inputs(place, queries=2, tokens=300)
+    query, key, value = attention_inputs(place, queries=2, tokens=300)
     valid = torch.rand(2, 300, device=place[1]) > 0.3
     valid[1, :128] = False
     arguments = (0.3, causal_offset, valid, None, torch.float16)
@@ -266,7 +247,7 @@ def test_many_small_torch_blocks_agree(monkeypatch: pytest.MonkeyPatch, queries:
     valid = torch.rand(2, 70) > 0.5
     valid[0, 16:50] = False
     valid[1, 20:64] = False
-    tensors = inputs(place, heads=4, queries=queries, tokens=70)
+    tensors = attention_inputs(place, heads=4, queries=queries, tokens=70)
     check(place, *tensors, causal_offset=70 - queries, valid=valid, softcap=2.0)
     check(place, *tensors, causal_offset=70 - queries)
 
@@ -280,7 +261,9 @@ def test_torch_never_forms_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> 
         return plain(left, right)
 
     monkeypatch.setattr(torch, "bmm", watched)
-    query, key, value = inputs(("naive", "cpu"), batch=1, queries=1100, tokens=1100, key_dim=8)
+    query, key, value = attention_inputs(
+        ("naive", "cpu"), batch=1, queries=1100, tokens=1100, dims=(8, 40)
+    )
     prompt_attention(query, key, value, scale=1.0, causal_offset=0)
     assert max(sizes) <= naive._SCORES
     # Blocks above the diagonal are left out: not much more than half the matrix is computed.

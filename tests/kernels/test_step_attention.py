@@ -13,30 +13,16 @@ from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.step_attention import step_attention
 
+from .draws import HALF_ULP, Place, attention_inputs
+
 INF = float("inf")
 # Sums of some dozen fp32 products of size 1, added up in another order.
 FP32_ERROR = 1e-5
-# Half a unit in the last place, to which Triton rounds softmax weights of 16-bit inputs.
-HALF_ULP = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
-Place = tuple[str, str]
 
 
-def inputs(
-    place: Place,
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    queries: int = 1,
-    tokens: int = 70,
-    dims: tuple[int, int] = (16, 16),
-    dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(tokens + queries)
-    query = torch.randn(batch, heads, queries, dims[0])
-    key = torch.randn(batch, kv_heads, tokens, dims[0])
-    value = torch.randn(batch, kv_heads, tokens, dims[1])
-    return query.to(place[1], dtype), key.to(place[1], dtype), value.to(place[1], dtype)
+def inputs(place: Place, **sizes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A decode step and its window."""
+    return attention_inputs(place, **({"queries": 1, "tokens": 70, "dims": (16, 16)} | sizes))
 
 
 def some_chunks(query: torch.Tensor, splits: int, dim: int, tickets: bool = True) -> Partials:
@@ -191,9 +177,9 @@ def test_chunks_without_tickets_strided_masks_and_views(place: Place) -> None:
     wide = torch.rand(2, 80, device=place[1]) > 0.5
     rows = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
     valid = wide[:, ::2]
-    found = check(place, turned, rows[..., :16], rows[..., 16:], others, valid=valid)
+    result = check(place, turned, rows[..., :16], rows[..., 16:], others, valid=valid)
     plain = check(place, query, key, value, others, valid=valid.contiguous())
-    torch.testing.assert_close(found, plain, rtol=0, atol=FP32_ERROR)
+    torch.testing.assert_close(result, plain, rtol=0, atol=FP32_ERROR)
 
 
 def test_the_output_has_the_querys_dtype_unless_asked(place: Place) -> None:

@@ -88,8 +88,8 @@ def test_what_was_written_is_found_at_its_size_alone() -> None:
     assert found() == OTHER
     assert found(SIZE._replace(chosen=64)) is RULE
     assert found(SIZE._replace(rows="host")) is RULE
-    [told] = json.loads(mine().read_text())["entries"]
-    assert told["measured"] == {"ratio": 1.2} and told["choice"] == {"block_k": 128, "warps": 2}
+    [entry] = json.loads(mine().read_text())["entries"]
+    assert entry["measured"] == {"ratio": 1.2} and entry["choice"] == {"block_k": 128, "warps": 2}
 
 
 def test_writing_keeps_other_sizes_and_replaces_the_same() -> None:
@@ -154,10 +154,12 @@ BAD_ENTRIES: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_an_entry_that_makes_no_sense_is_told_once_and_the_others_hold(message: str) -> None:
     mine_text = spoil(lambda content: BAD_ENTRIES[message](content["entries"][1]))
     mine().write_text(mine_text)
-    with pytest.warns(UserWarning, match=rf"interpreter\.json: entries\[1\]: .*{message}") as told:
+    with pytest.warns(
+        UserWarning, match=rf"interpreter\.json: entries\[1\]: .*{message}"
+    ) as records:
         assert found() is RULE
     assert "delete the file, or run `python examples/benchmarks/bench_launch.py" in str(
-        told[0].message
+        records[0].message
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -191,9 +193,9 @@ def test_a_file_that_is_none_is_told_and_the_rule_holds(message: str) -> None:
     text = BAD_FILES[message]()
     mine().parent.mkdir(exist_ok=True)
     mine().write_text(text)
-    with pytest.warns(UserWarning, match=message) as told:
+    with pytest.warns(UserWarning, match=message) as records:
         assert found() is RULE
-    assert len(told) == 1
+    assert len(records) == 1
 
 
 def test_a_file_that_may_not_be_read_is_told(home: Path) -> None:

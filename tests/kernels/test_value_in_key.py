@@ -18,13 +18,7 @@ from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.step_attention import step_attention
 
-from .host_steps import (
-    FP32_ERROR,
-    Shape,
-    expected_attention,
-    generator,
-    near_window,
-)
+from .host_steps import FP32_ERROR, Shape, expected_attention, generator, near_window
 
 PAGE_LEN, PAGES = 8, 5
 TABLE = torch.tensor([[0, 3, 1], [4, 2, 4]], dtype=torch.int32)
@@ -225,9 +219,9 @@ WIDE_ERROR = 5e-5
 def test_many_heads_attend_to_wide_rows(backend: str) -> None:
     rows, query, ids = wide_rows()
     expected = gather_attention(query, rows, ids, scale=0.3, backend="naive")
-    found = gather_attention(query, rows, ids, scale=0.3, backend=backend)
+    result = gather_attention(query, rows, ids, scale=0.3, backend=backend)
     scores = [gather_scores(query, rows, ids, scale=0.3, backend=way) for way in ("naive", backend)]
-    for mine, other in zip((*found, scores[0]), (*expected, scores[1]), strict=True):
+    for mine, other in zip((*result, scores[0]), (*expected, scores[1]), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=WIDE_ERROR)
 
 
@@ -242,9 +236,8 @@ def test_many_heads_attend_to_wide_coded_rows(bits: int, backend: str) -> None:
     coded = PagedRows([pages], TABLE, code_bytes, apart=True)
     dims = {"key_dim": WIDE[0], "value_dim": WIDE[1], "scale": 0.3, "value_in_key": True}
     expected = attend(query, coded, ids, codec, backend="naive", **dims)
-    found = attend(query, coded, ids, codec, backend=backend, **dims)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=WIDE_ERROR)
+    result = attend(query, coded, ids, codec, backend=backend, **dims)
+    torch.testing.assert_close(result, expected, rtol=0, atol=WIDE_ERROR)
 
 
 @pytest.mark.factor("backend", ["triton"])
@@ -257,9 +250,8 @@ def test_many_heads_attend_to_a_wide_window(queries: int, masked: bool, backend:
     options = {"scale": 0.3, "causal_offset": 70 - queries, "valid": valid}
     values = keys[..., : WIDE[1]]
     expected = prompt_attention(query, keys, values, backend="naive", **options)
-    found = prompt_attention(query, keys, values, backend=backend, **options)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=WIDE_ERROR)
+    result = prompt_attention(query, keys, values, backend=backend, **options)
+    torch.testing.assert_close(result, expected, rtol=0, atol=WIDE_ERROR)
     rows = PagedRows(
         [keys[:, :, :64].unflatten(2, (8, 8))[0].transpose(0, 1).contiguous()],
         torch.arange(8, dtype=torch.int32)[None],
@@ -271,5 +263,4 @@ def test_many_heads_attend_to_a_wide_window(queries: int, masked: bool, backend:
     for way in ("naive", backend):
         others = gather_partials(query, rows, ids, scale=0.3, backend=way)
         steps.append(step_attention(query, keys, values, others, backend=way, **options))
-    for mine, other in zip(*steps, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=WIDE_ERROR)
+    torch.testing.assert_close(*steps, rtol=0, atol=WIDE_ERROR)

@@ -15,7 +15,8 @@ from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
-Place = tuple[str, str]
+from .draws import Place
+
 # Three numbers so far apart: the third is 2^31 behind the first, which wraps to 2^31 before it.
 STEP = 1 << 30
 PAGE_LEN, DIM = 4, 8
@@ -71,8 +72,8 @@ def test_scores_and_copies_of_rows(room: torch.Tensor, rows: PagedRows, wide: st
     ids = spread(room, rows, wide)
     got = gather_scores(query, rows, ids, scale=0.3, backend="triton")
     torch.testing.assert_close(got, want)
-    found = rows.gather(ids, backend="triton")
-    assert torch.equal(found[0], keys) and torch.equal(found[1], values)
+    result = rows.gather(ids, backend="triton")
+    assert torch.equal(result[0], keys) and torch.equal(result[1], values)
 
 
 @pytest.mark.parametrize("wide", ["ids", "table"])
@@ -130,5 +131,5 @@ def test_scores_of_the_heads_of_a_group(room: torch.Tensor, most: str) -> None:
     apart = torch.as_strided(wide, scores.shape, strides, 1 << 31).copy_(scores)
     want = relevance.best_ids(scores, ids, 5, backend="naive")
     choose = best_ids if most == "best" else split_top_k
-    found = choose(apart, 5, ids, sums)
-    assert torch.equal(found, want)
+    result = choose(apart, 5, ids, sums)
+    assert torch.equal(result, want)

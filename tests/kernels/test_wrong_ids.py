@@ -20,7 +20,8 @@ from hf_kvret_kernels.mean_tokens import BlockMeans, mean_logits
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
-Place = tuple[str, str]
+from .draws import Place
+
 # Of 30 tokens on four pages of 8.
 TOKENS, TABLE = 30, [[0, 1, 2, 3, 10**9], [4, 2, 5, 6, 10**9]]
 MOST = 2**31 - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_kvret.lab.evaluate.measurement import add_measurement
-from hf_kvret.lab.program.scripts import SCRIPTS, load_measurement
+from hf_kvret.lab.program.scripts import load_measurement, script_parser
 
 ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT / "examples" / "benchmarks"), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
 
 _spec = importlib.util.spec_from_file_location(
     "hf_kvret_test_benchmark", ROOT / "tests" / "lab" / "bench" / "conftest.py"
@@ -33,15 +31,10 @@ refused, small_buffers, six_layers = (
 def bench() -> Callable[..., int]:
     """``bench("kernels", "--ops", "paris")`` runs a script's measurement; returns its status."""
 
-    def run(*arguments: str) -> int:
-        parser = argparse.ArgumentParser()
-        commands = parser.add_subparsers(required=True)
-        for title in SCRIPTS:
-            if title.startswith("bench "):
-                add_measurement(commands, load_measurement(title))
-        without = ("host-attention", "save", "machine-code")
-        given = "--device" in arguments or arguments[0] in without
-        options = parser.parse_args([*arguments, *([] if given else ["--device", "cpu"])])
+    def run(name: str, *arguments: str) -> int:
+        without = "--device" in arguments or name in ("host-attention", "save", "machine-code")
+        parser = script_parser(load_measurement(f"bench {name}"))
+        options = parser.parse_args([*arguments, *([] if without else ["--device", "cpu"])])
         return options.run(options)
 
     return run

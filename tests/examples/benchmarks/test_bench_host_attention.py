@@ -8,27 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import host_ways
+import bench_host_attention
 import kernel_clock
 import pytest
 import torch
-from bench_host_attention import HostAttention
-from host_ways import (
-    TOLERANCES,
-    check_ways,
-    make_rows,
-    make_ways,
-)
-from kernel_inputs import Draw, KernelShape
+from bench_host_attention import TOLERANCES, HostAttention, check_ways, make_rows, make_ways
+from kernel_work import Draw, KernelShape
 
 from hf_kvret.lab.evaluate.measurement import CheckFailed
-from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Results
 from hf_kvret_kernels import host_attention as host
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.paged import PagedRows
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 SHAPE = KernelShape(
     length=200, batch=3, heads=2, group=3, head_dim=16, dtype=torch.float32, top_k=50
 )
@@ -43,7 +35,7 @@ WAYS = ("cpp", "sdpa", "sdpa-apart", "sdpa-by-head", "naive")
 def no_calm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls follow each other at once: quick, and few tests look at how true a time is."""
     monkeypatch.setattr(kernel_clock, "CALM_SECONDS", 0.0)
-    monkeypatch.setattr(host_ways, "_RANDOM_BYTES", 1 << 21)
+    monkeypatch.setattr(bench_host_attention, "_RANDOM_BYTES", 1 << 21)
 
 
 @pytest.fixture
@@ -134,16 +126,12 @@ def test_without_the_library_one_line_says_why(
     assert "/nowhere/library.so could not be loaded" in said and library.PATH_VARIABLE in said
 
 
-def test_smallest_run_has_rows_a_table_and_a_picture(compiled: None, tmp_path: Path) -> None:
-    file, picture, table = (tmp_path / name for name in ("h.json", "h.png", "h.md"))
-    files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
-    assert run_script(HostAttention, ["--smallest", *files]) == 0
-    rows = rows_of(file)
+def test_smallest_run_has_rows_a_table_and_a_picture(compiled: None, smallest: Any) -> None:
+    rows, table = smallest(HostAttention)
     assert list(rows) == [(way, "float32", 1, 16) for way in WAYS]
     for (way, *_), row in rows.items():
         assert 0 < row["seconds_least"] <= row["seconds"] and row["timed"] == 1
         assert row["row_bytes"] == 2 * 2 * 16 * 32 * 4
         assert row["bytes_per_second"] == pytest.approx(row["row_bytes"] / row["seconds"])
         assert (row["error"] is None) == (way == "cpp")
-    assert "128 tokens, 2 KV heads of 32" in table.read_text()
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "128 tokens, 2 KV heads of 32" in table

@@ -33,11 +33,11 @@ def measured() -> Measure:
     def measure(study: Any, path: Path, *arguments: str) -> dict[tuple[str, ...], dict[str, Any]]:
         assert run_script(study, ["--json", str(path), *arguments]) == 0
         cells = json.loads(path.read_text())["cells"]
-        found = {}
+        results = {}
         for one in cells:
             cell = {name: value for name, value in one["cell"].items() if name != "cache"}
-            found[tuple(cell.values())] = one["result"]
-        return found
+            results[tuple(cell.values())] = one["result"]
+        return results
 
     return measure
 

@@ -17,12 +17,7 @@ from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.measurement import fill_parser
 from hf_kvret.lab.program import scripts
 from hf_kvret.lab.program.help_text import shown_default
-from hf_kvret.lab.program.scripts import (
-    SCRIPTS,
-    command_line,
-    load_measurement,
-    script_parser,
-)
+from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement, script_parser
 from hf_kvret.lab.report.report import write_report
 from hf_kvret.lab.report.results import Results
 

@@ -1,4 +1,4 @@
-"""Every study on its smallest setting: the cells, what stands in them, tables and pictures."""
+"""Every study on its smallest setting, and its mathematics against loops and whole matrices."""
 
 from __future__ import annotations
 
@@ -9,41 +9,264 @@ from typing import Any
 import misses
 import pytest
 import torch
-from a2ats_ablation import A2ATSAblation
+from a2ats_ablation import A2ATSAblation, similarity
 from aqua_ablation import AquaAblation
-from ctkvr_ablation import CTkvrAblation
-from latent_heads import LatentHeads
-from lrqk_factors import ALTERNATING, PER_HEAD, LRQKFactors
+from ctkvr_ablation import CTkvrAblation, centroid_count, changed
+from distances import follow, read_contexts
+from latent_heads import LatentHeads, at, counted
+from lrqk_factors import ALTERNATING, PER_HEAD, VARIANTS, LayerStudy, LRQKFactors, Shared
 from misses import Generation, Misses
-from paris_ablation import ParisAblation
-from rest_tokens import MeanTokens
+from paris_ablation import (
+    SWITCHES,
+    ClusterConfig,
+    ParisAblation,
+    PrefillClusterIndex,
+    RefittedClusterIndex,
+    k_means,
+    variant,
+)
+from rest_tokens import MeanTokens, follow_all, rest_options
 
+from hf_kvret import FlatKVCache, TokenBlock
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.texts import read_text, token_ids
 from hf_kvret.lab.program.scripts import run_script
-from hf_kvret.lab.report.results import Results
+from hf_kvret.methods.ctkvr import CTkvrConfig
+from hf_kvret.methods.flat import FlatConfig
+from hf_kvret.methods.lrqk import LRQKConfig
+from hf_kvret.methods.paris import ParisConfig
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import all_valid
+from hf_kvret.testing.cold import cold_tokens
+
+GROUP, HEADS, LENGTH, LAST, DIM = 2, 2, 60, 8, 16
+
+
+def _draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def study() -> LayerStudy:
+    keys = _draw(1, HEADS, LENGTH, DIM) + 2.0
+    queries = _draw(2, HEADS * GROUP, LENGTH, DIM)
+    return LayerStudy(0, queries, keys, DIM**-0.5, None, last=LAST)
+
+
+@pytest.mark.parametrize("name", ["closed per head", "shared", "shared centered", "shared int8"])
+def test_errors_are_those_of_the_whole_matrix_of_scores(study: LayerStudy, name: str) -> None:
+    proxies = VARIANTS[name](study, 6, LRQKConfig())
+    exact = study.queries.double() @ study.spread(study.keys).double().mT
+    scores = study.queries @ study.spread(proxies.to_query) @ study.spread(proxies.rows).mT
+    scores = scores + study.queries @ study.spread(proxies.mean).mT
+    missed = (exact - scores).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
+    torch.testing.assert_close(study.errors(proxies), missed, rtol=1e-4, atol=1e-6)
+    assert study.judge(proxies, 5)["errors"] == study.errors(proxies).tolist()
+
+
+def test_the_closed_form_is_the_best_of_its_rank(study: LayerStudy) -> None:
+    """As far off as the truncated SVD of each head's scores (Eckart, Young)."""
+    exact = study.queries.double() @ study.spread(study.keys).double().mT
+    singular = torch.linalg.svdvals(exact).square()
+    best = (singular[:, 6:].sum(-1) / singular.sum(-1)).sqrt()
+    closed = study.errors(VARIANTS["closed per head"](study, 6, LRQKConfig()))
+    torch.testing.assert_close(closed, best, rtol=0, atol=1e-5)
+
+
+def test_recall_is_counted_among_the_tokens_before_each_query(study: LayerStudy) -> None:
+    proxies, overlap = VARIANTS["shared"](study, 4, LRQKConfig()), []
+    guess = study.queries @ study.spread(proxies.to_query) @ study.spread(proxies.rows).mT
+    exact = study.queries @ study.spread(study.keys).mT
+    for query in range(LENGTH - LAST, LENGTH):
+        for head in range(HEADS):
+            own = slice(head * GROUP, (head + 1) * GROUP)
+            best, chosen = (
+                (scores[own, query, :query] * study.scale).softmax(-1).amax(0).topk(5).indices
+                for scores in (exact, guess)
+            )
+            overlap.append(len({*best.tolist()} & {*chosen.tolist()}) / 5)
+    assert study.judge(proxies, 5)["recall"] == pytest.approx(sum(overlap) / len(overlap))
+
+
+def test_unseen_queries_do_not_move_the_factors(study: LayerStudy) -> None:
+    queries = study.queries.clone()
+    queries[:, -LAST:] = _draw(3, HEADS * GROUP, LAST, DIM)
+    other = LayerStudy(0, queries, study.keys, study.scale, None, last=LAST)
+    for seen in (False, True):
+        one, two = (Shared(seen=seen).fit(layer, 6, LRQKConfig()) for layer in (study, other))
+        assert torch.allclose(one.to_query @ one.to_key.mT, two.to_query @ two.to_key.mT) != seen
+
+
+def test_similarity_is_the_papers_whatever_order_and_length() -> None:
+    """Equation 7, by loops, for codebooks of different sizes."""
+    first, second = _draw(0, 2, 5, 3), _draw(1, 2, 7, 3)
+    for head, value in enumerate(similarity(first, second).tolist()):
+        halves = []
+        for one, other in ((first[head], second[head]), (second[head], first[head])):
+            best = [max(float(a @ b / a.norm() / b.norm()) for b in other) for a in one]
+            halves.append(sum(best) / len(best))
+        assert value == pytest.approx(sum(halves) / 2, abs=1e-5)
+    assert similarity(first, 3.0 * first.flip(1)).tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_contexts_begin_where_the_calibration_ends(tiny_model_dir: Path, tiny_text: Path) -> None:
+    subject = load_subject(str(tiny_model_dir))
+    ids = token_ids(subject.tokenizer, read_text(tiny_text))
+    sizes: dict[str, Any] = {"calibration_tokens": 600, "calibration_length": 150}
+    texts = A2ATSAblation(text=tiny_text, uuid_tokens=100, new_tokens=10, windows=2, **sizes)
+    corpus = texts.corpus(subject)
+    # One sequence of UUIDs, four of the text, the last of them held out.
+    assert [len(one) for one in corpus.sequences] == [100, 150, 150, 150, 150]
+    assert corpus.held_out == 1 and torch.equal(torch.cat(corpus.sequences[1:]), ids[:600])
+    first, second = texts.contexts(subject, "switches", 190)
+    assert torch.equal(torch.cat([first, second]), torch.cat([ids[:1], ids[600:999]]))
+    inputs = texts.pieces(subject, count=3, size=50)
+    assert list(inputs) == ["text 1", "text 2", "text 3", "UUIDs"]
+    for text, message in ((None, "give --text too"), (tiny_text, "is --text, too")):
+        with pytest.raises(ValueError, match=message):
+            A2ATSAblation(text=text, calibration_text=tiny_text)
+
+
+def test_documents_of_needles_differ_from_the_calibrations() -> None:
+    needle, texts = (
+        load_subject("needle"),
+        A2ATSAblation(windows=3, calibration_tokens=600, calibration_length=150),
+    )
+    shown = [*texts.contexts(needle, "switches", 300), *texts.pieces(needle, 3, 150).values()]
+    learned = {tuple(one[:100].tolist()) for one in texts.corpus(needle).sequences}
+    assert learned.isdisjoint(tuple(one[:100].tolist()) for one in shown)
+
+
+def test_ctkvr_variants_change_what_they_are_called() -> None:
+    given = CTkvrConfig()
+    assert changed("choice", "first, causal", given, 4096).causal
+    assert changed("centroids", "1/2x", given, 4096).centroids_for(3840) == (
+        given.centroids_for(3840) // 2
+    )
+    assert changed("probes", "7", given, 4096).nprobe == 7
+    reranked = changed("rerank", "codes, ratio 1.5", given, 4096)
+    assert (reranked.rerank, reranked.list_ratio) == ("codes", 1.5)
+    assert changed("budget", "0.04", given, 4096).top_k == 0.04
+    assert changed("update", "off", given, 4096).update == 0
+    assert [centroid_count(text, 100) for text in ("512", "1/8x", "0.001x")] == [512, 12, 1]
+    with pytest.raises(ValueError, match="write a count as 512"):
+        centroid_count("many", 100)
+
+
+def test_paris_variants_change_what_they_are_called() -> None:
+    given = ParisConfig(top_k=16)
+    for name, switch in SWITCHES.items():
+        options = variant("switches", name, given, 0.1).options
+        assert options is not None
+        assert all(getattr(options, key) == value for key, value in switch.changes.items())
+    ratios = variant("ratios", "0.2", given).options
+    assert isinstance(ratios, ParisConfig) and ratios.ratios(10_000)[0] == 0.2
+    clusters = variant("drift", "prefill clusters", given, 0.1, 32).options
+    assert isinstance(clusters, ClusterConfig)
+    assert (clusters.clusters, clusters.candidate_ratio, clusters.top_k) == (32, 0.1, 16)
+
+
+def test_k_means_finds_clusters_that_are_there() -> None:
+    centers = 10 * _draw(0, 2, HEADS, 8, DIM)
+    which = torch.arange(8).repeat_interleave(30)
+    keys = centers[:, :, which] + 0.1 * _draw(1, 2, HEADS, 240, DIM)
+    # Ten rounds of noise 0.1 / sqrt(30) leave them next to the true ones.
+    assert (k_means(keys, 8) - centers).abs().max() < 0.1
+
+
+def test_keys_of_another_kind_are_lost_by_clusters_of_the_prompt_alone() -> None:
+    """The drift that the comparison is about."""
+    prompt, later = _draw(0, 1, HEADS, 400, DIM), 4.0 + _draw(1, 1, HEADS, 400, DIM)
+    keys, query = torch.cat([prompt, later], dim=2), _draw(2, 1, HEADS, 6, DIM)
+    best = (query @ keys.mT).topk(20, dim=-1).indices
+    recalls = []
+    for kind in (PrefillClusterIndex, RefittedClusterIndex):
+        index = kind(ClusterConfig(clusters=32, candidate_ratio=0.1))
+        index.add(TokenBlock(prompt, prompt, 0))
+        index.build(all_valid(PagedStore(DeviceMemory(torch.device("cpu"))), 1))
+        index.add(TokenBlock(later, later, 400))
+        ids = index.search(query, cold_tokens(torch.ones(1, 800, dtype=torch.bool), 0.25, 20))
+        recalls.append(float((ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean()))
+    assert recalls[0] < recalls[1] - 0.05
+
+
+def test_rows_of_selections_and_of_their_union_are_counted() -> None:
+    """Four heads in two groups come as two queries a query; -1 is no row."""
+    ids = torch.tensor([[0, 1, 2], [2, 3, -1], [5, 6, 7], [5, 6, 7]])[None, None].int()
+    unions: list[tuple[float, float]] = []
+    search = counted(lambda query, cold: ids, 4, unions)
+    assert search(torch.zeros(1, 2, 4, 8), [None] * 10) is ids  # type: ignore[arg-type]
+    # Selections of 3, 2, 3 and 3 rows; unions of 4 and of 3.
+    assert unions == [(11 / 4, 3.5)]
+
+
+def test_numbers_between_points_lie_on_a_line_of_logarithms() -> None:
+    rows = [{"union": 100, "kl": 0.1}, {"union": 400, "kl": 0.025}]
+    assert at(rows, "union", "kl", 200) == pytest.approx(0.05)
+    assert at(rows, "union", "kl", 99) is None
+
+
+def test_a_budget_of_everything_is_full_attention() -> None:
+    subject = load_subject("needle")
+    window = torch.randint(0, NeedleLanguage().vocab_size, (200,))
+    options = FlatConfig(sink=4, recent=16, flush=16, dense_below=0)
+    choice = CacheChoice(
+        "flat", lambda config, capacity: FlatKVCache(config=config, options=options)
+    )
+    readers = read_contexts(subject, choice, [window], 168)
+    numbers = follow_all(readers, [window], 8, top_k=1.0, **rest_options("mean"))
+    assert numbers["kl"] < 1e-6 and numbers["equal"] == 1.0
+    assert numbers["lost"] < 1e-6 and numbers["rows"] > 0.9
+    # The context's reader stays where it was.
+    assert readers[0].length == 168
+    assert follow(readers[0], window, 8, top_k=1.0)[0].length == 200
+
+
+@pytest.mark.parametrize(
+    ("study", "arguments", "message"),
+    [
+        (MeanTokens, ["--rests", "median"], "choose nothing, mean, or tokens of a mean"),
+        (MeanTokens, ["--caches", "flat:rest=mean"], "--rests and --shares name them"),
+        (
+            LatentHeads,
+            ["--text", __file__, "--caches", "aqua"],
+            "flat and paris and lrqk and ctkvr",
+        ),
+        (LatentHeads, ["--text", __file__, "--caches", "flat:top_k=9"], "--top-ks name them"),
+        (CTkvrAblation, ["--model", "needle", "--centroids", "x"], "write a count as 512"),
+        (ParisAblation, ["--text", __file__, "--caches", "flat"], "paris-ablation is about paris"),
+        (ParisAblation, ["--text", __file__, "--every", "30"], "--every"),
+        (Misses, ["--text", __file__, "--caches", "full"], "name caches that retrieve"),
+        (Misses, ["--text", __file__, "--caches", "paris:slots=2.0"], "leave it out, use --slots"),
+        (Misses, ["--text", __file__, "--top-ks", "8,8"], "the same number twice"),
+    ],
+)
+def test_mistakes_are_one_line_each(
+    refused: Any, study: Any, arguments: list[str], message: str
+) -> None:
+    assert message in refused(study, *arguments)
+
 
 Rows = dict[tuple[Any, ...], dict[str, Any]]
+Run = Callable[..., tuple[Rows, str]]
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Rows, str]]:
-    """``smallest(MEASUREMENT)``: rows by all of a cell but its cache, and the table."""
+def smallest(smallest: Run) -> Run:
+    """As there, without the cache of a cell, which comes first."""
 
     def run(study: Any, *more: str) -> tuple[Rows, str]:
-        monkeypatch.chdir(ROOT)
-        file, picture, table = (tmp_path / f"x.{end}" for end in ("json", "png", "md"))
-        files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
-        assert run_script(study, ["--smallest", *more, *files]) == 0
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        rows = {}
-        for cell, row in Results.load(file):
-            rows[tuple(value for name, value in cell.items() if name != "cache")] = row
-        return rows, table.read_text()
+        rows, table = smallest(study, *more)
+        return {cell[1:]: row for cell, row in rows.items()}, table
 
     return run
 
 
-def test_paris(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_paris(smallest: Run) -> None:
     rows, table = smallest(ParisAblation, "--windows", "1")
     recalls = {variant: row["overlap"] for (_, variant, _), row in rows.items()}
     assert recalls["all on"] > recalls["rotation off"]
@@ -56,7 +279,7 @@ def test_paris(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "candidate ratio" in table and "recall, first" in table
 
 
-def test_ctkvr(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_ctkvr(smallest: Run) -> None:
     rows, table = smallest(CTkvrAblation)
     updates = {variant: row for (part, variant, _), row in rows.items() if part == "update"}
     assert len(updates) == 7 and updates["every 1, of recalled keys"]["list_builds"] >= 0
@@ -67,7 +290,7 @@ def test_ctkvr(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "C', recalled centroids" in table and "| turn 2 |" in table
 
 
-def test_a2ats(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_a2ats(smallest: Run) -> None:
     rows, table = smallest(A2ATSAblation)
     recalls = {name: row["overlap"] for (part, name, *_), row in rows.items() if part == "switches"}
     # Exact keys lose nothing to codewords.
@@ -80,7 +303,7 @@ def test_a2ats(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "paper's accuracy, table 2" in table and "before RoPE: needles / needles" in table
 
 
-def test_aqua(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_aqua(smallest: Run) -> None:
     rows, table = smallest(AquaAblation)
     bits = {name: row for (part, name, *_), row in rows.items() if part == "bits"}
     full = bits["full"]
@@ -95,7 +318,7 @@ def test_aqua(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "bits a value" in table and "keys explained, layer" in table
 
 
-def test_lrqk(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_lrqk(smallest: Run) -> None:
     rows, table = smallest(LRQKFactors)
     layers = {variant: row["layers"] for (_, variant, _), row in rows.items()}
     for name in ALTERNATING:
@@ -107,7 +330,7 @@ def test_lrqk(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "closed form no worse than ALS in any head (up to 1e-06): 9 of 9" in table
 
 
-def test_latent_heads(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_latent_heads(smallest: Run) -> None:
     rows, table = smallest(LatentHeads)
     together, groups = (rows["tokens", f"{size}, 8", 512] for size in (16, 4))
     assert together["union"] == together["rows"] == 8.0 and together["selections"] == 1
@@ -116,7 +339,7 @@ def test_latent_heads(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "| 16 (all) " in table and "KL at 32 rows in all" in table
 
 
-def test_rest_tokens(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_rest_tokens(smallest: Run) -> None:
     rows, table = smallest(MeanTokens)
     nothing, mean = (rows["tokens", f"0.05, {rest}", 512] for rest in ("nothing", "mean"))
     assert nothing["rows"] == pytest.approx(0.05, abs=0.01) and 0.0 < nothing["lost"] < 1.0
@@ -124,7 +347,7 @@ def test_rest_tokens(smallest: Callable[..., tuple[Rows, str]]) -> None:
     assert "5%: KL +- s.e., equal" in table and "5%: mass of the cold ones lost" in table
 
 
-def test_misses(smallest: Callable[..., tuple[Rows, str]]) -> None:
+def test_misses(smallest: Run) -> None:
     ((key, row),) = smallest(Misses)[0].items()
     assert key == (256, 16, 1.0)
     assert 0.0 < row["miss_ratio"] < 1.0 and row["equal_tokens"] == 24

@@ -1,0 +1,33 @@
+"""The scripts of ``examples`` by plain names, as they import each other; their smallest runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.report.results import Results
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+
+@pytest.fixture
+def smallest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[dict[tuple[Any, ...], dict[str, Any]], str]]:
+    """``smallest(MEASUREMENT)``: its smallest run's rows by the values of a cell, and its table."""
+
+    def run(study: Any, *more: str) -> tuple[dict[tuple[Any, ...], dict[str, Any]], str]:
+        monkeypatch.chdir(ROOT)
+        file, picture, table = (tmp_path / f"x.{end}" for end in ("json", "png", "md"))
+        files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
+        assert run_script(study, ["--smallest", *more, *files]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        return {tuple(cell.values()): row for cell, row in Results.load(file)}, table.read_text()
+
+    return run
