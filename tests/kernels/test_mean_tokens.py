@@ -105,9 +105,9 @@ def test_a_step_joins_them(place: Place, sinks: bool, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"keys": torch.zeros(2, HEADS, 1, 8, dtype=torch.float64)}, "means tokens' keys"),
-        ({"values": torch.zeros(2, HEADS, 8, 1).transpose(2, 3)[..., ::2]}, "means tokens' values"),
-        ({"counts": torch.zeros(2, 2, dtype=torch.int32)}, "means tokens' counts"),
+        ({"keys": torch.zeros(2, HEADS, 1, 8, dtype=torch.float64)}, "mean tokens' keys"),
+        ({"values": torch.zeros(2, HEADS, 8, 1).transpose(2, 3)[..., ::2]}, "mean tokens' values"),
+        ({"counts": torch.zeros(2, 2, dtype=torch.int32)}, "mean tokens' counts"),
         ({"block_len": -1}, "block_len=-1"),
     ],
 )
