@@ -17,8 +17,7 @@ from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.layer.latent import ModuleHeads
-from hf_kvret.methods.a2ats.learned import learned_layer, load
-from hf_kvret.methods.a2ats.vector_quantization import at_distance
+from hf_kvret.methods.a2ats.learned import at_distance, learned_layer, load
 from hf_kvret.testing import LATENT_MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels import codebook

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from hf_kvret import TokenBlock
+from hf_kvret.lab.calibrate.a2ats import query_metric
 from hf_kvret.lab.calibrate.k_means import k_means
-from hf_kvret.methods.a2ats.vector_quantization import query_metric
 from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory

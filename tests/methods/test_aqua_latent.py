@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from hf_kvret import AquaKVCache
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.regression import predict
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua.learned import load
-from hf_kvret.methods.aqua.predictors import predict, unpacked
+from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret.testing import LATENT_MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec

@@ -1,28 +1,20 @@
 """AQUA-KV's calibration: predictors of a layer's keys and values from those of the layer below.
 
 Shutova et al., *Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models*
-(2025), sections 3.1 to 3.3, algorithm 1; ``methods/aqua/predictor_options.py`` has the options and
+(2025), sections 3.1 to 3.3, algorithm 1; ``methods/aqua/predictors.py`` has the options and
 the tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.lab.calibrate.study import (
-    Calibration,
-    Carried,
-    LayerFindings,
-    LayerStudy,
-    Progress,
-)
-from hf_kvret.methods.aqua.coding import NOT_CODED, Tally, default_group, make_codec, recode
-from hf_kvret.methods.aqua.predictor_options import PredictorOptions
-from hf_kvret.methods.aqua.predictors import (
+from hf_kvret.lab.calibrate.regression import (
     BATCH,
     BLOCK,
     Rows,
@@ -30,8 +22,16 @@ from hf_kvret.methods.aqua.predictors import (
     fit_low_rank,
     fit_mlp,
     predict,
-    unpacked,
 )
+from hf_kvret.lab.calibrate.study import (
+    Calibration,
+    Carried,
+    LayerFindings,
+    LayerStudy,
+    Progress,
+)
+from hf_kvret.methods.aqua.coding import NOT_CODED, default_group, make_codec
+from hf_kvret.methods.aqua.predictors import PredictorOptions, unpacked
 from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
@@ -300,6 +300,53 @@ class AquaStudy(LayerStudy):
             if (tally.square_share("missed", "exact") or 0.0) > ANCHOR_LIMIT:
                 return NOT_CODED
         return 4
+
+
+def recode(x: torch.Tensor, codec: higgs.Codec | None) -> torch.Tensor:
+    """Rows ``[n, W]`` encoded and decoded again, fp32; ``x`` itself without a codec."""
+    if codec is None:
+        return x
+    pair = codec.encode(x)
+    return codec.decode(pair.codes, pair.scales, torch.float32)
+
+
+class Tally:
+    """Sums and squares of rows by name, for shares of variance; fp64."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[int, torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, name: str, x: torch.Tensor) -> None:
+        """Add rows ``[n, W]``."""
+        x = x.double()
+        count, total, squares = self._sums.get(name, (0, 0.0, 0.0))
+        sums = total + x.sum(0), squares + x.square().sum(0)
+        self._sums[name] = (count + len(x), *sums)
+
+    def variance_share(self, name: str, of: str) -> float | None:
+        """The variance of ``name`` over that of ``of``, each about the means of its own numbers."""
+        return self._share(self._variance(name), of)
+
+    def square_share(self, name: str, of: str) -> float | None:
+        """The mean square of ``name``, its mean included, over the variance of ``of``."""
+        if name not in self._sums:
+            return None
+        count, _, squares = self._sums[name]
+        return self._share(float(squares.sum()) / count, of)
+
+    def _share(self, part: float | None, of: str) -> float | None:
+        """None if no rows were added, or if they don't vary."""
+        whole = self._variance(of)
+        if part is None or not whole:
+            return None
+        share = part / whole
+        return share if math.isfinite(share) else None
+
+    def _variance(self, name: str) -> float | None:
+        if name not in self._sums:
+            return None
+        count, total, squares = self._sums[name]
+        return float((squares / count - (total / count).square()).sum())
 
 
 def coded_sides(keys: torch.Tensor, tokens: LayerTokens) -> list[tuple[str, torch.Tensor]]:

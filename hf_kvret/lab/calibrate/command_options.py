@@ -29,12 +29,7 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES
 from hf_kvret.methods.a2ats.learned import SPACES as A2ATS_SPACES
 from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
-from hf_kvret.methods.aqua.predictor_options import (
-    KEY_INPUTS,
-    SPACES,
-    VALUE_INPUTS,
-)
-from hf_kvret.methods.aqua.predictors import PREDICTORS
+from hf_kvret.methods.aqua.predictors import KEY_INPUTS, PREDICTORS, SPACES, VALUE_INPUTS
 
 _AQUA = AquaCalibration()
 

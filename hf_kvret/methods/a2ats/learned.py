@@ -28,7 +28,6 @@ from hf_kvret.artifacts.checks import (
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once, shared_artifact
-from hf_kvret.methods.a2ats.vector_quantization import at_distance
 from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
@@ -118,6 +117,22 @@ class KeySpace(ABC):
     @abstractmethod
     def queries(self, queries: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """``[B, Hq, n, D]`` fp32 of post-RoPE queries at ``positions [B, n]``."""
+
+
+def at_distance(query: torch.Tensor, rope: Rope, window: int) -> torch.Tensor:
+    """``[B, Hq, n, D]`` fp32: queries whose dot products with keys before RoPE are the scores of
+    keys ``window`` tokens back (equation 10).
+
+    YaRN multiplies the rotated numbers of queries and of keys by its factor. Keys before RoPE don't
+    have it, so these queries have it twice; numbers that RoPE leaves alone have it in neither.
+
+    Args:
+        query: ``[B, Hq, n, D]`` before RoPE, any float dtype.
+        rope: that of the layer, on the same device.
+        window: b, in tokens.
+    """
+    square_rope = replace(rope, attention_factor=rope.attention_factor**2)
+    return square_rope.rotate_to(query, window, dtype=torch.float32)
 
 
 class WindowedSpace(KeySpace):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
@@ -29,13 +28,14 @@ from hf_kvret.artifacts.checks import (
 )
 from hf_kvret.artifacts.shared import made_once, shared_artifact
 from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
-from hf_kvret.methods.aqua.predictor_options import (
+from hf_kvret.methods.aqua.predictors import (
+    GROUP,
     KEY_INPUTS,
     SPACES,
     VALUE_INPUTS,
+    Predictor,
     PredictorOptions,
 )
-from hf_kvret.methods.aqua.predictors import GROUP, unpacked
 from hf_kvret.models.compatibility import is_latent, retrieval_shapes
 from hf_kvret_model_patches.rope import Rope
 
@@ -150,49 +150,6 @@ def _matrix(name: str, shape: tuple[int, int], bits: int) -> dict[str, Expected]
 
 
 METHOD = "aqua"
-
-
-@dataclass(frozen=True, eq=False)
-class Predictor:
-    """A linear, reduced-rank or one-hidden-layer map of rows.
-
-    Products are computed in ``dtype``, the model's; biases are added in fp32, because keys may have
-    offsets far beyond their spread.
-
-    Attributes:
-        tensors: by the names of ``methods.aqua.calibrator``, all on one device: biases
-            fp32, matrices in ``dtype``, or as 4-bit codes, which are unpacked at each use.
-        dtype: of the inputs.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    dtype: torch.dtype
-
-    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``[B, n, out]`` fp32 of inputs that stand side by side, ``[B, n, *]`` in ``dtype``.
-
-        Without a matrix there is the bias alone, ``[out]``.
-        """
-        tensors = self.unpacked().tensors
-        if set(tensors) == {"bias"}:
-            return tensors["bias"]
-        x = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
-        if "down" in tensors:
-            result = F.linear(F.linear(x, tensors["down"]), tensors["up"])
-        elif "hidden.weight" in tensors:
-            units = F.linear(x, tensors["hidden.weight"]).float() + tensors["hidden.bias"]
-            result = F.linear(F.gelu(units).to(self.dtype), tensors["out.weight"])
-        else:
-            result = F.linear(x, tensors["weight"])
-        return result.float() + tensors["bias"]
-
-    def unpacked(self) -> Predictor:
-        """A copy with 4-bit matrices unpacked to ``dtype``, for repeated use."""
-        if not any(name.endswith(".codes") for name in self.tensors):
-            return self
-        matrices = unpacked(self.tensors)
-        tensors = {n: x.to(self.dtype) if x.ndim == 2 else x for n, x in matrices.items()}
-        return Predictor(tensors, self.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from hf_kvret.lab.calibrate.command_options import A2ATSOptions
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.program.options import add_options, read_options
 
-from .artifact_folder import save_model, write_text
+from ...artifacts.artifact_folder import save_model, write_text
 
-PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "calibration.md"
 SMALL = ("--codewords", "8", "--window", "64", "--rounds", "3")
 SHORT = ("--tokens", "400", "--length", "100", "--uuid-tokens", "100")
 

@@ -16,7 +16,7 @@ from hf_kvret.lab.calibrate.study import LayerFindings, Progress
 from hf_kvret.testing import MODELS
 from hf_kvret_model_patches.rope import Rope
 
-from .artifact_folder import files_of
+from ...artifacts.artifact_folder import files_of
 
 
 class Interrupted(A2ATSCalibration):

@@ -22,7 +22,7 @@ from hf_kvret.testing import MODELS
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
-from .artifact_folder import files_of
+from ...artifacts.artifact_folder import files_of
 
 CORPUS = Corpus([torch.arange(1, 31), torch.arange(40, 60)], 0, {})
 

@@ -16,9 +16,9 @@ import pytest
 
 from hf_kvret.cli import main
 
-from ..pages import blocks
+from ...pages import blocks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "tutorials" / "calibrate-share-load.md"
 # Words of the blocks that ask no hub; all of them but the last come before the first that does.
 OFFLINE = (

@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret.methods.aqua.predictors import (
+from hf_kvret.lab.calibrate.regression import (
     BLOCK,
-    GROUP,
     Rows,
     fit_linear,
     fit_low_rank,
     fit_mlp,
     pack_matrix,
     predict,
-    unpack_matrix,
-    unpacked,
 )
+from hf_kvret.methods.aqua.predictors import GROUP, unpack_matrix, unpacked
 
 CPU = torch.device("cpu")
 
@@ -71,7 +69,7 @@ def test_blocks_add_up_to_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     given = rows()
     assert len(given) < BLOCK
     one = fit_linear(given, ridge=1e-3, bits=16)
-    monkeypatch.setattr("hf_kvret.methods.aqua.predictors.BLOCK", 37)
+    monkeypatch.setattr("hf_kvret.lab.calibrate.regression.BLOCK", 37)
     many = fit_linear(given, ridge=1e-3, bits=16)
     assert torch.equal(one["weight"], many["weight"])
     assert torch.allclose(one["bias"], many["bias"], rtol=1e-6, atol=1e-6)

@@ -21,7 +21,7 @@ from hf_kvret.lab.calibrate.study import Carried, LayerFindings, Progress
 from hf_kvret.lab.program.options import add_options, read_options
 from hf_kvret.testing import MODELS
 
-from .artifact_folder import save_model, write_text
+from ...artifacts.artifact_folder import save_model, write_text
 
 # Every option of AquaCalibration away from its default, but for the one that is of an mlp alone.
 ALL_OTHER = {

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.regression import BATCH, Rows, predict
 from hf_kvret.lab.calibrate.study import Carried, LayerFindings
-from hf_kvret.methods.aqua.predictors import BATCH, Rows, predict, unpacked
+from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens

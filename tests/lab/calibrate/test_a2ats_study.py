@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
-from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, query_metric
 from hf_kvret.lab.calibrate.study import LayerFindings
-from hf_kvret.methods.a2ats.learned import learned_layer, load
-from hf_kvret.methods.a2ats.vector_quantization import at_distance, query_metric
+from hf_kvret.methods.a2ats.learned import at_distance, learned_layer, load
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
