@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.shared import made_once
-from hf_kvret.models.compatibility import retrieval_layers
+from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret_model_patches.rope import Rope
 
 if TYPE_CHECKING:
@@ -51,6 +51,22 @@ def check_kinds(options: DataclassInstance) -> None:
             raise TypeError(
                 f"{field.name}={value!r} is of type {type(value).__name__}: pass {choices}"
             )
+
+
+def check_choices(options: object, **choices: Collection[object]) -> None:
+    """ValueError for the first of ``options`` that is none of its ``choices``."""
+    for name, values in choices.items():
+        value = getattr(options, name)
+        if value not in values:
+            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, values))}")
+
+
+def check_least(options: object, **bounds: int) -> None:
+    """ValueError for the first of ``options`` that is below its least value; None passes."""
+    for name, least in bounds.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}: {least} or more")
 
 
 class Expected(NamedTuple):
@@ -91,7 +107,9 @@ def check_options(
     try:
         return kind(**own)
     except (TypeError, ValueError) as error:
-        raise damaged(artifact, f"has a wrong option ({error})") from error
+        raise damaged(
+            artifact, f"has a wrong option ({error}; upgrade hf-kvret where a newer one made it)"
+        ) from error
 
 
 def told_layers(artifact: CalibrationArtifact) -> list[int]:
@@ -104,8 +122,12 @@ def told_layers(artifact: CalibrationArtifact) -> list[int]:
     return sorted(numbers)
 
 
-def check_names(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Refuse settings or tensors of other layers than ``layers``, and of none."""
+def check_layers(
+    artifact: CalibrationArtifact,
+    layers: Collection[int],
+    check: Callable[[CalibrationArtifact, int], object],
+) -> None:
+    """As ``check_each``; refuse settings or tensors of other layers, and of none."""
     expected = {str(layer) for layer in layers}
     told = artifact.options.get("layers")
     other = sorted(told.keys() - expected) if isinstance(told, dict) else []
@@ -118,6 +140,7 @@ def check_names(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
     ]
     if foreign:
         raise damaged(artifact, f"has tensors that nothing reads ({', '.join(sorted(foreign))})")
+    check_each(artifact, layers, check)
 
 
 def check_each(
@@ -130,13 +153,32 @@ def check_each(
         made_once(artifact, ("checked", layer), partial(check, artifact, layer))
 
 
-def check_told(
-    artifact: CalibrationArtifact, check: Callable[[CalibrationArtifact, int], object]
+def check_fit(
+    artifact: CalibrationArtifact,
+    config: PreTrainedConfig,
+    check: Callable[[CalibrationArtifact, int], object],
+    shape_of: Callable[[CalibrationArtifact, int], tuple[int, int]],
 ) -> None:
-    """As ``check_each`` for all layers that an artifact tells of, which has no others."""
-    layers = told_layers(artifact)
-    check_names(artifact, layers)
-    check_each(artifact, layers, check)
+    """Refuse an artifact that can't be one of a model, before any token is cached.
+
+    Args:
+        artifact: of the model's architecture, as ``CalibrationArtifact.check`` found.
+        config: of the model.
+        check: the method's own of a layer.
+        shape_of: KV heads and head dim that a layer was learned from.
+    """
+    shapes = retrieval_shapes(config)
+    check_layers(artifact, shapes, check)
+    for layer, shape in shapes.items():
+        heads, dim = shape_of(artifact, layer)
+        # Some models have a KV head for each query head, whatever their configuration says.
+        if heads not in (shape.kv_heads, shape.heads) or dim != shape.head_dim:
+            raise damaged(
+                artifact,
+                f"is damaged at layer {layer} ({heads} heads of {dim} numbers; the model has "
+                f"{shape.kv_heads} of {shape.head_dim})",
+            )
+    check_rotations(artifact, config)
 
 
 def check_tensors(
@@ -241,7 +283,7 @@ def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> 
 
 
 def _check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> bool:
-    for layer in retrieval_layers(config):
+    for layer in retrieval_shapes(config):
         rope = learned_rope(artifact, layer)
         own = _own_rope(config, layer, rope.layout)
         ends = [" at the end of a row" if one.last else "" for one in (rope, own)]

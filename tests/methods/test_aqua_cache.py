@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.coder import Rows
 from hf_kvret.methods.aqua.decoded import split
-from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.plan import LayerPlan, layer_plan
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
@@ -51,7 +51,7 @@ def artifact(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def _rope(artifact: str, layer: int) -> Rope:
-    whole = load(artifact, None)
+    whole = shared_artifact(artifact, None, "aqua")
     told = whole.options["layers"][str(layer)]
     assert told["attention_factor"] > 1.1
     frequencies = whole.tensors[f"layers.{layer}.inv_freq"]
@@ -204,7 +204,7 @@ def test_codes_are_those_of_algorithm_1_in_calibration(
     exact = make_cache(model, artifact, bits=16, first_bits=16)
     for each in (cache, exact):
         read(model, each, prompt(1, 60))
-    found, below = load(artifact, None), None
+    found, below = shared_artifact(artifact, None, "aqua"), None
     for store, other in zip(stores_of(cache), stores_of(exact), strict=True):
         told = found.options["layers"][str(store.plan.layer)]
         prefix = f"layers.{store.plan.layer}."

@@ -9,9 +9,10 @@ import torch
 
 from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group, make_codec
 from hf_kvret.methods.aqua.decoded import joined, split
-from hf_kvret.methods.aqua.learned import LearnedLayer, Predictor, learned_layer
+from hf_kvret.methods.aqua.learned import LearnedLayer, learned_layer, learned_options
 from hf_kvret.methods.aqua.plan import LayerPlan
 from hf_kvret_kernels.higgs import Codec, Coded
+from hf_kvret_model_patches.rope import Rope
 
 
 @dataclass(eq=False)
@@ -133,25 +134,24 @@ class RowCoder:
         return self if predictors is self.predictors else replace(self, predictors=predictors)
 
     @property
-    def turns(self) -> bool:
-        """Whether keys are coded before RoPE, and positions are needed."""
-        return self.predictors is not None and self.predictors.rope is not None
+    def rope(self) -> Rope | None:
+        """The rotation that keys are coded before; None where they are coded after it."""
+        return None if self.predictors is None else self.predictors.rope
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of a token's codes and scales, keys and values, for each KV head."""
         assert self.key_codec is not None
-        sides = (self.key_codec, self.key_dim), (self.value_codec, self.value_dim)
-        bits = sum(
-            codec.bits_per_value * self.heads * dim for codec, dim in sides if codec is not None
-        )
+        bits = self.key_codec.bits_per_value * self.heads * self.key_dim
+        if self.value_codec is not None:
+            bits += self.value_codec.bits_per_value * self.heads * self.value_dim
         return int(bits) // (8 * self.heads)
 
     def before(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """``[B, n, H * Dk]`` fp32 of post-RoPE ``keys [B, H, n, Dk]`` at ``positions [B, n]``."""
-        if self.predictors is not None and self.predictors.rope is not None:
-            assert positions is not None, "the lowest store keeps positions where keys are turned"
-            keys = self.predictors.rope.unrotate(keys, positions, dtype=torch.float32)
+        if self.rope is not None:
+            assert positions is not None, "the lowest store keeps positions where keys are rotated"
+            keys = self.rope.unrotate(keys, positions, dtype=torch.float32)
         return joined(keys.float())
 
     def attended(
@@ -159,9 +159,9 @@ class RowCoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[B, H, n, Dk]`` as attention reads them, and values; views where possible."""
         keys = split(rows.keys, self.heads)
-        if self.predictors is not None and self.predictors.rope is not None:
-            assert positions is not None, "the lowest store keeps positions where keys are turned"
-            keys = self.predictors.rope.rotate(keys, positions)
+        if self.rope is not None:
+            assert positions is not None, "the lowest store keeps positions where keys are rotated"
+            keys = self.rope.rotate(keys, positions)
         if self.value_in_key:
             return keys, keys[..., : self.value_in_key]
         return keys, split(rows.values, self.heads)
@@ -221,14 +221,17 @@ class RowCoder:
 
     def _predicted_keys(self, below: Rows | None) -> torch.Tensor | float:
         predictor = None if self.predictors is None else self.predictors.key
-        return _predict(predictor, [] if below is None else [below.keys])
+        if predictor is None:
+            return 0.0
+        return predictor([] if below is None else [below.keys])
 
     def _predicted_values(self, keys: torch.Tensor, below: Rows | None) -> torch.Tensor | float:
-        if self.predictors is None or below is None:
-            return _predict(None if self.predictors is None else self.predictors.value, [])
-        parts = {"keys": keys, "values": below.values}
-        inputs = [x for name, x in parts.items() if name in self.predictors.value_inputs]
-        return _predict(self.predictors.value, inputs)
+        if self.predictors is None or self.predictors.value is None:
+            return 0.0
+        if below is None:
+            return self.predictors.value([])
+        inputs = {"keys": keys, "values": below.values}
+        return self.predictors.value([inputs[name] for name in self.predictors.value_inputs])
 
 
 def codecs_of(
@@ -239,29 +242,18 @@ def codecs_of(
     Raises:
         ValueError: dims that don't fit the groups.
     """
-    seed = 0 if plan.artifact is None else int(plan.artifact.options["seed"])
-    return [
-        _codec(plan, learned_group, bits, heads * dim, seed, device)
-        for dim, learned_group in zip(dims, plan.learned_groups, strict=True)
-    ]
-
-
-def _codec(
-    plan: LayerPlan,
-    learned_group: int | None,
-    bits: int,
-    width: int,
-    seed: int,
-    device: torch.device,
-) -> Codec | None:
-    if bits == NOT_CODED or not width:
-        return None
-    options = plan.options
-    assert options.backbone is not None, "the plan has filled it in"
-    group = options.group or learned_group or default_group(options.backbone, width)
-    check_group(group, width)
-    return make_codec(options.backbone, bits, group, seed, device)
-
-
-def _predict(predictor: Predictor | None, parts: list[torch.Tensor]) -> torch.Tensor | float:
-    return 0.0 if predictor is None else predictor(parts)
+    if bits == NOT_CODED:
+        return [None, None]
+    backbone, artifact = plan.options.backbone, plan.artifact
+    assert backbone is not None, "the plan has filled it in"
+    seed = 0 if artifact is None else learned_options(artifact).seed
+    codecs: list[Codec | None] = []
+    for dim, learned_group in zip(dims, plan.learned_groups, strict=True):
+        width = heads * dim
+        if not width:
+            codecs.append(None)
+            continue
+        group = plan.options.group or learned_group or default_group(backbone, width)
+        check_group(group, width)
+        codecs.append(make_codec(backbone, bits, group, seed, device))
+    return codecs

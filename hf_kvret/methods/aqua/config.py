@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+from hf_kvret.artifacts.checks import check_choices
+from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS, NOT_CODED
-from hf_kvret.options.config import RetrievalConfig, check_source
+from hf_kvret.methods.aqua.learned import METHOD, learned_options
 
 USUAL_BITS, USUAL_BACKBONE = 2, "higgs"
 """Defaults without an artifact."""
 
-_PREDICTORS = ("artifact", "none")
-_KEEP = ("codes", "rows")
 _STORES = ("auto", "device", "host", "split")
 
 
 @dataclass(frozen=True)
-class AquaConfig(RetrievalConfig):
-    """AQUA-KV's options beside those of every retrieval cache.
+class AquaConfig(ArtifactConfig):
+    """AQUA-KV's options beside those of every retrieval cache that needs an artifact.
 
     All cold tokens are attended to: ``top_k`` changes nothing. Stores that keep selected rows
     (``"resident"``), attend on the CPU (``"cpu"``) or have a codec (``"higgs"``) are refused.
@@ -42,12 +41,10 @@ class AquaConfig(RetrievalConfig):
             None: as in the artifact, whose anchors are so in any case.
         keep: ``"codes"``; ``"rows"`` reconstructs once, when a token is coded, and takes the memory
             of full attention, for study.
-        artifact: folder or hub id of the calibration artifact that belongs to the model; None for
-            the folder ``aqua`` in the model's own folder.
-        revision: of the artifact on the hub; None for its main branch.
-        artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any other
-            is refused; None for whatever is there.
     """
+
+    method: ClassVar[str] = METHOD
+    way_out: ClassVar[str] = " or predictor='none'"
 
     top_k: int | float | None = 1.0
     recent: int = 64
@@ -59,18 +56,12 @@ class AquaConfig(RetrievalConfig):
     predictor: str | None = "artifact"
     anchor_every: int | None = None
     keep: str = "codes"
-    artifact: str | None = None
-    revision: str | None = None
-    artifact_sha256: str | None = None
     estimate_obstacle = "aqua attends to all tokens, and nothing is left out"
     rest_obstacle = "aqua attends to all tokens, nothing is left out"
     group_obstacle = "aqua selects nothing, it attends to all tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.artifact, os.PathLike):
-            object.__setattr__(self, "artifact", os.fspath(self.artifact))
-        check_source(self.artifact, self.revision, self.artifact_sha256)
         for name in ("artifact", "artifact_sha256"):
             value = getattr(self, name)
             if self.predictor in (None, "none") and value is not None:
@@ -80,17 +71,14 @@ class AquaConfig(RetrievalConfig):
         if self.predictor is None:
             # The command line parses "none" to None.
             object.__setattr__(self, "predictor", "none")
-        choices: dict[str, tuple[object, ...]] = {
-            "first_bits": (None, *BITS),
-            "group": (None, *GROUPS),
-            "backbone": (None, *BACKBONES, "kivi"),
-            "predictor": _PREDICTORS,
-            "keep": _KEEP,
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                names = ", ".join(map(repr, values))
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {names}")
+        check_choices(
+            self,
+            first_bits=(None, *BITS),
+            group=(None, *GROUPS),
+            backbone=(None, *BACKBONES, "kivi"),
+            predictor=("artifact", "none"),
+            keep=("codes", "rows"),
+        )
         if not self.takes_store(self.store):
             raise ValueError(
                 f"store={self.store!r}: AQUA-KV reads all cold tokens at each step and rebuilds "
@@ -119,8 +107,24 @@ class AquaConfig(RetrievalConfig):
 
     @property
     def lacks_artifact(self) -> bool:
-        """Whether the model's folder must have it."""
-        return self.predictor == "artifact" and self.artifact is None
+        return self.predictor == "artifact" and super().lacks_artifact
+
+    def filled_in(self) -> Self:
+        """These options with bits and backbone: as set, else the artifact's, else the defaults.
+
+        Raises:
+            ValueError: no artifact is named, or it lacks them.
+            OSError: the artifact can't be read.
+        """
+        if self.bits is not None and self.backbone is not None:
+            return self
+        bits, backbone = USUAL_BITS, USUAL_BACKBONE
+        if self.predictor == "artifact":
+            learned = learned_options(self.load())
+            bits, backbone = learned.bits, learned.backbone
+        return self.replace(
+            bits=bits if self.bits is None else self.bits, backbone=self.backbone or backbone
+        )
 
     def exact(self) -> Self:
         return super().exact().replace(first_bits=None)

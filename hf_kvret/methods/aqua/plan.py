@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.methods.aqua.coding import NOT_CODED
-from hf_kvret.methods.aqua.config import USUAL_BACKBONE, USUAL_BITS, AquaConfig
-from hf_kvret.methods.aqua.learned import learned_options, load, needs_positions
+from hf_kvret.methods.aqua.config import AquaConfig
+from hf_kvret.methods.aqua.learned import needs_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,24 +59,6 @@ class LayerPlan:
         return self.artifact is not None and self.lowest and needs_positions(self.artifact)
 
 
-def filled_in(options: AquaConfig) -> AquaConfig:
-    """``options`` with bits and backbone: as set, else from the artifact, else the defaults.
-
-    Raises:
-        ValueError: no artifact is named, or it lacks them.
-        OSError: the artifact can't be read.
-    """
-    if options.bits is not None and options.backbone is not None:
-        return options
-    bits, backbone = USUAL_BITS, USUAL_BACKBONE
-    if options.predictor == "artifact":
-        bits, backbone = learned_options(_artifact(options))
-    return options.replace(
-        bits=bits if options.bits is None else options.bits,
-        backbone=options.backbone or backbone,
-    )
-
-
 def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
     """The plan of model layer number ``layer``.
 
@@ -84,11 +66,11 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
         ValueError: no artifact is named, or it lacks the layer.
         OSError: the artifact can't be read.
     """
-    options = filled_in(options)
+    options = options.filled_in()
     assert options.bits is not None
     if options.predictor == "none":
         return LayerPlan(options, layer, options.bits, options.first_bits or options.bits)
-    artifact = _artifact(options)
+    artifact = options.load()
     layers = sorted(map(int, artifact.options["layers"]))
     if layer not in layers:
         raise ValueError(
@@ -99,15 +81,6 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
     bits, previous = _role(options, artifact, layers, number)
     above = number + 1 < len(layers) and _role(options, artifact, layers, number + 1)[1] is not None
     return LayerPlan(options, layer, bits, bits, previous, above, artifact, lowest=number == 0)
-
-
-def _artifact(options: AquaConfig) -> CalibrationArtifact:
-    if options.artifact is None:
-        raise ValueError(
-            "the options name no artifact: pass AquaConfig(artifact='folder-or-hub-id') or "
-            "predictor='none', or make an AquaKVCache, which looks beside the model"
-        )
-    return load(options.artifact, options.revision, options.artifact_sha256)
 
 
 def _role(

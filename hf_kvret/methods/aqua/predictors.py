@@ -55,7 +55,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hf_kvret.artifacts.checks import check_kinds
+from hf_kvret.artifacts.checks import check_choices, check_kinds, check_least
 from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
 
 PREDICTORS = ("linear", "low_rank", "mlp")
@@ -115,25 +115,19 @@ class PredictorOptions:
 
     def __post_init__(self) -> None:
         check_kinds(self)
-        choices: dict[str, tuple[object, ...]] = {
-            "bits": BITS,
-            "first_bits": (*BITS, "auto"),
-            "group": (None, *GROUPS),
-            "backbone": BACKBONES,
-            "predictor": PREDICTORS,
-            "predictor_bits": (16, 4),
-            "space": SPACES,
-            "key_inputs": KEY_INPUTS,
-            "value_inputs": VALUE_INPUTS,
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                names = ", ".join(map(repr, values))
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {names}")
-        for name, least in (("rank", 1), ("hidden", 2), ("steps", 0), ("sinks", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value}: {least} or more")
+        check_choices(
+            self,
+            bits=BITS,
+            first_bits=(*BITS, "auto"),
+            group=(None, *GROUPS),
+            backbone=BACKBONES,
+            predictor=PREDICTORS,
+            predictor_bits=(16, 4),
+            space=SPACES,
+            key_inputs=KEY_INPUTS,
+            value_inputs=VALUE_INPUTS,
+        )
+        check_least(self, rank=1, hidden=2, steps=0, sinks=0, seed=0)
         if self.anchor_every is not None and self.anchor_every < 1:
             raise ValueError(
                 f"anchor_every={self.anchor_every}: 1 or more, or None for the first layer alone"

@@ -309,7 +309,7 @@ class AquaStore(DecodedStore):
         return reconstruction.to(self.memory.device)
 
     def _positions_of(self, first: int, last: int) -> torch.Tensor | None:
-        if self._coder is None or not self._coder.turns:
+        if self._coder is None or self._coder.rope is None:
             return None
         store: AquaStore = self
         while (below := store.below()) is not None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
+from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, query_metric
 from hf_kvret.lab.calibrate.study import LayerFindings
-from hf_kvret.methods.a2ats.learned import at_distance, learned_layer, load
+from hf_kvret.methods.a2ats.learned import at_distance, learned_layer
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
@@ -272,7 +273,7 @@ def test_codes_are_the_nearest_words_as_saved_in_new_and_old_artifacts(
     named = {f"layers.0.{name}": x for name, x in found.tensors.items()}
     told = {**options, "layers": {"0": found.told}}
     CalibrationArtifact("a2ats", identity, named, options=told).save_pretrained(tmp_path)
-    learned = learned_layer(load(str(tmp_path), None), 0, torch.device("cpu"))
+    learned = learned_layer(shared_artifact(str(tmp_path), None, "a2ats"), 0, torch.device("cpu"))
     words, factor = found.tensors["codewords"].float(), found.tensors["metric"]
     assert learned.words.dtype == getattr(torch, dtype)
     seen = tokens(50, 40)
