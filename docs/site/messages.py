@@ -43,6 +43,7 @@ GROUPS = {
         "lab/calibrate/command.py",
         "lab/calibrate/command_options.py",
         "artifacts/hub.py",
+        "lab/program/hub_access.py",
         "lab/calibrate/inspection.py",
         "lab/calibrate/sources.py",
         "lab/program/arguments.py",

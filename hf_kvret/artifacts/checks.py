@@ -282,10 +282,14 @@ def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> 
     made_once(artifact, key, partial(_check_rotations, artifact, config))
 
 
-def _check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> bool:
+def _check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
     for layer in retrieval_shapes(config):
         rope = learned_rope(artifact, layer)
-        own = _own_rope(config, layer, rope.layout)
+        try:
+            own = Rope.of(config, layer)
+        except ValueError:
+            # The model's code doesn't tell how it pairs elements.
+            own = Rope.of(config, layer, rope.layout)
         ends = [" at the end of a row" if one.last else "" for one in (rope, own)]
         if (len(own.inv_freq), own.last) != (len(rope.inv_freq), rope.last):
             raise damaged(
@@ -304,18 +308,9 @@ def _check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) ->
             ("an attention factor", *factors.unsqueeze(1)),
         ):
             if not torch.allclose(value, expected, rtol=_SAME_FREQUENCY, atol=0.0):
-                place = int((value - expected).abs().argmax())
+                worst = int((value - expected).abs().argmax())
                 raise damaged(
                     artifact,
                     f"has {what} for layer {layer} that the model doesn't have "
-                    f"({value[place]:.6g} for {expected[place]:.6g})",
+                    f"({value[worst]:.6g} for {expected[worst]:.6g})",
                 )
-    return True
-
-
-def _own_rope(config: PreTrainedConfig, layer: int, layout: str) -> Rope:
-    """The model's rotation; with ``layout`` where its code can't be asked for one."""
-    try:
-        return Rope.of(config, layer)
-    except ValueError:
-        return Rope.of(config, layer, layout)

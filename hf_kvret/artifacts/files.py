@@ -105,9 +105,8 @@ def write_folder(
         card: text of the model card.
     """
     check_no_foreign_artifact(directory, description["method"])
-    content = save(_contiguous(tensors))
+    content, digest = _content(tensors)
     with replacing(directory, DESCRIPTION, _STEM) as new:
-        digest = hashlib.sha256(content).hexdigest()
         with new.new_file() as file:
             file.write(content)
             name = new.keep(file, digest[:VERSION_LEN], _SUFFIX)
@@ -120,8 +119,7 @@ def write_for_hub(
     directory: Path, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], card: str
 ) -> None:
     """Write the three files for a commit to the hub; arguments as of ``write_folder``."""
-    content = save(_contiguous(tensors))
-    digest = hashlib.sha256(content).hexdigest()
+    content, digest = _content(tensors)
     (directory / TENSORS).write_bytes(content)
     text = _description_text(description, tensors, TENSORS, digest)
     (directory / DESCRIPTION).write_bytes(text)
@@ -202,18 +200,10 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
     return tensors
 
 
-def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous CPU tensors, each with its own storage, as safetensors requires."""
-    result: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
-            tensor = tensor.clone()
-        storages.add(tensor.untyped_storage().data_ptr())
-        result[name] = tensor
-    return result
+def _content(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, str]:
+    """The tensor file and its sha256; copies, because safetensors takes no shared memory."""
+    content = save({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()})
+    return content, hashlib.sha256(content).hexdigest()
 
 
 def _list(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -247,9 +237,9 @@ def _description_text(
 
 
 def _digest(description: Mapping[str, Any]) -> str:
-    """Of all that a description says but this digest, however it is written down."""
-    rest = {name: one for name, one in description.items() if name != "description_sha256"}
-    return hashlib.sha256(plain_bytes(rest)).hexdigest()
+    """The digest of all that a description says but this digest, however it is written down."""
+    fields = {name: value for name, value in description.items() if name != "description_sha256"}
+    return hashlib.sha256(plain_bytes(fields)).hexdigest()
 
 
 def _names_fixed_file(directory: Path) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
-from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id, why_unreachable
+from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id
 from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.inspection import describe, plot_quality, quality_table
@@ -28,6 +28,7 @@ from hf_kvret.lab.evaluate.contexts import describe_file
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.hub_access import why_unreachable
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.report import outputs
 from hf_kvret.lab.report.verification import verify
