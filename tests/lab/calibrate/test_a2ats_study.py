@@ -236,26 +236,6 @@ def test_a_layer_tells_how_it_rotates() -> None:
     assert found.tensors["inv_freq"].shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"codewords": 0}, "codewords=0: 1 to 32768"),
-        ({"codewords": 32769}, "codewords=32769"),
-        ({"window": -1}, "window=-1: 0 or more"),
-        ({"rounds": -1}, "rounds=-1"),
-        ({"seed": -1}, "seed=-1"),
-        ({"tolerance": -1.0}, "tolerance=-1.0: 0 or more"),
-        ({"tolerance": float("nan")}, "tolerance=nan"),
-        ({"codeword_dtype": "float16"}, "codeword_dtype='float16': choose 'bfloat16' or 'float32'"),
-        ({"space": "plain"}, "space='plain': choose 'windowed' or 'rotated'"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        A2ATSCalibration(**wrong)
-
-
 def test_nothing_to_learn_from_is_said() -> None:
     with pytest.raises(ValueError, match="no tokens to learn from"):
         study([])

@@ -190,8 +190,9 @@ def test_untrained_perceptrons_are_the_linear_predictor() -> None:
         assert (predict(found, x) - linear).norm() < 0.01 * linear.norm()
 
 
-def test_training_finds_what_is_not_linear() -> None:
-    x = draw(4000, 8, seed=0)
+def test_training_finds_what_is_not_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_kvret.lab.calibrate.regression.BATCH", 256)
+    x = draw(1000, 8, seed=0)
     given = Rows([x], x.abs() @ draw(8, 4, seed=1), CPU)
     linear = loss(fit_linear(given, ridge=1e-3, bits=16), given)
     seen: list[int] = []
