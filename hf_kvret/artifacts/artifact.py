@@ -49,7 +49,7 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
     # A name of several lines would end the heading and the link.
     name = " ".join(model.name.split())
     link = f"[{name}](https://huggingface.co/{name})" if _is_full_id(name) else f"`{name}`"
-    parts = [
+    sections = [
         f"---\n{_metadata(artifact)}\n---",
         f"# {artifact.method} artifact for {name}",
         f"What the method `{artifact.method}` of hf-kvret, KV-cache retrieval inside Hugging Face "
@@ -62,8 +62,8 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
         _table(["tensors", "count", "shape", "dtype", "size"], _sizes(artifact)),
     ]
     if artifact.quality:
-        parts += ["## Quality", _quality(artifact.quality)]
-    parts += [
+        sections += ["## Quality", _quality(artifact.quality)]
+    sections += [
         "## How it was made",
         _facts("option", {n: v for n, v in artifact.options.items() if n != "layers"}),
         _facts("calibration data", artifact.data),
@@ -77,7 +77,7 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
             "tells its weights from others: make sure that you have the same model."
         ),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _metadata(artifact: CalibrationArtifact) -> str:
@@ -469,12 +469,12 @@ class CalibrationArtifact:
 
 
 def add_tensors(digest: _Hash, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Add names, dtypes, shapes and numbers to a digest, in the order of the names."""
+    """Add names, dtypes, shapes and elements to a digest, in the order of the names."""
     for name, tensor in sorted(tensors.items()):
         dtype = str(tensor.dtype).removeprefix("torch.")
         digest.update(plain_bytes([name, dtype, list(tensor.shape)]))
-        numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(numbers.numpy().data)
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(content.numpy().data)
 
 
 def _plain_quality(quality: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 LARGEST = 1e12
-"""Of numbers in an artifact. Keys, weights and their products stay far below, and what is summed up
-of them stays finite in fp32."""
+"""The largest element of an artifact. Keys, weights and their products stay far below, and their
+sums stay finite in fp32."""
 
 # Frequencies are powers, whose last bit depends on the machine.
 _SAME_FREQUENCY = 1e-5
@@ -33,7 +33,7 @@ _SAME_FREQUENCY = 1e-5
 Options = TypeVar("Options", bound="DataclassInstance")
 
 
-def check_kinds(options: DataclassInstance) -> None:
+def check_types(options: DataclassInstance) -> None:
     """Check that every field has the type, or one of the types, of its annotation.
 
     An int is accepted for a float. A bool is not accepted for an int, and numbers of numpy or torch
@@ -45,9 +45,9 @@ def check_kinds(options: DataclassInstance) -> None:
     hints = get_type_hints(type(options))
     for field in fields(options):
         value, hint = getattr(options, field.name), hints[field.name]
-        kinds: tuple[Any, ...] = get_args(hint) or (hint,)
-        if type(value) not in kinds and not (float in kinds and type(value) is int):
-            choices = " or ".join("None" if x is type(None) else x.__name__ for x in kinds)
+        types: tuple[Any, ...] = get_args(hint) or (hint,)
+        if type(value) not in types and not (float in types and type(value) is int):
+            choices = " or ".join("None" if x is type(None) else x.__name__ for x in types)
             raise TypeError(
                 f"{field.name}={value!r} is of type {type(value).__name__}: pass {choices}"
             )
@@ -85,34 +85,34 @@ def damaged(artifact: CalibrationArtifact, what: str) -> ValueError:
 
 
 def check_options(
-    artifact: CalibrationArtifact, kind: type[Options], read: Collection[str]
+    artifact: CalibrationArtifact, cls: type[Options], required: Collection[str]
 ) -> Options:
-    """The options of the calibration, each of the type and in the range that ``kind`` knows.
+    """The options of the calibration, each of the type and in the range that ``cls`` knows.
 
     Args:
         artifact: names that are missing have their default, as options that came later.
-        kind: the method's calibration.
-        read: names that must be there.
+        cls: the options of the method's calibration.
+        required: names that must be there.
     """
     own = {name: value for name, value in artifact.options.items() if name != "layers"}
-    missing = [name for name in read if name not in own]
+    missing = [name for name in required if name not in own]
     if missing:
         raise damaged(artifact, f"has no option {', '.join(missing)}")
-    unknown = sorted(own.keys() - {field.name for field in fields(kind)})
+    unknown = sorted(own.keys() - {field.name for field in fields(cls)})
     if unknown:
         raise damaged(
             artifact,
             f"has the option {', '.join(unknown)}, unknown to this version (upgrade hf-kvret)",
         )
     try:
-        return kind(**own)
+        return cls(**own)
     except (TypeError, ValueError) as error:
         raise damaged(
             artifact, f"has a wrong option ({error}; upgrade hf-kvret where a newer one made it)"
         ) from error
 
 
-def told_layers(artifact: CalibrationArtifact) -> list[int]:
+def layer_numbers(artifact: CalibrationArtifact) -> list[int]:
     """Numbers of the layers that an artifact tells of, in order."""
     layers = artifact.options.get("layers")
     names = list(layers) if isinstance(layers, dict) else []
@@ -129,8 +129,8 @@ def check_layers(
 ) -> None:
     """As ``check_each``; refuse settings or tensors of other layers, and of none."""
     expected = {str(layer) for layer in layers}
-    told = artifact.options.get("layers")
-    other = sorted(told.keys() - expected) if isinstance(told, dict) else []
+    settings = artifact.options.get("layers")
+    other = sorted(settings.keys() - expected) if isinstance(settings, dict) else []
     if other:
         raise damaged(artifact, f"tells of layers {', '.join(other)}, which don't retrieve")
     foreign = [
@@ -200,14 +200,14 @@ def check_tensor(
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> torch.Tensor:
-    """The tensor ``name``, of sound numbers, one of ``dtypes`` and ``shape``; None: any size."""
+    """The tensor ``name``, of sound elements, one of ``dtypes`` and ``shape``; None: any size."""
     tensor = artifact.tensors.get(name)
     if tensor is None:
         raise damaged(artifact, f"has no {name}")
     if tensor.dtype not in dtypes:
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        choices = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise damaged(artifact, f"has {name} in {dtype}, not in {kinds}")
+        raise damaged(artifact, f"has {name} in {dtype}, not in {choices}")
     fits = len(shape) == tensor.ndim and all(
         expected_size in (None, size)
         for expected_size, size in zip(shape, tensor.shape, strict=True)
@@ -226,16 +226,16 @@ def check_tensor(
 
 
 def check_layer_settings(
-    artifact: CalibrationArtifact, layer: int, kinds: Mapping[str, type | tuple[type, ...]]
+    artifact: CalibrationArtifact, layer: int, types: Mapping[str, type | tuple[type, ...]]
 ) -> dict[str, Any]:
-    """An artifact's settings of a layer, of which ``kinds`` must have these types."""
+    """An artifact's settings of a layer, of which those in ``types`` must have these types."""
     layers = artifact.options.get("layers")
     entry = layers.get(str(layer)) if isinstance(layers, dict) else None
     settings = entry if isinstance(entry, dict) else {}
     wrong = [
         name
-        for name, kind in kinds.items()
-        if not isinstance(settings.get(name), kind) or isinstance(settings.get(name), bool)
+        for name, cls in types.items()
+        if not isinstance(settings.get(name), cls) or isinstance(settings.get(name), bool)
     ]
     if wrong:
         raise damaged(artifact, f"doesn't tell {', '.join(wrong)} of layer {layer} as it should")
@@ -244,8 +244,8 @@ def check_layer_settings(
 
 def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
     """RoPE of layer number ``layer`` from the artifact, on the CPU."""
-    kinds = {"attention_factor": (int, float), "layout": (str,)}
-    settings = check_layer_settings(artifact, layer, kinds)
+    types = {"attention_factor": (int, float), "layout": (str,)}
+    settings = check_layer_settings(artifact, layer, types)
     name = f"layers.{layer}.inv_freq"
     frequencies = check_tensor(artifact, name, (None,), (torch.float32,))
     last = settings.get("last", False)

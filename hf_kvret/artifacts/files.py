@@ -33,7 +33,7 @@ _SUFFIX = ".safetensors"
 _VERSIONED = re.compile(rf"{_STEM}-[0-9a-f]{{{VERSION_LEN}}}{re.escape(_SUFFIX)}")
 
 _AGAIN = "save or download the artifact again"
-_KINDS = {
+_TYPES = {
     "method": str,
     "model": dict,
     "data": dict,
@@ -72,8 +72,8 @@ def check_no_foreign_artifact(directory: Path, method: str) -> None:
             )
 
 
-def check_description(content: bytes, method: str, place: str, way_out: str) -> None:
-    """Refuse a ``config.json`` at ``place`` whose ``content`` is not of a ``method`` artifact.
+def check_description(content: bytes, method: str, path: str, way_out: str) -> None:
+    """Refuse a ``config.json`` at ``path`` whose ``content`` is not of a ``method`` artifact.
 
     Raises:
         ValueError: it is of a model, or of anything else than an artifact; of another method.
@@ -88,7 +88,7 @@ def check_description(content: bytes, method: str, place: str, way_out: str) -> 
         owner = f"of an artifact of {description['method']!r}, not of {method!r}"
     else:
         return
-    raise ValueError(f"{place} is {owner}, and would be replaced: {way_out}")
+    raise ValueError(f"{path} is {owner}, and would be replaced: {way_out}")
 
 
 def write_folder(
@@ -154,13 +154,13 @@ def read_description(directory: Path) -> dict[str, Any]:
             f"{path} has format version {version!r}, this hf-kvret reads {FORMAT_VERSION}: "
             "calibrate again, or upgrade hf-kvret (git pull, then pip install -c constraints.txt .)"
         )
-    for name, kind in _KINDS.items():
+    for name, cls in _TYPES.items():
         if name not in description:
             raise ValueError(f"{path} has no {name!r}: it is damaged; {_AGAIN}")
-        if not isinstance(description[name], kind):
+        if not isinstance(description[name], cls):
             raise ValueError(
                 f"{path} has a {type(description[name]).__name__} for {name!r} where a "
-                f"{kind.__name__} belongs: it is damaged; {_AGAIN}"
+                f"{cls.__name__} belongs: it is damaged; {_AGAIN}"
             )
     if description["description_sha256"] != _digest(description):
         raise ValueError(f"{path} was changed (its sha256 is not the one that it says): {_AGAIN}")
@@ -188,9 +188,10 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
     own_list, saved_list = _list(tensors), description["tensors"]
     for name in [*saved_list, *(name for name in own_list if name not in saved_list)]:
         if own_list.get(name) != saved_list.get(name):
+            own, saved = _in_words(own_list.get(name)), _in_words(saved_list.get(name))
             raise ValueError(
-                f"{path} does not hold what {DESCRIPTION} says: {name} is "
-                f"{_tell(own_list.get(name))} instead of {_tell(saved_list.get(name))}; {_AGAIN}"
+                f"{path} does not hold what {DESCRIPTION} says: {name} is {own} instead of "
+                f"{saved}; {_AGAIN}"
             )
     if hashlib.sha256(content).hexdigest() != description["tensors_sha256"]:
         raise ValueError(
@@ -213,7 +214,7 @@ def _list(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def _tell(entry: Any) -> str:
+def _in_words(entry: Any) -> str:
     if entry is None:
         return "absent"
     if isinstance(entry, dict) and {"shape", "dtype"} <= entry.keys():

@@ -72,15 +72,15 @@ def test_a_folder_may_be_a_path_or_its_name(model: PreTrainedModel, artifact: Pa
 def test_generate_takes_it_by_name(model: PreTrainedModel, artifact: Path) -> None:
     options = {**COVERING_OPTIONS, "artifact": str(artifact)}
     expected = model.generate(prompt(1, 60), **RUN)
-    found = model.generate(
+    result = model.generate(
         prompt(1, 60),
         cache_implementation="a2ats",
         cache_config=options,
         return_dict_in_generate=True,
         **RUN,
     )
-    assert type(found.past_key_values) is A2ATSCache
-    assert torch.equal(found.sequences, expected)
+    assert type(result.past_key_values) is A2ATSCache
+    assert torch.equal(result.sequences, expected)
     with pytest.raises(ValueError, match="hf-kvret calibrate a2ats --model MODEL"):
         model.generate(prompt(1, 60), cache_implementation="a2ats", **RUN)
 
@@ -93,10 +93,10 @@ def test_an_artifact_in_the_models_folder_is_found(tmp_path: Path, model: PreTra
         A2ATSCache(loaded.config)
     _calibrate(model, home / "a2ats")
     assert A2ATSCache(loaded.config).options.artifact == str(home / "a2ats")
-    found = loaded.generate(
+    result = loaded.generate(
         prompt(1, 60), cache_implementation="a2ats", return_dict_in_generate=True, **RUN
     )
-    assert type(found.past_key_values) is A2ATSCache
+    assert type(result.past_key_values) is A2ATSCache
 
 
 def test_another_architecture_is_refused_when_the_cache_is_made(artifact: Path) -> None:
@@ -145,11 +145,11 @@ def test_a_revision_goes_to_the_hub_and_is_refused_for_folders(
 ) -> None:
     with pytest.raises(ValueError, match="only artifacts on the hub have revisions"):
         A2ATSCache(model.config, artifact=artifact, revision="v1")
-    asked = []
+    requests = []
     local = CalibrationArtifact.from_pretrained
 
     def from_hub(name: str, **how: Any) -> CalibrationArtifact:
-        asked.append((name, how))
+        requests.append((name, how))
         return local(artifact)
 
     monkeypatch.setattr(CalibrationArtifact, "from_pretrained", from_hub)
@@ -157,9 +157,9 @@ def test_a_revision_goes_to_the_hub_and_is_refused_for_folders(
     _fill(model, cache)
     # Read once, for all layers, checks and caches.
     A2ATSCache(model.config, cache.options)
-    assert asked == [("someone/codebooks", {"method": "a2ats", "revision": "v1"})]
+    assert requests == [("someone/codebooks", {"method": "a2ats", "revision": "v1"})]
     A2ATSCache(model.config, artifact="someone/codebooks", revision="v2")
-    assert asked[1:] == [("someone/codebooks", {"method": "a2ats", "revision": "v2"})]
+    assert requests[1:] == [("someone/codebooks", {"method": "a2ats", "revision": "v2"})]
 
 
 def test_a_folder_that_was_written_anew_is_read_anew(

@@ -68,13 +68,13 @@ def test_every_artifact_decodes_to_what_calibration_says(
     for each in (cache, exact):
         read(model, each, prompt(2, 60))
     rotated = options.get("space") == "after"
-    for store, other, wanted in zip(
+    for store, other, expected in zip(
         stores_of(cache), stores_of(exact), reference(cache, artifact), strict=True
     ):
         for x, full in zip(rows_of(store), rows_of(other), strict=True):
             assert (x - full).square().sum() < 0.03 * full.square().sum()
         lent = store._lend(0, len(store))
-        torch.testing.assert_close([lent.keys, lent.values], wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close([lent.keys, lent.values], expected, rtol=1e-5, atol=1e-5)
         turned = torch.equal(rows_of(store)[0], lent.keys.unflatten(2, (2, -1)).transpose(1, 2))
         assert turned == rotated
     assert all(len(store._positions) == 0 for store in stores_of(cache)) == rotated
@@ -93,9 +93,9 @@ def test_every_kind_of_rotation_is_undone_and_done_again(
         read(model, cache, ids, attention_mask=mask, position_ids=places)
     valid = mask[:, None, :52, None]
     for coded, full in zip(*map(stores_of, caches), strict=True):
-        for x, wanted in zip(rows_of(coded), rows_of(full), strict=True):
-            missed = ((x - wanted) * valid).square().sum()
-            assert missed < 0.03 * (wanted * valid).square().sum()
+        for x, expected in zip(rows_of(coded), rows_of(full), strict=True):
+            missed = ((x - expected) * valid).square().sum()
+            assert missed < 0.03 * (expected * valid).square().sum()
 
 
 def test_predictors_leave_less_to_the_codes(artifact_of: ArtifactOf) -> None:

@@ -23,7 +23,7 @@ from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
-# fp32 numbers of queries that are worked on at once.
+# fp32 elements of queries that are worked on at once.
 _CHUNK_NUMBERS = 1 << 26
 # Added to the diagonal of H in units of its rms entry, as the authors' code does.
 _RIDGE = 1e-6
@@ -80,8 +80,8 @@ class CodebookStudy(LayerStudy):
         for queries in self._queries(tokens, rotated):
             # [H, G * n, D]: the queries of all heads that share a KV head.
             group_queries = queries[0].unflatten(0, (keys.shape[1], -1)).flatten(1, 2).double()
-            part = (group_queries.mT @ group_queries).cpu()
-            moments = part if moments is None else moments + part
+            products = (group_queries.mT @ group_queries).cpu()
+            moments = products if moments is None else moments + products
         assert moments is not None
         self._moments[held_out] = moments
 

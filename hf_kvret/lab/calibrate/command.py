@@ -34,6 +34,8 @@ from hf_kvret.lab.report import outputs
 from hf_kvret.lab.report.verification import verify
 from hf_kvret.models.ranks import check_one_process
 
+_EXAMPLE = "--model MODEL --text novel.txt --out MODEL/"
+
 
 def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``calibrate`` with one sub-command a method, and ``inspect``, to the program."""
@@ -45,21 +47,16 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         formatter_class=HelpFormatter,
     )
     methods = parser.add_subparsers(required=True, metavar="METHOD")
-    for kind in METHODS:
+    for cls in METHODS:
         one = methods.add_parser(
-            kind.method,
-            help=kind.summary,
-            description=kind.description,
-            epilog=example_lines(
-                [
-                    f"hf-kvret calibrate {kind.method} --model MODEL --text novel.txt "
-                    f"--out MODEL/{kind.method}"
-                ]
-            ),
+            cls.method,
+            help=cls.summary,
+            description=cls.description,
+            epilog=example_lines([f"hf-kvret calibrate {cls.method} {_EXAMPLE}{cls.method}"]),
             formatter_class=HelpFormatter,
         )
-        add_options(one, kind)
-        one.set_defaults(run=lambda parsed, kind=kind: run_calibrate(read_options(kind, parsed)))
+        add_options(one, cls)
+        one.set_defaults(run=lambda parsed, cls=cls: run_calibrate(read_options(cls, parsed)))
     parser = commands.add_parser(
         "inspect",
         help="say what a calibration artifact is, or check what was saved",

@@ -16,7 +16,7 @@ import torch
 
 from hf_kvret_kernels import codebook as codebook_ops
 
-# fp32 numbers of points that are worked on at once, and of a temporary.
+# fp32 elements of points that are worked on at once, and of a temporary.
 _MOST_NUMBERS = 1 << 26
 _CHUNK_NUMBERS = 1 << 22
 # Bits of an int64 sum, without the sign.
@@ -129,16 +129,16 @@ def _seed(points: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     seeds = points.new_empty(*draws.shape[:2], points.shape[2])
     rows = torch.arange(len(points), device=points.device)
     sums = uniform
-    for number in range(draws.shape[1]):
+    for index in range(draws.shape[1]):
         most = sums[:, -1:]
-        targets = torch.minimum((draws[:, number] * most).long(), most - 1)
+        targets = torch.minimum((draws[:, index] * most).long(), most - 1)
         ids = torch.searchsorted(sums, targets, right=True)
         candidates = points[rows.unsqueeze(1), ids]
         misses = torch.baddbmm(squares.unsqueeze(1), candidates, points.mT, alpha=-2)
         misses.add_(squares.gather(1, ids).unsqueeze(2)).clamp_(min=0.0)
         torch.minimum(misses, distances.unsqueeze(1), out=misses)
         best = torch.bmm(misses, ones.unsqueeze(2)).squeeze(2).argmin(1)
-        seeds[:, number] = candidates[rows, best]
+        seeds[:, index] = candidates[rows, best]
         distances = misses[rows, best]
         by_distance = _shares(distances, peak).cumsum(1)
         sums = torch.where(by_distance[:, -1:] > 0, by_distance, uniform)
@@ -187,8 +187,8 @@ def _lloyd(
         # Reseeding to a nearer point would not count as a move.
         far = (tolerance * sizes).square().unsqueeze(1)
         moves = _reseed(means, empty, points, misses, far)
-        for head, number in zip(heads.tolist(), moves.tolist(), strict=True):
-            runs[head].reseeded += number
+        for head, count in zip(heads.tolist(), moves.tolist(), strict=True):
+            runs[head].reseeded += count
         shift = (means - codebook).norm(dim=-1).amax(1)
         stop = shift <= tolerance * sizes
         codebook = means

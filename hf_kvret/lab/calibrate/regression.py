@@ -29,7 +29,7 @@ class Rows:
     """Inputs and targets of a predictor, a row for each token; read in blocks, fp32 on a device.
 
     Attributes:
-        inputs: parts ``[n, *]`` that stand side by side, any float dtype, on the CPU.
+        inputs: tensors ``[n, *]`` that stand side by side, any float dtype, on the CPU.
         targets: ``[n, out]``.
         device: where blocks go.
     """
@@ -43,14 +43,14 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """Numbers of an input."""
-        return sum(part.shape[1] for part in self.inputs)
+        """Elements of an input."""
+        return sum(x.shape[1] for x in self.inputs)
 
     def at(self, index: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(inputs [m, in], targets [m, out])`` of some rows; without parts, in is 0."""
+        """``(inputs [m, in], targets [m, out])`` of some rows; without inputs, in is 0."""
         y = self.targets[index].to(self.device).float()
-        parts = [part[index].to(self.device).float() for part in self.inputs]
-        return torch.cat(parts, dim=1) if parts else y[:, :0], y
+        inputs = [x[index].to(self.device).float() for x in self.inputs]
+        return torch.cat(inputs, dim=1) if inputs else y[:, :0], y
 
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """All rows in order."""
@@ -73,8 +73,9 @@ class Moments:
         sums = [torch.zeros(n, dtype=torch.float64, device=rows.device) for n in shapes]
         for x, y in rows.blocks():
             x, y = x.double(), y.double()
-            for total, part in zip(sums, (x.sum(0), y.sum(0), x.mT @ x, x.mT @ y), strict=True):
-                total += part
+            terms = x.sum(0), y.sum(0), x.mT @ x, x.mT @ y
+            for total, term in zip(sums, terms, strict=True):
+                total += term
         self.input_mean, self.target_mean, gram, cross = (total / len(rows) for total in sums)
         self.gram = gram - torch.outer(self.input_mean, self.input_mean)
         self.cross = cross - torch.outer(self.input_mean, self.target_mean)
@@ -198,7 +199,7 @@ def fit_mlp(
         ridge: of the linear solution.
         hidden: units, at least 2.
         steps: of ``BATCH`` rows; 0 leaves the linear solution of rank ``hidden // 2``.
-        seed: of the order of rows and of the first weights of the rest.
+        seed: of the order of rows and of the first weights of the other units.
         progress: called with the rows of every step.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -212,11 +213,11 @@ def fit_mlp(
     # Units in which inputs of the gelu are about 1, and so are inputs and targets.
     unit = ((down @ moments.gram) * down).sum(1).clamp_min(tiny).sqrt()
     first, last = down * (spread / unit[:, None]), up * (unit / scale)
-    rest = torch.randn(hidden - 2 * rank, rows.width, generator=generator, dtype=torch.float64)
-    rest = rest.to(first.device) / math.sqrt(rows.width)
-    no_say = last.new_zeros(len(last), len(rest))
-    weights = [torch.cat([first, -first, rest]), first.new_zeros(hidden)]
-    weights += [torch.cat([last, -last, no_say], 1), last.new_zeros(len(last))]
+    spare = torch.randn(hidden - 2 * rank, rows.width, generator=generator, dtype=torch.float64)
+    spare = spare.to(first.device) / math.sqrt(rows.width)
+    silent = last.new_zeros(len(last), len(spare))
+    weights = [torch.cat([first, -first, spare]), first.new_zeros(hidden)]
+    weights += [torch.cat([last, -last, silent], 1), last.new_zeros(len(last))]
     weights = [x.float().contiguous().requires_grad_() for x in weights]
     centre, aim = moments.input_mean.float(), moments.target_mean.float()
     adam = torch.optim.Adam(weights, lr=_RATE)
@@ -279,11 +280,11 @@ def pack_matrix(
         raise ValueError(f"a predictor with {b} inputs: two 4-bit codes share a byte, use 16 bits")
     group = min(GROUP, b & -b)
     spread = _spread(gram)
-    rest, codes = matrix.clone(), torch.empty_like(matrix)
+    remainder, codes = matrix.clone(), torch.empty_like(matrix)
     scales, lows = [], []
     for start in range(0, b, group):
         end = start + group
-        block = rest[:, start:end]
+        block = remainder[:, start:end]
         low = block.amin(1).half().double()
         scale = ((block.amax(1) - low) / _TOP).half().double()
         errors = torch.zeros_like(block)
@@ -292,7 +293,7 @@ def pack_matrix(
             codes[:, column] = code
             errors[:, n] = (block[:, n] - low - scale * code) / spread[column, column]
             block[:, n + 1 :] -= torch.outer(errors[:, n], spread[column, column + 1 : end])
-        rest[:, end:] -= errors @ spread[start:end, end:]
+        remainder[:, end:] -= errors @ spread[start:end, end:]
         scales.append(scale)
         lows.append(low)
     pairs = codes.to(torch.uint8).view(a, b // 2, 2)

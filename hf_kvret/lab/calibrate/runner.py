@@ -18,7 +18,7 @@ from hf_kvret.artifacts.files import check_no_foreign_artifact
 from hf_kvret.artifacts.identity import ModelIdentity
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.forecast import Forecast
-from hf_kvret.lab.calibrate.parts import Parts, alone_in
+from hf_kvret.lab.calibrate.parts import FinishedLayers, alone_in
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.models.compatibility import check_model, model_layers
 from hf_kvret.models.ranks import check_calibration
@@ -98,8 +98,8 @@ def calibrate(
         "options": calibration.options(),
     }
     with alone_in(folder):
-        parts = Parts(folder / _PARTS, setup)
-        todo, carried = parts.left(list(ropes))
+        finished = FinishedLayers(folder / _PARTS, setup)
+        todo, carried = finished.left(list(ropes))
         passes = -(-len(todo) // layers_at_once)
         forecast = Forecast(len(todo), passes, corpus.tokens, show=progress)
         for first in range(0, len(todo), layers_at_once):
@@ -109,11 +109,11 @@ def calibrate(
             for layer in group:
                 # Popped without a name, so that its tokens are freed before the next one learns.
                 findings = _learn(studies.pop(layer), layer, carried, progress, forecast)
-                parts.keep(layer, findings, last=layer == todo[-1])
+                finished.keep(layer, findings, last=layer == todo[-1])
                 carried = findings.carried
-        artifact = _put_together(calibration, identity, corpus, parts, list(ropes))
+        artifact = _put_together(calibration, identity, corpus, finished, list(ropes))
         artifact.save_pretrained(folder)
-        parts.remove()
+        finished.remove()
     return artifact
 
 
@@ -174,17 +174,17 @@ def _put_together(
     calibration: Calibration,
     identity: ModelIdentity,
     corpus: Corpus,
-    parts: Parts,
+    finished: FinishedLayers,
     layers: Sequence[int],
 ) -> CalibrationArtifact:
     tensors: dict[str, torch.Tensor] = {}
     settings: dict[str, Any] = {}
     quality = []
     for layer in layers:
-        findings = parts.find(layer)
+        findings = finished.find(layer)
         assert findings is not None
         tensors |= {f"layers.{layer}.{name}": x for name, x in findings.tensors.items()}
-        settings[str(layer)] = findings.told
+        settings[str(layer)] = findings.settings
         quality.append({"layer": layer, **findings.quality})
     return CalibrationArtifact(
         method=calibration.method,

@@ -88,7 +88,7 @@ class A2ATSIndex(Index):
         quantizer = self._on(keys.device)
         if len(self._codes) < start:
             raise RuntimeError(
-                f"tokens start at slot {start}, but only {len(self._codes)} were seen: call "
+                f"tokens start at index {start}, but only {len(self._codes)} were seen: call "
                 "on_forward for every pass, in order, or load the index with its state"
             )
         self._codes.put(quantizer.encode(keys, positions), start)

@@ -17,16 +17,16 @@ from hf_kvret.artifacts.checks import (
     check_choices,
     check_each,
     check_fit,
-    check_kinds,
     check_layers,
     check_least,
     check_options,
     check_positions_known,
     check_tensor,
     check_tensors,
+    check_types,
     damaged,
+    layer_numbers,
     learned_rope,
-    told_layers,
 )
 from hf_kvret.artifacts.shared import made_once
 from hf_kvret_kernels import codebook
@@ -71,7 +71,7 @@ class CodebookOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_types(self)
         if not 1 <= self.codewords <= codebook.MOST_CODEWORDS:
             raise ValueError(f"codewords={self.codewords}: 1 to {codebook.MOST_CODEWORDS}")
         check_least(self, window=0, rounds=0, seed=0)
@@ -157,7 +157,7 @@ SPACES: dict[str, type[KeySpace]] = {"windowed": WindowedSpace, "rotated": KeySp
 
 METHOD = "a2ats"
 
-# Numbers of keys that are un-rotated and multiplied at once: an fp32 copy takes 64 MiB.
+# Elements of keys that are un-rotated and multiplied at once: an fp32 copy takes 64 MiB.
 _CHUNK_NUMBERS = 1 << 24
 
 
@@ -205,8 +205,7 @@ class LearnedLayer:
         """A copy on ``device``; itself if it is there."""
         if device == self.words.device:
             return self
-        parts = (self.words.to(device), self.metric.to(device), self.space.to(device))
-        return type(self)(*parts)
+        return type(self)(self.words.to(device), self.metric.to(device), self.space.to(device))
 
     def encode(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Ids ``[B, H, n]`` int16 of post-RoPE ``keys [B, H, n, D]`` at ``positions [B, n]``."""
@@ -258,7 +257,7 @@ def check_whole(artifact: CalibrationArtifact) -> None:
     Raises:
         ValueError: as ``check_artifact``, but for what only a configuration can tell.
     """
-    check_layers(artifact, told_layers(artifact), _check_layer)
+    check_layers(artifact, layer_numbers(artifact), _check_layer)
 
 
 def _options(artifact: CalibrationArtifact) -> CodebookOptions:
@@ -282,7 +281,7 @@ def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
     }
     check_tensors(artifact, layer, expected)
     if rope.rotary_dim > dim:
-        raise damaged(artifact, f"turns {rope.rotary_dim} of {dim} numbers in layer {layer}")
+        raise damaged(artifact, f"rotates {rope.rotary_dim} of {dim} elements in layer {layer}")
     if count > 1 and bool((words == words[:, :1]).all()):
         raise damaged(artifact, f"has {name} that are all equal")
     _check_metric(artifact, layer)

@@ -20,9 +20,9 @@ class Rows:
     """Reconstructions of some consecutive tokens, as predictors read them: heads side by side.
 
     Attributes:
-        start: slot of the first token.
+        start: index of the first token.
         keys: ``[B, n, Hkv * Dk]`` in the model's dtype, before RoPE if keys are un-rotated.
-        values: ``[B, n, Hkv * Dv]``; of no numbers where values are a part of keys.
+        values: ``[B, n, Hkv * Dv]``; of width 0 where values are a part of keys.
     """
 
     start: int
@@ -31,7 +31,7 @@ class Rows:
 
     @classmethod
     def empty_like(cls, other: Rows, start: int, end: int) -> Rows:
-        """Room for slots ``start .. end``."""
+        """Memory for tokens ``start .. end``."""
         # Inference tensors could not be written to later, outside inference mode.
         with torch.inference_mode(False):
             buffers = [
@@ -40,14 +40,14 @@ class Rows:
         return cls(start, *buffers)
 
     def to(self, device: torch.device) -> Rows:
-        """The same on a device; these themselves if they lie there."""
+        """These rows on a device; themselves if they lie there."""
         if self.keys.device == device:
             return self
         return Rows(self.start, self.keys.to(device), self.values.to(device))
 
     @property
     def end(self) -> int:
-        """Slot after the last token."""
+        """Index after the last token."""
         return self.start + self.keys.shape[1]
 
     @property
@@ -56,12 +56,12 @@ class Rows:
         return self.keys.nbytes + self.values.nbytes
 
     def part(self, first: int, last: int) -> Rows:
-        """Views of slots ``first .. last``."""
+        """Views of tokens ``first .. last``."""
         where = slice(first - self.start, last - self.start)
         return Rows(first, self.keys[:, where], self.values[:, where])
 
     def covers(self, first: int, last: int) -> bool:
-        """Whether it contains slots ``first .. last``."""
+        """Whether it contains tokens ``first .. last``."""
         return self.start <= first and last <= self.end
 
     def like(self, other: Rows) -> bool:
@@ -72,10 +72,10 @@ class Rows:
         )
 
     def put(self, rows: Rows) -> None:
-        """Overwrite the slots of ``rows``."""
-        part = self.part(rows.start, rows.end)
-        part.keys.copy_(rows.keys)
-        part.values.copy_(rows.values)
+        """Overwrite the tokens of ``rows``."""
+        target = self.part(rows.start, rows.end)
+        target.keys.copy_(rows.keys)
+        target.values.copy_(rows.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ class RowCoder:
         return Rows(start, near_keys, self.values_beside(values))
 
     def values_beside(self, values: torch.Tensor) -> torch.Tensor:
-        """``[B, n, H * Dv]`` of ``values [B, H, n, Dv]``; of no numbers if they are in the keys."""
+        """``[B, n, H * Dv]`` of ``values [B, H, n, Dv]``; of width 0 if they are in the keys."""
         return joined(values[..., :0] if self.value_in_key else values)
 
     def encode(
@@ -183,7 +183,7 @@ class RowCoder:
         """Codes and scales ``[B, n, bytes]`` of keys and values, and what they decode to.
 
         Args:
-            start: slot of the first token.
+            start: index of the first token.
             keys: ``[B, n, H * Dk]`` fp32, of ``before``.
             values: ``[B, n, H * Dv]``.
             below: the same tokens in the layer that predicts this one; None for an anchor.
@@ -207,12 +207,13 @@ class RowCoder:
         key_codec, value_codec = self.key_codec, self.value_codec
         assert key_codec is not None
         width = self.heads * self.key_dim
-        at, scale_at = key_codec.code_bytes(width), key_codec.scale_bytes(width)
-        pair = Coded(codes[..., :at], scales[..., :scale_at])
+        # Bytes of keys come first, those of values behind them.
+        code_len, scale_len = key_codec.code_bytes(width), key_codec.scale_bytes(width)
+        pair = Coded(codes[..., :code_len], scales[..., :scale_len])
         keys = self._near(key_codec, pair, self._predicted_keys(below))
         if value_codec is None:
             return Rows(start, keys, keys[..., :0])
-        pair = Coded(codes[..., at:], scales[..., scale_at:])
+        pair = Coded(codes[..., code_len:], scales[..., scale_len:])
         values = self._near(value_codec, pair, self._predicted_values(keys, below))
         return Rows(start, keys, values)
 

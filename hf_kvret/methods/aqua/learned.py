@@ -22,8 +22,8 @@ from hf_kvret.artifacts.checks import (
     check_positions_known,
     check_tensors,
     damaged,
+    layer_numbers,
     learned_rope,
-    told_layers,
 )
 from hf_kvret.artifacts.shared import made_once
 from hf_kvret.methods.aqua.coding import BITS, GROUPS
@@ -58,11 +58,11 @@ class LayerSettings(NamedTuple):
         Raises:
             ValueError: one is missing, of another type, out of its range, or contradicts others.
         """
-        kinds = dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
-        settings = check_layer_settings(artifact, layer, kinds)
+        types = dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
+        settings = check_layer_settings(artifact, layer, types)
         previous, bits = settings.get("previous", ""), settings["bits"]
-        lower = [number for number in told_layers(artifact) if number < layer]
-        # An anchor, or predicted from the layer below.
+        lower = [other for other in layer_numbers(artifact) if other < layer]
+        # A layer is an anchor, or is predicted from the layer below.
         sound = previous is None or (type(previous) is int and previous == max(lower, default=None))
         sound &= settings.get("role") == ("anchor" if previous is None else "predicted")
         sound &= bits in BITS and (previous is None or bits == artifact.options.get("bits"))
@@ -75,8 +75,8 @@ class LayerSettings(NamedTuple):
             sound &= is_group if dim else group is None
         if not sound:
             names = ("role", "previous", "bits", "heads", "head_dim", "value_head_dim", *groups)
-            told = ", ".join(f"{name}={settings.get(name)!r}" for name in names)
-            raise damaged(artifact, f"is damaged at layer {layer} ({told})")
+            values = ", ".join(f"{name}={settings.get(name)!r}" for name in names)
+            raise damaged(artifact, f"is damaged at layer {layer} ({values})")
         return cls(previous, *dims)
 
     @property
@@ -212,7 +212,7 @@ def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> N
     if learned_options(artifact).space == "before":
         check_positions_known(config, "predictor='none'", "`hf-kvret calibrate aqua --space after`")
     check_fit(artifact, config, _check_layer, _shape)
-    for layer in told_layers(artifact):
+    for layer in layer_numbers(artifact):
         value_dim = LayerSettings.of(artifact, layer).value_head_dim
         if (value_dim > 0) == is_latent(config):
             raise damaged(artifact, f"is damaged at layer {layer} (value_head_dim={value_dim})")
@@ -230,7 +230,7 @@ def check_whole(artifact: CalibrationArtifact) -> None:
     Raises:
         ValueError: as ``check_artifact``, but for what only a configuration can tell.
     """
-    check_layers(artifact, told_layers(artifact), _check_layer)
+    check_layers(artifact, layer_numbers(artifact), _check_layer)
 
 
 def learned_options(artifact: CalibrationArtifact) -> PredictorOptions:
@@ -246,7 +246,7 @@ def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
     below = None if settings.previous is None else LayerSettings.of(artifact, settings.previous)
     if rope.rotary_dim > settings.head_dim:
         raise damaged(
-            artifact, f"turns {rope.rotary_dim} of {settings.head_dim} numbers in layer {layer}"
+            artifact, f"rotates {rope.rotary_dim} of {settings.head_dim} elements in layer {layer}"
         )
     expected = expected_tensors(options, settings, below, len(rope.inv_freq))
     check_tensors(artifact, layer, expected)

@@ -77,20 +77,20 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
             f"the aqua artifact of {artifact.model.name} has no layer {layer}: make it again with "
             "`hf-kvret calibrate aqua`"
         )
-    number = layers.index(layer)
-    bits, previous = _role(options, artifact, layers, number)
-    above = number + 1 < len(layers) and _role(options, artifact, layers, number + 1)[1] is not None
-    return LayerPlan(options, layer, bits, bits, previous, above, artifact, lowest=number == 0)
+    index = layers.index(layer)
+    bits, previous = _role(options, artifact, layers, index)
+    above = index + 1 < len(layers) and _role(options, artifact, layers, index + 1)[1] is not None
+    return LayerPlan(options, layer, bits, bits, previous, above, artifact, lowest=index == 0)
 
 
 def _role(
-    options: AquaConfig, artifact: CalibrationArtifact, layers: list[int], number: int
+    options: AquaConfig, artifact: CalibrationArtifact, layers: list[int], index: int
 ) -> tuple[int, int | None]:
     """Bits, and the layer that predicts this one, if any does."""
     all_settings = artifact.options["layers"]
-    settings = all_settings[str(layers[number])]
+    settings = all_settings[str(layers[index])]
     assert options.bits is not None
-    is_anchor = options.anchor_every is not None and number % options.anchor_every == 0
+    is_anchor = options.anchor_every is not None and index % options.anchor_every == 0
     if options.bits == NOT_CODED:
         # Nothing is coded, except anchors if the options say so.
         first = options.first_bits if settings["previous"] is None or is_anchor else None

@@ -55,7 +55,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hf_kvret.artifacts.checks import check_choices, check_kinds, check_least
+from hf_kvret.artifacts.checks import check_choices, check_least, check_types
 from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
 
 PREDICTORS = ("linear", "low_rank", "mlp")
@@ -114,7 +114,7 @@ class PredictorOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_types(self)
         check_choices(
             self,
             bits=BITS,

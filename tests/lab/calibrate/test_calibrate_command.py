@@ -94,8 +94,8 @@ def test_options_reach_the_artifact(arguments: list[str], tmp_path: Path) -> Non
     more = ["--plain", "--no-compare", "--space", "rotated", "--seed", "3", "--name", "me/it"]
     assert main([*arguments, *more, "--dtype", "bfloat16", "--held-out", "0"]) == 0
     artifact = CalibrationArtifact.from_pretrained(tmp_path / "out")
-    found = {name: artifact.options[name] for name in ("space", "query_aware", "compare", "seed")}
-    assert found == {"space": "rotated", "query_aware": False, "compare": False, "seed": 3}
+    result = {name: artifact.options[name] for name in ("space", "query_aware", "compare", "seed")}
+    assert result == {"space": "rotated", "query_aware": False, "compare": False, "seed": 3}
     assert artifact.options["codewords"] == 8 and artifact.options["window"] == 64
     assert artifact.model.name == "me/it"
     assert all(row["score_error"] is None for row in artifact.quality)

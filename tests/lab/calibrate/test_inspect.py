@@ -41,15 +41,15 @@ def test_json_is_json_with_everything_but_the_numbers(
     saved: Path, artifact: CalibrationArtifact, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(saved), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["method"] == "a2ats" and found["bytes"] == artifact.nbytes
-    assert found["sha256"] == artifact.sha256
-    assert found["model"] == artifact.model.as_json()
-    assert found["quality"] == artifact.quality
-    assert found["data"] == artifact.data and found["options"] == artifact.options
+    result = json.loads(capsys.readouterr().out)
+    assert result["method"] == "a2ats" and result["bytes"] == artifact.nbytes
+    assert result["sha256"] == artifact.sha256
+    assert result["model"] == artifact.model.as_json()
+    assert result["quality"] == artifact.quality
+    assert result["data"] == artifact.data and result["options"] == artifact.options
     expected = {"shape": [2, 8, 16], "dtype": "bfloat16"}
-    assert found["tensors"]["layers.0.codebook"] == expected
-    assert found["tensors"].keys() == artifact.tensors.keys()
+    assert result["tensors"]["layers.0.codebook"] == expected
+    assert result["tensors"].keys() == artifact.tensors.keys()
 
 
 def test_small_figures_keep_their_digits(artifact: CalibrationArtifact) -> None:

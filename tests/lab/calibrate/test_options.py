@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.artifacts.checks import check_kinds
+from hf_kvret.artifacts.checks import check_types
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.study import Calibration
@@ -42,9 +42,9 @@ def test_values_of_any_declared_type_pass() -> None:
         share: float
 
     for many in (None, 3):
-        check_kinds(Options(many, 0))
+        check_types(Options(many, 0))
     with pytest.raises(TypeError, match=r"many=2\.5 is of type float: pass int or None"):
-        check_kinds(Options(2.5, 0.5))  # type: ignore[arg-type]
+        check_types(Options(2.5, 0.5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ class Reader:
         self.names: dict[str, Any] = {"__name__": "page"}
         self._requests: dict[str, list[str]] = {}
 
-    def asked(self, words: str) -> list[str]:
+    def requests(self, words: str) -> list[str]:
         """The requests of the first block with these words in it."""
-        return next(asked for text, asked in self._requests.items() if words in text)
+        return next(requests for text, requests in self._requests.items() if words in text)
 
     def block(self, language: str, line: int, text: str) -> None:
         before = len(self.hub.requests)
