@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import (
@@ -114,6 +115,23 @@ def test_layers_without_rope_are_known(tmp_path: Path) -> None:
     assert artifact.tensors["layers.1.inv_freq"].shape == (0,)
     loaded = CalibrationArtifact.from_pretrained(tmp_path, method="a2ats")
     assert loaded.tensors["layers.1.inv_freq"].shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "smollm3", "gpt_oss"])
+def test_predictors_of_several_types_of_models_are_learned(name: str, tmp_path: Path) -> None:
+    model = MODELS[name].build()
+    artifact = calibrate(
+        model, corpus(80, 60, 40, held_out=1), AquaCalibration(), tmp_path, progress=False
+    )
+    layers = list(MODELS[name].full_attention)
+    assert [row["layer"] for row in artifact.quality] == layers
+    settings = artifact.options["layers"]
+    assert [settings[str(n)]["previous"] for n in layers] == [None, *layers[:-1]]
+    heads, width = settings[str(layers[0])]["heads"], settings[str(layers[0])]["head_dim"]
+    weight = artifact.tensors[f"layers.{layers[1]}.key.weight"]
+    assert weight.shape == (heads * width, heads * width)
+    group = settings[str(layers[0])]["group"]
+    assert (heads * width) % group == 0 and (heads * width) % (2 * group)
 
 
 def test_the_artifact_is_saved_and_belongs_to_the_model(tmp_path: Path) -> None:
