@@ -165,20 +165,6 @@ def test_codes_of_rotated_keys_do_depend_on_positions(
     assert _same(_codes(caches[0]), _codes(caches[1])) < 0.9
 
 
-def test_a_prompt_in_chunks_answers_like_a_whole_one(
-    llama: PreTrainedModel, artifact_of: ArtifactOf
-) -> None:
-    ids, more = prompt(2, 63), prompt(2, 6, salt=1)
-    whole, chunks = (_cache(llama, artifact_of("llama")) for _ in range(2))
-    _read(llama, whole, ids)
-    for part in ids.split(21, dim=1):
-        _read(llama, chunks, part)
-    assert _same(_codes(chunks), _codes(whole)) > 0.99
-    torch.testing.assert_close(
-        _read(llama, chunks, more), _read(llama, whole, more), rtol=0, atol=3e-4
-    )
-
-
 @pytest.mark.parametrize("drop", [3, 20, 55, 70])
 def test_a_crop_leaves_what_a_cache_of_the_rest_would_hold(
     drop: int, llama: PreTrainedModel, artifact_of: ArtifactOf
@@ -217,23 +203,6 @@ def test_forks_and_original_never_see_each_others_codes(
     for token in prompt(1, 5, 4).split(1, dim=1):
         _read(llama, twins[0], token)
     assert torch.equal(_codes(original), _codes(filled(2)[0]))
-
-
-@pytest.mark.parametrize("rows", [[1, 0], [1, 1, 0], [0]], ids=str)
-def test_reordered_rows_take_their_codes_along(
-    rows: list[int], llama: PreTrainedModel, artifact_of: ArtifactOf
-) -> None:
-    cache = _cache(llama, artifact_of("llama"))
-    _read(llama, cache, prompt(2, 60))
-    before = _codes(cache)
-    cache.reorder_cache(torch.tensor(rows))
-    assert torch.equal(_codes(cache), before[:, rows])
-    logits = _read(llama, cache, prompt(2, 1, salt=1)[rows])
-    straight = _cache(llama, artifact_of("llama"))
-    _read(llama, straight, prompt(2, 60))
-    expected = _read(llama, straight, prompt(2, 1, salt=1))[rows]
-    # Sums over other numbers of rows differ in their last bits.
-    torch.testing.assert_close(logits, expected, rtol=0, atol=3e-4)
 
 
 def test_a_saved_cache_has_the_codes_of_its_window_too(

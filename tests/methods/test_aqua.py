@@ -9,9 +9,9 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
+from hf_kvret.methods.aqua.config import layer_plan
 from hf_kvret.methods.aqua.decoded import BytePages
 from hf_kvret.methods.aqua.kivi import KiviStore
-from hf_kvret.methods.aqua.plan import layer_plan
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, run_case

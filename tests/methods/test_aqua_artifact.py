@@ -17,7 +17,7 @@ import hf_kvret
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
-from hf_kvret.methods.aqua.plan import layer_plan
+from hf_kvret.methods.aqua.config import layer_plan
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
 from hf_kvret.testing.scenario import prompt, ragged
 

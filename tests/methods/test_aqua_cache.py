@@ -14,8 +14,8 @@ from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.coder import Rows
+from hf_kvret.methods.aqua.config import LayerPlan, layer_plan
 from hf_kvret.methods.aqua.decoded import split
-from hf_kvret.methods.aqua.plan import LayerPlan, layer_plan
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODES

@@ -13,10 +13,9 @@ from hf_kvret.artifacts.shared import made_once
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group
-from hf_kvret.methods.aqua.config import AquaConfig
+from hf_kvret.methods.aqua.config import AquaConfig, layer_plan
 from hf_kvret.methods.aqua.kivi import KiviStore
 from hf_kvret.methods.aqua.learned import METHOD, check_artifact, learned_options
-from hf_kvret.methods.aqua.plan import layer_plan
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.models.compatibility import is_latent, retrieval_shapes
 from hf_kvret.options.config import RetrievalConfig

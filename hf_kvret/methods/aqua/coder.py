@@ -8,9 +8,9 @@ from typing import Self
 import torch
 
 from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group, make_codec
+from hf_kvret.methods.aqua.config import LayerPlan
 from hf_kvret.methods.aqua.decoded import joined, split
 from hf_kvret.methods.aqua.learned import LearnedLayer, learned_layer, learned_options
-from hf_kvret.methods.aqua.plan import LayerPlan
 from hf_kvret_kernels.higgs import Codec, Coded
 from hf_kvret_model_patches.rope import Rope
 

@@ -14,6 +14,7 @@ from hf_kvret.contracts.store import check_rows
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows, codecs_of
 from hf_kvret.methods.aqua.coding import NOT_CODED
+from hf_kvret.methods.aqua.config import LayerPlan
 from hf_kvret.methods.aqua.decoded import (
     CHUNK,
     BytePages,
@@ -23,7 +24,6 @@ from hf_kvret.methods.aqua.decoded import (
     check_shape,
     spans,
 )
-from hf_kvret.methods.aqua.plan import LayerPlan
 from hf_kvret.stores import Store
 from hf_kvret.stores.memory import PageMemory
 
