@@ -225,7 +225,7 @@ class CalibrationArtifact:
             if not isinstance(tensor, torch.Tensor):
                 kind = type(tensor).__name__
                 raise TypeError(f"tensors: {name} is a {kind}, pass a torch.Tensor")
-        # Copies, so that callers can't change a frozen artifact.
+        # Copies are kept, so that callers can't change a frozen artifact.
         object.__setattr__(self, "tensors", dict(self.tensors))
         for name in ("data", "options"):
             value = getattr(self, name)

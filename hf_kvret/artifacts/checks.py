@@ -70,7 +70,7 @@ def check_least(options: object, **bounds: int) -> None:
 
 
 class Expected(NamedTuple):
-    """What a tensor must be."""
+    """The dtypes and the shape that a tensor may have."""
 
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[int, ...]
@@ -127,7 +127,7 @@ def check_layers(
     layers: Collection[int],
     check: Callable[[CalibrationArtifact, int], object],
 ) -> None:
-    """As ``check_each``; refuse settings or tensors of other layers, and of none."""
+    """Check each layer, and refuse settings or tensors of other layers, and of none."""
     expected = {str(layer) for layer in layers}
     settings = artifact.options.get("layers")
     other = sorted(settings.keys() - expected) if isinstance(settings, dict) else []
@@ -217,7 +217,7 @@ def check_tensor(
         raise damaged(artifact, f"has {name} {tuple(tensor.shape)}, not [{sizes}]")
     if tensor.is_floating_point() and tensor.numel():
         low, high = (float(x) for x in tensor.aminmax())
-        # Not `>`: NaN is beyond any bound.
+        # Compared in this way round, NaN is beyond any bound.
         if not (-float("inf") < low and high < float("inf")):
             raise damaged(artifact, f"has {name} with NaN or infinity")
         if max(-low, high) > LARGEST:

@@ -177,7 +177,7 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
     path = directory / _tensor_file(directory, description)
     if not path.is_file():
         raise FileNotFoundError(f"no calibration artifact in {directory}: {path.name} is missing")
-    # Read once: what is hashed is what is used, whatever happens to the file meanwhile.
+    # The file is read once, so that what is hashed is used, whatever happens to it meanwhile.
     content = path.read_bytes()
     try:
         tensors = load(content)

@@ -31,7 +31,7 @@ from huggingface_hub.utils import validate_repo_id
 from hf_kvret.artifacts.files import DESCRIPTION, HUB_FILES, PATTERNS, check_description
 from hf_kvret.version import __version__
 
-# Base class of the HTTP client's errors when there is no response; which client differs by version.
+# The base class of the HTTP client's errors without a response; the client differs by version.
 CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _LOG_IN = (
     "log in with huggingface_hub.login() or `hf auth login`, set HF_TOKEN, or pass token= "
@@ -132,7 +132,7 @@ def check_repository(
         ValueError: as ``check_description``.
     """
     api = HfApi(token=token, library_name="hf-kvret", library_version=__version__)
-    # To a temporary folder: a cached copy may be older than the file that would be replaced.
+    # A cached copy may be older than the file that would be replaced, so none is taken.
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = api.hf_hub_download(repo_id, DESCRIPTION, revision=revision, local_dir=folder)

@@ -194,8 +194,8 @@ def _difference(sample: WeightSample, values: torch.Tensor) -> str:
     """The first number that differs by more than a cast, in words; empty if none does."""
     expected = torch.tensor(sample.values, device="cpu")
     scale = torch.maximum(expected.abs(), values.abs())
-    # Not `>`: a NaN in the model counts as a difference, and so does infinity, which is near
-    # everything.
+    # Compared in this way round, a NaN in the model is a difference; infinity, which is near
+    # everything, is one too.
     wrong = ~((expected - values).abs() <= _RELATIVE * scale + _ABSOLUTE) | ~scale.isfinite()
     if not wrong.any():
         return ""

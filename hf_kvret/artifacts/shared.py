@@ -37,7 +37,7 @@ class ArtifactConfig(RetrievalConfig):
     """
 
     method: ClassVar[str]
-    # What else a user without an artifact may do.
+    # The end of the message for a user who has no artifact.
     way_out: ClassVar[str] = ""
 
     artifact: str | None = None
@@ -98,6 +98,7 @@ def shared_artifact(
         OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
     """
     file = (Path(artifact).expanduser() / DESCRIPTION).absolute()
+    # A folder that was written anew has another time, and is another artifact.
     stamp = (str(file), file.stat().st_mtime_ns) if file.is_file() else None
     key = method, artifact, revision, stamp
     result = _artifacts.get(key)

@@ -23,9 +23,9 @@ from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
-# fp32 elements of queries that are worked on at once.
+# So many fp32 elements of queries are worked on at once.
 _CHUNK_NUMBERS = 1 << 26
-# Added to the diagonal of H in units of its rms entry, as the authors' code does.
+# The diagonal of H grows by this, in units of its rms entry, as in the authors' code.
 _RIDGE = 1e-6
 
 
@@ -61,7 +61,7 @@ class CodebookStudy(LayerStudy):
 
     def __init__(self, options: A2ATSCalibration, rope: Rope, device: torch.device) -> None:
         self.options, self.rope, self.device = options, rope, device
-        # By held_out. Keys in the model's dtype, moments in fp64.
+        # Both are kept by held_out: keys in the model's dtype, moments in fp64.
         self._keys: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         self._moments: dict[bool, torch.Tensor] = {}
 
@@ -74,11 +74,11 @@ class CodebookStudy(LayerStudy):
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         rotated = self.options.space == "rotated"
         keys = tokens.key if rotated else tokens.key_before
-        # A copy on the CPU too: keys may be a view of something larger.
+        # Keys may be a view of something larger, so they are copied on the CPU too.
         self._keys[held_out].append(keys[0].to("cpu", copy=True))
         moments = self._moments.get(held_out)
         for queries in self._queries(tokens, rotated):
-            # [H, G * n, D]: the queries of all heads that share a KV head.
+            # All heads that share a KV head have their queries in one matrix, [H, G * n, D].
             group_queries = queries[0].unflatten(0, (keys.shape[1], -1)).flatten(1, 2).double()
             products = (group_queries.mT @ group_queries).cpu()
             moments = products if moments is None else moments + products

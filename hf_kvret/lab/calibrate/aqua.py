@@ -155,7 +155,7 @@ class AquaStudy(LayerStudy):
                 width = x.shape[1] * x.shape[3]
                 self._groups[name] = self.options.group_of(self.layer, name, width)
             rows = x[0, :, self.options.sinks :].transpose(0, 1).flatten(1)
-            # A copy on the CPU too: rows may be a view of something larger.
+            # Rows may be a view of something larger, so they are copied on the CPU too.
             self._rows[name].append(rows.to("cpu", copy=True))
         assert held_out or self._count == self._train_len, "what is held out comes last"
         count = len(self._rows["key"][-1])
@@ -250,6 +250,7 @@ class AquaStudy(LayerStudy):
             prediction = predict(predictor, block_inputs) if tensors else torch.zeros_like(exact)
             near = (recode(exact - prediction, codec) + prediction).to(result.dtype)
             result[block] = near.cpu()
+            # Figures of quality are of rows that nothing was learned from.
             if block.start >= coded.train_len:
                 tally.add("exact", exact)
                 tally.add("unpredicted", exact - prediction)

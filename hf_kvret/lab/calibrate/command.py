@@ -71,7 +71,7 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What ``hf-kvret inspect`` takes."""
+    """The options of ``hf-kvret inspect``."""
 
     artifact: str = option(help="a folder or a hub id; with --verify a path", name="artifact")
     revision: str | None = option(None, "branch, tag or commit on the hub")
@@ -210,9 +210,9 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
                 f"--held-out {options.held_out} of one sequence with {len(sequences[0])} tokens: "
                 "it takes at least two sequences: give a shorter --length or --held-out 0"
             )
-        # At least one, but never all.
+        # At least one sequence is held out, but never all.
         held_out = min(max(1, round(options.held_out * len(sequences))), len(sequences) - 1)
-    # UUIDs first: what is held out is the end of the text.
+    # UUIDs come first, so that what is held out is the end of the text.
     return Corpus([*uuids, *sequences], held_out, {**description, "held_out_sequences": held_out})
 
 

@@ -16,10 +16,10 @@ import torch
 
 from hf_kvret_kernels import codebook as codebook_ops
 
-# fp32 elements of points that are worked on at once, and of a temporary.
+# So many fp32 elements of points are worked on at once; a temporary has the second count.
 _MOST_NUMBERS = 1 << 26
 _CHUNK_NUMBERS = 1 << 22
-# Bits of an int64 sum, without the sign.
+# An int64 sum has so many bits beside its sign; one is spare.
 _BITS = 62
 
 
@@ -73,7 +73,7 @@ def k_means(
         raise ValueError("points holds NaN or infinity: leave out the tokens that have them")
     H, n, D = points.shape
     generator = torch.Generator().manual_seed(seed)
-    # As many candidates for each seed as in Arthur and Vassilvitskii's own program.
+    # Each seed has as many candidates as in Arthur and Vassilvitskii's own program.
     shape = (H, count, 2 + int(math.log(count)))
     draws = torch.rand(shape, generator=generator, dtype=torch.float64)
     codebook = points.new_empty(H, count, D)
@@ -222,6 +222,7 @@ def _means(
     step = max(1, _CHUNK_NUMBERS // D)
     for head in range(h):
         unit = bits / points[head].abs().max().double().clamp(min=1e-300)
+        # Terms are rounded to integers, whose sum does not depend on the order.
         counts = codes[head].bincount(minlength=C)
         sums = torch.zeros(C, D, dtype=torch.int64, device=points.device)
         for start in range(0, n, step):

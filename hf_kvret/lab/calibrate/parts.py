@@ -129,7 +129,7 @@ class FinishedLayers:
         """
         newest = None
         if findings.carried is not None and not last:
-            # Before the layer itself: a finished layer has what the next one needs.
+            # It comes before the layer itself, so that a finished layer has what the next needs.
             newest = self._carry_file(layer)
             self._write(newest, findings.carried, {})
         record = {

@@ -167,7 +167,7 @@ def _encode(
 
 
 def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As they are saved: fp64 becomes fp32."""
+    """The tensors as they are saved: fp64 becomes fp32."""
     return {
         name: (x.float() if x.dtype == torch.float64 else x).cpu().contiguous()
         for name, x in tensors.items()
@@ -210,7 +210,7 @@ def fit_mlp(
     tiny = torch.finfo(torch.float32).tiny
     spread = moments.gram.diagonal().mean().clamp_min(tiny).sqrt()
     scale = _target_spread(rows, moments.target_mean).clamp_min(tiny)
-    # Units in which inputs of the gelu are about 1, and so are inputs and targets.
+    # In these units inputs of the gelu are about 1, and so are inputs and targets.
     unit = ((down @ moments.gram) * down).sum(1).clamp_min(tiny).sqrt()
     first, last = down * (spread / unit[:, None]), up * (unit / scale)
     spare = torch.randn(hidden - 2 * rank, rows.width, generator=generator, dtype=torch.float64)
@@ -292,6 +292,7 @@ def pack_matrix(
             code = ((block[:, n] - low) / scale.where(scale > 0, 1.0)).round().clamp(0, _TOP)
             codes[:, column] = code
             errors[:, n] = (block[:, n] - low - scale * code) / spread[column, column]
+            # Columns that are not rounded yet make up for the error of this one.
             block[:, n + 1 :] -= torch.outer(errors[:, n], spread[column, column + 1 : end])
         remainder[:, end:] -= errors @ spread[start:end, end:]
         scales.append(scale)

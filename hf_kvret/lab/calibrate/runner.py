@@ -85,8 +85,9 @@ def calibrate(
     train_count = len(corpus.sequences) - corpus.held_out
     calibration.check([len(ids) for ids in corpus.sequences[:train_count]])
     ropes = check_rope(model)
-    kinds = model_layers(model.config)
-    ropes = {layer: rope for layer, rope in ropes.items() if type(kinds[layer]) is DynamicLayer}
+    layers = model_layers(model.config)
+    # Layers that slide or are recurrent never retrieve.
+    ropes = {layer: rope for layer, rope in ropes.items() if type(layers[layer]) is DynamicLayer}
     _check_layers(model, calibration, ropes)
     identity = ModelIdentity.of(model, name)
     setup = {
@@ -107,7 +108,7 @@ def calibrate(
             some = {n: ropes[n] for n in group}
             studies = _read(model, corpus, calibration, some, progress, forecast)
             for layer in group:
-                # Popped without a name, so that its tokens are freed before the next one learns.
+                # A study has no name here, so that its tokens are freed before the next one learns.
                 findings = _learn(studies.pop(layer), layer, carried, progress, forecast)
                 finished.keep(layer, findings, last=layer == todo[-1])
                 carried = findings.carried
@@ -142,7 +143,7 @@ def _read(
                 if layer not in ropes:
                     return
                 if layer not in studies:
-                    # The device of the tokens: weights may be elsewhere (offloading).
+                    # Weights may be elsewhere (offloading), so the tokens tell the device.
                     device = tokens.key.device
                     studies[layer] = calibration.study(layer, ropes[layer], device)
                 studies[layer].add(tokens, held_out)

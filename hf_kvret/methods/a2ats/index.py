@@ -68,13 +68,13 @@ class A2ATSIndex(Index):
 
     _codes: TokenBuffer = passed(dims="B H t", dtype=torch.int16)
     _cold: int = number(0, least=0)
-    # Fingerprint of the codebook, so that a saved cache is loaded with the same one.
+    # The fingerprint of the codebook makes sure that a saved cache is loaded with the same one.
     _fingerprint: int = number(0, key="learned")
 
     def __init__(self, options: A2ATSConfig, layer: int) -> None:
         self.options, self.layer = options, layer
         self._quantizer: LearnedLayer | None = None
-        # Positions [B, q] of the newest pass, whose queries are about to select.
+        # These are the positions [B, q] of the newest pass, whose queries are about to select.
         self._positions: torch.Tensor | None = None
 
     def on_forward(
@@ -104,6 +104,7 @@ class A2ATSIndex(Index):
         if self._unites(cold):
             group = query.shape[1] // codes.shape[1]
             count = max(1, budget // group)
+            # Each query head selects alone; the choices of a group are then united.
             ids = top_k(codebook.lookup(table, codes, valid=valid), count)
             each = ids.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)
             # With a budget below the number of heads, only the first heads choose.

@@ -294,7 +294,7 @@ def _check_metric(artifact: CalibrationArtifact, layer: int) -> None:
     if sound:
         eye = torch.eye(metric.shape[-1]).expand_as(metric)
         inverse = torch.linalg.solve_triangular(metric, eye, upper=False)
-        # Not `>`: it may overflow to NaN.
+        # Compared in this way round, an inverse that overflows to NaN is refused.
         sound = bool((inverse.abs() <= LARGEST).all())
     if not sound:
         raise damaged(artifact, f"has a metric of layer {layer} that can't be inverted")

@@ -24,7 +24,7 @@ from hf_kvret_kernels.higgs.codec import SMALLEST_GROUP
 
 _log = logging.getLogger(__name__)
 
-# Whether there is no artifact, and what to do where keys have an offset that is coded as it is.
+# By whether there is no artifact: the way out where keys have an offset that is coded as it is.
 _FOR_OFFSETS = {
     False: "make the artifact again with `hf-kvret calibrate aqua --anchor-mean`",
     True: "pass backbone='kivi', whose groups of keys take their offset off, or bits=16",

@@ -32,7 +32,7 @@ class Rows:
     @classmethod
     def empty_like(cls, other: Rows, start: int, end: int) -> Rows:
         """Memory for tokens ``start .. end``."""
-        # Inference tensors could not be written to later, outside inference mode.
+        # Tensors that are made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
             buffers = [
                 x.new_empty(len(x), end - start, x.shape[2]) for x in (other.keys, other.values)

@@ -13,7 +13,7 @@ BITS = (2, 3, 4, NOT_CODED)
 GROUPS = tuple(2**n for n in range(3, 11))
 """Numbers that may share a scale."""
 
-# The paper's: HIGGS shares a scale among up to 1024 numbers, Quanto among 64.
+# In the paper HIGGS shares a scale among up to 1024 elements, Quanto among 64.
 _LARGEST = {"higgs": 1024, "minmax": 64}
 _SMALLEST = 8
 

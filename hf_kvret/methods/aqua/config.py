@@ -253,6 +253,6 @@ def _role(
     if settings["previous"] is None:
         return options.first_bits or settings["bits"], None
     if is_anchor:
-        # A predicted layer in the artifact; as an anchor it gets the bits of the first layer.
+        # The artifact predicts this layer; as an anchor it gets the bits of the first layer.
         return options.first_bits or all_settings[str(layers[0])]["bits"], None
     return options.bits, settings["previous"]

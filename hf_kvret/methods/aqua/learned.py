@@ -33,7 +33,7 @@ from hf_kvret_model_patches.rope import Rope
 
 METHOD = "aqua"
 
-# Dtypes of tensors by the last part of their names; matrices have bf16.
+# The last part of a tensor's name tells its dtype; matrices have other names, and bf16.
 _DTYPES = {
     "codes": torch.uint8,
     "scale": torch.float16,
@@ -88,7 +88,7 @@ class LayerSettings(NamedTuple):
 def expected_tensors(
     options: PredictorOptions, layer: LayerSettings, below: LayerSettings | None, pairs: int
 ) -> dict[str, Expected]:
-    """What each tensor of a layer must be, by name.
+    """The dtype and shape of each tensor of a layer, by name.
 
     ``below`` is the layer that predicts it, None in an anchor; ``pairs`` counts its frequencies.
     """

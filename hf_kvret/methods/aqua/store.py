@@ -106,7 +106,7 @@ class AquaStore(DecodedStore):
         if reconstruction is not None and reconstruction.covers(0, end):
             for first, last in spans(0, end, chunk_len):
                 keys, values = self._attended(reconstruction.part(first, last))
-                # Copies: the layer above overwrites the reconstruction.
+                # The layer above overwrites the reconstruction, so copies are given out.
                 keys = keys.clone()
                 yield first, keys, keys[..., :in_key] if in_key else values.clone()
             return
