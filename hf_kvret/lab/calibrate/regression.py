@@ -80,10 +80,11 @@ class Moments:
         self.gram = gram - torch.outer(self.input_mean, self.input_mean)
         self.cross = cross - torch.outer(self.input_mean, self.target_mean)
 
-    def ridged(self, ridge: float) -> torch.Tensor:
-        """The Gram matrix with ``ridge`` times its mean diagonal added to it."""
-        size = self.gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-        return self.gram + (ridge * size) * torch.eye(len(self.gram)).to(self.gram)
+
+def _ridged(gram: torch.Tensor, ridge: float) -> torch.Tensor:
+    """The Gram matrix with ``ridge`` times its mean diagonal added to its diagonal."""
+    size = gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    return gram + (ridge * size) * torch.eye(len(gram)).to(gram)
 
 
 def fit_linear(rows: Rows, *, ridge: float, bits: int) -> dict[str, torch.Tensor]:
@@ -95,7 +96,7 @@ def fit_linear(rows: Rows, *, ridge: float, bits: int) -> dict[str, torch.Tensor
         bits: 16 for bf16, 4 for GPTQ.
     """
     moments = Moments(rows)
-    gram = moments.ridged(ridge)
+    gram = _ridged(moments.gram, ridge)
     weight = _encode("weight", _solution(moments, gram), gram, bits)
     product = unpacked(weight)["weight"].double()
     return _on_cpu({**weight, "bias": moments.target_mean - product @ moments.input_mean})
@@ -107,7 +108,7 @@ def fit_low_rank(rows: Rows, *, ridge: float, rank: int, bits: int) -> dict[str,
     Arguments as of ``fit_linear``; ``rank`` is at most the number of outputs.
     """
     moments = Moments(rows)
-    gram = moments.ridged(ridge)
+    gram = _ridged(moments.gram, ridge)
     down, up = _reduce(_solution(moments, gram), gram, rank)
     tensors = _encode("down", down, gram, bits)
     down_matrix = unpacked(tensors)["down"].double()
@@ -205,11 +206,12 @@ def fit_mlp(
     generator = torch.Generator().manual_seed(seed)
     rank = min(hidden // 2, rows.targets.shape[1])
     moments = Moments(rows)
-    gram = moments.ridged(ridge)
+    gram = _ridged(moments.gram, ridge)
     down, up = _reduce(_solution(moments, gram), gram, rank)
     tiny = torch.finfo(torch.float32).tiny
     spread = moments.gram.diagonal().mean().clamp_min(tiny).sqrt()
-    scale = _target_spread(rows, moments.target_mean).clamp_min(tiny)
+    squares = sum((y.double() - moments.target_mean).square().sum() for _, y in rows.blocks())
+    scale = (torch.as_tensor(squares) / rows.targets.numel()).sqrt().clamp_min(tiny)
     # In these units inputs of the gelu are about 1, and so are inputs and targets.
     unit = ((down @ moments.gram) * down).sum(1).clamp_min(tiny).sqrt()
     first, last = down * (spread / unit[:, None]), up * (unit / scale)
@@ -245,12 +247,6 @@ def fit_mlp(
         total += (y - predict(tensors, x)).double().sum(0)
     tensors["bias"] = (total / len(rows)).float()
     return {name: x.cpu().contiguous() for name, x in tensors.items()}
-
-
-def _target_spread(rows: Rows, mean: torch.Tensor) -> torch.Tensor:
-    """The root mean square of targets about their mean, one number."""
-    total = sum((y.double() - mean).square().sum() for _, y in rows.blocks())
-    return (torch.as_tensor(total) / rows.targets.numel()).sqrt()
 
 
 def pack_matrix(
@@ -304,8 +300,7 @@ def pack_matrix(
 
 def _spread(gram: torch.Tensor) -> torch.Tensor:
     """How later inputs compensate the error of one: U of ``gram^-1 = U^T U``."""
-    size = gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     # GPTQ's damping is 1e-2; the Gram matrix of a ridge regression needs much less.
-    ridge_gram = gram + (1e-6 * size) * torch.eye(len(gram)).to(gram)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(ridge_gram))
+    factor = torch.linalg.cholesky(_ridged(gram, 1e-6))
+    inverse = torch.cholesky_inverse(factor)
     return torch.linalg.cholesky(inverse, upper=True)
