@@ -93,9 +93,9 @@ def test_the_tutorial_does_what_it_says(
     assert set(shared.refs) == {"main", "v1"}
     assert secret.private and not shared.private
     # The hub is asked where the page says so, and only there.
-    assert any("/resolve/" in request for request in reader.asked('revision="v1")\n    right'))
-    assert any(request.startswith("POST") for request in reader.asked("private=True"))
+    assert any("/resolve/" in request for request in reader.requests('revision="v1")\n    right'))
+    assert any(request.startswith("POST") for request in reader.requests("private=True"))
     for words in OFFLINE:
-        assert reader.asked(words) == []
+        assert reader.requests(words) == []
     page = PAGE.read_text(encoding="utf-8")
     assert max(page.index(words) for words in OFFLINE[:-1]) < page.index("push_to_hub")
