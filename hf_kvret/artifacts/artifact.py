@@ -49,7 +49,7 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
     # A name of several lines would end the heading and the link.
     name = " ".join(model.name.split())
     link = f"[{name}](https://huggingface.co/{name})" if _is_full_id(name) else f"`{name}`"
-    parts = [
+    sections = [
         f"---\n{_metadata(artifact)}\n---",
         f"# {artifact.method} artifact for {name}",
         f"What the method `{artifact.method}` of hf-kvret, KV-cache retrieval inside Hugging Face "
@@ -62,8 +62,8 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
         _table(["tensors", "count", "shape", "dtype", "size"], _sizes(artifact)),
     ]
     if artifact.quality:
-        parts += ["## Quality", _quality(artifact.quality)]
-    parts += [
+        sections += ["## Quality", _quality(artifact.quality)]
+    sections += [
         "## How it was made",
         _facts("option", {n: v for n, v in artifact.options.items() if n != "layers"}),
         _facts("calibration data", artifact.data),
@@ -77,7 +77,7 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
             "tells its weights from others: make sure that you have the same model."
         ),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _metadata(artifact: CalibrationArtifact) -> str:
@@ -213,12 +213,26 @@ class CalibrationArtifact:
     quality: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        check_method(self.method)
-        # Copies, so that callers can't change a frozen artifact.
-        object.__setattr__(self, "tensors", tensor_dict(self.tensors))
-        object.__setattr__(self, "data", plain_json("data", self.data))
-        object.__setattr__(self, "options", plain_json("options", self.options))
-        object.__setattr__(self, "quality", plain_quality(self.quality))
+        if not isinstance(self.method, str) or not re.fullmatch("[a-z][a-z0-9_-]*", self.method):
+            raise ValueError(
+                f"method={self.method!r}: the name of a method, small letters, digits, - and _"
+            )
+        if not isinstance(self.tensors, Mapping) or not self.tensors:
+            raise ValueError("tensors: pass a dict with at least one tensor, by name")
+        for name, tensor in self.tensors.items():
+            if not isinstance(name, str) or name in ("", "__metadata__"):
+                raise ValueError(f"tensors: {name!r} is no name for a tensor, take another")
+            if not isinstance(tensor, torch.Tensor):
+                kind = type(tensor).__name__
+                raise TypeError(f"tensors: {name} is a {kind}, pass a torch.Tensor")
+        # Copies are kept, so that callers can't change a frozen artifact.
+        object.__setattr__(self, "tensors", dict(self.tensors))
+        for name in ("data", "options"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise TypeError(f"{name} is a {type(value).__name__}: pass a dict of plain JSON")
+            object.__setattr__(self, name, _plain_json(name, dict(value)))
+        object.__setattr__(self, "quality", _plain_quality(self.quality))
 
     @property
     def nbytes(self) -> int:
@@ -332,14 +346,10 @@ class CalibrationArtifact:
                 options=description["options"],
                 quality=description["quality"],
             )
-        except KeyError as missing:
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"no {error} in 'model'" if isinstance(error, KeyError) else error
             raise ValueError(
-                f"{folder / DESCRIPTION} has no {missing} in 'model': it is damaged; save or "
-                "download the artifact again"
-            ) from missing
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{folder / DESCRIPTION} is damaged ({error}): save or download the artifact again"
+                f"{folder / DESCRIPTION} is damaged ({why}): save or download the artifact again"
             ) from error
         if sha256 is not None:
             artifact.check_sha256(sha256)
@@ -458,51 +468,18 @@ class CalibrationArtifact:
         write(directory, description, self.tensors, model_card(self, source))
 
 
-def check_method(method: str) -> None:
-    """ValueError unless ``method`` can be the name of one."""
-    if not isinstance(method, str) or not re.fullmatch("[a-z][a-z0-9_-]*", method):
-        raise ValueError(f"method={method!r}: the name of a method, small letters, digits, - and _")
-
-
-def tensor_dict(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors in a new dict; ValueError or TypeError for what is no name or tensor."""
-    if not isinstance(tensors, Mapping) or not tensors:
-        raise ValueError("tensors: pass a dict with at least one tensor, by name")
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or name in ("", "__metadata__"):
-            raise ValueError(f"tensors: {name!r} is no name for a tensor, take another")
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensors: {name} is a {type(tensor).__name__}, pass a torch.Tensor")
-    return dict(tensors)
-
-
 def add_tensors(digest: _Hash, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Add names, dtypes, shapes and numbers to a digest, in the order of the names."""
+    """Add names, dtypes, shapes and elements to a digest, in the order of the names."""
     for name, tensor in sorted(tensors.items()):
         dtype = str(tensor.dtype).removeprefix("torch.")
         digest.update(plain_bytes([name, dtype, list(tensor.shape)]))
-        numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(numbers.numpy().data)
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(content.numpy().data)
 
 
-def plain_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """``value`` after a way through JSON, which knows no tuples and only strings as names.
-
-    Raises:
-        TypeError, ValueError: it is no dict, or holds what JSON can't, for instance NaN.
-    """
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is a {type(value).__name__}: pass a dict of plain JSON")
-    return _through_json(name, dict(value))
-
-
-def plain_quality(quality: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of figures after a way through JSON.
-
-    Raises:
-        TypeError, ValueError: a row without ``layer``, or with anything but single figures.
-    """
-    rows = _through_json("quality", list(quality))
+def _plain_quality(quality: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of figures as JSON gives them back; ValueError for anything but single figures."""
+    rows = _plain_json("quality", list(quality))
     for number, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(row.get("layer"), int):
             raise ValueError(f"quality[{number}]={row!r}: pass a dict with 'layer', its number")
@@ -515,7 +492,8 @@ def plain_quality(quality: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _through_json(name: str, value: Any) -> Any:
+def _plain_json(name: str, value: Any) -> Any:
+    """``value`` after a way through JSON, which knows no tuples and only strings as names."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:

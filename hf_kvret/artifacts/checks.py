@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.shared import made_once
-from hf_kvret.models.compatibility import retrieval_layers
+from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret_model_patches.rope import Rope
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 LARGEST = 1e12
-"""Of numbers in an artifact. Keys, weights and their products stay far below, and what is summed up
-of them stays finite in fp32."""
+"""The largest element of an artifact. Keys, weights and their products stay far below, and their
+sums stay finite in fp32."""
 
 # Frequencies are powers, whose last bit depends on the machine.
 _SAME_FREQUENCY = 1e-5
@@ -33,7 +33,7 @@ _SAME_FREQUENCY = 1e-5
 Options = TypeVar("Options", bound="DataclassInstance")
 
 
-def check_kinds(options: DataclassInstance) -> None:
+def check_types(options: DataclassInstance) -> None:
     """Check that every field has the type, or one of the types, of its annotation.
 
     An int is accepted for a float. A bool is not accepted for an int, and numbers of numpy or torch
@@ -45,16 +45,32 @@ def check_kinds(options: DataclassInstance) -> None:
     hints = get_type_hints(type(options))
     for field in fields(options):
         value, hint = getattr(options, field.name), hints[field.name]
-        kinds: tuple[Any, ...] = get_args(hint) or (hint,)
-        if type(value) not in kinds and not (float in kinds and type(value) is int):
-            choices = " or ".join("None" if x is type(None) else x.__name__ for x in kinds)
+        types: tuple[Any, ...] = get_args(hint) or (hint,)
+        if type(value) not in types and not (float in types and type(value) is int):
+            choices = " or ".join("None" if x is type(None) else x.__name__ for x in types)
             raise TypeError(
                 f"{field.name}={value!r} is of type {type(value).__name__}: pass {choices}"
             )
 
 
+def check_choices(options: object, **choices: Collection[object]) -> None:
+    """ValueError for the first of ``options`` that is none of its ``choices``."""
+    for name, values in choices.items():
+        value = getattr(options, name)
+        if value not in values:
+            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, values))}")
+
+
+def check_least(options: object, **bounds: int) -> None:
+    """ValueError for the first of ``options`` that is below its least value; None passes."""
+    for name, least in bounds.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}: {least} or more")
+
+
 class Expected(NamedTuple):
-    """What a tensor must be."""
+    """The dtypes and the shape that a tensor may have."""
 
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[int, ...]
@@ -69,32 +85,34 @@ def damaged(artifact: CalibrationArtifact, what: str) -> ValueError:
 
 
 def check_options(
-    artifact: CalibrationArtifact, kind: type[Options], read: Collection[str]
+    artifact: CalibrationArtifact, cls: type[Options], required: Collection[str]
 ) -> Options:
-    """The options of the calibration, each of the type and in the range that ``kind`` knows.
+    """The options of the calibration, each of the type and in the range that ``cls`` knows.
 
     Args:
         artifact: names that are missing have their default, as options that came later.
-        kind: the method's calibration.
-        read: names that must be there.
+        cls: the options of the method's calibration.
+        required: names that must be there.
     """
     own = {name: value for name, value in artifact.options.items() if name != "layers"}
-    missing = [name for name in read if name not in own]
+    missing = [name for name in required if name not in own]
     if missing:
         raise damaged(artifact, f"has no option {', '.join(missing)}")
-    unknown = sorted(own.keys() - {field.name for field in fields(kind)})
+    unknown = sorted(own.keys() - {field.name for field in fields(cls)})
     if unknown:
         raise damaged(
             artifact,
             f"has the option {', '.join(unknown)}, unknown to this version (upgrade hf-kvret)",
         )
     try:
-        return kind(**own)
+        return cls(**own)
     except (TypeError, ValueError) as error:
-        raise damaged(artifact, f"has a wrong option ({error})") from error
+        raise damaged(
+            artifact, f"has a wrong option ({error}; upgrade hf-kvret where a newer one made it)"
+        ) from error
 
 
-def told_layers(artifact: CalibrationArtifact) -> list[int]:
+def layer_numbers(artifact: CalibrationArtifact) -> list[int]:
     """Numbers of the layers that an artifact tells of, in order."""
     layers = artifact.options.get("layers")
     names = list(layers) if isinstance(layers, dict) else []
@@ -104,11 +122,15 @@ def told_layers(artifact: CalibrationArtifact) -> list[int]:
     return sorted(numbers)
 
 
-def check_names(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Refuse settings or tensors of other layers than ``layers``, and of none."""
+def check_layers(
+    artifact: CalibrationArtifact,
+    layers: Collection[int],
+    check: Callable[[CalibrationArtifact, int], object],
+) -> None:
+    """Check each layer, and refuse settings or tensors of other layers, and of none."""
     expected = {str(layer) for layer in layers}
-    told = artifact.options.get("layers")
-    other = sorted(told.keys() - expected) if isinstance(told, dict) else []
+    settings = artifact.options.get("layers")
+    other = sorted(settings.keys() - expected) if isinstance(settings, dict) else []
     if other:
         raise damaged(artifact, f"tells of layers {', '.join(other)}, which don't retrieve")
     foreign = [
@@ -118,6 +140,7 @@ def check_names(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
     ]
     if foreign:
         raise damaged(artifact, f"has tensors that nothing reads ({', '.join(sorted(foreign))})")
+    check_each(artifact, layers, check)
 
 
 def check_each(
@@ -130,13 +153,32 @@ def check_each(
         made_once(artifact, ("checked", layer), partial(check, artifact, layer))
 
 
-def check_told(
-    artifact: CalibrationArtifact, check: Callable[[CalibrationArtifact, int], object]
+def check_fit(
+    artifact: CalibrationArtifact,
+    config: PreTrainedConfig,
+    check: Callable[[CalibrationArtifact, int], object],
+    shape_of: Callable[[CalibrationArtifact, int], tuple[int, int]],
 ) -> None:
-    """As ``check_each`` for all layers that an artifact tells of, which has no others."""
-    layers = told_layers(artifact)
-    check_names(artifact, layers)
-    check_each(artifact, layers, check)
+    """Refuse an artifact that can't be one of a model, before any token is cached.
+
+    Args:
+        artifact: of the model's architecture, as ``CalibrationArtifact.check`` found.
+        config: of the model.
+        check: the method's own of a layer.
+        shape_of: KV heads and head dim that a layer was learned from.
+    """
+    shapes = retrieval_shapes(config)
+    check_layers(artifact, shapes, check)
+    for layer, shape in shapes.items():
+        heads, dim = shape_of(artifact, layer)
+        # Some models have a KV head for each query head, whatever their configuration says.
+        if heads not in (shape.kv_heads, shape.heads) or dim != shape.head_dim:
+            raise damaged(
+                artifact,
+                f"is damaged at layer {layer} ({heads} heads of {dim} numbers; the model has "
+                f"{shape.kv_heads} of {shape.head_dim})",
+            )
+    check_rotations(artifact, config)
 
 
 def check_tensors(
@@ -158,14 +200,14 @@ def check_tensor(
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> torch.Tensor:
-    """The tensor ``name``, of sound numbers, one of ``dtypes`` and ``shape``; None: any size."""
+    """The tensor ``name``, of sound elements, one of ``dtypes`` and ``shape``; None: any size."""
     tensor = artifact.tensors.get(name)
     if tensor is None:
         raise damaged(artifact, f"has no {name}")
     if tensor.dtype not in dtypes:
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        choices = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise damaged(artifact, f"has {name} in {dtype}, not in {kinds}")
+        raise damaged(artifact, f"has {name} in {dtype}, not in {choices}")
     fits = len(shape) == tensor.ndim and all(
         expected_size in (None, size)
         for expected_size, size in zip(shape, tensor.shape, strict=True)
@@ -175,7 +217,7 @@ def check_tensor(
         raise damaged(artifact, f"has {name} {tuple(tensor.shape)}, not [{sizes}]")
     if tensor.is_floating_point() and tensor.numel():
         low, high = (float(x) for x in tensor.aminmax())
-        # Not `>`: NaN is beyond any bound.
+        # Compared in this way round, NaN is beyond any bound.
         if not (-float("inf") < low and high < float("inf")):
             raise damaged(artifact, f"has {name} with NaN or infinity")
         if max(-low, high) > LARGEST:
@@ -184,16 +226,16 @@ def check_tensor(
 
 
 def check_layer_settings(
-    artifact: CalibrationArtifact, layer: int, kinds: Mapping[str, type | tuple[type, ...]]
+    artifact: CalibrationArtifact, layer: int, types: Mapping[str, type | tuple[type, ...]]
 ) -> dict[str, Any]:
-    """An artifact's settings of a layer, of which ``kinds`` must have these types."""
+    """An artifact's settings of a layer, of which those in ``types`` must have these types."""
     layers = artifact.options.get("layers")
     entry = layers.get(str(layer)) if isinstance(layers, dict) else None
     settings = entry if isinstance(entry, dict) else {}
     wrong = [
         name
-        for name, kind in kinds.items()
-        if not isinstance(settings.get(name), kind) or isinstance(settings.get(name), bool)
+        for name, cls in types.items()
+        if not isinstance(settings.get(name), cls) or isinstance(settings.get(name), bool)
     ]
     if wrong:
         raise damaged(artifact, f"doesn't tell {', '.join(wrong)} of layer {layer} as it should")
@@ -202,8 +244,8 @@ def check_layer_settings(
 
 def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
     """RoPE of layer number ``layer`` from the artifact, on the CPU."""
-    kinds = {"attention_factor": (int, float), "layout": (str,)}
-    settings = check_layer_settings(artifact, layer, kinds)
+    types = {"attention_factor": (int, float), "layout": (str,)}
+    settings = check_layer_settings(artifact, layer, types)
     name = f"layers.{layer}.inv_freq"
     frequencies = check_tensor(artifact, name, (None,), (torch.float32,))
     last = settings.get("last", False)
@@ -240,10 +282,14 @@ def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> 
     made_once(artifact, key, partial(_check_rotations, artifact, config))
 
 
-def _check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> bool:
-    for layer in retrieval_layers(config):
+def _check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
+    for layer in retrieval_shapes(config):
         rope = learned_rope(artifact, layer)
-        own = _own_rope(config, layer, rope.layout)
+        try:
+            own = Rope.of(config, layer)
+        except ValueError:
+            # The model's code doesn't tell how it pairs elements.
+            own = Rope.of(config, layer, rope.layout)
         ends = [" at the end of a row" if one.last else "" for one in (rope, own)]
         if (len(own.inv_freq), own.last) != (len(rope.inv_freq), rope.last):
             raise damaged(
@@ -262,18 +308,9 @@ def _check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) ->
             ("an attention factor", *factors.unsqueeze(1)),
         ):
             if not torch.allclose(value, expected, rtol=_SAME_FREQUENCY, atol=0.0):
-                place = int((value - expected).abs().argmax())
+                worst = int((value - expected).abs().argmax())
                 raise damaged(
                     artifact,
                     f"has {what} for layer {layer} that the model doesn't have "
-                    f"({value[place]:.6g} for {expected[place]:.6g})",
+                    f"({value[worst]:.6g} for {expected[worst]:.6g})",
                 )
-    return True
-
-
-def _own_rope(config: PreTrainedConfig, layer: int, layout: str) -> Rope:
-    """The model's rotation; with ``layout`` where its code can't be asked for one."""
-    try:
-        return Rope.of(config, layer)
-    except ValueError:
-        return Rope.of(config, layer, layout)

@@ -33,7 +33,7 @@ _SUFFIX = ".safetensors"
 _VERSIONED = re.compile(rf"{_STEM}-[0-9a-f]{{{VERSION_LEN}}}{re.escape(_SUFFIX)}")
 
 _AGAIN = "save or download the artifact again"
-_KINDS = {
+_TYPES = {
     "method": str,
     "model": dict,
     "data": dict,
@@ -72,8 +72,8 @@ def check_no_foreign_artifact(directory: Path, method: str) -> None:
             )
 
 
-def check_description(content: bytes, method: str, place: str, way_out: str) -> None:
-    """Refuse a ``config.json`` at ``place`` whose ``content`` is not of a ``method`` artifact.
+def check_description(content: bytes, method: str, path: str, way_out: str) -> None:
+    """Refuse a ``config.json`` at ``path`` whose ``content`` is not of a ``method`` artifact.
 
     Raises:
         ValueError: it is of a model, or of anything else than an artifact; of another method.
@@ -88,7 +88,7 @@ def check_description(content: bytes, method: str, place: str, way_out: str) -> 
         owner = f"of an artifact of {description['method']!r}, not of {method!r}"
     else:
         return
-    raise ValueError(f"{place} is {owner}, and would be replaced: {way_out}")
+    raise ValueError(f"{path} is {owner}, and would be replaced: {way_out}")
 
 
 def write_folder(
@@ -105,9 +105,8 @@ def write_folder(
         card: text of the model card.
     """
     check_no_foreign_artifact(directory, description["method"])
-    content = save(_contiguous(tensors))
+    content, digest = _content(tensors)
     with replacing(directory, DESCRIPTION, _STEM) as new:
-        digest = hashlib.sha256(content).hexdigest()
         name = new.keep(content, digest[:VERSION_LEN], _SUFFIX)
         new.put_beside(CARD, card.encode())
         obsolete = [TENSORS] if _names_fixed_file(directory) else []
@@ -118,8 +117,7 @@ def write_for_hub(
     directory: Path, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], card: str
 ) -> None:
     """Write the three files for a commit to the hub; arguments as of ``write_folder``."""
-    content = save(_contiguous(tensors))
-    digest = hashlib.sha256(content).hexdigest()
+    content, digest = _content(tensors)
     (directory / TENSORS).write_bytes(content)
     text = _description_text(description, tensors, TENSORS, digest)
     (directory / DESCRIPTION).write_bytes(text)
@@ -154,13 +152,13 @@ def read_description(directory: Path) -> dict[str, Any]:
             f"{path} has format version {version!r}, this hf-kvret reads {FORMAT_VERSION}: "
             "calibrate again, or upgrade hf-kvret (git pull, then pip install -c constraints.txt .)"
         )
-    for name, kind in _KINDS.items():
+    for name, cls in _TYPES.items():
         if name not in description:
             raise ValueError(f"{path} has no {name!r}: it is damaged; {_AGAIN}")
-        if not isinstance(description[name], kind):
+        if not isinstance(description[name], cls):
             raise ValueError(
                 f"{path} has a {type(description[name]).__name__} for {name!r} where a "
-                f"{kind.__name__} belongs: it is damaged; {_AGAIN}"
+                f"{cls.__name__} belongs: it is damaged; {_AGAIN}"
             )
     if description["description_sha256"] != _digest(description):
         raise ValueError(f"{path} was changed (its sha256 is not the one that it says): {_AGAIN}")
@@ -177,7 +175,7 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
     path = directory / _tensor_file(directory, description)
     if not path.is_file():
         raise FileNotFoundError(f"no calibration artifact in {directory}: {path.name} is missing")
-    # Read once: what is hashed is what is used, whatever happens to the file meanwhile.
+    # The file is read once, so that what is hashed is used, whatever happens to it meanwhile.
     content = path.read_bytes()
     try:
         tensors = load(content)
@@ -188,9 +186,10 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
     own_list, saved_list = _list(tensors), description["tensors"]
     for name in [*saved_list, *(name for name in own_list if name not in saved_list)]:
         if own_list.get(name) != saved_list.get(name):
+            own, saved = _in_words(own_list.get(name)), _in_words(saved_list.get(name))
             raise ValueError(
-                f"{path} does not hold what {DESCRIPTION} says: {name} is "
-                f"{_tell(own_list.get(name))} instead of {_tell(saved_list.get(name))}; {_AGAIN}"
+                f"{path} does not hold what {DESCRIPTION} says: {name} is {own} instead of "
+                f"{saved}; {_AGAIN}"
             )
     if hashlib.sha256(content).hexdigest() != description["tensors_sha256"]:
         raise ValueError(
@@ -200,18 +199,10 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
     return tensors
 
 
-def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous CPU tensors, each with its own storage, as safetensors requires."""
-    result: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
-            tensor = tensor.clone()
-        storages.add(tensor.untyped_storage().data_ptr())
-        result[name] = tensor
-    return result
+def _content(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, str]:
+    """The tensor file and its sha256; copies, because safetensors takes no shared memory."""
+    content = save({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()})
+    return content, hashlib.sha256(content).hexdigest()
 
 
 def _list(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -221,7 +212,7 @@ def _list(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def _tell(entry: Any) -> str:
+def _in_words(entry: Any) -> str:
     if entry is None:
         return "absent"
     if isinstance(entry, dict) and {"shape", "dtype"} <= entry.keys():
@@ -245,9 +236,9 @@ def _description_text(
 
 
 def _digest(description: Mapping[str, Any]) -> str:
-    """Of all that a description says but this digest, however it is written down."""
-    rest = {name: one for name, one in description.items() if name != "description_sha256"}
-    return hashlib.sha256(plain_bytes(rest)).hexdigest()
+    """The digest of all that a description says but this digest, however it is written down."""
+    fields = {name: value for name, value in description.items() if name != "description_sha256"}
+    return hashlib.sha256(plain_bytes(fields)).hexdigest()
 
 
 def _names_fixed_file(directory: Path) -> bool:

@@ -15,7 +15,6 @@ from huggingface_hub import (
     constants,
     is_offline_mode,
     snapshot_download,
-    try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -32,7 +31,7 @@ from huggingface_hub.utils import validate_repo_id
 from hf_kvret.artifacts.files import DESCRIPTION, HUB_FILES, PATTERNS, check_description
 from hf_kvret.version import __version__
 
-# Base class of the HTTP client's errors when there is no response; which client differs by version.
+# The base class of the HTTP client's errors without a response; the client differs by version.
 CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _LOG_IN = (
     "log in with huggingface_hub.login() or `hf auth login`, set HF_TOKEN, or pass token= "
@@ -133,7 +132,7 @@ def check_repository(
         ValueError: as ``check_description``.
     """
     api = HfApi(token=token, library_name="hf-kvret", library_version=__version__)
-    # To a temporary folder: a cached copy may be older than the file that would be replaced.
+    # A cached copy may be older than the file that would be replaced, so none is taken.
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = api.hf_hub_download(repo_id, DESCRIPTION, revision=revision, local_dir=folder)
@@ -220,50 +219,3 @@ def is_hub_id(text: str) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-_TIMEOUT_SECONDS = 10.0
-
-
-def needs_cache(option: str, name: str) -> bool:
-    """Whether the model ``name`` can only be had of the cache, as the hub can't be asked.
-
-    Args:
-        option: what the user gave ``name`` to, as ``--model``.
-
-    Raises:
-        NotADirectoryError: ``name`` is a file.
-        FileNotFoundError: it is neither a folder nor a hub id.
-        ConnectionError: it is a hub id, the hub can't be reached, and the cache lacks it.
-    """
-    if Path(name).is_dir():
-        return False
-    if Path(name).is_file():
-        raise NotADirectoryError(f"{option} {name} is a file: give the folder that holds it")
-    if not is_hub_id(name):
-        raise FileNotFoundError(
-            f"{option} {name}: no such folder, and no hub id either (owner/name); check the "
-            "spelling"
-        )
-    reason = why_unreachable(name)
-    if reason is None:
-        return False
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return True
-    raise ConnectionError(
-        f"{option} {name}: no such folder, not in the cache, and the hub can't be asked "
-        f"({reason}). Give a local folder, or load it once while online (HF_HUB_OFFLINE unset)"
-    )
-
-
-def why_unreachable(repo_id: str, repo_type: str = "model") -> str | None:
-    """Why the hub can't be asked about a repository; None where it answers, be it with a no."""
-    if is_offline_mode():
-        return "HF_HUB_OFFLINE is set"
-    try:
-        HfApi().repo_info(repo_id, repo_type=repo_type, timeout=_TIMEOUT_SECONDS)
-    except HfHubHTTPError:
-        return None
-    except (OfflineModeIsEnabled, CLIENT_ERROR) as error:
-        return f"{constants.ENDPOINT} does not answer: {error or type(error).__name__}"
-    return None

@@ -37,12 +37,12 @@ _RELATIVE, _ABSOLUTE = 2.0**-7, 2.0**-24
 
 @dataclass(frozen=True)
 class WeightSample:
-    """Some numbers of one parameter.
+    """Some elements of one parameter.
 
     Attributes:
         name: of the parameter, seen from the decoder.
         shape: of the parameter.
-        values: 16 numbers at fixed places, with six digits.
+        values: 16 elements at fixed indices, with six digits.
     """
 
     name: str
@@ -146,10 +146,10 @@ class ModelIdentity:
 
 
 def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
-    """Numbers of up to 32 parameters of ``model``'s decoder, the same at every call.
+    """Elements of up to 32 parameters of ``model``'s decoder, the same at every call.
 
-    Parameters with fewer than 16 numbers and those that are quantized, sharded or offloaded are
-    left out. Reads a few hundred numbers from the model's devices.
+    Parameters with fewer than 16 elements and those that are quantized, sharded or offloaded are
+    left out. Reads a few hundred elements from the model's devices.
 
     Raises:
         ValueError: the weights hold NaN or infinity.
@@ -161,13 +161,13 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
     }
     samples = []
     for name in chosen(parameters, SAMPLED_PARAMETERS):
-        numbers = sampled(parameters[name].detach()).float().cpu()
-        if not bool(numbers.isfinite().all()):
+        elements = sampled(parameters[name].detach()).float().cpu()
+        if not bool(elements.isfinite().all()):
             raise ValueError(
                 f"{name} of the model holds NaN or infinity: load the model anew, in a dtype that "
                 "holds its weights (bfloat16 or float32)"
             )
-        values = tuple(float(f"{value:.6g}") for value in numbers.tolist())
+        values = tuple(float(f"{value:.6g}") for value in elements.tolist())
         samples.append(WeightSample(name, tuple(parameters[name].shape), values))
     return tuple(samples)
 
@@ -194,17 +194,17 @@ def _difference(sample: WeightSample, values: torch.Tensor) -> str:
     """The first number that differs by more than a cast, in words; empty if none does."""
     expected = torch.tensor(sample.values, device="cpu")
     scale = torch.maximum(expected.abs(), values.abs())
-    # Not `>`: a NaN in the model counts as a difference, and so does infinity, which is near
-    # everything.
+    # Compared in this way round, a NaN in the model is a difference; infinity, which is near
+    # everything, is one too.
     wrong = ~((expected - values).abs() <= _RELATIVE * scale + _ABSOLUTE) | ~scale.isfinite()
     if not wrong.any():
         return ""
-    place = int(wrong.nonzero()[0])
-    return f"{sample.name} has {values[place]:.4g} where {expected[place]:.4g} was sampled"
+    index = int(wrong.nonzero()[0])
+    return f"{sample.name} has {values[index]:.4g} where {expected[index]:.4g} was sampled"
 
 
 def _unreadable(parameter: torch.Tensor) -> str:
-    """Why single numbers of a parameter can't be read; empty if they can."""
+    """Why single elements of a parameter can't be read; empty if they can."""
     if type(parameter) not in (nn.Parameter, torch.Tensor):
         return f"kept as {type(parameter).__name__}"
     if parameter.dtype not in _FLOATS:

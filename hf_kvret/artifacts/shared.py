@@ -1,17 +1,20 @@
-"""Artifacts shared within a process: each is read once, and derived objects are made once."""
+"""Artifacts of a process: named by options, read once, and what is made of each is made once."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import DESCRIPTION
+from hf_kvret.options.config import RetrievalConfig, check_source
 
 Value = TypeVar("Value")
 
@@ -21,33 +24,73 @@ _newest: deque[CalibrationArtifact] = deque(maxlen=4)
 _values: WeakKeyDictionary[CalibrationArtifact, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
-def artifact_place(artifact: str | None, config: PreTrainedConfig, method: str) -> str:
-    """A hub id unchanged, or a folder's absolute path; for None the model's own artifact.
+@dataclass(frozen=True)
+class ArtifactConfig(RetrievalConfig):
+    """Options of a method that needs a calibration artifact.
 
-    That is the folder named ``method`` in the folder that the model was loaded from.
-
-    Raises:
-        ValueError: there is no such folder; the message says how to make an artifact.
+    Attributes:
+        artifact: folder or hub id of the calibration artifact that belongs to the model; None for
+            the folder named as the method in the model's own folder.
+        revision: of the artifact on the hub; None for its main branch.
+        artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any other
+            is refused; None for whatever is there.
     """
-    if artifact is not None:
-        folder = Path(artifact).expanduser()
-        return str(folder.absolute()) if folder.is_dir() else artifact
-    home = getattr(config, "_name_or_path", "")
-    folder = Path(home) / method
-    if not home or not folder.is_dir():
-        raise ValueError(
-            f"{method} needs a calibration artifact of the model: pass "
-            f"artifact='folder-or-hub-id', or make one with `hf-kvret calibrate {method} --model "
-            f"{home or 'MODEL'} --text FILE --out DIR`"
-        )
-    return str(folder.absolute())
+
+    method: ClassVar[str]
+    # The end of the message for a user who has no artifact.
+    way_out: ClassVar[str] = ""
+
+    artifact: str | None = None
+    revision: str | None = None
+    artifact_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.artifact, os.PathLike):
+            object.__setattr__(self, "artifact", os.fspath(self.artifact))
+        check_source(self.artifact, self.revision, self.artifact_sha256)
+
+    @property
+    def lacks_artifact(self) -> bool:
+        """Whether the model's folder must have it."""
+        return self.artifact is None
+
+    def located(self, config: PreTrainedConfig) -> Self:
+        """These options with a hub id as it is, or a folder's absolute path.
+
+        Raises:
+            ValueError: the model's own folder has no artifact; the message says how to make one.
+        """
+        if self.artifact is not None:
+            folder = Path(self.artifact).expanduser()
+            return self.replace(artifact=str(folder.absolute())) if folder.is_dir() else self
+        home = getattr(config, "_name_or_path", "")
+        folder = Path(home) / self.method
+        if not home or not folder.is_dir():
+            raise ValueError(
+                f"{self.method} needs a calibration artifact of the model: pass "
+                "artifact='folder-or-hub-id', or make one with `hf-kvret calibrate "
+                f"{self.method} --model {home or 'MODEL'} --text FILE --out DIR`"
+            )
+        return self.replace(artifact=str(folder.absolute()))
+
+    def load(self) -> CalibrationArtifact:
+        """The artifact, one object for all caches of a process.
+
+        Raises:
+            OSError, ValueError: no artifact is named; as ``CalibrationArtifact.from_pretrained``.
+        """
+        if self.artifact is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"the options name no artifact: pass {name}(artifact='folder-or-hub-id')"
+                f"{self.way_out}, or make a cache of {self.method}, which looks beside the model"
+            )
+        return shared_artifact(self.artifact, self.revision, self.method, self.artifact_sha256)
 
 
 def shared_artifact(
-    artifact: str,
-    revision: str | None,
-    method: str,
-    sha256: str | None = None,
+    artifact: str, revision: str | None, method: str, sha256: str | None = None
 ) -> CalibrationArtifact:
     """The artifact of a folder or hub id; read anew when a folder was rewritten.
 
@@ -55,6 +98,7 @@ def shared_artifact(
         OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
     """
     file = (Path(artifact).expanduser() / DESCRIPTION).absolute()
+    # A folder that was written anew has another time, and is another artifact.
     stamp = (str(file), file.stat().st_mtime_ns) if file.is_file() else None
     key = method, artifact, revision, stamp
     result = _artifacts.get(key)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -17,21 +14,13 @@ from transformers import PreTrainedModel
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
 from hf_kvret.testing import MODELS
 
-
-def _fake_hub() -> Any:
-    """A new server; its file is no package's, so it is loaded by path."""
-    path = Path(__file__).with_name("fake_hub.py")
-    spec = importlib.util.spec_from_file_location("hf_kvret_fake_hub", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.FakeHub()
+from .fake_hub import FakeHub
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     """A running hub that the client in this process talks to, with an empty cache, no token."""
-    with _fake_hub() as server:
+    with FakeHub() as server:
         template = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)

@@ -155,10 +155,10 @@ class _Handler(BaseHTTPRequestHandler):
         return repository
 
     def _commit(self, repository: Repository, revision: str) -> tuple[str, dict[str, bytes]]:
-        found = repository.files(revision)
-        if found is None:
+        result = repository.files(revision)
+        if result is None:
             raise _Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return found
+        return result
 
     # Reading
 

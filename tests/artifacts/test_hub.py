@@ -309,6 +309,7 @@ def _run(hub: Any, home: Path, *arguments: str, **more: str) -> subprocess.Compl
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_clients_environment_holds(hub: Any, files: dict[str, bytes], tmp_path: Path) -> None:
     hub.add(REPO, files, private=True)
     done = _run(hub, tmp_path / "home", REPO, "alice/copy")

@@ -33,7 +33,7 @@ from hf_kvret.testing import MODELS
 from .pages import DOCS, PAGES, README, ROOT, blocks, name, prose, table
 
 FIRST_STEPS = DOCS / "tutorials" / "first-steps.md"
-# Runs in tests/artifacts/test_tutorial_calibration.py, where there is a hub.
+# Runs in tests/lab/calibrate/test_tutorial_calibration.py, where there is a hub.
 SHARING = DOCS / "tutorials" / "calibrate-share-load.md"
 # They begin with what their blocks need.
 WHOLE = tuple(

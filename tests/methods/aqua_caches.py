@@ -9,12 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
+from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.regression import predict
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
-from hf_kvret.methods.aqua.learned import load
-from hf_kvret.methods.aqua.predictors import predict, unpacked
+from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec
@@ -94,7 +95,7 @@ def reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:
 
     ``[B, n, heads * dim]``, before RoPE where they are coded so.
     """
-    whole, below, dense = load(artifact, None), None, []
+    whole, below, dense = shared_artifact(artifact, None, "aqua"), None, []
     options = whole.options
     for store in stores_of(cache):
         number = str(store.plan.layer)

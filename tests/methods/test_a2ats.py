@@ -119,9 +119,9 @@ def test_the_tokens_with_the_largest_softmax_weights_are_selected(
     scores = _scores(book, prompt, query, softcap).masked_fill(hidden, float("-inf"))
     weights = scores.softmax(-1).unflatten(1, (HEADS, group)).amax(2)
     for b, h, q, slots in _rows(ids):
-        found = weights[b, h, q, slots].sort(descending=True).values
+        result = weights[b, h, q, slots].sort(descending=True).values
         # Tokens of one code weigh the same: which of them is taken doesn't matter.
-        torch.testing.assert_close(found, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
+        torch.testing.assert_close(result, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
 
 
 @pytest.mark.factor("softcap", [None, 1.5])
@@ -190,10 +190,10 @@ def test_the_table_holds_the_scores_that_attention_would_give(
     learned = index._on(torch.device("cpu"))
     table = learned.table(turn(query, positions).float(), positions, SCALE, softcap)
     codes = _nearest(book, prompt.keys).repeat_interleave(GROUP, 1)[:, :, None]
-    found = table.gather(3, codes.expand(-1, -1, 2, -1))
+    result = table.gather(3, codes.expand(-1, -1, 2, -1))
     expected = _scores(book, prompt, query, softcap).float()
     # The inverse of the metric, with numbers up to some hundreds, is in fp32.
-    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(result, expected, rtol=2e-4, atol=2e-4)
 
 
 def test_an_unrotated_space_takes_queries_and_keys_as_they_are(write: Callable[..., Book]) -> None:
@@ -208,8 +208,8 @@ def test_an_unrotated_space_takes_queries_and_keys_as_they_are(write: Callable[.
     seen = Prompt(NO_ROPE, queries, keys, prompt.positions)
     weights = _scores(book, seen, query, None).softmax(-1).unflatten(1, (HEADS, GROUP)).amax(2)
     for b, h, q, slots in _rows(ids):
-        found = weights[b, h, q, slots].sort(descending=True).values
-        torch.testing.assert_close(found, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
+        result = weights[b, h, q, slots].sort(descending=True).values
+        torch.testing.assert_close(result, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
 
 
 def test_a_layer_without_rope_needs_no_positions_and_others_say_so(

@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import A2ATSCache
+from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate import a2ats as calibrator
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.layer.latent import ModuleHeads
-from hf_kvret.methods.a2ats.learned import learned_layer, load
-from hf_kvret.methods.a2ats.vector_quantization import at_distance
+from hf_kvret.methods.a2ats.learned import at_distance, learned_layer
 from hf_kvret.testing import LATENT_MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels import codebook
@@ -58,7 +58,7 @@ def tapped(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, LayerTokens]:
 def test_scores_are_those_of_every_head_at_the_fixed_distance(name: str, tmp_path: Path) -> None:
     """Of expanded keys before RoPE, for a codeword for each token; nothing is absorbed here."""
     model, ids, cache = made(name, tmp_path)
-    artifact = load(cache.options.artifact, None)
+    artifact = shared_artifact(cache.options.artifact, None, "a2ats")
     positions = torch.arange(TOKENS)[None].expand(3, -1)
     for layer, tokens in tapped(model, ids).items():
         module = tokens.latent
@@ -83,7 +83,7 @@ def test_the_metric_is_that_of_absorbed_queries_also_in_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids, cache = made("deepseek_v3", tmp_path / "whole")
-    artifact = load(cache.options.artifact, None)
+    artifact = shared_artifact(cache.options.artifact, None, "a2ats")
     for layer in (0, 1):
         moments = torch.zeros(24, 24, dtype=torch.float64)
         for row in ids:
@@ -101,7 +101,7 @@ def test_the_metric_is_that_of_absorbed_queries_also_in_chunks(
     # Seven queries of four heads and 24 numbers at once.
     monkeypatch.setattr(calibrator, "_CHUNK_NUMBERS", 7 * 4 * 24)
     _, _, other = made("deepseek_v3", tmp_path / "chunks")
-    chunks = load(other.options.artifact, None).tensors
+    chunks = shared_artifact(other.options.artifact, None, "a2ats").tensors
     for key, x in artifact.tensors.items():
         if key.endswith("metric"):
             torch.testing.assert_close(chunks[key], x, rtol=1e-5, atol=1e-5)
@@ -164,7 +164,7 @@ def test_groups_choose_what_each_would_choose_alone(
 
 def test_an_artifact_that_rotates_the_other_end_is_refused(tmp_path: Path) -> None:
     model, _, cache = made("deepseek_v3", tmp_path)
-    artifact = load(cache.options.artifact, None)
+    artifact = shared_artifact(cache.options.artifact, None, "a2ats")
     layers = {
         number: {name: value for name, value in one.items() if name != "last"}
         for number, one in artifact.options["layers"].items()

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from hf_kvret import TokenBlock
+from hf_kvret.lab.calibrate.a2ats import query_metric
 from hf_kvret.lab.calibrate.k_means import k_means
-from hf_kvret.methods.a2ats.vector_quantization import query_metric
 from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
@@ -41,7 +41,7 @@ def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path)
         queries = shape * normal(seed + 2, 2, HEADS * GROUP, count, DIM)
         return Prompt(turn, queries, keys, torch.arange(count).expand(2, count))
 
-    learned, asked = tokens(20), tokens(30)
+    learned, served = tokens(20), tokens(30)
     far = learned.queries.unflatten(1, (HEADS, GROUP)).transpose(0, 1).flatten(1, 3)
     metric, _ = query_metric(far.mT.double() @ far.double() / far.shape[1])
     sample = learned.keys.transpose(0, 1).flatten(1, 2) @ metric
@@ -49,12 +49,12 @@ def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path)
     for codewords in (4, 12, 64):
         words, _ = k_means(sample, codewords, rounds=20, seed=0)
         book = write_book(tmp_path / str(codewords), turn, words=words, metric=metric)
-        index = filled(book.index(), asked)
+        index = filled(book.index(), served)
         store = PagedStore(DeviceMemory(torch.device("cpu")))
-        queries, keys = asked.seen
+        queries, keys = served.seen
         store.append(TokenBlock(keys, keys, 0))
         index.on_forward(
-            queries[:, :, -8:], keys[:, :, -8:], count - 8, None, asked.positions[:, -8:]
+            queries[:, :, -8:], keys[:, :, -8:], count - 8, None, served.positions[:, -8:]
         )
         valid, query = torch.ones(2, count, dtype=torch.bool), queries[:, :, -8:]
         ids = index.search(query, cold_tokens(valid, SCALE, budget))

@@ -9,9 +9,9 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
+from hf_kvret.methods.aqua.config import layer_plan
 from hf_kvret.methods.aqua.decoded import BytePages
 from hf_kvret.methods.aqua.kivi import KiviStore
-from hf_kvret.methods.aqua.plan import layer_plan
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, run_case
@@ -54,10 +54,10 @@ def _read(store: Store, chunk_len: int = 64) -> list[torch.Tensor]:
     return [torch.cat(side, dim=2) for side in (keys, values)]
 
 
-def _share(x: torch.Tensor, wanted: torch.Tensor) -> float:
+def _share(x: torch.Tensor, expected: torch.Tensor) -> float:
     """Squared error over the square."""
-    assert x.shape == wanted.shape and x.dtype == wanted.dtype
-    return float((x - wanted).float().square().sum() / wanted.float().square().sum())
+    assert x.shape == expected.shape and x.dtype == expected.dtype
+    return float((x - expected).float().square().sum() / expected.float().square().sum())
 
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -78,8 +78,8 @@ def test_rows_come_back_as_near_as_their_codec_allows(kind: dict[str, Any]) -> N
     store = _store(**kind)
     exact = _fill(store, 70, 1, 30)
     allowed = {2: 0.25, 3: 0.06, 4: 0.012, 16: 0.0}[kind.get("bits", 4)]
-    for x, wanted in zip(_read(store), exact, strict=True):
-        assert _share(x, wanted) <= allowed
+    for x, expected in zip(_read(store), exact, strict=True):
+        assert _share(x, expected) <= allowed
     assert store.stats() == {"bits": kind.get("bits", 4)}
 
 
@@ -93,12 +93,12 @@ def test_gather_and_attend_read_the_same_rows_as_chunks(kind: dict[str, Any]) ->
     ids = torch.randint(20, 115, (BATCH, HEADS, 3, 9), generator=torch.Generator().manual_seed(1))
     ids = ids.int().masked_fill(ids % 5 == 0, -1)
     query = torch.randn(BATCH, 2 * HEADS, 3, KEY_DIM, generator=torch.Generator().manual_seed(2))
-    for found, wanted in (
+    for result, expected in (
         (store.gather(ids), dense.gather(ids)),
         (store.attend(query, ids, 0.2, 30.0), dense.attend(query, ids, 0.2, 30.0)),
         ((store.scores(query, ids, 0.2),), (dense.scores(query, ids, 0.2),)),
     ):
-        torch.testing.assert_close(list(found), list(wanted), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(list(result), list(expected), rtol=1e-5, atol=1e-5)
     nothing = torch.full_like(ids, -1)
     assert not any(x.any() for x in store.gather(nothing))
 
@@ -110,19 +110,19 @@ def test_moves_leave_the_rows_as_they_were(kind: dict[str, Any]) -> None:
     before = _read(store)
     twin = store.fork()
     store.reorder(torch.tensor([1, 0, 1]))
-    for x, wanted in zip(_read(store), before, strict=True):
-        assert torch.equal(x, wanted[[1, 0, 1]])
+    for x, expected in zip(_read(store), before, strict=True):
+        assert torch.equal(x, expected[[1, 0, 1]])
     store.crop(77)
     assert len(store) == 77
-    for x, wanted in zip(_read(store), before, strict=True):
-        assert torch.equal(x, wanted[[1, 0, 1], :, :77])
+    for x, expected in zip(_read(store), before, strict=True):
+        assert torch.equal(x, expected[[1, 0, 1], :, :77])
     block = [x[[0, 1, 0]] for x in _tokens(20, salt=5)]
     store.append(TokenBlock(*block, 77))
-    for x, wanted in zip(_read(store), before, strict=True):
+    for x, expected in zip(_read(store), before, strict=True):
         # KIVI codes the group that was cut once more.
-        assert torch.equal(x[:, :, :64], wanted[[1, 0, 1], :, :64])
-    for x, wanted in zip(_read(twin), before, strict=True):
-        assert torch.equal(x, wanted)
+        assert torch.equal(x[:, :, :64], expected[[1, 0, 1], :, :64])
+    for x, expected in zip(_read(twin), before, strict=True):
+        assert torch.equal(x, expected)
     _fill(twin, 9)
     assert len(twin) == 124 and len(store) == 97
 
@@ -136,8 +136,8 @@ def test_a_saved_store_is_the_same_and_goes_on(kind: dict[str, Any]) -> None:
     loaded.load_state_dict(store.state_dict(), CPU)
     for each in (store, loaded):
         _fill(each, 30, salt=3)
-    for x, wanted in zip(_read(loaded), _read(store), strict=True):
-        assert torch.equal(x, wanted)
+    for x, expected in zip(_read(loaded), _read(store), strict=True):
+        assert torch.equal(x, expected)
 
 
 def test_blocks_come_in_order() -> None:
@@ -150,22 +150,22 @@ def test_blocks_come_in_order() -> None:
 
 def test_a_plain_store_is_the_codec_over_all_heads_of_a_token() -> None:
     store = _store(bits=2)
-    for x, wanted in zip(_fill(store, 50), _read(store), strict=True):
+    for x, expected in zip(_fill(store, 50), _read(store), strict=True):
         rows = x.transpose(1, 2).flatten(2)
         codec = HiggsCodec(2, rows.shape[-1] & -rows.shape[-1])
         coded = codec.decode(*codec.encode(rows)).unflatten(2, (HEADS, -1)).transpose(1, 2)
-        assert torch.equal(coded, wanted)
+        assert torch.equal(coded, expected)
 
 
 def test_kivi_groups_keys_along_tokens_and_values_along_numbers() -> None:
     store = _store(backbone="kivi", bits=2, group=8)
     keys, values = _fill(store, 13, 30)
-    found = _read(store)
+    result = _read(store)
     codec = MinMaxCodec(2, 8)
     along = keys[:, :, :40].transpose(2, 3)
-    assert torch.equal(found[0][:, :, :40], codec.decode(*codec.encode(along)).transpose(2, 3))
-    assert torch.equal(found[0][:, :, 40:], keys[:, :, 40:])
-    assert torch.equal(found[1], codec.decode(*codec.encode(values)))
+    assert torch.equal(result[0][:, :, :40], codec.decode(*codec.encode(along)).transpose(2, 3))
+    assert torch.equal(result[0][:, :, 40:], keys[:, :, 40:])
+    assert torch.equal(result[1], codec.decode(*codec.encode(values)))
     # A channel with an offset of its own costs nothing more.
     offset = torch.zeros(KEY_DIM).index_fill(0, torch.tensor([3, 7]), 30.0)
     plain, shifted = (_store(backbone="kivi", bits=2, group=8) for _ in range(2))
@@ -204,13 +204,13 @@ def test_pages_are_read_alike_with_and_without_a_kernel() -> None:
     pages = BytePages(DeviceMemory(CPU), page_len=8)
     _fill(pages, 20, 13)
     whole = [x[:, :, 3:29] for x in _read(pages)]
-    for found in (pages.read(3, 29), pages.gathered(3, 29)):
-        assert all(torch.equal(x, wanted) for x, wanted in zip(found, whole, strict=True))
+    for result in (pages.read(3, 29), pages.gathered(3, 29)):
+        assert all(torch.equal(x, expected) for x, expected in zip(result, whole, strict=True))
 
 
 def test_a_row_counts_its_codes_and_scales() -> None:
     plain = 4 * (KEY_DIM + VALUE_DIM)
-    for kind, wanted in (
+    for kind, expected in (
         # 48 and 32 numbers in groups of 16 and 32: 3 + 1 scales of fp16 for two heads.
         ({"bits": 2}, (2 * (48 + 32) + 16 * 4) // 16),
         ({"bits": 4, "backbone": "kivi", "group": 8}, int(4 + 32 / 8) * (KEY_DIM + VALUE_DIM) // 8),
@@ -220,7 +220,7 @@ def test_a_row_counts_its_codes_and_scales() -> None:
         store = _store(**kind)
         assert store.row_nbytes(plain) == plain
         _fill(store, 40)
-        assert store.row_nbytes(plain) == wanted
+        assert store.row_nbytes(plain) == expected
 
 
 @pytest.mark.gpu
@@ -239,8 +239,8 @@ def test_on_a_gpu_nothing_goes_through_the_cpu(kind: dict[str, Any]) -> None:
     store.append(TokenBlock(*(x.cuda() for x in exact), 0))
     pages = store._values if isinstance(store, KiviStore) else store._pages
     assert all(chunk.is_cuda and chunk.dtype == torch.uint8 for chunk in pages._chunks)
-    for x, wanted in zip(_read(store), _read(other), strict=True):
-        assert x.is_cuda and _share(x.cpu(), wanted) < 1e-3
+    for x, expected in zip(_read(store), _read(other), strict=True):
+        assert x.is_cuda and _share(x.cpu(), expected) < 1e-3
 
 
 def test_first_bits_are_those_of_the_lowest_layer() -> None:

@@ -1,9 +1,10 @@
-"""AQUA-KV with every kind of artifact: predictors, spaces, anchors, and what is refused."""
+"""AQUA-KV with every kind of artifact: predictors, spaces, anchors, bits, and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
-from hf_kvret.methods.aqua.learned import load
-from hf_kvret.methods.aqua.plan import layer_plan
+from hf_kvret.methods.aqua.config import layer_plan
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
 from hf_kvret.testing.scenario import prompt, ragged
 
@@ -67,13 +68,13 @@ def test_every_artifact_decodes_to_what_calibration_says(
     for each in (cache, exact):
         read(model, each, prompt(2, 60))
     rotated = options.get("space") == "after"
-    for store, other, wanted in zip(
+    for store, other, expected in zip(
         stores_of(cache), stores_of(exact), reference(cache, artifact), strict=True
     ):
         for x, full in zip(rows_of(store), rows_of(other), strict=True):
             assert (x - full).square().sum() < 0.03 * full.square().sum()
         lent = store._lend(0, len(store))
-        torch.testing.assert_close([lent.keys, lent.values], wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close([lent.keys, lent.values], expected, rtol=1e-5, atol=1e-5)
         turned = torch.equal(rows_of(store)[0], lent.keys.unflatten(2, (2, -1)).transpose(1, 2))
         assert turned == rotated
     assert all(len(store._positions) == 0 for store in stores_of(cache)) == rotated
@@ -92,9 +93,9 @@ def test_every_kind_of_rotation_is_undone_and_done_again(
         read(model, cache, ids, attention_mask=mask, position_ids=places)
     valid = mask[:, None, :52, None]
     for coded, full in zip(*map(stores_of, caches), strict=True):
-        for x, wanted in zip(rows_of(coded), rows_of(full), strict=True):
-            missed = ((x - wanted) * valid).square().sum()
-            assert missed < 0.03 * (wanted * valid).square().sum()
+        for x, expected in zip(rows_of(coded), rows_of(full), strict=True):
+            missed = ((x - expected) * valid).square().sum()
+            assert missed < 0.03 * (expected * valid).square().sum()
 
 
 def test_predictors_leave_less_to_the_codes(artifact_of: ArtifactOf) -> None:
@@ -195,19 +196,16 @@ def test_artifacts_of_another_model_are_refused(artifact_of: ArtifactOf) -> None
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [("space", "has space='elsewhere'"), ("value_inputs", "has value_inputs='elsewhere'")],
+    ("name", "value"),
+    [("space", "elsewhere"), ("value_inputs", "x"), ("bits", None), ("bits", 5), ("backbone", "x")],
 )
-def test_an_artifact_of_another_kind_is_refused(
-    changed: str, message: str, artifact_of: ArtifactOf, tmp_path: Path
+def test_an_artifact_of_unknown_options_is_refused(
+    name: str, value: Any, artifact_of: ArtifactOf, tmp_path: Path
 ) -> None:
-    found = load(artifact_of("llama"), None)
-    options = {**found.options, changed: "elsewhere"}
-    CalibrationArtifact("aqua", found.model, found.tensors, found.data, options).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(ValueError, match=message):
-        AquaKVCache(MODELS["llama"].build().config, artifact=str(tmp_path))
+    whole = CalibrationArtifact.from_pretrained(artifact_of("llama"))
+    dataclasses.replace(whole, options={**whole.options, name: value}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"wrong option \({name}={value!r}.*; upgrade hf-kvret"):
+        AquaKVCache(MODELS["llama"].config(), artifact=str(tmp_path))
 
 
 def test_a_saved_cache_goes_on_with_its_own_artifact_only(
@@ -218,7 +216,7 @@ def test_a_saved_cache_goes_on_with_its_own_artifact_only(
     read(model, cache, prompt(1, 60))
     cache.save_pretrained(tmp_path)
     moved = tmp_path / "moved"
-    load(artifact_of("llama"), None).save_pretrained(moved)
+    shared_artifact(artifact_of("llama"), None, "aqua").save_pretrained(moved)
     with pytest.raises(ValueError, match="is not followed: pass artifact="):
         AquaKVCache.from_pretrained(tmp_path, model.config)
     loaded = AquaKVCache.from_pretrained(tmp_path, model.config, artifact=str(moved))
@@ -284,3 +282,122 @@ def test_a_layer_is_predicted_from_the_one_below_or_not_at_all(
     message = r"damaged at layer 2 \(role='predicted', previous=.*hf-kvret calibrate aqua"
     with pytest.raises(ValueError, match=message):
         make_cache(attached(MODELS["smollm3"].build()), str(tmp_path / "spoilt"))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return attached(MODELS["llama"].build())
+
+
+def _bare(model: PreTrainedModel, **options: Any) -> AquaKVCache:
+    """A cache without bits where ``options`` have none."""
+    return AquaKVCache(model.config, **{**COVERING_OPTIONS, **options})
+
+
+def _bits(model: PreTrainedModel, cache: AquaKVCache) -> list[int]:
+    """Bits of each layer, once tokens are cold."""
+    read(model, cache, prompt(1, 60))
+    return [layer["bits"] for layer in cache.stats()["layers"]]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 16])
+def test_the_bits_of_the_artifact_serve(
+    bits: int, model: PreTrainedModel, artifact_of: ArtifactOf
+) -> None:
+    cache = _bare(model, artifact=artifact_of("llama", bits=bits))
+    assert cache.options.bits == cache.options.row_bits == bits
+    served = _bits(model, cache)
+    assert served[0] == (16 if bits == 16 else 4)
+    assert set(served[1:]) == {bits}
+
+
+def test_bits_that_are_asked_for_win(model: PreTrainedModel, artifact_of: ArtifactOf) -> None:
+    cache = _bare(model, artifact=artifact_of("llama", bits=16), bits=2)
+    assert cache.options.bits == 2
+    assert _bits(model, cache) == [4, *[2] * (len(cache.layers) - 1)]
+    whole = _bare(model, artifact=artifact_of("llama", bits=2), bits=16)
+    assert set(_bits(model, whole)) == {16}
+
+
+def test_generate_serves_with_them_too(model: PreTrainedModel, artifact_of: ArtifactOf) -> None:
+    output = model.generate(  # type: ignore[operator]
+        prompt(1, 60),
+        cache_implementation="aqua",
+        cache_config={**COVERING_OPTIONS, "artifact": artifact_of("llama", bits=3)},
+        max_new_tokens=2,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    assert output.past_key_values.options.bits == 3
+    assert [x["bits"] for x in output.past_key_values.stats()["layers"]][1:] == [3]
+
+
+def test_without_predictors_two_bits_of_higgs_serve(model: PreTrainedModel) -> None:
+    options = _bare(model, predictor="none").options
+    assert isinstance(options, AquaConfig)
+    assert (options.bits, options.backbone) == (2, "higgs")
+
+
+def test_the_backbone_of_the_artifact_serves_even_where_its_predictors_knew_none(
+    model: PreTrainedModel, artifact_of: ArtifactOf
+) -> None:
+    """With ``--bits 16`` the backbone of anchors was the only one, and another went unnoticed."""
+    artifact = artifact_of("llama", bits=16, backbone="minmax")
+    options = _bare(model, artifact=artifact, bits=2).options
+    assert isinstance(options, AquaConfig) and options.backbone == "minmax"
+    chosen = _bare(model, artifact=artifact, bits=2, backbone="higgs").options
+    assert isinstance(chosen, AquaConfig) and chosen.backbone == "higgs"
+    with pytest.raises(ValueError, match=r"backbone='higgs'.*learned with 'minmax'"):
+        _bare(model, artifact=artifact_of("llama", backbone="minmax"), backbone="higgs")
+
+
+def test_a_cache_that_was_saved_keeps_its_bits(
+    model: PreTrainedModel, artifact_of: ArtifactOf, tmp_path: Path
+) -> None:
+    """Also where the artifact says 16."""
+    artifact = artifact_of("llama", bits=16)
+    cache = _bare(model, artifact=artifact, bits=2, backbone="higgs")
+    _bits(model, cache)
+    cache.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "cache.json").read_text())["options"]
+    assert (saved["bits"], saved["backbone"]) == (2, "higgs")
+    loaded = AquaKVCache.from_pretrained(tmp_path, model.config, artifact=artifact)
+    assert loaded.options == cache.options
+    assert loaded.stats()["layers"][1]["bits"] == 2
+    assert torch.equal(*(read(model, each, prompt(1, 1, salt=1)) for each in (cache, loaded)))
+    unset = _bare(model, artifact=artifact)
+    _bits(model, unset)
+    unset.save_pretrained(tmp_path / "unset")
+    assert json.loads((tmp_path / "unset" / "cache.json").read_text())["options"]["bits"] == 16
+    assert unset.fork().options.bits == 16
+
+
+def test_fewer_sinks_than_calibration_left_out_are_told(
+    model: PreTrainedModel, artifact_of: ArtifactOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    artifact = artifact_of("llama", sinks=8)
+    with caplog.at_level(logging.WARNING):
+        _bare(model, artifact=artifact, sink=8)
+        assert not caplog.records
+        for _ in range(2):
+            _bare(model, artifact=artifact, sink=3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "sink=3, and the aqua artifact was learned without the first 8 tokens of a sequence, which "
+        "its predictors don't fit: pass sink=8 to keep them uncoded"
+    ]
+
+
+def test_options_alone_do_not_guess_the_bits_of_an_artifact(artifact_of: ArtifactOf) -> None:
+    options = AquaConfig(artifact=artifact_of("llama", bits=16))
+    assert options.bits is None
+    with pytest.raises(ValueError, match="take the options of a cache"):
+        _ = options.row_bits
+    assert options.replace(keep="rows").row_bits == options.exact().row_bits == 16
+
+
+@pytest.mark.parametrize(
+    ("bits", "told"), [(2, "codes have 2 bits a number"), (16, "rows are kept as they are")]
+)
+def test_the_model_card_says_what_serves(bits: int, told: str, artifact_of: ArtifactOf) -> None:
+    card = (Path(artifact_of("llama", bits=bits)) / "README.md").read_text()
+    assert f"Unless the options name other `bits`, {told}" in card

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.coder import Rows
+from hf_kvret.methods.aqua.config import LayerPlan, layer_plan
 from hf_kvret.methods.aqua.decoded import split
-from hf_kvret.methods.aqua.learned import load
-from hf_kvret.methods.aqua.plan import LayerPlan, layer_plan
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODES
@@ -51,7 +51,7 @@ def artifact(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def _rope(artifact: str, layer: int) -> Rope:
-    whole = load(artifact, None)
+    whole = shared_artifact(artifact, None, "aqua")
     told = whole.options["layers"][str(layer)]
     assert told["attention_factor"] > 1.1
     frequencies = whole.tensors[f"layers.{layer}.inv_freq"]
@@ -63,8 +63,8 @@ def _assert_as_reference(cache: AquaKVCache, artifact: str) -> None:
     for store, rows in zip(stores_of(cache), reference(cache, artifact), strict=True):
         keys, values = (split(x, HEADS) for x in rows)
         positions = lowest._positions.rows[:, 0, : len(store)]
-        wanted = _rope(artifact, store.plan.layer).rotate(keys, positions), values
-        torch.testing.assert_close(rows_of(store), wanted, rtol=1e-5, atol=1e-5)
+        expected = _rope(artifact, store.plan.layer).rotate(keys, positions), values
+        torch.testing.assert_close(rows_of(store), expected, rtol=1e-5, atol=1e-5)
 
 
 class _ShadowStore(AquaStore):
@@ -89,15 +89,15 @@ class _ShadowStore(AquaStore):
             torch.cat(x, dim=2) for x in zip(*(x[1:] for x in self.exact.chunks()), strict=True)
         ]
         alone = self._attended(self._decoded_alone())
-        for start, *found in super().chunks(*how):
-            for x, wanted, again in zip(found, exact, alone, strict=True):
-                wanted, again = (y[:, :, start : start + x.shape[2]] for y in (wanted, again))
+        for start, *result in super().chunks(*how):
+            for x, expected, again in zip(result, exact, alone, strict=True):
+                expected, again = (y[:, :, start : start + x.shape[2]] for y in (expected, again))
                 torch.testing.assert_close(x, again, rtol=1e-5, atol=1e-5)
-                missed, size = (y.square().sum((1, 3)) for y in (x - wanted, wanted))
+                missed, size = (y.square().sum((1, 3)) for y in (x - expected, expected))
                 # Padding may be all zeros.
                 assert (missed < FARTHEST * size.clamp(min=float(size.mean()))).all()
-            self.read.append(found[0].shape[2])
-            yield start, *found
+            self.read.append(result[0].shape[2])
+            yield start, *result
 
     def reorder(self, rows: torch.Tensor) -> None:
         super().reorder(rows)
@@ -204,9 +204,9 @@ def test_codes_are_those_of_algorithm_1_in_calibration(
     exact = make_cache(model, artifact, bits=16, first_bits=16)
     for each in (cache, exact):
         read(model, each, prompt(1, 60))
-    found, below = load(artifact, None), None
+    result, below = shared_artifact(artifact, None, "aqua"), None
     for store, other in zip(stores_of(cache), stores_of(exact), strict=True):
-        told = found.options["layers"][str(store.plan.layer)]
+        told = result.options["layers"][str(store.plan.layer)]
         prefix = f"layers.{store.plan.layer}."
         rope = _rope(artifact, store.plan.layer)
         keys, values = rows_of(other)
@@ -217,17 +217,17 @@ def test_codes_are_those_of_algorithm_1_in_calibration(
             if told["previous"] is not None:
                 inputs = below[:1] if side == "key" else [rows[0], below[1]]
                 names = (f"{prefix}{side}.weight", f"{prefix}{side}.bias")
-                weight, bias = (found.tensors[name].float() for name in names)
+                weight, bias = (result.tensors[name].float() for name in names)
                 predicted = torch.cat(inputs, dim=-1) @ weight.mT + bias
             coded = codec.encode(x - predicted)
             rows.append(codec.decode(*coded) + predicted)
         below = rows
         keys, values = rows_of(store)
         found_rows = rope.unrotate(keys, torch.arange(keys.shape[2])), values
-        for x, wanted in zip(found_rows, rows, strict=True):
+        for x, expected in zip(found_rows, rows, strict=True):
             x = x.transpose(1, 2).flatten(2)
             # A pair halfway between two grid points may round either way.
-            same = torch.isclose(x, wanted, rtol=0, atol=1e-4).float().mean()
+            same = torch.isclose(x, expected, rtol=0, atol=1e-4).float().mean()
             assert same > 0.98
 
 

@@ -10,11 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import AquaKVCache
+from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.regression import predict
 from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.methods.aqua.learned import load
-from hf_kvret.methods.aqua.predictors import predict, unpacked
+from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret.testing import LATENT_MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec
@@ -55,7 +56,7 @@ def test_rows_are_predicted_from_rows_below_and_coded_once(name: str, tmp_path: 
     """Algorithm 1 by hand, of the rows of an exact cache."""
     model = learned(name, tmp_path)
     cache, exact = filled(model, tmp_path), filled(model, tmp_path, bits=16, first_bits=16)
-    artifact, below = load(str(tmp_path), None), torch.zeros(())
+    artifact, below = shared_artifact(str(tmp_path), None, "aqua"), torch.zeros(())
     positions, codec = torch.arange(56)[None], HiggsCodec(4, GROUP, seed=0)
     for store, other in zip(stores_of(cache), stores_of(exact), strict=True):
         prefix, plan = f"layers.{store.plan.layer}.", artifact.options["layers"]

@@ -124,15 +124,15 @@ def test_what_was_left_is_never_out_of_date(
         seen.append(decode(model, cache.fork(), prompt(2, 7, salt=5)))
         return seen
 
-    found = played()
+    result = played()
     keep = AquaStore.__setattr__
     monkeypatch.setattr(
         AquaStore,
         "__setattr__",
         lambda self, name, x: keep(self, name, None if name == "_reconstruction" else x),
     )
-    for x, wanted in zip(found, played(), strict=True):
-        torch.testing.assert_close(x, wanted, rtol=0, atol=1e-3)
+    for x, expected in zip(result, played(), strict=True):
+        torch.testing.assert_close(x, expected, rtol=0, atol=1e-3)
 
 
 def test_kept_rows_are_what_codes_decode_to(model: PreTrainedModel, artifact: str) -> None:
@@ -219,9 +219,9 @@ def test_half_precision_is_as_near_as_its_codes(
         read(other, cache, prompt(2, 60))
         decode(other, cache, prompt(2, 9, salt=1))
     for coded, full in zip(*map(stores_of, caches), strict=True):
-        for x, wanted in zip(rows_of(coded), rows_of(full), strict=True):
+        for x, expected in zip(rows_of(coded), rows_of(full), strict=True):
             assert x.dtype == dtype
-            missed = (x - wanted).float().square().sum() / wanted.float().square().sum()
+            missed = (x - expected).float().square().sum() / expected.float().square().sum()
             assert missed < 0.02
 
 
@@ -311,7 +311,7 @@ def test_an_exact_first_layer_predicts_too(model: PreTrainedModel, artifact: str
     # Layers are made of the codes in any order: nothing was left for the second.
     pairs = zip(stores_of(cache)[::-1], stores_of(exact)[::-1], strict=True)
     for store, other in pairs:
-        for x, wanted in zip(rows_of(store), rows_of(other), strict=True):
-            missed = (x - wanted).square().sum() / wanted.square().sum()
+        for x, expected in zip(rows_of(store), rows_of(other), strict=True):
+            missed = (x - expected).square().sum() / expected.square().sum()
             assert missed < 0.02 and (missed == 0) == (store.plan.layer == 0)
     assert stores_of(cache)[0].stats() == {"bits": 16}

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret import AquaKVCache, FlatKVCache, ParisKVCache
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.methods.aqua.config import AquaConfig
-from hf_kvret.methods.aqua.plan import LayerPlan
+from hf_kvret.methods.aqua.config import AquaConfig, LayerPlan
 from hf_kvret.stores import PagedStore, QuantizedStore
 from hf_kvret.stores.offsets import MOST_RATIO, offset_ratio
 from hf_kvret.testing import MODELS

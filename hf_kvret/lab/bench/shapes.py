@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.artifacts.hub import needs_cache
+from hf_kvret.lab.program.hub_access import needs_cache
 from hf_kvret.models.compatibility import check_config
 
 _SIZES = (

@@ -1,4 +1,10 @@
-"""A2ATS's calibration: query-aware codebooks of keys before RoPE (A2ATS, section 4)."""
+"""A2ATS's calibration: query-aware codebooks of keys before RoPE (A2ATS, section 4).
+
+The error of a score is ``q . (k - k~)``; its mean square over the queries is ``(k - k~) H (k -
+k~)^T`` with H their second moment. With ``H = L L^T`` that is ``|z - z~|^2`` of ``z = k L``, so
+k-means on z minimizes the error of scores (section 4.2, equations 13 to 19). Here keys are those
+before RoPE, and queries are rotated to the fixed distance.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +18,15 @@ import torch
 from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.lab.calibrate.study import Calibration, LayerFindings, LayerStudy, Progress
 from hf_kvret.layer.latent import ModuleHeads
-from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES, CodebookOptions
-from hf_kvret.methods.a2ats.vector_quantization import (
-    at_distance,
-    from_metric,
-    query_metric,
-    score_error,
-    to_metric,
-)
+from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES, CodebookOptions, at_distance
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
-# fp32 numbers of queries that are worked on at once.
+# So many fp32 elements of queries are worked on at once.
 _CHUNK_NUMBERS = 1 << 26
+# The diagonal of H grows by this, in units of its rms entry, as in the authors' code.
+_RIDGE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class CodebookStudy(LayerStudy):
 
     def __init__(self, options: A2ATSCalibration, rope: Rope, device: torch.device) -> None:
         self.options, self.rope, self.device = options, rope, device
-        # By held_out. Keys in the model's dtype, moments in fp64.
+        # Both are kept by held_out: keys in the model's dtype, moments in fp64.
         self._keys: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         self._moments: dict[bool, torch.Tensor] = {}
 
@@ -73,14 +74,14 @@ class CodebookStudy(LayerStudy):
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         rotated = self.options.space == "rotated"
         keys = tokens.key if rotated else tokens.key_before
-        # A copy on the CPU too: keys may be a view of something larger.
+        # Keys may be a view of something larger, so they are copied on the CPU too.
         self._keys[held_out].append(keys[0].to("cpu", copy=True))
         moments = self._moments.get(held_out)
         for queries in self._queries(tokens, rotated):
-            # [H, G * n, D]: the queries of all heads that share a KV head.
+            # All heads that share a KV head have their queries in one matrix, [H, G * n, D].
             group_queries = queries[0].unflatten(0, (keys.shape[1], -1)).flatten(1, 2).double()
-            part = (group_queries.mT @ group_queries).cpu()
-            moments = part if moments is None else moments + part
+            products = (group_queries.mT @ group_queries).cpu()
+            moments = products if moments is None else moments + products
         assert moments is not None
         self._moments[held_out] = moments
 
@@ -126,7 +127,7 @@ class CodebookStudy(LayerStudy):
         """Codewords ``[H, C, D]`` in the metric's space, as they are saved, and their figures."""
         options = self.options
         words, report = k_means(
-            to_metric(keys, factor),
+            keys @ factor,
             options.codewords,
             rounds=options.rounds,
             tolerance=options.tolerance,
@@ -151,9 +152,67 @@ class CodebookStudy(LayerStudy):
         if not self._keys[True]:
             return None
         keys = self._all_keys(True)
-        codes = codebook.encode(to_metric(keys, factor)[None], words)[0].long()
+        codes = codebook.encode((keys @ factor)[None], words)[0].long()
         codewords = words.gather(1, codes.unsqueeze(-1).expand_as(keys))
-        deviations = [x - x.mean(1, keepdim=True) for x in (keys, from_metric(codewords, inverse))]
+        deviations = [x - x.mean(1, keepdim=True) for x in (keys, codewords.float() @ inverse)]
         errors = score_error(deviations[0], deviations[1], self._moments[True].to(self.device))
         error = float(errors.mean())
         return error if math.isfinite(error) else None
+
+
+def query_metric(second_moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(L, L_inverse)``, both ``[H, D, D]`` fp32 on the same device, L lower triangular.
+
+    H is divided by the root mean square of its entries, 1e-6 is added to its diagonal, and
+    ``L @ L.mT`` is the result; computed in float64.
+
+    Args:
+        second_moments: ``[H, D, D]`` fp64, for each KV head the sum of ``q^T q`` over tokens and
+            the query heads of its group; fewer than D queries will do.
+
+    Raises:
+        ValueError: a head whose matrix has NaN or infinity, is zero, or is not positive definite
+            with what is added.
+    """
+    _refuse(
+        ~second_moments.isfinite().flatten(1).all(1),
+        "has NaN or infinity: leave out tokens that are padding, and sum up in float64",
+    )
+    size = second_moments.square().mean((1, 2), keepdim=True).sqrt()
+    _refuse(size.flatten() == 0, "is zero: no query was seen, calibrate on a longer text")
+    # Products that are summed up in another order are not symmetric to the last bit.
+    moments = second_moments / size
+    moments = (moments + moments.mT) / 2
+    eye = torch.eye(moments.shape[1], dtype=torch.float64, device=moments.device)
+    factor, info = torch.linalg.cholesky_ex(moments + _RIDGE * eye)
+    _refuse(
+        info > 0,
+        "is not positive definite: sum q^T q up in float64, over more queries than D",
+    )
+    inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+    return factor.float(), inverse.float()
+
+
+def score_error(
+    keys: torch.Tensor, approximation: torch.Tensor, second_moments: torch.Tensor
+) -> torch.Tensor:
+    """``[H]`` fp32: mean squared error of scores over that of leaving the keys out.
+
+    0 where nothing is lost, 1 where all scores would be 0 (equation 13, over the mean of ``k H
+    k^T``); for held-out tokens pass their keys and the second moment of their queries.
+
+    Args:
+        keys: ``[H, n, D]`` before quantization, any float dtype.
+        approximation: ``[H, n, D]`` their codewords, in the space of the keys.
+        second_moments: ``[H, D, D]`` fp64.
+    """
+    exact, metric = keys.double(), second_moments.double()
+    errors = exact - approximation.double()
+    loss = ((errors @ metric) * errors).sum((1, 2))
+    return (loss / ((exact @ metric) * exact).sum((1, 2))).float()
+
+
+def _refuse(bad: torch.Tensor, why: str) -> None:
+    if bad.any():
+        heads = bad.nonzero()[:, 0].tolist()
+        raise ValueError(f"second_moments of head {', '.join(map(str, heads))} {why}")

@@ -1,28 +1,20 @@
 """AQUA-KV's calibration: predictors of a layer's keys and values from those of the layer below.
 
 Shutova et al., *Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models*
-(2025), sections 3.1 to 3.3, algorithm 1; ``methods/aqua/predictor_options.py`` has the options and
+(2025), sections 3.1 to 3.3, algorithm 1; ``methods/aqua/predictors.py`` has the options and
 the tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.lab.calibrate.study import (
-    Calibration,
-    Carried,
-    LayerFindings,
-    LayerStudy,
-    Progress,
-)
-from hf_kvret.methods.aqua.coding import NOT_CODED, Tally, default_group, make_codec, recode
-from hf_kvret.methods.aqua.predictor_options import PredictorOptions
-from hf_kvret.methods.aqua.predictors import (
+from hf_kvret.lab.calibrate.regression import (
     BATCH,
     BLOCK,
     Rows,
@@ -30,8 +22,16 @@ from hf_kvret.methods.aqua.predictors import (
     fit_low_rank,
     fit_mlp,
     predict,
-    unpacked,
 )
+from hf_kvret.lab.calibrate.study import (
+    Calibration,
+    Carried,
+    LayerFindings,
+    LayerStudy,
+    Progress,
+)
+from hf_kvret.methods.aqua.coding import NOT_CODED, default_group, make_codec
+from hf_kvret.methods.aqua.predictors import PredictorOptions, unpacked
 from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
@@ -63,11 +63,11 @@ class AquaCalibration(PredictorOptions, Calibration):
             )
 
     def check_layer(self, layer: int, tokens: LayerTokens) -> None:
-        for name, x in coded_sides(tokens.key, tokens):
+        for name, x in coded_tensors(tokens.key, tokens):
             self.group_of(layer, name, x.shape[1] * x.shape[3])
 
     def group_of(self, layer: int, name: str, width: int) -> int:
-        """Numbers that share a scale in a layer with ``width`` numbers of ``name`` a token.
+        """The group of a layer with ``width`` elements of ``name`` a token.
 
         Raises:
             ValueError: ``group`` or ``rank`` doesn't go with the width.
@@ -92,7 +92,7 @@ class AquaCalibration(PredictorOptions, Calibration):
         return asdict(self)
 
     def fit(self, rows: Rows, progress: Progress) -> dict[str, torch.Tensor]:
-        """Tensors of one predictor, as in the table above, on the CPU."""
+        """The tensors of one predictor, as ``predictors`` describes them, on the CPU."""
         if self.predictor == "linear":
             return fit_linear(rows, ridge=self.ridge, bits=self.predictor_bits)
         if self.predictor == "low_rank":
@@ -108,7 +108,7 @@ class AquaCalibration(PredictorOptions, Calibration):
 
 
 @dataclass(eq=False)
-class _Side:
+class _Coded:
     """Keys or values of all tokens of a layer.
 
     Attributes:
@@ -148,14 +148,14 @@ class AquaStudy(LayerStudy):
 
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         keys = tokens.key_before if self.options.space == "before" else tokens.key
-        for name, x in coded_sides(keys, tokens):
+        for name, x in coded_tensors(keys, tokens):
             if name not in self._shapes:
                 self._rows[name] = []
                 self._shapes[name] = x.shape[1], x.shape[3]
                 width = x.shape[1] * x.shape[3]
                 self._groups[name] = self.options.group_of(self.layer, name, width)
             rows = x[0, :, self.options.sinks :].transpose(0, 1).flatten(1)
-            # A copy on the CPU too: rows may be a view of something larger.
+            # Rows may be a view of something larger, so they are copied on the CPU too.
             self._rows[name].append(rows.to("cpu", copy=True))
         assert held_out or self._count == self._train_len, "what is held out comes last"
         count = len(self._rows["key"][-1])
@@ -171,27 +171,27 @@ class AquaStudy(LayerStudy):
         depth = 0 if carried is None else int(carried["depth"]) + 1
         below = None if depth in (0, self.options.anchor_every) else carried
         assert below is None or len(below["key"]) == self._count, "another corpus"
-        sides = [
-            _Side(name, torch.cat(self._rows.pop(name)), self._train_len, self._groups[name])
+        both = [
+            _Coded(name, torch.cat(self._rows.pop(name)), self._train_len, self._groups[name])
             for name in sorted(self._rows)
         ]
-        means = {side.name: self._mean(side) for side in sides} if below is None else {}
-        bits = self._anchor_bits(sides, means) if below is None else self.options.bits
+        means = {coded.name: self._mean(coded) for coded in both} if below is None else {}
+        bits = self._anchor_bits(both, means) if below is None else self.options.bits
         tensors = {"inv_freq": self.rope.inv_freq.cpu()}
         tallies: dict[str, Tally] = {}
         reconstructions: dict[str, torch.Tensor] = {}
-        for side in sides:
+        for coded in both:
             if below is None:
-                inputs, predictor = [], means[side.name]
+                inputs, predictor = [], means[coded.name]
             else:
-                inputs = self._inputs(side.name, below, reconstructions)
-                predictor = self._fit(side, inputs, progress)
-            progress(len(side.exact))
-            tensors |= {f"{side.name}.{name}": x for name, x in predictor.items()}
-            tallies[side.name] = Tally()
+                inputs = self._inputs(coded.name, below, reconstructions)
+                predictor = self._fit(coded, inputs, progress)
+            progress(len(coded.exact))
+            tensors |= {f"{coded.name}.{name}": x for name, x in predictor.items()}
+            tallies[coded.name] = Tally()
             trial_bits = _TRIED_BITS if below is None else ()
-            reconstructions[side.name] = self._restore(
-                side, inputs, predictor, bits, trial_bits, tallies[side.name], progress
+            reconstructions[coded.name] = self._restore(
+                coded, inputs, predictor, bits, trial_bits, tallies[coded.name], progress
             )
         role = "anchor" if below is None else "predicted"
         settings = {
@@ -215,25 +215,25 @@ class AquaStudy(LayerStudy):
     def _inputs(
         self, name: str, below: Carried, reconstructions: dict[str, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Parts of a predictor's inputs; none where nothing is predicted."""
+        """The inputs of a predictor, to stand side by side; none where nothing is predicted."""
         if name == "key":
             return [below["key"]] if self.options.key_inputs == "keys" else []
-        parts = {"keys": reconstructions["key"], "values": below["value"]}
-        return [x for part, x in parts.items() if part in self.options.value_inputs.split("+")]
+        sources = {"keys": reconstructions["key"], "values": below["value"]}
+        return [x for name, x in sources.items() if name in self.options.value_inputs.split("+")]
 
     def _fit(
-        self, side: _Side, inputs: list[torch.Tensor], progress: Progress
+        self, coded: _Coded, inputs: list[torch.Tensor], progress: Progress
     ) -> dict[str, torch.Tensor]:
         """Tensors of a predictor; none where nothing is predicted."""
         if not inputs:
             return {}
-        train = slice(side.train_len)
-        rows = Rows([x[train] for x in inputs], side.exact[train], self.device)
+        train = slice(coded.train_len)
+        rows = Rows([x[train] for x in inputs], coded.exact[train], self.device)
         return self.options.fit(rows, progress)
 
     def _restore(
         self,
-        side: _Side,
+        coded: _Coded,
         inputs: list[torch.Tensor],
         tensors: dict[str, torch.Tensor],
         bits: int,
@@ -243,20 +243,21 @@ class AquaStudy(LayerStudy):
     ) -> torch.Tensor:
         """Reconstructions of all rows. Held-out rows are added to the tally, also without a
         predictor, and in ``trial_bits``."""
-        codec = self._codec(bits, side.group)
+        codec = self._codec(bits, coded.group)
         predictor = {name: x.to(self.device) for name, x in unpacked(tensors).items()}
-        result = torch.empty_like(side.exact)
-        for part, part_inputs, exact in self._blocks(side, inputs):
-            prediction = predict(predictor, part_inputs) if tensors else torch.zeros_like(exact)
+        result = torch.empty_like(coded.exact)
+        for block, block_inputs, exact in self._blocks(coded, inputs):
+            prediction = predict(predictor, block_inputs) if tensors else torch.zeros_like(exact)
             near = (recode(exact - prediction, codec) + prediction).to(result.dtype)
-            result[part] = near.cpu()
-            if part.start >= side.train_len:
+            result[block] = near.cpu()
+            # Figures of quality are of rows that nothing was learned from.
+            if block.start >= coded.train_len:
                 tally.add("exact", exact)
                 tally.add("unpredicted", exact - prediction)
                 tally.add("missed", exact - near.float())
                 tally.add("plain", exact - recode(exact, codec))
                 for n in trial_bits:
-                    other = recode(exact - prediction, self._codec(n, side.group))
+                    other = recode(exact - prediction, self._codec(n, coded.group))
                     tally.add(f"in {n} bits", exact - prediction - other)
             progress(len(exact))
         return result
@@ -266,35 +267,35 @@ class AquaStudy(LayerStudy):
         return make_codec(options.backbone, bits, group, options.seed, self.device)
 
     def _blocks(
-        self, side: _Side, inputs: list[torch.Tensor]
+        self, coded: _Coded, inputs: list[torch.Tensor]
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """``(slice, inputs, exact)`` of all rows; a block is either training or held-out rows."""
-        rows = Rows(inputs, side.exact, self.device)
-        for first, last in ((0, side.train_len), (side.train_len, len(side.exact))):
+        rows = Rows(inputs, coded.exact, self.device)
+        for first, last in ((0, coded.train_len), (coded.train_len, len(coded.exact))):
             for start in range(first, last, BLOCK):
-                part = slice(start, min(start + BLOCK, last))
-                yield part, *rows.at(part)
+                block = slice(start, min(start + BLOCK, last))
+                yield block, *rows.at(block)
 
-    def _mean(self, side: _Side) -> dict[str, torch.Tensor]:
+    def _mean(self, coded: _Coded) -> dict[str, torch.Tensor]:
         """The prediction of an anchor: its mean if the options say so, else nothing."""
         if not self.options.anchor_mean:
             return {}
-        total = side.exact.new_zeros(side.exact.shape[1], dtype=torch.float64)
-        for part, _, exact in self._blocks(side, []):
-            if part.start < side.train_len:
+        total = coded.exact.new_zeros(coded.exact.shape[1], dtype=torch.float64)
+        for block, _, exact in self._blocks(coded, []):
+            if block.start < coded.train_len:
                 total += exact.double().sum(0).cpu()
-        return {"bias": (total / side.train_len).float()}
+        return {"bias": (total / coded.train_len).float()}
 
-    def _anchor_bits(self, sides: list[_Side], means: dict[str, dict[str, torch.Tensor]]) -> int:
+    def _anchor_bits(self, both: list[_Coded], means: dict[str, dict[str, torch.Tensor]]) -> int:
         """From the options, or chosen by the error of 4 bits on the training rows."""
         first = self.options.first_bits
         if isinstance(first, int):
             return first
-        for side in sides:
-            tally, codec = Tally(), self._codec(4, side.group)
-            mean = means[side.name].get("bias", torch.zeros(())).to(self.device)
-            for part, _, exact in self._blocks(side, []):
-                if part.start < side.train_len:
+        for coded in both:
+            tally, codec = Tally(), self._codec(4, coded.group)
+            mean = means[coded.name].get("bias", torch.zeros(())).to(self.device)
+            for block, _, exact in self._blocks(coded, []):
+                if block.start < coded.train_len:
                     tally.add("exact", exact)
                     tally.add("missed", exact - mean - recode(exact - mean, codec))
             if (tally.square_share("missed", "exact") or 0.0) > ANCHOR_LIMIT:
@@ -302,10 +303,57 @@ class AquaStudy(LayerStudy):
         return 4
 
 
-def coded_sides(keys: torch.Tensor, tokens: LayerTokens) -> list[tuple[str, torch.Tensor]]:
-    """What is coded of tokens: ``"key"`` and ``"value"``, but latents are values in their keys."""
-    sides = [("key", keys), ("value", tokens.value)]
-    return sides if tokens.latent is None else sides[:1]
+def recode(x: torch.Tensor, codec: higgs.Codec | None) -> torch.Tensor:
+    """Rows ``[n, W]`` encoded and decoded again, fp32; ``x`` itself without a codec."""
+    if codec is None:
+        return x
+    pair = codec.encode(x)
+    return codec.decode(pair.codes, pair.scales, torch.float32)
+
+
+class Tally:
+    """Sums and squares of rows by name, for shares of variance; fp64."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[int, torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, name: str, x: torch.Tensor) -> None:
+        """Add rows ``[n, W]``."""
+        x = x.double()
+        count, total, squares = self._sums.get(name, (0, 0.0, 0.0))
+        sums = total + x.sum(0), squares + x.square().sum(0)
+        self._sums[name] = (count + len(x), *sums)
+
+    def variance_share(self, name: str, of: str) -> float | None:
+        """The variance of ``name`` over that of ``of``, each about its own means."""
+        return self._share(self._variance(name), of)
+
+    def square_share(self, name: str, of: str) -> float | None:
+        """The mean square of ``name``, its mean included, over the variance of ``of``."""
+        if name not in self._sums:
+            return None
+        count, _, squares = self._sums[name]
+        return self._share(float(squares.sum()) / count, of)
+
+    def _share(self, square: float | None, of: str) -> float | None:
+        """The share of a variance; None if no rows were added, or if they don't vary."""
+        whole = self._variance(of)
+        if square is None or not whole:
+            return None
+        share = square / whole
+        return share if math.isfinite(share) else None
+
+    def _variance(self, name: str) -> float | None:
+        if name not in self._sums:
+            return None
+        count, total, squares = self._sums[name]
+        return float((squares / count - (total / count).square()).sum())
+
+
+def coded_tensors(keys: torch.Tensor, tokens: LayerTokens) -> list[tuple[str, torch.Tensor]]:
+    """The ``"key"`` and ``"value"`` of tokens that are coded; latents have values in their keys."""
+    tensors = [("key", keys), ("value", tokens.value)]
+    return tensors if tokens.latent is None else tensors[:1]
 
 
 def _figures(tallies: dict[str, Tally], anchor: bool) -> dict[str, float | None]:

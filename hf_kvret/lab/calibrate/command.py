@@ -11,7 +11,7 @@ import torch
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
-from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id, why_unreachable
+from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id
 from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.inspection import describe, plot_quality, quality_table
@@ -28,10 +28,13 @@ from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.hub_access import why_unreachable
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.report import outputs
 from hf_kvret.lab.report.verification import verify
 from hf_kvret.models.ranks import check_one_process
+
+_EXAMPLE = "--model MODEL --text novel.txt --out MODEL/"
 
 
 def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,21 +47,16 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         formatter_class=HelpFormatter,
     )
     methods = parser.add_subparsers(required=True, metavar="METHOD")
-    for kind in METHODS:
+    for cls in METHODS:
         one = methods.add_parser(
-            kind.method,
-            help=kind.summary,
-            description=kind.description,
-            epilog=example_lines(
-                [
-                    f"hf-kvret calibrate {kind.method} --model MODEL --text novel.txt "
-                    f"--out MODEL/{kind.method}"
-                ]
-            ),
+            cls.method,
+            help=cls.summary,
+            description=cls.description,
+            epilog=example_lines([f"hf-kvret calibrate {cls.method} {_EXAMPLE}{cls.method}"]),
             formatter_class=HelpFormatter,
         )
-        add_options(one, kind)
-        one.set_defaults(run=lambda parsed, kind=kind: run_calibrate(read_options(kind, parsed)))
+        add_options(one, cls)
+        one.set_defaults(run=lambda parsed, cls=cls: run_calibrate(read_options(cls, parsed)))
     parser = commands.add_parser(
         "inspect",
         help="say what a calibration artifact is, or check what was saved",
@@ -73,7 +71,7 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What ``hf-kvret inspect`` takes."""
+    """The options of ``hf-kvret inspect``."""
 
     artifact: str = option(help="a folder or a hub id; with --verify a path", name="artifact")
     revision: str | None = option(None, "branch, tag or commit on the hub")
@@ -212,9 +210,9 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
                 f"--held-out {options.held_out} of one sequence with {len(sequences[0])} tokens: "
                 "it takes at least two sequences: give a shorter --length or --held-out 0"
             )
-        # At least one, but never all.
+        # At least one sequence is held out, but never all.
         held_out = min(max(1, round(options.held_out * len(sequences))), len(sequences) - 1)
-    # UUIDs first: what is held out is the end of the text.
+    # UUIDs come first, so that what is held out is the end of the text.
     return Corpus([*uuids, *sequences], held_out, {**description, "held_out_sequences": held_out})
 
 

@@ -29,19 +29,14 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES
 from hf_kvret.methods.a2ats.learned import SPACES as A2ATS_SPACES
 from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
-from hf_kvret.methods.aqua.predictor_options import (
-    KEY_INPUTS,
-    SPACES,
-    VALUE_INPUTS,
-)
-from hf_kvret.methods.aqua.predictors import PREDICTORS
+from hf_kvret.methods.aqua.predictors import KEY_INPUTS, PREDICTORS, SPACES, VALUE_INPUTS
 
 _AQUA = AquaCalibration()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(ABC):
-    """What every method takes: a model, texts to learn from, and where the artifact goes."""
+    """Options of every method: a model, texts to learn from, and where the artifact goes."""
 
     method: ClassVar[str]
     summary: ClassVar[str]
@@ -102,7 +97,7 @@ class A2ATSOptions(CalibrateOptions):
     no_compare: bool = option(False, "no plain codebooks to compare with: half the time")
 
     def calibration(self) -> A2ATSCalibration:
-        """As the command line says."""
+        """The calibration that the command line asks for."""
         return A2ATSCalibration(
             codewords=self.codewords,
             codeword_dtype=self.codeword_dtype,
@@ -178,7 +173,7 @@ class AquaOptions(CalibrateOptions):
             )
 
     def calibration(self) -> AquaCalibration:
-        """As the command line says."""
+        """The calibration that the command line asks for."""
         own = (one.name for one in fields(AquaCalibration))
         return AquaCalibration(**{name: getattr(self, name) for name in own})
 

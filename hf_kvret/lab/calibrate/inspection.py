@@ -1,4 +1,4 @@
-"""Descriptions of an artifact for people: text, a table and a picture."""
+"""Artifacts for people: text, a table and a picture of one, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
+from hf_kvret.artifacts.files import DESCRIPTION, read_description
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.methods.a2ats import learned as a2ats
+from hf_kvret.methods.aqua import learned as aqua
 from hf_kvret.saved.identity import printable
+from hf_kvret.saved.strict_json import read_json
+
+_METHODS = {method.METHOD: method.check_whole for method in (a2ats, aqua)}
 
 
 def describe(artifact: CalibrationArtifact, *, as_json: bool = False) -> str:
@@ -73,6 +79,50 @@ def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:
         raise ValueError("--plot: this artifact has no figures of quality; leave the option out")
     title = f"{artifact.method} of {artifact.model.name}"
     plot_lines(path, lines, title=title, x="layer", y="share", whole_x=True, low=0.0)
+
+
+def holds_artifact(path: Path) -> bool:
+    """Whether an artifact, damaged perhaps, seems to be in ``path``.
+
+    ``config.json`` is also what transformers calls the configuration of a model.
+    """
+    file = path / DESCRIPTION
+    if not file.is_file():
+        return file.exists()
+    try:
+        content = read_json(file.read_bytes())
+    except (OSError, ValueError):
+        return True
+    is_a_models = isinstance(content, dict) and isinstance(content.get("model_type"), str)
+    return not is_a_models or "format_version" in content
+
+
+def files_of_artifact(path: Path) -> set[str]:
+    """Names of the files that ``verify_artifact`` reads of an artifact that is whole."""
+    return {DESCRIPTION, read_description(path)["files"]["tensors"]}
+
+
+def verify_artifact(directory: Path) -> list[str]:
+    """Lines that say what was checked: checksums, and each tensor and option against the method.
+
+    Whether it fits a model shows when a cache loads it.
+
+    Raises:
+        OSError: a file is missing, or can't be read.
+        ValueError: damage, or what no calibration makes; a method that this version doesn't know.
+    """
+    artifact = CalibrationArtifact.from_pretrained(directory)
+    if artifact.method not in _METHODS:
+        raise ValueError(
+            f"{directory} is an artifact of {artifact.method!r}, and this version knows "
+            f"{', '.join(_METHODS)}: its checksums are right, but nothing tells what must be in it"
+        )
+    _METHODS[artifact.method](artifact)
+    return [
+        f"artifact {artifact.method} of {artifact.model.name}",
+        f"tensors  {len(artifact.tensors)}, {artifact.nbytes / 2**20:.2f} MiB: whole",
+        f"sha256   {artifact.sha256}",
+    ]
 
 
 def _list(values: Mapping[str, Any]) -> str:

@@ -80,7 +80,7 @@ def _may_run(owner: str) -> bool:
     return True
 
 
-class Parts:
+class FinishedLayers:
     """A folder of finished layers, and of the tensors that the newest carries to the next one.
 
     A folder without finished layers is reused for another ``setup``.
@@ -129,11 +129,11 @@ class Parts:
         """
         newest = None
         if findings.carried is not None and not last:
-            # Before the layer itself: a finished layer has what the next one needs.
+            # It comes before the layer itself, so that a finished layer has what the next needs.
             newest = self._carry_file(layer)
             self._write(newest, findings.carried, {})
         record = {
-            "told": findings.told,
+            "told": findings.settings,
             "quality": findings.quality,
             "carried": findings.carried is not None,
         }

@@ -18,7 +18,7 @@ from hf_kvret.artifacts.files import check_no_foreign_artifact
 from hf_kvret.artifacts.identity import ModelIdentity
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.forecast import Forecast
-from hf_kvret.lab.calibrate.parts import Parts, alone_in
+from hf_kvret.lab.calibrate.parts import FinishedLayers, alone_in
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.models.compatibility import check_model, model_layers
 from hf_kvret.models.ranks import check_calibration
@@ -85,8 +85,9 @@ def calibrate(
     train_count = len(corpus.sequences) - corpus.held_out
     calibration.check([len(ids) for ids in corpus.sequences[:train_count]])
     ropes = check_rope(model)
-    kinds = model_layers(model.config)
-    ropes = {layer: rope for layer, rope in ropes.items() if type(kinds[layer]) is DynamicLayer}
+    layers = model_layers(model.config)
+    # Layers that slide or are recurrent never retrieve.
+    ropes = {layer: rope for layer, rope in ropes.items() if type(layers[layer]) is DynamicLayer}
     _check_layers(model, calibration, ropes)
     identity = ModelIdentity.of(model, name)
     setup = {
@@ -98,8 +99,8 @@ def calibrate(
         "options": calibration.options(),
     }
     with alone_in(folder):
-        parts = Parts(folder / _PARTS, setup)
-        todo, carried = parts.left(list(ropes))
+        finished = FinishedLayers(folder / _PARTS, setup)
+        todo, carried = finished.left(list(ropes))
         passes = -(-len(todo) // layers_at_once)
         forecast = Forecast(len(todo), passes, corpus.tokens, show=progress)
         for first in range(0, len(todo), layers_at_once):
@@ -107,13 +108,13 @@ def calibrate(
             some = {n: ropes[n] for n in group}
             studies = _read(model, corpus, calibration, some, progress, forecast)
             for layer in group:
-                # Popped without a name, so that its tokens are freed before the next one learns.
+                # A study has no name here, so that its tokens are freed before the next one learns.
                 findings = _learn(studies.pop(layer), layer, carried, progress, forecast)
-                parts.keep(layer, findings, last=layer == todo[-1])
+                finished.keep(layer, findings, last=layer == todo[-1])
                 carried = findings.carried
-        artifact = _put_together(calibration, identity, corpus, parts, list(ropes))
+        artifact = _put_together(calibration, identity, corpus, finished, list(ropes))
         artifact.save_pretrained(folder)
-        parts.remove()
+        finished.remove()
     return artifact
 
 
@@ -142,7 +143,7 @@ def _read(
                 if layer not in ropes:
                     return
                 if layer not in studies:
-                    # The device of the tokens: weights may be elsewhere (offloading).
+                    # Weights may be elsewhere (offloading), so the tokens tell the device.
                     device = tokens.key.device
                     studies[layer] = calibration.study(layer, ropes[layer], device)
                 studies[layer].add(tokens, held_out)
@@ -174,17 +175,17 @@ def _put_together(
     calibration: Calibration,
     identity: ModelIdentity,
     corpus: Corpus,
-    parts: Parts,
+    finished: FinishedLayers,
     layers: Sequence[int],
 ) -> CalibrationArtifact:
     tensors: dict[str, torch.Tensor] = {}
     settings: dict[str, Any] = {}
     quality = []
     for layer in layers:
-        findings = parts.find(layer)
+        findings = finished.find(layer)
         assert findings is not None
         tensors |= {f"layers.{layer}.{name}": x for name, x in findings.tensors.items()}
-        settings[str(layer)] = findings.told
+        settings[str(layer)] = findings.settings
         quality.append({"layer": layer, **findings.quality})
     return CalibrationArtifact(
         method=calibration.method,

@@ -23,14 +23,14 @@ class LayerFindings:
 
     Attributes:
         tensors: by name, without the layer prefix; on the CPU.
-        told: settings of the layer that the method needs, plain JSON.
+        settings: what the method needs to know of the layer, plain JSON.
         quality: figures of the layer by name, for people.
         carried: tensors for the next layer, on the CPU; not part of the artifact. None if layers
             don't depend on each other.
     """
 
     tensors: Mapping[str, torch.Tensor]
-    told: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     quality: Mapping[str, float | int | str | None] = field(default_factory=dict)
     carried: Carried | None = None
 

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.artifacts.hub import needs_cache
 from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, BUNDLED_MODEL, LATENT_MODEL, REFERENCE_MODEL
+from hf_kvret.lab.program.hub_access import needs_cache
 from hf_kvret.registry import attach
 
 _BUNDLED = {

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_kvret.lab.calibrate import verification as artifacts
+from hf_kvret.lab.calibrate import inspection as artifacts
 from hf_kvret.lab.report.results import read_results, why_no_results
 from hf_kvret.saved import description as caches
 from hf_kvret.saved.identity import printable

@@ -2,66 +2,46 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.shared import artifact_place
+from hf_kvret.artifacts.checks import check_choices
+from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import number
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
-from hf_kvret.methods.a2ats.learned import LearnedLayer, check_artifact, learned_layer, load
-from hf_kvret.options.config import RetrievalConfig, check_source
+from hf_kvret.methods.a2ats.learned import METHOD, LearnedLayer, check_artifact, learned_layer
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels import centroid, codebook
 from hf_kvret_kernels.host_step import CodebookSearch, HostSearch
 from hf_kvret_kernels.top_k import top_k
 
-_BUDGETS = ("head", "union")
-
 
 @dataclass(frozen=True)
-class A2ATSConfig(RetrievalConfig):
-    """A2ATS's options beside those of every retrieval cache.
+class A2ATSConfig(ArtifactConfig):
+    """A2ATS's options beside those of every retrieval cache that needs an artifact.
 
     Attributes:
-        artifact: folder or hub id of the calibration artifact that belongs to the model; None for
-            the folder ``a2ats`` in the model's own folder.
-        revision: of the artifact on the hub; None for its main branch.
-        artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any other
-            is refused; None for whatever is there.
         budget_of: ``"head"``: the best tokens of a KV head, by the largest softmax weight that its
             query heads give them; ``"union"``: each of the G query heads chooses ``budget // G``
             tokens, and all heads of the group attend to all of these, as published.
     """
 
+    method: ClassVar[str] = METHOD
+
     top_k: int | float | None = 0.06
     recent: int = 64
-    artifact: str | None = None
-    revision: str | None = None
-    artifact_sha256: str | None = None
     budget_of: str = "head"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.artifact, os.PathLike):
-            object.__setattr__(self, "artifact", os.fspath(self.artifact))
-        check_source(self.artifact, self.revision, self.artifact_sha256)
-        if self.budget_of not in _BUDGETS:
-            raise ValueError(
-                f"budget_of={self.budget_of!r}: choose {' or '.join(map(repr, _BUDGETS))}"
-            )
-
-    @property
-    def lacks_artifact(self) -> bool:
-        """Whether the model's folder must have it."""
-        return self.artifact is None
+        check_choices(self, budget_of=("head", "union"))
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
@@ -88,14 +68,13 @@ class A2ATSIndex(Index):
 
     _codes: TokenBuffer = passed(dims="B H t", dtype=torch.int16)
     _cold: int = number(0, least=0)
-    # Fingerprint of the codebook, so that a saved cache is loaded with the same one.
+    # The fingerprint of the codebook makes sure that a saved cache is loaded with the same one.
     _fingerprint: int = number(0, key="learned")
 
     def __init__(self, options: A2ATSConfig, layer: int) -> None:
         self.options, self.layer = options, layer
-        self._artifact: CalibrationArtifact | None = None
         self._quantizer: LearnedLayer | None = None
-        # Positions [B, q] of the newest pass, whose queries are about to select.
+        # These are the positions [B, q] of the newest pass, whose queries are about to select.
         self._positions: torch.Tensor | None = None
 
     def on_forward(
@@ -109,7 +88,7 @@ class A2ATSIndex(Index):
         quantizer = self._on(keys.device)
         if len(self._codes) < start:
             raise RuntimeError(
-                f"tokens start at slot {start}, but only {len(self._codes)} were seen: call "
+                f"tokens start at index {start}, but only {len(self._codes)} were seen: call "
                 "on_forward for every pass, in order, or load the index with its state"
             )
         self._codes.put(quantizer.encode(keys, positions), start)
@@ -125,6 +104,7 @@ class A2ATSIndex(Index):
         if self._unites(cold):
             group = query.shape[1] // codes.shape[1]
             count = max(1, budget // group)
+            # Each query head selects alone; the choices of a group are then united.
             ids = top_k(codebook.lookup(table, codes, valid=valid), count)
             each = ids.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)
             # With a budget below the number of heads, only the first heads choose.
@@ -215,14 +195,7 @@ class A2ATSIndex(Index):
     def _on(self, device: torch.device) -> LearnedLayer:
         """The layer's codebook and metric on ``device``, loaded at first use."""
         if self._quantizer is None:
-            options = self.options
-            if options.artifact is None:
-                raise ValueError(
-                    "the options name no artifact: pass A2ATSConfig(artifact='folder-or-hub-id'), "
-                    "or make an A2ATSCache, which looks beside the model"
-                )
-            self._artifact = load(options.artifact, options.revision, options.artifact_sha256)
-            self._quantizer = learned_layer(self._artifact, self.layer, device)
+            self._quantizer = learned_layer(self.options.load(), self.layer, device)
         return self._quantizer
 
 
@@ -233,7 +206,7 @@ class A2ATSCache(RetrievalCache):
     CPU is ``store="cpu"``, for this and every other method.
     """
 
-    name: ClassVar[str] = "a2ats"
+    name: ClassVar[str] = METHOD
     Config: ClassVar[type[RetrievalConfig]] = A2ATSConfig
     needs_artifact: ClassVar[bool] = True
 
@@ -245,9 +218,8 @@ class A2ATSCache(RetrievalCache):
             OSError, ValueError: no artifact, a damaged one, or that of another model; a model whose
                 rotation can't be undone.
         """
-        options = super().options_for(options, config)
-        options = options.replace(artifact=artifact_place(options.artifact, config, cls.name))
-        check_artifact(load(options.artifact, options.revision, options.artifact_sha256), config)
+        options = super().options_for(options, config).located(config)
+        check_artifact(options.load(), config)
         return options
 
     @classmethod
@@ -261,6 +233,5 @@ class A2ATSCache(RetrievalCache):
         Raises:
             ValueError: it has.
         """
-        options = self.options
-        assert isinstance(options, A2ATSConfig) and options.artifact is not None
-        load(options.artifact, options.revision, options.artifact_sha256).check_weights(model)
+        assert isinstance(self.options, A2ATSConfig)
+        self.options.load().check_weights(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self
@@ -15,21 +14,21 @@ from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import (
     LARGEST,
     Expected,
+    check_choices,
     check_each,
-    check_kinds,
-    check_names,
+    check_fit,
+    check_layers,
+    check_least,
     check_options,
     check_positions_known,
-    check_rotations,
     check_tensor,
     check_tensors,
-    check_told,
+    check_types,
     damaged,
+    layer_numbers,
     learned_rope,
 )
-from hf_kvret.artifacts.shared import made_once, shared_artifact
-from hf_kvret.methods.a2ats.vector_quantization import at_distance
-from hf_kvret.models.compatibility import retrieval_shapes
+from hf_kvret.artifacts.shared import made_once
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
 
@@ -72,28 +71,20 @@ class CodebookOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_types(self)
         if not 1 <= self.codewords <= codebook.MOST_CODEWORDS:
             raise ValueError(f"codewords={self.codewords}: 1 to {codebook.MOST_CODEWORDS}")
-        for name in ("window", "rounds", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: 0 or more")
+        check_least(self, window=0, rounds=0, seed=0)
         if self.window > _LAST_POSITION:
             raise ValueError(f"window={self.window}: at most {_LAST_POSITION}")
         if not 0 <= self.tolerance < float("inf"):
             raise ValueError(f"tolerance={self.tolerance}: 0 or more, 1e-4 is usual")
-        if self.space not in SPACES:
-            raise ValueError(f"space={self.space!r}: choose {' or '.join(map(repr, SPACES))}")
-        if self.codeword_dtype not in CODEWORD_DTYPES:
-            raise ValueError(
-                f"codeword_dtype={self.codeword_dtype!r}: choose "
-                f"{' or '.join(map(repr, CODEWORD_DTYPES))}"
-            )
+        check_choices(self, space=SPACES, codeword_dtype=CODEWORD_DTYPES)
 
 
 @dataclass(frozen=True, eq=False)
-class KeySpace(ABC):
-    """Maps post-RoPE keys and queries to the space of the codewords.
+class KeySpace:
+    """The space of keys and queries as attention sees them (table 2, without windowed RoPE).
 
     Attributes:
         rope: RoPE of the layer.
@@ -103,7 +94,7 @@ class KeySpace(ABC):
     rope: Rope
     window: int
 
-    @classmethod  # noqa: B027 - not every space refuses models
+    @classmethod
     def check_model(cls, config: PreTrainedConfig) -> None:
         """ValueError for a model whose keys can't be mapped to this space."""
 
@@ -111,21 +102,33 @@ class KeySpace(ABC):
         """The same on ``device``."""
         return replace(self, rope=self.rope.to(device))
 
-    @abstractmethod
     def keys(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """``[B, H, n, D]`` fp32 of post-RoPE keys at ``positions [B, n]``."""
+        return keys.float()
 
-    @abstractmethod
     def queries(self, queries: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """``[B, Hq, n, D]`` fp32 of post-RoPE queries at ``positions [B, n]``."""
+        return queries.float()
+
+
+def at_distance(query: torch.Tensor, rope: Rope, window: int) -> torch.Tensor:
+    """``[B, Hq, n, D]`` fp32: queries whose dot products with keys before RoPE are the scores of
+    keys ``window`` tokens back (equation 10).
+
+    YaRN multiplies the rotated elements of queries and of keys by its factor. Keys before RoPE
+    don't have it, so these queries have it twice; elements that RoPE leaves alone never have it.
+
+    Args:
+        query: ``[B, Hq, n, D]`` before RoPE, any float dtype.
+        rope: that of the layer, on the same device.
+        window: b, in tokens.
+    """
+    square_rope = replace(rope, attention_factor=rope.attention_factor**2)
+    return square_rope.rotate_to(query, window, dtype=torch.float32)
 
 
 class WindowedSpace(KeySpace):
-    """Windowed RoPE: keys before RoPE, queries rotated to position b (section 4.1).
-
-    Un-rotated keys lose YaRN's factor. Queries have it twice, in the rotated dims, so that scores
-    equal those of attention.
-    """
+    """Windowed RoPE: keys before RoPE, queries rotated to position b (section 4.1)."""
 
     @classmethod
     def check_model(cls, config: PreTrainedConfig) -> None:
@@ -150,22 +153,11 @@ class WindowedSpace(KeySpace):
         return self.rope.unrotate(x, positions, dtype=torch.float32)
 
 
-class RotatedSpace(KeySpace):
-    """Keys and queries as attention sees them (table 2, without windowed RoPE)."""
-
-    def keys(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        return keys.float()
-
-    def queries(self, queries: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        return queries.float()
-
-
-SPACES: dict[str, type[KeySpace]] = {"windowed": WindowedSpace, "rotated": RotatedSpace}
-
+SPACES: dict[str, type[KeySpace]] = {"windowed": WindowedSpace, "rotated": KeySpace}
 
 METHOD = "a2ats"
 
-# Numbers of keys that are un-rotated and multiplied at once: an fp32 copy takes 64 MiB.
+# Elements of keys that are un-rotated and multiplied at once: an fp32 copy takes 64 MiB.
 _CHUNK_NUMBERS = 1 << 24
 
 
@@ -213,8 +205,7 @@ class LearnedLayer:
         """A copy on ``device``; itself if it is there."""
         if device == self.words.device:
             return self
-        parts = (self.words.to(device), self.metric.to(device), self.space.to(device))
-        return type(self)(*parts)
+        return type(self)(self.words.to(device), self.metric.to(device), self.space.to(device))
 
     def encode(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Ids ``[B, H, n]`` int16 of post-RoPE ``keys [B, H, n, D]`` at ``positions [B, n]``."""
@@ -242,11 +233,6 @@ class LearnedLayer:
         return codebook.score_table(table_query, self.words, scale=scale, softcap=softcap)
 
 
-def load(artifact: str, revision: str | None, sha256: str | None = None) -> CalibrationArtifact:
-    """The artifact of a folder or hub id; OSError or ValueError as ``shared_artifact``."""
-    return shared_artifact(artifact, revision, METHOD, sha256)
-
-
 def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
     """Refuse an artifact that can't be one of a model, before any token is cached.
 
@@ -255,20 +241,14 @@ def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> N
             or rotations.
     """
     artifact.check(config)
-    space_of(artifact).check_model(config)
-    shapes = retrieval_shapes(config)
-    check_names(artifact, shapes)
-    check_each(artifact, shapes, _check_layer)
-    for layer, shape in shapes.items():
-        heads, _, dim = artifact.tensors[f"layers.{layer}.codewords"].shape
-        # Some models have a KV head for each query head, whatever their configuration says.
-        if heads not in (shape.kv_heads, shape.heads) or dim != shape.head_dim:
-            raise damaged(
-                artifact,
-                f"has codewords of {dim} numbers for {heads} heads of layer {layer}, the model "
-                f"{shape.head_dim} for {shape.kv_heads}",
-            )
-    check_rotations(artifact, config)
+    SPACES[_options(artifact).space].check_model(config)
+    check_fit(artifact, config, _check_layer, _shape)
+
+
+def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
+    """KV heads and head dim of the codewords of a layer."""
+    heads, _, dim = artifact.tensors[f"layers.{layer}.codewords"].shape
+    return heads, dim
 
 
 def check_whole(artifact: CalibrationArtifact) -> None:
@@ -277,8 +257,7 @@ def check_whole(artifact: CalibrationArtifact) -> None:
     Raises:
         ValueError: as ``check_artifact``, but for what only a configuration can tell.
     """
-    space_of(artifact)
-    check_told(artifact, _check_layer)
+    check_layers(artifact, layer_numbers(artifact), _check_layer)
 
 
 def _options(artifact: CalibrationArtifact) -> CodebookOptions:
@@ -302,7 +281,7 @@ def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
     }
     check_tensors(artifact, layer, expected)
     if rope.rotary_dim > dim:
-        raise damaged(artifact, f"turns {rope.rotary_dim} of {dim} numbers in layer {layer}")
+        raise damaged(artifact, f"rotates {rope.rotary_dim} of {dim} elements in layer {layer}")
     if count > 1 and bool((words == words[:, :1]).all()):
         raise damaged(artifact, f"has {name} that are all equal")
     _check_metric(artifact, layer)
@@ -315,25 +294,10 @@ def _check_metric(artifact: CalibrationArtifact, layer: int) -> None:
     if sound:
         eye = torch.eye(metric.shape[-1]).expand_as(metric)
         inverse = torch.linalg.solve_triangular(metric, eye, upper=False)
-        # Not `>`: it may overflow to NaN.
+        # Compared in this way round, an inverse that overflows to NaN is refused.
         sound = bool((inverse.abs() <= LARGEST).all())
     if not sound:
         raise damaged(artifact, f"has a metric of layer {layer} that can't be inverted")
-
-
-def space_of(artifact: CalibrationArtifact) -> type[KeySpace]:
-    """The space of keys in which the codewords were learned.
-
-    Raises:
-        ValueError: the artifact does not name one, or an unknown one.
-    """
-    name = artifact.options.get("space")
-    if not isinstance(name, str) or name not in SPACES:
-        raise damaged(
-            artifact,
-            f"has space={name!r}, known are {', '.join(map(repr, SPACES))} (upgrade hf-kvret)",
-        )
-    return SPACES[name]
 
 
 def learned_layer(artifact: CalibrationArtifact, layer: int, device: torch.device) -> LearnedLayer:
@@ -346,7 +310,8 @@ def learned_layer(artifact: CalibrationArtifact, layer: int, device: torch.devic
 
     def make() -> LearnedLayer:
         words, metric = (artifact.tensors[f"layers.{layer}.{x}"] for x in ("codewords", "metric"))
-        space = space_of(artifact)(learned_rope(artifact, layer), artifact.options["window"])
+        options = _options(artifact)
+        space = SPACES[options.space](learned_rope(artifact, layer), options.window)
         return LearnedLayer(words, metric.float(), space).to(device)
 
     return made_once(artifact, (layer, device), make)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.shared import artifact_place, made_once
+from hf_kvret.artifacts.shared import made_once
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group
-from hf_kvret.methods.aqua.config import AquaConfig
+from hf_kvret.methods.aqua.config import AquaConfig, layer_plan
 from hf_kvret.methods.aqua.kivi import KiviStore
-from hf_kvret.methods.aqua.learned import check_artifact, load
-from hf_kvret.methods.aqua.plan import filled_in, layer_plan
+from hf_kvret.methods.aqua.learned import METHOD, check_artifact, learned_options
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.models.compatibility import is_latent, retrieval_shapes
 from hf_kvret.options.config import RetrievalConfig
@@ -26,7 +24,7 @@ from hf_kvret_kernels.higgs.codec import SMALLEST_GROUP
 
 _log = logging.getLogger(__name__)
 
-# Whether there is no artifact, and what to do where keys have an offset that is coded as it is.
+# By whether there is no artifact: the way out where keys have an offset that is coded as it is.
 _FOR_OFFSETS = {
     False: "make the artifact again with `hf-kvret calibrate aqua --anchor-mean`",
     True: "pass backbone='kivi', whose groups of keys take their offset off, or bits=16",
@@ -40,7 +38,7 @@ class AquaKVCache(RetrievalCache):
     ``AquaKVCache(config=model.config, predictor="none")``, which is the codec alone.
     """
 
-    name: ClassVar[str] = "aqua"
+    name: ClassVar[str] = METHOD
     Config: ClassVar[type[RetrievalConfig]] = AquaConfig
     needs_artifact: ClassVar[bool] = True
 
@@ -55,14 +53,13 @@ class AquaKVCache(RetrievalCache):
         """
         options = super().options_for(options, config)
         if options.predictor == "artifact":
-            place = artifact_place(options.artifact, config, cls.name)
-            artifact = load(place, options.revision, options.artifact_sha256)
+            options = options.located(config)
+            artifact = options.load()
             check_artifact(artifact, config)
-            options = filled_in(options.replace(artifact=place))
+            options = options.filled_in()
             _check_backbone(options, artifact)
-            _tell_sinks(options, artifact)
-        else:
-            options = filled_in(options)
+            _warn_of_sinks(options, artifact)
+        options = options.filled_in()
         _check_width(options, config)
         return options
 
@@ -86,7 +83,7 @@ class AquaKVCache(RetrievalCache):
         cls, options: AquaConfig, layer: int, stores: StoreChoice, first: FirstRows
     ) -> Store:
         """A new, empty store for the model layer number ``layer``."""
-        options = filled_in(options)
+        options = options.filled_in()
         coded_bytes = first.nbytes * options.row_bits // NOT_CODED
         pages = stores.make(replace(first, nbytes=coded_bytes), layer)
         assert isinstance(pages, PagedStore), "AquaConfig refuses the others"
@@ -103,39 +100,36 @@ class AquaKVCache(RetrievalCache):
         Raises:
             ValueError: it has.
         """
-        options = self.options
-        assert isinstance(options, AquaConfig)
-        if options.predictor == "artifact":
-            assert options.artifact is not None
-            artifact = load(options.artifact, options.revision, options.artifact_sha256)
-            artifact.check_weights(model)
+        assert isinstance(self.options, AquaConfig)
+        if self.options.predictor == "artifact":
+            self.options.load().check_weights(model)
 
 
 def _check_backbone(options: AquaConfig, artifact: CalibrationArtifact) -> None:
     """ValueError for predictors calibrated with another codec, unless either is uncoded."""
-    backbone = artifact.options.get("backbone")
-    has_codes = NOT_CODED not in (options.bits, artifact.options.get("bits"))
-    if has_codes and options.backbone != backbone:
+    learned = learned_options(artifact)
+    has_codes = NOT_CODED not in (options.bits, learned.bits)
+    if has_codes and options.backbone != learned.backbone:
         raise ValueError(
             f"backbone={options.backbone!r}, and the aqua artifact of {artifact.model.name} was "
-            f"learned with {backbone!r}: pass backbone={backbone!r}, or calibrate with `--backbone "
-            f"{options.backbone}`"
+            f"learned with {learned.backbone!r}: pass backbone={learned.backbone!r}, or calibrate "
+            f"with `--backbone {options.backbone}`"
         )
 
 
-def _tell_sinks(options: AquaConfig, artifact: CalibrationArtifact) -> None:
+def _warn_of_sinks(options: AquaConfig, artifact: CalibrationArtifact) -> None:
     """Warn, once per artifact, if tokens are coded that calibration left out."""
-    sinks = artifact.options.get("sinks")
-    if isinstance(sinks, int) and options.sink < sinks:
-        made_once(artifact, ("sinks", options.sink), partial(_warn_of_sinks, options.sink, sinks))
+    sinks = learned_options(artifact).sinks
 
+    def warn() -> None:
+        _log.warning(
+            "sink=%d, and the aqua artifact was learned without the first %d tokens of a sequence, "
+            "which its predictors don't fit: pass sink=%d to keep them uncoded",
+            *(options.sink, sinks, sinks),
+        )
 
-def _warn_of_sinks(sink: int, sinks: int) -> None:
-    _log.warning(
-        "sink=%d, and the aqua artifact was learned without the first %d tokens of a sequence, "
-        "which its predictors don't fit: pass sink=%d to keep them uncoded",
-        sink, sinks, sinks,
-    )  # fmt: skip
+    if options.sink < sinks:
+        made_once(artifact, ("sinks", options.sink), warn)
 
 
 def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:

@@ -8,10 +8,11 @@ from typing import Self
 import torch
 
 from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group, make_codec
+from hf_kvret.methods.aqua.config import LayerPlan
 from hf_kvret.methods.aqua.decoded import joined, split
-from hf_kvret.methods.aqua.learned import LearnedLayer, Predictor, learned_layer
-from hf_kvret.methods.aqua.plan import LayerPlan
+from hf_kvret.methods.aqua.learned import LearnedLayer, learned_layer, learned_options
 from hf_kvret_kernels.higgs import Codec, Coded
+from hf_kvret_model_patches.rope import Rope
 
 
 @dataclass(eq=False)
@@ -19,9 +20,9 @@ class Rows:
     """Reconstructions of some consecutive tokens, as predictors read them: heads side by side.
 
     Attributes:
-        start: slot of the first token.
+        start: index of the first token.
         keys: ``[B, n, Hkv * Dk]`` in the model's dtype, before RoPE if keys are un-rotated.
-        values: ``[B, n, Hkv * Dv]``; of no numbers where values are a part of keys.
+        values: ``[B, n, Hkv * Dv]``; of width 0 where values are a part of keys.
     """
 
     start: int
@@ -30,8 +31,8 @@ class Rows:
 
     @classmethod
     def empty_like(cls, other: Rows, start: int, end: int) -> Rows:
-        """Room for slots ``start .. end``."""
-        # Inference tensors could not be written to later, outside inference mode.
+        """Memory for tokens ``start .. end``."""
+        # Tensors that are made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
             buffers = [
                 x.new_empty(len(x), end - start, x.shape[2]) for x in (other.keys, other.values)
@@ -39,14 +40,14 @@ class Rows:
         return cls(start, *buffers)
 
     def to(self, device: torch.device) -> Rows:
-        """The same on a device; these themselves if they lie there."""
+        """These rows on a device; themselves if they lie there."""
         if self.keys.device == device:
             return self
         return Rows(self.start, self.keys.to(device), self.values.to(device))
 
     @property
     def end(self) -> int:
-        """Slot after the last token."""
+        """Index after the last token."""
         return self.start + self.keys.shape[1]
 
     @property
@@ -55,12 +56,12 @@ class Rows:
         return self.keys.nbytes + self.values.nbytes
 
     def part(self, first: int, last: int) -> Rows:
-        """Views of slots ``first .. last``."""
+        """Views of tokens ``first .. last``."""
         where = slice(first - self.start, last - self.start)
         return Rows(first, self.keys[:, where], self.values[:, where])
 
     def covers(self, first: int, last: int) -> bool:
-        """Whether it contains slots ``first .. last``."""
+        """Whether it contains tokens ``first .. last``."""
         return self.start <= first and last <= self.end
 
     def like(self, other: Rows) -> bool:
@@ -71,10 +72,10 @@ class Rows:
         )
 
     def put(self, rows: Rows) -> None:
-        """Overwrite the slots of ``rows``."""
-        part = self.part(rows.start, rows.end)
-        part.keys.copy_(rows.keys)
-        part.values.copy_(rows.values)
+        """Overwrite the tokens of ``rows``."""
+        target = self.part(rows.start, rows.end)
+        target.keys.copy_(rows.keys)
+        target.values.copy_(rows.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,25 +134,24 @@ class RowCoder:
         return self if predictors is self.predictors else replace(self, predictors=predictors)
 
     @property
-    def turns(self) -> bool:
-        """Whether keys are coded before RoPE, and positions are needed."""
-        return self.predictors is not None and self.predictors.rope is not None
+    def rope(self) -> Rope | None:
+        """The rotation that keys are coded before; None where they are coded after it."""
+        return None if self.predictors is None else self.predictors.rope
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of a token's codes and scales, keys and values, for each KV head."""
         assert self.key_codec is not None
-        sides = (self.key_codec, self.key_dim), (self.value_codec, self.value_dim)
-        bits = sum(
-            codec.bits_per_value * self.heads * dim for codec, dim in sides if codec is not None
-        )
+        bits = self.key_codec.bits_per_value * self.heads * self.key_dim
+        if self.value_codec is not None:
+            bits += self.value_codec.bits_per_value * self.heads * self.value_dim
         return int(bits) // (8 * self.heads)
 
     def before(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """``[B, n, H * Dk]`` fp32 of post-RoPE ``keys [B, H, n, Dk]`` at ``positions [B, n]``."""
-        if self.predictors is not None and self.predictors.rope is not None:
-            assert positions is not None, "the lowest store keeps positions where keys are turned"
-            keys = self.predictors.rope.unrotate(keys, positions, dtype=torch.float32)
+        if self.rope is not None:
+            assert positions is not None, "the lowest store keeps positions where keys are rotated"
+            keys = self.rope.unrotate(keys, positions, dtype=torch.float32)
         return joined(keys.float())
 
     def attended(
@@ -159,9 +159,9 @@ class RowCoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[B, H, n, Dk]`` as attention reads them, and values; views where possible."""
         keys = split(rows.keys, self.heads)
-        if self.predictors is not None and self.predictors.rope is not None:
-            assert positions is not None, "the lowest store keeps positions where keys are turned"
-            keys = self.predictors.rope.rotate(keys, positions)
+        if self.rope is not None:
+            assert positions is not None, "the lowest store keeps positions where keys are rotated"
+            keys = self.rope.rotate(keys, positions)
         if self.value_in_key:
             return keys, keys[..., : self.value_in_key]
         return keys, split(rows.values, self.heads)
@@ -174,7 +174,7 @@ class RowCoder:
         return Rows(start, near_keys, self.values_beside(values))
 
     def values_beside(self, values: torch.Tensor) -> torch.Tensor:
-        """``[B, n, H * Dv]`` of ``values [B, H, n, Dv]``; of no numbers if they are in the keys."""
+        """``[B, n, H * Dv]`` of ``values [B, H, n, Dv]``; of width 0 if they are in the keys."""
         return joined(values[..., :0] if self.value_in_key else values)
 
     def encode(
@@ -183,7 +183,7 @@ class RowCoder:
         """Codes and scales ``[B, n, bytes]`` of keys and values, and what they decode to.
 
         Args:
-            start: slot of the first token.
+            start: index of the first token.
             keys: ``[B, n, H * Dk]`` fp32, of ``before``.
             values: ``[B, n, H * Dv]``.
             below: the same tokens in the layer that predicts this one; None for an anchor.
@@ -207,12 +207,13 @@ class RowCoder:
         key_codec, value_codec = self.key_codec, self.value_codec
         assert key_codec is not None
         width = self.heads * self.key_dim
-        at, scale_at = key_codec.code_bytes(width), key_codec.scale_bytes(width)
-        pair = Coded(codes[..., :at], scales[..., :scale_at])
+        # Bytes of keys come first, those of values behind them.
+        code_len, scale_len = key_codec.code_bytes(width), key_codec.scale_bytes(width)
+        pair = Coded(codes[..., :code_len], scales[..., :scale_len])
         keys = self._near(key_codec, pair, self._predicted_keys(below))
         if value_codec is None:
             return Rows(start, keys, keys[..., :0])
-        pair = Coded(codes[..., at:], scales[..., scale_at:])
+        pair = Coded(codes[..., code_len:], scales[..., scale_len:])
         values = self._near(value_codec, pair, self._predicted_values(keys, below))
         return Rows(start, keys, values)
 
@@ -221,14 +222,17 @@ class RowCoder:
 
     def _predicted_keys(self, below: Rows | None) -> torch.Tensor | float:
         predictor = None if self.predictors is None else self.predictors.key
-        return _predict(predictor, [] if below is None else [below.keys])
+        if predictor is None:
+            return 0.0
+        return predictor([] if below is None else [below.keys])
 
     def _predicted_values(self, keys: torch.Tensor, below: Rows | None) -> torch.Tensor | float:
-        if self.predictors is None or below is None:
-            return _predict(None if self.predictors is None else self.predictors.value, [])
-        parts = {"keys": keys, "values": below.values}
-        inputs = [x for name, x in parts.items() if name in self.predictors.value_inputs]
-        return _predict(self.predictors.value, inputs)
+        if self.predictors is None or self.predictors.value is None:
+            return 0.0
+        if below is None:
+            return self.predictors.value([])
+        inputs = {"keys": keys, "values": below.values}
+        return self.predictors.value([inputs[name] for name in self.predictors.value_inputs])
 
 
 def codecs_of(
@@ -239,29 +243,18 @@ def codecs_of(
     Raises:
         ValueError: dims that don't fit the groups.
     """
-    seed = 0 if plan.artifact is None else int(plan.artifact.options["seed"])
-    return [
-        _codec(plan, learned_group, bits, heads * dim, seed, device)
-        for dim, learned_group in zip(dims, plan.learned_groups, strict=True)
-    ]
-
-
-def _codec(
-    plan: LayerPlan,
-    learned_group: int | None,
-    bits: int,
-    width: int,
-    seed: int,
-    device: torch.device,
-) -> Codec | None:
-    if bits == NOT_CODED or not width:
-        return None
-    options = plan.options
-    assert options.backbone is not None, "the plan has filled it in"
-    group = options.group or learned_group or default_group(options.backbone, width)
-    check_group(group, width)
-    return make_codec(options.backbone, bits, group, seed, device)
-
-
-def _predict(predictor: Predictor | None, parts: list[torch.Tensor]) -> torch.Tensor | float:
-    return 0.0 if predictor is None else predictor(parts)
+    if bits == NOT_CODED:
+        return [None, None]
+    backbone, artifact = plan.options.backbone, plan.artifact
+    assert backbone is not None, "the plan has filled it in"
+    seed = 0 if artifact is None else learned_options(artifact).seed
+    codecs: list[Codec | None] = []
+    for dim, learned_group in zip(dims, plan.learned_groups, strict=True):
+        width = heads * dim
+        if not width:
+            codecs.append(None)
+            continue
+        group = plan.options.group or learned_group or default_group(backbone, width)
+        check_group(group, width)
+        codecs.append(make_codec(backbone, bits, group, seed, device))
+    return codecs

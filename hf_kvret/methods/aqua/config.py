@@ -1,25 +1,25 @@
-"""Options of AQUA-KV."""
+"""Options of AQUA-KV, and the plan of a layer: anchors, predicted layers, and in how many bits."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.checks import check_choices
+from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS, NOT_CODED
-from hf_kvret.options.config import RetrievalConfig, check_source
+from hf_kvret.methods.aqua.learned import METHOD, learned_options, needs_positions
 
 USUAL_BITS, USUAL_BACKBONE = 2, "higgs"
 """Defaults without an artifact."""
 
-_PREDICTORS = ("artifact", "none")
-_KEEP = ("codes", "rows")
 _STORES = ("auto", "device", "host", "split")
 
 
 @dataclass(frozen=True)
-class AquaConfig(RetrievalConfig):
-    """AQUA-KV's options beside those of every retrieval cache.
+class AquaConfig(ArtifactConfig):
+    """AQUA-KV's options beside those of every retrieval cache that needs an artifact.
 
     All cold tokens are attended to: ``top_k`` changes nothing. Stores that keep selected rows
     (``"resident"``), attend on the CPU (``"cpu"``) or have a codec (``"higgs"``) are refused.
@@ -42,12 +42,10 @@ class AquaConfig(RetrievalConfig):
             None: as in the artifact, whose anchors are so in any case.
         keep: ``"codes"``; ``"rows"`` reconstructs once, when a token is coded, and takes the memory
             of full attention, for study.
-        artifact: folder or hub id of the calibration artifact that belongs to the model; None for
-            the folder ``aqua`` in the model's own folder.
-        revision: of the artifact on the hub; None for its main branch.
-        artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any other
-            is refused; None for whatever is there.
     """
+
+    method: ClassVar[str] = METHOD
+    way_out: ClassVar[str] = " or predictor='none'"
 
     top_k: int | float | None = 1.0
     recent: int = 64
@@ -59,18 +57,12 @@ class AquaConfig(RetrievalConfig):
     predictor: str | None = "artifact"
     anchor_every: int | None = None
     keep: str = "codes"
-    artifact: str | None = None
-    revision: str | None = None
-    artifact_sha256: str | None = None
     estimate_obstacle = "aqua attends to all tokens, and nothing is left out"
     rest_obstacle = "aqua attends to all tokens, nothing is left out"
     group_obstacle = "aqua selects nothing, it attends to all tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.artifact, os.PathLike):
-            object.__setattr__(self, "artifact", os.fspath(self.artifact))
-        check_source(self.artifact, self.revision, self.artifact_sha256)
         for name in ("artifact", "artifact_sha256"):
             value = getattr(self, name)
             if self.predictor in (None, "none") and value is not None:
@@ -80,17 +72,14 @@ class AquaConfig(RetrievalConfig):
         if self.predictor is None:
             # The command line parses "none" to None.
             object.__setattr__(self, "predictor", "none")
-        choices: dict[str, tuple[object, ...]] = {
-            "first_bits": (None, *BITS),
-            "group": (None, *GROUPS),
-            "backbone": (None, *BACKBONES, "kivi"),
-            "predictor": _PREDICTORS,
-            "keep": _KEEP,
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                names = ", ".join(map(repr, values))
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {names}")
+        check_choices(
+            self,
+            first_bits=(None, *BITS),
+            group=(None, *GROUPS),
+            backbone=(None, *BACKBONES, "kivi"),
+            predictor=("artifact", "none"),
+            keep=("codes", "rows"),
+        )
         if not self.takes_store(self.store):
             raise ValueError(
                 f"store={self.store!r}: AQUA-KV reads all cold tokens at each step and rebuilds "
@@ -119,8 +108,24 @@ class AquaConfig(RetrievalConfig):
 
     @property
     def lacks_artifact(self) -> bool:
-        """Whether the model's folder must have it."""
-        return self.predictor == "artifact" and self.artifact is None
+        return self.predictor == "artifact" and super().lacks_artifact
+
+    def filled_in(self) -> Self:
+        """These options with bits and backbone: as set, else the artifact's, else the defaults.
+
+        Raises:
+            ValueError: no artifact is named, or it lacks them.
+            OSError: the artifact can't be read.
+        """
+        if self.bits is not None and self.backbone is not None:
+            return self
+        bits, backbone = USUAL_BITS, USUAL_BACKBONE
+        if self.predictor == "artifact":
+            learned = learned_options(self.load())
+            bits, backbone = learned.bits, learned.backbone
+        return self.replace(
+            bits=bits if self.bits is None else self.bits, backbone=self.backbone or backbone
+        )
 
     def exact(self) -> Self:
         return super().exact().replace(first_bits=None)
@@ -158,3 +163,96 @@ class AquaConfig(RetrievalConfig):
         The authors code that one too, and keep no recent window after it.
         """
         return cls.from_options(**{"recent": 1, "flush": 127, "dense_below": 0, **changes})
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """How one layer is stored.
+
+    Attributes:
+        options: of the cache.
+        layer: number of the layer in the model.
+        bits: 2, 3, 4, or 16 for uncoded rows.
+        lowest_bits: the same, if there is no retrieval layer below.
+        previous: the layer whose reconstruction predicts this one; None for an anchor, and for an
+            uncoded layer.
+        feeds: whether the layer above is predicted from this one.
+        artifact: the artifact; None where nothing is predicted.
+        lowest: whether it is the artifact's first layer, which keeps the positions for all.
+    """
+
+    options: AquaConfig
+    layer: int
+    bits: int
+    lowest_bits: int
+    previous: int | None = None
+    feeds: bool = False
+    artifact: CalibrationArtifact | None = None
+    lowest: bool = False
+
+    @property
+    def learned_groups(self) -> tuple[int | None, int | None]:
+        """Group sizes of keys and values in the calibration; None if not coded."""
+        if self.artifact is None:
+            return None, None
+        settings = self.artifact.options["layers"][str(self.layer)]
+        return settings.get("group"), settings.get("value_group")
+
+    def bits_of(self, lowest: bool) -> int:
+        """Bits of the layer, or where it is the ``lowest`` that retrieves."""
+        return self.lowest_bits if lowest else self.bits
+
+    @property
+    def codes_offsets(self) -> bool:
+        """Whether keys are coded as they are, without a prediction or a mean being taken off."""
+        takes_mean = self.artifact is not None and self.artifact.options.get("anchor_mean", False)
+        return self.bits != NOT_CODED and self.previous is None and not takes_mean
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether this layer keeps the positions, for all layers."""
+        return self.artifact is not None and self.lowest and needs_positions(self.artifact)
+
+
+def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
+    """The plan of model layer number ``layer``.
+
+    Raises:
+        ValueError: no artifact is named, or it lacks the layer.
+        OSError: the artifact can't be read.
+    """
+    options = options.filled_in()
+    assert options.bits is not None
+    if options.predictor == "none":
+        return LayerPlan(options, layer, options.bits, options.first_bits or options.bits)
+    artifact = options.load()
+    layers = sorted(map(int, artifact.options["layers"]))
+    if layer not in layers:
+        raise ValueError(
+            f"the aqua artifact of {artifact.model.name} has no layer {layer}: make it again with "
+            "`hf-kvret calibrate aqua`"
+        )
+    index = layers.index(layer)
+    bits, previous = _role(options, artifact, layers, index)
+    above = index + 1 < len(layers) and _role(options, artifact, layers, index + 1)[1] is not None
+    return LayerPlan(options, layer, bits, bits, previous, above, artifact, lowest=index == 0)
+
+
+def _role(
+    options: AquaConfig, artifact: CalibrationArtifact, layers: list[int], index: int
+) -> tuple[int, int | None]:
+    """Bits, and the layer that predicts this one, if any does."""
+    all_settings = artifact.options["layers"]
+    settings = all_settings[str(layers[index])]
+    assert options.bits is not None
+    is_anchor = options.anchor_every is not None and index % options.anchor_every == 0
+    if options.bits == NOT_CODED:
+        # Nothing is coded, except anchors if the options say so.
+        first = options.first_bits if settings["previous"] is None or is_anchor else None
+        return first or NOT_CODED, None
+    if settings["previous"] is None:
+        return options.first_bits or settings["bits"], None
+    if is_anchor:
+        # The artifact predicts this layer; as an anchor it gets the bits of the first layer.
+        return options.first_bits or all_settings[str(layers[0])]["bits"], None
+    return options.bits, settings["previous"]

@@ -20,15 +20,15 @@ CHUNK = 4096
 """Tokens coded or decoded at once."""
 
 
-# Longest row in bytes for the kernel: a tile of 32 longer rows would not fit its registers.
+# The longest row in bytes for the kernel: a tile of 32 longer rows exceeds its registers.
 _LONGEST_ROW = 2048
 
 
 class BytePages(PagedStore):
-    """A paged store that can be read from any slot on."""
+    """A paged store that can be read from any token on."""
 
     def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[B, H, last - first, *]`` of slots ``first .. last``, on the device."""
+        """Keys and values ``[B, H, n, *]`` of tokens ``first .. last``, on the device."""
         rows = self.paged_rows()
         on_gpu = self.memory.device.type == "cuda"
         if on_gpu and rows.width * rows.dtype.itemsize <= _LONGEST_ROW:
@@ -72,7 +72,7 @@ class DecodedStore(Store):
     def decoded_chunks(
         self, first: int, last: int, chunk_len: int = CHUNK
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Slots ``first .. last`` in order: ``(slot, keys [B, Hkv, n, Dk], values)``."""
+        """Tokens ``first .. last`` in order: ``(index, keys [B, Hkv, n, Dk], values)``."""
 
     def begin(
         self,
@@ -101,8 +101,8 @@ class DecodedStore(Store):
     def _dense(self, ids: torch.Tensor) -> tuple[PagedStore, torch.Tensor]:
         """A dense store of the tokens from the lowest to the highest id, and ids relative to it."""
         check_id_range(ids, len(self))
-        slots = ids[ids >= 0]
-        first, last = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 1)
+        tokens = ids[ids >= 0]
+        first, last = (int(tokens.min()), int(tokens.max()) + 1) if len(tokens) else (0, 1)
         rows = PagedStore(DeviceMemory(self.memory.device))
         for start, keys, values in self.decoded_chunks(first, last):
             in_key = self.value_in_key
@@ -141,22 +141,22 @@ def check_shape(saved: torch.Tensor, shape: list[int]) -> None:
 def check_coded(
     state: Tensors,
     schema: Schema,
-    sides: Sequence[tuple[Codec, int]],
+    codecs: Sequence[tuple[Codec, int]],
     tokens: str = "N",
     prefix: str = "",
 ) -> None:
-    """ValueError unless codes and scales are of rows that ``sides``, in that order, make up.
+    """ValueError unless codes and scales are of rows that ``codecs``, in that order, make up.
 
     Args:
         state: with ``keys``, the codes, and ``values``, the scales.
         schema: of the layer.
-        sides: codec and numbers of each side of a row.
+        codecs: codec and width of the parts of a row.
         tokens: letter or number of the rows.
         prefix: of the names.
     """
     widths = {
-        "keys": sum(codec.code_bytes(width) for codec, width in sides),
-        "values": sum(codec.scale_bytes(width) for codec, width in sides),
+        "keys": sum(codec.code_bytes(width) for codec, width in codecs),
+        "values": sum(codec.scale_bytes(width) for codec, width in codecs),
     }
     for name, width in widths.items():
         key = f"{prefix}{name}"

@@ -30,7 +30,7 @@ _GROUP = 32
 
 
 class KiviStore(DecodedStore):
-    """Post-RoPE keys in groups of tokens, channel by channel; values in groups of numbers.
+    """Post-RoPE keys in groups of tokens, channel by channel; values in groups of elements.
 
     Liu et al., *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache* (2024). The newest
     keys, fewer than a group, stay uncoded. A crop into a group decodes the rest of it. Padding is
@@ -77,8 +77,8 @@ class KiviStore(DecodedStore):
         whole = keys.shape[1] // self.group * self.group
         if whole:
             groups = keys[:, :whole].unflatten(1, (-1, self.group)).transpose(2, 3)
-            parts = [x.flatten(2)[:, None] for x in self._key_codec.encode(groups)]
-            self._key_groups.append(TokenBlock(parts[0], parts[1], len(self._key_groups)))
+            codes, scales = (x.flatten(2)[:, None] for x in self._key_codec.encode(groups))
+            self._key_groups.append(TokenBlock(codes, scales, len(self._key_groups)))
         self._newest = keys[:, whole:].clone()
         codes, scales = self._value_codec.encode(joined(block.values))
         self._values.append(TokenBlock(codes[:, None], scales[:, None], block.start))
@@ -103,7 +103,7 @@ class KiviStore(DecodedStore):
         if length >= len(self):
             return
         whole = length // self.group
-        # Read before cropping: these keys may be part of a group.
+        # These keys may be part of a group, so they are read before it is cropped.
         self._newest = self._keys(whole * self.group, length).clone()
         self._key_groups.crop(whole)
         self._values.crop(length)
@@ -140,8 +140,8 @@ class KiviStore(DecodedStore):
         check_shape(state["shape"], [heads, key_dim, value_dim])
         width = heads * value_dim
         check_coded(state, schema, [(self._codec_of(width), width)])
-        groups, rest = divmod(schema["N"], self.group)
-        schema.check("store.newest", state["newest"], f"B {rest} {heads * key_dim}")
+        groups, newest_len = divmod(schema["N"], self.group)
+        schema.check("store.newest", state["newest"], f"B {newest_len} {heads * key_dim}")
         if groups:
             channels = [(self._key_codec, self.group)] * (heads * key_dim)
             check_coded(state, schema, channels, str(groups), "group_")
@@ -169,11 +169,11 @@ class KiviStore(DecodedStore):
         return self._codec_of(heads * value_dim)
 
     def _codec_of(self, width: int) -> MinMaxCodec:
-        """Of values, ``width`` numbers of all heads."""
+        """The codec of values, ``width`` elements of all heads."""
         return MinMaxCodec(self.bits, min(self.group, width & -width))
 
     def _keys(self, first: int, last: int) -> torch.Tensor:
-        """``[B, last - first, H * Dk]`` of slots ``first .. last``."""
+        """Keys ``[B, last - first, H * Dk]`` of tokens ``first .. last``."""
         assert self._newest is not None
         group_end = len(self._key_groups) * self.group
         newest = self._newest[:, max(0, first - group_end) : max(0, last - group_end)]

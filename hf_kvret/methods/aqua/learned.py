@@ -3,50 +3,48 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import (
     Expected,
     check_each,
+    check_fit,
     check_layer_settings,
-    check_names,
+    check_layers,
     check_options,
     check_positions_known,
-    check_rotations,
     check_tensors,
-    check_told,
     damaged,
+    layer_numbers,
     learned_rope,
-    told_layers,
 )
-from hf_kvret.artifacts.shared import made_once, shared_artifact
-from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
-from hf_kvret.methods.aqua.predictor_options import (
-    KEY_INPUTS,
-    SPACES,
-    VALUE_INPUTS,
-    PredictorOptions,
-)
-from hf_kvret.methods.aqua.predictors import GROUP, unpacked
-from hf_kvret.models.compatibility import is_latent, retrieval_shapes
+from hf_kvret.artifacts.shared import made_once
+from hf_kvret.methods.aqua.coding import BITS, GROUPS
+from hf_kvret.methods.aqua.predictors import GROUP, Predictor, PredictorOptions
+from hf_kvret.models.compatibility import is_latent
 from hf_kvret_model_patches.rope import Rope
 
-_MATRIX = (torch.bfloat16,)
-_BIAS = (torch.float32,)
-_SCALE = (torch.float16,)
-_CODES = (torch.uint8,)
+METHOD = "aqua"
+
+# The last part of a tensor's name tells its dtype; matrices have other names, and bf16.
+_DTYPES = {
+    "codes": torch.uint8,
+    "scale": torch.float16,
+    "low": torch.float16,
+    "bias": torch.float32,
+    "inv_freq": torch.float32,
+}
 
 
 class LayerSettings(NamedTuple):
-    """Settings of a layer; the module ``calibrator`` describes them."""
+    """Settings of a layer, as ``predictors`` describes them."""
 
     previous: int | None
     heads: int
@@ -55,16 +53,16 @@ class LayerSettings(NamedTuple):
 
     @classmethod
     def of(cls, artifact: CalibrationArtifact, layer: int) -> Self:
-        """Those that an artifact tells of layer number ``layer``.
+        """The settings that an artifact has for layer number ``layer``.
 
         Raises:
             ValueError: one is missing, of another type, out of its range, or contradicts others.
         """
-        kinds = dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
-        settings = check_layer_settings(artifact, layer, kinds)
+        types = dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
+        settings = check_layer_settings(artifact, layer, types)
         previous, bits = settings.get("previous", ""), settings["bits"]
-        lower = [number for number in told_layers(artifact) if number < layer]
-        # An anchor, or predicted from the layer below.
+        lower = [other for other in layer_numbers(artifact) if other < layer]
+        # A layer is an anchor, or is predicted from the layer below.
         sound = previous is None or (type(previous) is int and previous == max(lower, default=None))
         sound &= settings.get("role") == ("anchor" if previous is None else "predicted")
         sound &= bits in BITS and (previous is None or bits == artifact.options.get("bits"))
@@ -77,122 +75,75 @@ class LayerSettings(NamedTuple):
             sound &= is_group if dim else group is None
         if not sound:
             names = ("role", "previous", "bits", "heads", "head_dim", "value_head_dim", *groups)
-            told = ", ".join(f"{name}={settings.get(name)!r}" for name in names)
-            raise damaged(artifact, f"is damaged at layer {layer} ({told})")
+            values = ", ".join(f"{name}={settings.get(name)!r}" for name in names)
+            raise damaged(artifact, f"is damaged at layer {layer} ({values})")
         return cls(previous, *dims)
 
     @property
     def widths(self) -> dict[str, int]:
-        """Numbers of a token, by side; 0 where values are in their keys."""
+        """Elements of a token's key and value; 0 where values are in their keys."""
         return {"key": self.heads * self.head_dim, "value": self.heads * self.value_head_dim}
 
 
 def expected_tensors(
     options: PredictorOptions, layer: LayerSettings, below: LayerSettings | None, pairs: int
 ) -> dict[str, Expected]:
-    """What each tensor of a layer must be, by name.
+    """The dtype and shape of each tensor of a layer, by name.
 
     ``below`` is the layer that predicts it, None in an anchor; ``pairs`` counts its frequencies.
     """
-    tensors = {"inv_freq": Expected(_BIAS, (pairs,))}
-    for side, width in layer.widths.items():
+    shapes: dict[str, tuple[int, ...]] = {"inv_freq": (pairs,)}
+    for name, width in layer.widths.items():
         if not width:
             continue
-        if below is None:
-            parts = {"bias": Expected(_BIAS, (width,))} if options.anchor_mean else {}
-        else:
-            parts = _predictor_tensors(options, _inputs(options, side, layer, below), width)
-        tensors |= {f"{side}.{name}": one for name, one in parts.items()}
-    return tensors
+        own: dict[str, tuple[int, ...]] = {}
+        if below is not None:
+            own = _predictor_shapes(options, _inputs(options, name, layer, below), width)
+        elif options.anchor_mean:
+            own = {"bias": (width,)}
+        shapes |= {f"{name}.{part}": shape for part, shape in own.items()}
+    return {
+        name: Expected((_DTYPES.get(name.rpartition(".")[2], torch.bfloat16),), shape)
+        for name, shape in shapes.items()
+    }
 
 
 def _inputs(
-    options: PredictorOptions, side: str, layer: LayerSettings, below: LayerSettings
+    options: PredictorOptions, name: str, layer: LayerSettings, below: LayerSettings
 ) -> int:
-    """Numbers that a side is predicted from."""
-    if side == "key":
+    """Elements that a ``"key"`` or ``"value"`` is predicted from."""
+    if name == "key":
         return below.widths["key"] if options.key_inputs == "keys" else 0
-    names = options.value_inputs.split("+")
-    parts = {"keys": layer.widths["key"], "values": below.widths["value"]}
-    return sum(width for name, width in parts.items() if name in names)
+    widths = {"keys": layer.widths["key"], "values": below.widths["value"]}
+    return sum(widths.get(source, 0) for source in options.value_inputs.split("+"))
 
 
-def _predictor_tensors(options: PredictorOptions, inputs: int, outputs: int) -> dict[str, Expected]:
+def _predictor_shapes(
+    options: PredictorOptions, inputs: int, outputs: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of one predictor; none where nothing is predicted."""
     if not inputs:
         return {}
     if options.predictor == "mlp":
         hidden = options.hidden or 2 * outputs
         return {
-            "hidden.weight": Expected(_MATRIX, (hidden, inputs)),
-            "hidden.bias": Expected(_BIAS, (hidden,)),
-            "out.weight": Expected(_MATRIX, (outputs, hidden)),
-            "bias": Expected(_BIAS, (outputs,)),
+            "hidden.weight": (hidden, inputs),
+            "hidden.bias": (hidden,),
+            "out.weight": (outputs, hidden),
+            "bias": (outputs,),
         }
     matrices = {"weight": (outputs, inputs)}
     if options.predictor == "low_rank":
         matrices = {"down": (options.rank, inputs), "up": (outputs, options.rank)}
-    tensors = {"bias": Expected(_BIAS, (outputs,))}
-    for name, shape in matrices.items():
-        tensors |= _matrix(name, shape, options.predictor_bits)
-    return tensors
-
-
-def _matrix(name: str, shape: tuple[int, int], bits: int) -> dict[str, Expected]:
-    if bits != 4:
-        return {name: Expected(_MATRIX, shape)}
-    rows, columns = shape
-    groups = columns // min(GROUP, columns & -columns)
-    return {
-        f"{name}.codes": Expected(_CODES, (rows, columns // 2)),
-        f"{name}.scale": Expected(_SCALE, (rows, groups)),
-        f"{name}.low": Expected(_SCALE, (rows, groups)),
-    }
-
-
-METHOD = "aqua"
-
-
-@dataclass(frozen=True, eq=False)
-class Predictor:
-    """A linear, reduced-rank or one-hidden-layer map of rows.
-
-    Products are computed in ``dtype``, the model's; biases are added in fp32, because keys may have
-    offsets far beyond their spread.
-
-    Attributes:
-        tensors: by the names of ``methods.aqua.calibrator``, all on one device: biases
-            fp32, matrices in ``dtype``, or as 4-bit codes, which are unpacked at each use.
-        dtype: of the inputs.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    dtype: torch.dtype
-
-    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``[B, n, out]`` fp32 of inputs that stand side by side, ``[B, n, *]`` in ``dtype``.
-
-        Without a matrix there is the bias alone, ``[out]``.
-        """
-        tensors = self.unpacked().tensors
-        if set(tensors) == {"bias"}:
-            return tensors["bias"]
-        x = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
-        if "down" in tensors:
-            result = F.linear(F.linear(x, tensors["down"]), tensors["up"])
-        elif "hidden.weight" in tensors:
-            units = F.linear(x, tensors["hidden.weight"]).float() + tensors["hidden.bias"]
-            result = F.linear(F.gelu(units).to(self.dtype), tensors["out.weight"])
-        else:
-            result = F.linear(x, tensors["weight"])
-        return result.float() + tensors["bias"]
-
-    def unpacked(self) -> Predictor:
-        """A copy with 4-bit matrices unpacked to ``dtype``, for repeated use."""
-        if not any(name.endswith(".codes") for name in self.tensors):
-            return self
-        matrices = unpacked(self.tensors)
-        tensors = {n: x.to(self.dtype) if x.ndim == 2 else x for n, x in matrices.items()}
-        return Predictor(tensors, self.dtype)
+    shapes: dict[str, tuple[int, ...]] = {"bias": (outputs,)}
+    for name, (rows, columns) in matrices.items():
+        if options.predictor_bits == 16:
+            shapes[name] = rows, columns
+            continue
+        groups = columns // min(GROUP, columns & -columns)
+        shapes[f"{name}.codes"] = rows, columns // 2
+        shapes[f"{name}.scale"] = shapes[f"{name}.low"] = rows, groups
+    return shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,9 +169,9 @@ class LearnedLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors on the device."""
-        parts = [p.tensors for p in (self.key, self.value) if p is not None]
+        predictors = [p.tensors for p in (self.key, self.value) if p is not None]
         frequencies = 0 if self.rope is None else self.rope.inv_freq.nbytes
-        return frequencies + sum(x.nbytes for tensors in parts for x in tensors.values())
+        return frequencies + sum(x.nbytes for tensors in predictors for x in tensors.values())
 
     @cached_property
     def fingerprint(self) -> int:
@@ -250,11 +201,6 @@ class LearnedLayer:
             )
 
 
-def load(artifact: str, revision: str | None, sha256: str | None = None) -> CalibrationArtifact:
-    """The artifact of a folder or hub id; OSError or ValueError as ``shared_artifact``."""
-    return shared_artifact(artifact, revision, METHOD, sha256)
-
-
 def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
     """Refuse an artifact that can't be one of a model, before any token is cached.
 
@@ -263,38 +209,19 @@ def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> N
             or rotations.
     """
     artifact.check(config)
-    check_space(artifact, config)
-    learned_options(artifact)
-    shapes = retrieval_shapes(config)
-    check_names(artifact, shapes)
-    check_each(artifact, shapes, _check_layer)
-    for layer, shape in shapes.items():
-        settings = LayerSettings.of(artifact, layer)
-        # Some models have a KV head for each query head, whatever their configuration says.
-        sound = settings.heads in (shape.kv_heads, shape.heads)
-        sound &= settings.head_dim == shape.head_dim
-        if not sound or (settings.value_head_dim > 0) == is_latent(config):
-            raise damaged(
-                artifact,
-                f"is damaged at layer {layer} (heads={settings.heads}, head_dim="
-                f"{settings.head_dim}, value_head_dim={settings.value_head_dim}; the model has "
-                f"{shape.kv_heads} KV heads of {shape.head_dim} numbers)",
-            )
-    check_rotations(artifact, config)
+    if learned_options(artifact).space == "before":
+        check_positions_known(config, "predictor='none'", "`hf-kvret calibrate aqua --space after`")
+    check_fit(artifact, config, _check_layer, _shape)
+    for layer in layer_numbers(artifact):
+        value_dim = LayerSettings.of(artifact, layer).value_head_dim
+        if (value_dim > 0) == is_latent(config):
+            raise damaged(artifact, f"is damaged at layer {layer} (value_head_dim={value_dim})")
 
 
-def learned_options(artifact: CalibrationArtifact) -> tuple[int, str]:
-    """Bits and backbone of the calibration: the defaults of a cache with this artifact.
-
-    Raises:
-        ValueError: they are missing or unknown.
-    """
-    bits, backbone = artifact.options.get("bits"), artifact.options.get("backbone")
-    if not isinstance(bits, int) or bits not in BITS:
-        raise _unknown(artifact, "bits", bits, BITS)
-    if not isinstance(backbone, str) or backbone not in BACKBONES:
-        raise _unknown(artifact, "backbone", backbone, BACKBONES)
-    return bits, backbone
+def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
+    """KV heads and head dim that a layer was learned from."""
+    settings = LayerSettings.of(artifact, layer)
+    return settings.heads, settings.head_dim
 
 
 def check_whole(artifact: CalibrationArtifact) -> None:
@@ -303,52 +230,33 @@ def check_whole(artifact: CalibrationArtifact) -> None:
     Raises:
         ValueError: as ``check_artifact``, but for what only a configuration can tell.
     """
-    learned_options(artifact)
-    check_told(artifact, _check_layer)
+    check_layers(artifact, layer_numbers(artifact), _check_layer)
 
 
-def _options(artifact: CalibrationArtifact) -> PredictorOptions:
+def learned_options(artifact: CalibrationArtifact) -> PredictorOptions:
+    """The options of the calibration; ValueError for one that is missing or wrong."""
     read = ("bits", "backbone", "seed", "space", "key_inputs", "value_inputs")
     return made_once(artifact, "options", partial(check_options, artifact, PredictorOptions, read))
 
 
 def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
-    options = _options(artifact)
+    options = learned_options(artifact)
     rope = learned_rope(artifact, layer)
     settings = LayerSettings.of(artifact, layer)
     below = None if settings.previous is None else LayerSettings.of(artifact, settings.previous)
     if rope.rotary_dim > settings.head_dim:
         raise damaged(
-            artifact, f"turns {rope.rotary_dim} of {settings.head_dim} numbers in layer {layer}"
+            artifact, f"rotates {rope.rotary_dim} of {settings.head_dim} elements in layer {layer}"
         )
     expected = expected_tensors(options, settings, below, len(rope.inv_freq))
     check_tensors(artifact, layer, expected)
 
 
-def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
-    """ValueError if the model's keys can't be un-rotated, or the artifact has unknown options."""
-    for name, choices in (
-        ("space", SPACES),
-        ("key_inputs", KEY_INPUTS),
-        ("value_inputs", VALUE_INPUTS),
-    ):
-        if artifact.options.get(name) not in choices:
-            raise _unknown(artifact, name, artifact.options.get(name), choices)
-    if artifact.options["space"] == "before":
-        check_positions_known(config, "predictor='none'", "`hf-kvret calibrate aqua --space after`")
-
-
-def _unknown(
-    artifact: CalibrationArtifact, name: str, value: object, choices: Iterable[object]
-) -> ValueError:
-    known = ", ".join(map(repr, choices))
-    return damaged(artifact, f"has {name}={value!r}, known are {known} (upgrade hf-kvret)")
-
-
 def needs_positions(artifact: CalibrationArtifact) -> bool:
     """Whether keys of any layer are un-rotated."""
     layers = artifact.options["layers"].values()
-    return artifact.options["space"] == "before" and any(one["layout"] != "none" for one in layers)
+    is_before = learned_options(artifact).space == "before"
+    return is_before and any(settings["layout"] != "none" for settings in layers)
 
 
 def learned_layer(
@@ -364,43 +272,34 @@ def learned_layer(
     ValueError as of ``check_whole``.
     """
     check_each(artifact, [layer], _check_layer)
-    make = partial(_make_layer, artifact, layer, with_inputs, device, dtype)
+    options = learned_options(artifact)
+
+    def predictor(source: dict[str, torch.Tensor], name: str) -> Predictor | None:
+        tensors = _below(source, f"{name}.")
+        if not tensors or (set(tensors) != {"bias"} and not with_inputs):
+            return None
+        # Scales and offsets of 4-bit matrices are fp16 and stay so; matrices are saved in bf16.
+        placed = {
+            name: x.to(device, dtype if x.dtype == torch.bfloat16 else x.dtype)
+            for name, x in tensors.items()
+        }
+        return Predictor(placed, dtype)
+
+    def make() -> LearnedLayer:
+        source = _below(artifact.tensors, f"layers.{layer}.")
+        settings = LayerSettings.of(artifact, layer)
+        rope = learned_rope(artifact, layer).to(device)
+        is_before = options.space == "before" and rope.rotary_dim > 0
+        return LearnedLayer(
+            key=predictor(source, "key"),
+            value=predictor(source, "value"),
+            value_inputs=tuple(options.value_inputs.split("+")),
+            rope=rope if is_before else None,
+            shape=(settings.heads, settings.head_dim, settings.value_head_dim),
+            source=source,
+        )
+
     return made_once(artifact, (layer, with_inputs, device, dtype), make)
-
-
-def _make_layer(
-    artifact: CalibrationArtifact,
-    layer: int,
-    with_inputs: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> LearnedLayer:
-    source = _below(artifact.tensors, f"layers.{layer}.")
-    settings = artifact.options["layers"][str(layer)]
-    rope = learned_rope(artifact, layer).to(device)
-    is_before = artifact.options["space"] == "before" and rope.rotary_dim > 0
-    key, value = (_predictor(source, side, with_inputs, device, dtype) for side in ("key", "value"))
-    inputs = tuple(artifact.options["value_inputs"].split("+"))
-    shape = settings["heads"], settings["head_dim"], settings["value_head_dim"]
-    return LearnedLayer(key, value, inputs, rope if is_before else None, shape, source)
-
-
-def _predictor(
-    source: dict[str, torch.Tensor],
-    side: str,
-    with_inputs: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Predictor | None:
-    tensors = _below(source, f"{side}.")
-    if not tensors or (set(tensors) != {"bias"} and not with_inputs):
-        return None
-    # Scales and offsets of 4-bit matrices are fp16 and stay so; matrices are saved in bf16.
-    placed = {
-        name: x.to(device, dtype if x.dtype == torch.bfloat16 else x.dtype)
-        for name, x in tensors.items()
-    }
-    return Predictor(placed, dtype)
 
 
 def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -1,343 +1,215 @@
-"""Predictors of AQUA-KV as named tensors: linear, reduced-rank, and with one hidden layer.
+"""AQUA-KV's predictors: the options they are learned with, their tensors in an artifact, a product.
 
-Shutova et al. (2025), section 3.2 and table 1, "Predictor Architecture". Linear ones solve a ridge
-regression in closed form; the others start from it. All matrices are fitted in fp64 and rounded;
-then the bias is recomputed so that the rounded predictor has zero mean error, because keys can have
-offsets far beyond their spread. Matrices may be kept in 4 bits (``pack_matrix``).
+Shutova et al., *Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models*
+(2025), sections 3.1 to 3.3, algorithm 1. Rows are a token's KV heads side by side: ``Wk = Hkv * D``
+numbers of keys, ``Wv = Hkv * Dv`` of values. Hats are reconstructions: prediction plus decoded
+residual. In an *anchor* (the first layer that is studied, and every ``anchor_every``-th) nothing is
+predicted, but for the mean with ``anchor_mean``. In the others, with ``p`` the layer that was
+studied before::
+
+    key_residual   = codec(K(l) - key(K_hat(p)))                 K_hat(l) = key(..) + decoded
+    value_residual = codec(V(l) - value([K_hat(l); V_hat(p)]))   V_hat(l) = value(..) + decoded
+
+Sums are fp32; reconstructions are rounded to the model's dtype before anything reads them. The
+value's inputs are as ``value_inputs`` says: ``"keys+values"`` as above, in this order;
+``"keys"`` is K_hat(l) alone, ``"values"`` V_hat(p) alone, ``"none"`` predicts nothing (zeros); so
+does ``key_inputs`` ``"none"``. Keys are those before RoPE where ``space`` is ``"before"``. A row of
+latent attention, a latent and a rotated key, is one key with its value in it: nothing is learned or
+coded of values, and ``value_inputs`` changes nothing.
+
+Tensors of a layer, under ``layers.N.``; ``key.*``, ``value.*`` only where something is predicted:
+
+=================== ============== ====== ====================================================
+name                shape          dtype
+=================== ============== ====== ====================================================
+inv_freq            [R / 2]        fp32   of the layer's RoPE, in all layers
+key.bias            [out]          fp32   added to what follows; in an anchor, with
+                                          ``anchor_mean``, alone: what is predicted
+key.weight          [out, in]      bf16   linear: ``weight @ x``
+key.down            [rank, in]     bf16   low_rank: ``up @ (down @ x)``
+key.up              [out, rank]    bf16
+key.hidden.weight   [hidden, in]   bf16   mlp: ``out.weight @ h`` of
+key.hidden.bias     [hidden]       fp32   ``h = gelu(hidden.weight @ x + hidden.bias)``,
+key.out.weight      [out, hidden]  bf16   the exact gelu
+value.*                                   the same
+=================== ============== ====== ====================================================
+
+With ``predictor_bits=4`` a matrix ``M [a, b]`` (weight, down, up) is replaced by ``M.codes`` uint8
+``[a, b / 2]``, two columns a byte with the even one in the low half, and by ``M.scale`` and
+``M.low``, fp16 ``[a, b / g]``: ``M[i, j] = low[i, j // g] + scale[i, j // g] * code[i, j]``.
+``unpacked`` and ``Predictor`` read all of these by name.
+
+The settings of a layer are ``layout``, ``attention_factor`` (RoPE's, as for A2ATS), ``role``
+(``"anchor"`` or ``"predicted"``), ``previous`` (number of layer p; None in an anchor), ``bits`` (2,
+3, 4; 16: not coded), ``group`` and ``value_group`` (of the codec, for keys and values), ``heads``,
+``head_dim``, ``value_head_dim`` (0 where values are in their keys), and ``last``, True where the
+last elements of a key are rotated. Options beside them are the fields of ``PredictorOptions``; the
+codec's seed is ``seed``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-BITS = 4
-GROUP = 128
-"""Most columns that share a scale; fewer where it does not divide their number."""
-
-_TOP = 2**BITS - 1
-
-
-def pack_matrix(
-    matrix: torch.Tensor, gram: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(codes uint8 [a, b / 2], scale fp16 [a, b / g], low fp16 [a, b / g])`` of a matrix.
-
-    Element ``[i, j]`` is ``low[i, j // g] + scale[i, j // g] * code[i, j]``; codes of columns 2j
-    and 2j + 1 are in the low and the high half of byte j; g is the largest power of two up to
-    ``GROUP`` that divides b.
-
-    Frantar et al., *GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-    Transformers* (2022), section 3. Columns are rounded one after the other; the error of a column
-    is compensated by those not rounded yet, as far as inputs are correlated. The Gram matrix is
-    that of the ridge regression, so rounding minimizes the same loss as the regression.
-
-    Args:
-        matrix: ``[a, b]`` fp64, b even.
-        gram: ``[b, b]`` fp64, second moments of the matrix's inputs, positive definite but for
-            rounding.
-
-    Raises:
-        ValueError: an odd number of columns.
-    """
-    a, b = matrix.shape
-    if b % 2:
-        raise ValueError(f"a predictor with {b} inputs: two 4-bit codes share a byte, use 16 bits")
-    group = min(GROUP, b & -b)
-    spread = _spread(gram)
-    rest, codes = matrix.clone(), torch.empty_like(matrix)
-    scales, lows = [], []
-    for start in range(0, b, group):
-        end = start + group
-        block = rest[:, start:end]
-        low = block.amin(1).half().double()
-        scale = ((block.amax(1) - low) / _TOP).half().double()
-        errors = torch.zeros_like(block)
-        for n, column in enumerate(range(start, end)):
-            code = ((block[:, n] - low) / scale.where(scale > 0, 1.0)).round().clamp(0, _TOP)
-            codes[:, column] = code
-            errors[:, n] = (block[:, n] - low - scale * code) / spread[column, column]
-            block[:, n + 1 :] -= torch.outer(errors[:, n], spread[column, column + 1 : end])
-        rest[:, end:] -= errors @ spread[start:end, end:]
-        scales.append(scale)
-        lows.append(low)
-    pairs = codes.to(torch.uint8).view(a, b // 2, 2)
-    code_bytes = pairs[..., 0] | (pairs[..., 1] << BITS)
-    return code_bytes, torch.stack(scales, 1).half(), torch.stack(lows, 1).half()
-
-
-def unpack_matrix(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The matrix ``[a, b]`` fp32 that ``pack_matrix`` stored."""
-    each = torch.stack([codes & _TOP, codes >> BITS], -1).flatten(1).float()
-    groups = each.unflatten(1, (scale.shape[1], -1))
-    return (low.float()[..., None] + scale.float()[..., None] * groups).flatten(1)
-
-
-def _spread(gram: torch.Tensor) -> torch.Tensor:
-    """How later inputs compensate the error of one: U of ``gram^-1 = U^T U``."""
-    size = gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-    # GPTQ's damping is 1e-2; the Gram matrix of a ridge regression needs much less.
-    ridge_gram = gram + (1e-6 * size) * torch.eye(len(gram)).to(gram)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(ridge_gram))
-    return torch.linalg.cholesky(inverse, upper=True)
-
+from hf_kvret.artifacts.checks import check_choices, check_least, check_types
+from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
 
 PREDICTORS = ("linear", "low_rank", "mlp")
-Tensors = Mapping[str, torch.Tensor]
-
-BLOCK = 8192
-"""Rows on the device at a time."""
-
-# Of a matrix in 4 bits, as pack_matrix returns them.
-_PARTS = ("codes", "scale", "low")
+SPACES = ("before", "after")
+KEY_INPUTS = ("keys", "none")
+VALUE_INPUTS = ("keys+values", "keys", "values", "none")
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Inputs and targets of a predictor, a row for each token; read in blocks, fp32 on a device.
+@dataclass(frozen=True)
+class PredictorOptions:
+    """How the predictors of keys and values of each layer are made.
 
     Attributes:
-        inputs: parts ``[n, *]`` that stand side by side, any float dtype, on the CPU.
-        targets: ``[n, out]``.
-        device: where blocks go.
+        bits: of residuals: 2, 3, 4; 16 for predictors that know no quantizer, for study.
+        first_bits: of anchors: 2, 3, 4, 16 (left as they are), or ``"auto"``: 4, unless that leaves
+            an error of more than ``ANCHOR_LIMIT`` of the variance, then 16.
+        group: numbers that share a scale, a power of two from 8 to 1024; None for the largest that
+            divides keys and values of a token, at most 1024 (64 with ``"minmax"``).
+        backbone: ``"higgs"``, or ``"minmax"``: round-to-nearest from a group's least to largest.
+        predictor: ``"linear"``, ``"low_rank"`` or ``"mlp"``, with one hidden layer.
+        rank: of ``"low_rank"``.
+        hidden: units of ``"mlp"``; None for twice its outputs, as the paper has it.
+        steps: of training of ``"mlp"``, 2048 tokens each.
+        predictor_bits: 16 for bf16, 4 for GPTQ; ``"mlp"`` has 16 only.
+        ridge: in units of the mean variance of an input.
+        sinks: first tokens of each sequence that are left out.
+        space: ``"before"`` or ``"after"`` RoPE.
+        anchor_every: studied layers from one anchor to the next, which bounds the chain of
+            reconstructions; None for one anchor.
+        anchor_mean: take the mean of keys and values off in anchors [ours]: the codec's error grows
+            with the whole row, and an offset is the same for all tokens.
+        key_inputs, value_inputs: what predicts keys and values (table 5).
+        seed: of the codec's signs, and of ``"mlp"``.
+
+    Raises:
+        TypeError: an option of another kind than above.
+        ValueError: one that is out of its range, or that doesn't go with another.
     """
 
-    inputs: Sequence[torch.Tensor]
-    targets: torch.Tensor
-    device: torch.device
+    bits: int = 2
+    first_bits: int | str = 4
+    group: int | None = None
+    backbone: str = "higgs"
+    predictor: str = "linear"
+    rank: int = 256
+    hidden: int | None = None
+    steps: int = 1000
+    predictor_bits: int = 16
+    ridge: float = 1e-3
+    sinks: int = 4
+    space: str = "before"
+    anchor_every: int | None = None
+    anchor_mean: bool = False
+    key_inputs: str = "keys"
+    value_inputs: str = "keys+values"
+    seed: int = 0
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    @property
-    def width(self) -> int:
-        """Numbers of an input."""
-        return sum(part.shape[1] for part in self.inputs)
-
-    def at(self, index: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(inputs [m, in], targets [m, out])`` of some rows; without parts, in is 0."""
-        y = self.targets[index].to(self.device).float()
-        parts = [part[index].to(self.device).float() for part in self.inputs]
-        return torch.cat(parts, dim=1) if parts else y[:, :0], y
-
-    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All rows in order."""
-        for start in range(0, len(self), BLOCK):
-            yield self.at(slice(start, start + BLOCK))
-
-
-class Moments:
-    """Means and centred second moments of rows, in fp64.
-
-    Attributes:
-        input_mean, target_mean: ``[in]``, ``[out]``.
-        gram: ``[in, in]``, the covariance of inputs.
-        cross: ``[in, out]``, that of inputs with targets.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        inputs, outputs = rows.width, rows.targets.shape[1]
-        shapes = ((inputs,), (outputs,), (inputs, inputs), (inputs, outputs))
-        sums = [torch.zeros(n, dtype=torch.float64, device=rows.device) for n in shapes]
-        for x, y in rows.blocks():
-            x, y = x.double(), y.double()
-            for total, part in zip(sums, (x.sum(0), y.sum(0), x.mT @ x, x.mT @ y), strict=True):
-                total += part
-        self.input_mean, self.target_mean, gram, cross = (total / len(rows) for total in sums)
-        self.gram = gram - torch.outer(self.input_mean, self.input_mean)
-        self.cross = cross - torch.outer(self.input_mean, self.target_mean)
-
-    def ridged(self, ridge: float) -> torch.Tensor:
-        """The Gram matrix with ``ridge`` times its mean diagonal added to it."""
-        size = self.gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-        return self.gram + (ridge * size) * torch.eye(len(self.gram)).to(self.gram)
-
-
-def fit_linear(rows: Rows, *, ridge: float, bits: int) -> dict[str, torch.Tensor]:
-    """``weight`` and ``bias`` by ridge regression; the bias is not shrunk.
-
-    Args:
-        rows: what to learn from.
-        ridge: in units of the mean variance of an input, more than 0.
-        bits: 16 for bf16, 4 for GPTQ.
-    """
-    moments = Moments(rows)
-    gram = moments.ridged(ridge)
-    weight = _encode("weight", _solution(moments, gram), gram, bits)
-    product = unpacked(weight)["weight"].double()
-    return _on_cpu({**weight, "bias": moments.target_mean - product @ moments.input_mean})
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_choices(
+            self,
+            bits=BITS,
+            first_bits=(*BITS, "auto"),
+            group=(None, *GROUPS),
+            backbone=BACKBONES,
+            predictor=PREDICTORS,
+            predictor_bits=(16, 4),
+            space=SPACES,
+            key_inputs=KEY_INPUTS,
+            value_inputs=VALUE_INPUTS,
+        )
+        check_least(self, rank=1, hidden=2, steps=0, sinks=0, seed=0)
+        if self.anchor_every is not None and self.anchor_every < 1:
+            raise ValueError(
+                f"anchor_every={self.anchor_every}: 1 or more, or None for the first layer alone"
+            )
+        if not 0 < self.ridge < float("inf"):
+            raise ValueError(f"ridge={self.ridge}: more than 0, 1e-3 is the paper's")
+        if self.predictor == "low_rank" and self.predictor_bits == 4 and self.rank % 16:
+            raise ValueError(
+                f"rank={self.rank} with predictor_bits=4: give a multiple of 16, so that scales "
+                "don't take more than codes"
+            )
+        if self.predictor == "mlp" and self.predictor_bits != 16:
+            raise ValueError(
+                f"predictor_bits={self.predictor_bits} with predictor='mlp': GPTQ is for 'linear' "
+                "and 'low_rank', or give predictor_bits=16"
+            )
 
 
-def fit_low_rank(rows: Rows, *, ridge: float, rank: int, bits: int) -> dict[str, torch.Tensor]:
-    """``down``, ``up`` and ``bias`` by reduced-rank ridge regression (Reinsel & Velu, 1998).
+GROUP = 128
+"""Most columns of a matrix in 4 bits that share a scale; fewer where it does not divide these."""
 
-    Arguments as of ``fit_linear``; ``rank`` is at most the number of outputs.
-    """
-    moments = Moments(rows)
-    gram = moments.ridged(ridge)
-    down, up = _reduce(_solution(moments, gram), gram, rank)
-    tensors = _encode("down", down, gram, bits)
-    down_matrix = unpacked(tensors)["down"].double()
-    tensors |= _encode("up", up, down_matrix @ gram @ down_matrix.mT, bits)
-    product = unpacked(tensors)["up"].double() @ down_matrix
-    return _on_cpu({**tensors, "bias": moments.target_mean - product @ moments.input_mean})
+CODE_PARTS = ("codes", "scale", "low")
+"""Names of what a matrix in 4 bits is replaced by."""
 
 
-def unpacked(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The same predictor with matrices of codes as fp32 matrices, for ``predict``."""
+def unpacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same predictor with matrices in 4 bits as fp32 matrices."""
     matrices = {}
     for name, x in tensors.items():
         matrix, _, part = name.rpartition(".")
         if part == "codes":
-            matrices[matrix] = unpack_matrix(*(tensors[f"{matrix}.{part}"] for part in _PARTS))
-        elif part not in _PARTS:
+            matrices[matrix] = unpack_matrix(*(tensors[f"{matrix}.{one}"] for one in CODE_PARTS))
+        elif part not in CODE_PARTS:
             matrices[name] = x
     return matrices
 
 
-def predict(tensors: Tensors, x: torch.Tensor) -> torch.Tensor:
-    """The prediction for inputs: ``[..., out]`` fp32.
+def unpack_matrix(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The matrix ``[a, b]`` fp32 of ``codes [a, b / 2]``, ``scale`` and ``low [a, b / g]``."""
+    each = torch.stack([codes & 15, codes >> 4], -1).flatten(1).float()
+    groups = each.unflatten(1, (scale.shape[1], -1))
+    return (low.float()[..., None] + scale.float()[..., None] * groups).flatten(1)
 
-    Args:
-        tensors: of one predictor, without ``key.`` or ``value.`` before their names, matrices as
-            ``unpacked`` leaves them; on the device of ``x``.
-        x: ``[..., in]`` any float dtype.
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A linear, reduced-rank or one-hidden-layer map of rows.
+
+    Products are computed in ``dtype``, the model's; biases are added in fp32, because keys may have
+    offsets far beyond their spread.
+
+    Attributes:
+        tensors: by the names in the table above, all on one device: biases
+            fp32, matrices in ``dtype``, or as 4-bit codes, which are unpacked at each use.
+        dtype: of the inputs.
     """
-    x = x.float()
-    if set(tensors) == {"bias"}:
-        return tensors["bias"].expand(*x.shape[:-1], -1)
-    if "down" in tensors:
-        return F.linear(
-            F.linear(x, tensors["down"].float()), tensors["up"].float(), tensors["bias"]
-        )
-    if "hidden.weight" in tensors:
-        units = F.linear(x, tensors["hidden.weight"].float(), tensors["hidden.bias"])
-        return F.linear(F.gelu(units), tensors["out.weight"].float(), tensors["bias"])
-    return F.linear(x, tensors["weight"].float(), tensors["bias"])
 
+    tensors: dict[str, torch.Tensor]
+    dtype: torch.dtype
 
-def reduced_regression(
-    rows: Rows, ridge: float, rank: int
-) -> tuple[Moments, torch.Tensor, torch.Tensor]:
-    """``(moments, down [rank, in], up [out, rank])`` fp64, the columns of ``up`` orthonormal."""
-    moments = Moments(rows)
-    gram = moments.ridged(ridge)
-    return moments, *_reduce(_solution(moments, gram), gram, rank)
+    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``[B, n, out]`` fp32 of inputs that stand side by side, ``[B, n, *]`` in ``dtype``.
 
+        Without a matrix there is the bias alone, ``[out]``.
+        """
+        tensors = self.unpacked().tensors
+        if set(tensors) == {"bias"}:
+            return tensors["bias"]
+        x = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
+        if "down" in tensors:
+            result = F.linear(F.linear(x, tensors["down"]), tensors["up"])
+        elif "hidden.weight" in tensors:
+            units = F.linear(x, tensors["hidden.weight"]).float() + tensors["hidden.bias"]
+            result = F.linear(F.gelu(units).to(self.dtype), tensors["out.weight"])
+        else:
+            result = F.linear(x, tensors["weight"])
+        return result.float() + tensors["bias"]
 
-def _solution(moments: Moments, gram: torch.Tensor) -> torch.Tensor:
-    """``[out, in]``."""
-    factor, info = torch.linalg.cholesky_ex(gram)
-    if info or not gram.isfinite().all():
-        raise ValueError(
-            "a predictor's inputs have NaN or infinity, or go together too closely for this ridge: "
-            "load the model in bfloat16 or float32, or give a larger ridge (1e-3 is usual)"
-        )
-    return torch.cholesky_solve(moments.cross, factor).mT
-
-
-def _reduce(
-    weight: torch.Tensor, gram: torch.Tensor, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(down, up)``: the best rank-``rank`` approximation of ``weight`` on the inputs."""
-    _, vectors = torch.linalg.eigh(weight @ gram @ weight.mT)
-    up = vectors[:, -rank:].flip(1)
-    return up.mT @ weight, up
-
-
-def _encode(
-    name: str, matrix: torch.Tensor, gram: torch.Tensor, bits: int
-) -> dict[str, torch.Tensor]:
-    if bits == 16:
-        return {name: matrix.bfloat16()}
-    parts = zip(_PARTS, pack_matrix(matrix, gram), strict=True)
-    return {f"{name}.{part}": x for part, x in parts}
-
-
-def _on_cpu(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """As they are saved: fp64 becomes fp32."""
-    return {
-        name: (x.float() if x.dtype == torch.float64 else x).cpu().contiguous()
-        for name, x in tensors.items()
-    }
-
-
-BATCH = 2048
-_RATE = 1e-3
-
-
-def fit_mlp(
-    rows: Rows,
-    *,
-    ridge: float,
-    hidden: int,
-    steps: int,
-    seed: int,
-    progress: Callable[[int], object] = lambda count: None,
-) -> dict[str, torch.Tensor]:
-    """``hidden.weight``, ``hidden.bias``, ``out.weight`` and ``bias``.
-
-    The paper's perceptron without layer norm, which makes no difference (table 5). Training starts
-    at the linear solution: ``gelu(x) - gelu(-x) = x``, so pairs of opposite units reproduce the
-    reduced-rank regression, and the other units start with output weight 0. Adam on the mean
-    squared error, with a learning rate that decays to 0.
-
-    Args:
-        rows: what to learn from.
-        ridge: of the linear solution.
-        hidden: units, at least 2.
-        steps: of ``BATCH`` rows; 0 leaves the linear solution of rank ``hidden // 2``.
-        seed: of the order of rows and of the first weights of the rest.
-        progress: called with the rows of every step.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    rank = min(hidden // 2, rows.targets.shape[1])
-    moments, down, up = reduced_regression(rows, ridge, rank)
-    tiny = torch.finfo(torch.float32).tiny
-    spread = moments.gram.diagonal().mean().clamp_min(tiny).sqrt()
-    scale = _target_spread(rows, moments.target_mean).clamp_min(tiny)
-    # Units in which inputs of the gelu are about 1, and so are inputs and targets.
-    unit = ((down @ moments.gram) * down).sum(1).clamp_min(tiny).sqrt()
-    first, last = down * (spread / unit[:, None]), up * (unit / scale)
-    rest = torch.randn(hidden - 2 * rank, rows.width, generator=generator, dtype=torch.float64)
-    rest = rest.to(first.device) / math.sqrt(rows.width)
-    no_say = last.new_zeros(len(last), len(rest))
-    weights = [torch.cat([first, -first, rest]), first.new_zeros(hidden)]
-    weights += [torch.cat([last, -last, no_say], 1), last.new_zeros(len(last))]
-    weights = [x.float().contiguous().requires_grad_() for x in weights]
-    centre, aim = moments.input_mean.float(), moments.target_mean.float()
-    adam = torch.optim.Adam(weights, lr=_RATE)
-    for step in range(steps):
-        adam.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / steps)) / 2
-        x, y = rows.at(torch.randint(len(rows), (BATCH,), generator=generator))
-        x, y = (x - centre) / spread.float(), (y - aim) / scale.float()
-        with torch.enable_grad():
-            outputs = F.linear(F.gelu(F.linear(x, *weights[:2])), *weights[2:])
-            loss = F.mse_loss(outputs, y)
-            adam.zero_grad()
-            loss.backward()
-        adam.step()
-        progress(BATCH)
-    inner, offset, outer, _ = (x.detach().double() for x in weights)
-    inner = (inner / spread).bfloat16()
-    tensors = {
-        "hidden.weight": inner,
-        "hidden.bias": (offset - inner.double() @ moments.input_mean).float(),
-        "out.weight": (outer * scale).bfloat16(),
-        "bias": torch.zeros_like(aim),
-    }
-    total = torch.zeros_like(moments.target_mean)
-    for x, y in rows.blocks():
-        total += (y - predict(tensors, x)).double().sum(0)
-    tensors["bias"] = (total / len(rows)).float()
-    return {name: x.cpu().contiguous() for name, x in tensors.items()}
-
-
-def _target_spread(rows: Rows, mean: torch.Tensor) -> torch.Tensor:
-    """The root mean square of targets about their mean, one number."""
-    total = sum((y.double() - mean).square().sum() for _, y in rows.blocks())
-    return (torch.as_tensor(total) / rows.targets.numel()).sqrt()
+    def unpacked(self) -> Predictor:
+        """A copy with 4-bit matrices unpacked to ``dtype``, for repeated use."""
+        if not any(name.endswith(".codes") for name in self.tensors):
+            return self
+        matrices = unpacked(self.tensors)
+        tensors = {n: x.to(self.dtype) if x.ndim == 2 else x for n, x in matrices.items()}
+        return Predictor(tensors, self.dtype)

@@ -14,6 +14,7 @@ from hf_kvret.contracts.store import check_rows
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows, codecs_of
 from hf_kvret.methods.aqua.coding import NOT_CODED
+from hf_kvret.methods.aqua.config import LayerPlan
 from hf_kvret.methods.aqua.decoded import (
     CHUNK,
     BytePages,
@@ -23,7 +24,6 @@ from hf_kvret.methods.aqua.decoded import (
     check_shape,
     spans,
 )
-from hf_kvret.methods.aqua.plan import LayerPlan
 from hf_kvret.stores import Store
 from hf_kvret.stores.memory import PageMemory
 
@@ -32,8 +32,8 @@ class AquaStore(DecodedStore):
     """Codes of prediction residuals, or of the keys and values themselves in an anchor.
 
     A token is one row: codes of keys and values of all heads, then their scales; values that are
-    the first numbers of keys have none. Uncoded rows (16
-    bits) and rows reconstructed once (``keep="rows"``) are stored in full.
+    the first elements of keys have none. Uncoded rows (16 bits) and rows reconstructed once
+    (``keep="rows"``) are stored in full.
 
     Reading a layer needs the same tokens of the layer below, which need those below it. Layers are
     read in order, so each one passes its reconstruction on to the next, which overwrites it with
@@ -46,7 +46,7 @@ class AquaStore(DecodedStore):
     """
 
     _pages: BytePages = part(key="")
-    # Also of tokens that a crop moved back to the window, until others replace them.
+    # Tokens that a crop moved back to the window keep theirs until others replace them.
     _positions: TokenBuffer = passed(may_be_empty=True)
 
     def __init__(self, plan: LayerPlan, memory: PageMemory) -> None:
@@ -76,8 +76,8 @@ class AquaStore(DecodedStore):
         if self._coder is None:
             value_dim = 0 if block.value_in_key else block.values.shape[3]
             shape = block.keys.shape[1], block.keys.shape[3], value_dim
-            kind = block.keys.dtype, block.keys.device, block.value_in_key
-            self._coder = RowCoder.of(self.plan, self.below() is None, shape, *kind)
+            inputs = block.keys.dtype, block.keys.device, block.value_in_key
+            self._coder = RowCoder.of(self.plan, self.below() is None, shape, *inputs)
         if self.plan.keeps_positions:
             self._keep_positions(block)
         if self._coder.bits == NOT_CODED:
@@ -106,7 +106,7 @@ class AquaStore(DecodedStore):
         if reconstruction is not None and reconstruction.covers(0, end):
             for first, last in spans(0, end, chunk_len):
                 keys, values = self._attended(reconstruction.part(first, last))
-                # Copies: the layer above overwrites the reconstruction.
+                # The layer above overwrites the reconstruction, so copies are given out.
                 keys = keys.clone()
                 yield first, keys, keys[..., :in_key] if in_key else values.clone()
             return
@@ -210,9 +210,9 @@ class AquaStore(DecodedStore):
             return
         device = device or self.memory.device
         heads, key_dim, value_dim, *in_key = map(int, state["shape"])
-        kind = state["dtype"].dtype, device, sum(in_key)
+        inputs = state["dtype"].dtype, device, sum(in_key)
         shape = heads, key_dim, value_dim
-        self._coder = RowCoder.of(self.plan, self.below() is None, shape, *kind)
+        self._coder = RowCoder.of(self.plan, self.below() is None, shape, *inputs)
         predictors = self._coder.predictors
         if predictors is not None and predictors.fingerprint != int(state["learned"]):
             raise ValueError(
@@ -235,11 +235,11 @@ class AquaStore(DecodedStore):
         return not has_codes or self.plan.options.keep == "rows"
 
     def _encode(self, coder: RowCoder, block: TokenBlock) -> None:
-        # For later blocks ``chunks`` does it, later in the same pass, for all tokens.
+        # For later blocks ``chunks`` reconstructs all tokens, later in the same pass.
         leaves = self.plan.feeds and (block.start == 0 or self._full)
         source = self._take_below(block.start, block.end)
         target: Rows | None = None
-        coder, parts = coder.unpacked(), []
+        coder, chunks = coder.unpacked(), []
         for first, last in spans(block.start, block.end, CHUNK):
             where = slice(first - block.start, last - block.start)
             below = self._lend_below(first, last) if source is None else source.part(first, last)
@@ -249,11 +249,11 @@ class AquaStore(DecodedStore):
             if leaves:
                 target = target or _room(source, rows, block.start, block.end)
                 target.put(rows)
-            parts.append(self._attended(rows) if self._full else (codes[:, None], scales[:, None]))
-        # Appended at once, so that the pages of a prompt have exactly its size.
-        sides = [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
+            chunks.append(self._attended(rows) if self._full else (codes[:, None], scales[:, None]))
+        # They are appended at once, so that the pages of a prompt have exactly its size.
+        keys, values = (torch.cat(tensors, dim=2) for tensors in zip(*chunks, strict=True))
         in_key = coder.value_in_key if self._full else 0
-        self._pages.append(TokenBlock(sides[0], sides[1], block.start, value_in_key=in_key))
+        self._pages.append(TokenBlock(keys, values, block.start, value_in_key=in_key))
         self._reconstruction = target
 
     def _decode(self, coder: RowCoder, first: int, last: int, below: Rows | None) -> Rows:
@@ -265,7 +265,7 @@ class AquaStore(DecodedStore):
         return self._coder.attended(rows, self._positions_of(rows.start, rows.end))
 
     def _lend(self, first: int, last: int) -> Rows:
-        """Reconstruction of slots ``first .. last``: a view of the current one, or computed now."""
+        """Reconstruction of tokens ``first .. last``: a view of the current one, or computed."""
         if self._reconstruction is not None and self._reconstruction.covers(first, last):
             return self._reconstruction.part(first, last)
         coder = self._coder
@@ -296,7 +296,7 @@ class AquaStore(DecodedStore):
         return None if below is None else below._lend(first, last).to(self.memory.device)
 
     def _take_below(self, first: int, last: int) -> Rows | None:
-        """Take over the reconstruction of the layer below, if it has exactly these slots."""
+        """Take over the reconstruction of the layer below, if it has exactly these tokens."""
         below = self._source_store()
         reconstruction = None if below is None else below._reconstruction
         if (
@@ -309,14 +309,14 @@ class AquaStore(DecodedStore):
         return reconstruction.to(self.memory.device)
 
     def _positions_of(self, first: int, last: int) -> torch.Tensor | None:
-        if self._coder is None or not self._coder.turns:
+        if self._coder is None or self._coder.rope is None:
             return None
         store: AquaStore = self
         while (below := store.below()) is not None:
             if not isinstance(below, AquaStore):
                 raise self._wrong_store_below(below)
             store = below
-        # Layers of a model may lie on several devices.
+        # The layers of a model may lie on several devices.
         return store._positions.rows[:, 0, first:last].to(self.memory.device)
 
     def _keep_positions(self, block: TokenBlock) -> None:
@@ -337,7 +337,7 @@ class AquaStore(DecodedStore):
 
 
 def _room(source: Rows | None, rows: Rows, start: int, end: int) -> Rows:
-    """Memory for slots ``start .. end``: that of the layer below, if it fits, else new."""
+    """Memory for tokens ``start .. end``: that of the layer below, if it fits, else new."""
     if source is not None and source.like(rows):
         return source
     return Rows.empty_like(rows, start, end)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.regression import BATCH, Rows, predict
 from hf_kvret.lab.calibrate.study import Carried, LayerFindings
-from hf_kvret.methods.aqua.predictors import BATCH, Rows, predict, unpacked
+from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
@@ -65,14 +66,14 @@ class Chain:
 
     def study(self, held_out: int = 1, device: str = "cpu", **options: Any) -> list[LayerFindings]:
         calibration, carried = AquaCalibration(**options), None
-        found = []
+        result = []
         for number, layer in enumerate(self.layers):
             study = calibration.study(2 * number + 1, ROPE, torch.device(device))
             for n, part in enumerate(layer):
                 study.add(tokens(*part), n >= len(layer) - held_out)
-            found.append(study.finish(lambda done: None, carried))
-            carried = found[-1].carried
-        return found
+            result.append(study.finish(lambda done: None, carried))
+            carried = result[-1].carried
+        return result
 
 
 LEARNED = sum(SEQUENCES[:2]) - 8
@@ -120,7 +121,7 @@ def test_what_is_carried_follows_from_the_artifact(options: dict[str, Any]) -> N
     made, below = AquaCalibration(**options), None
     for number, findings in enumerate(chain.study(**options)):
         key, value = (chain.rows(number, side) for side in (0, 1))
-        bits, group = findings.told["bits"], findings.told["group"]
+        bits, group = findings.settings["bits"], findings.settings["group"]
         near: dict[str, torch.Tensor] = {}
         for name, exact in (("key", key), ("value", value)):
             predictor, predicted = part(findings, name), torch.zeros_like(exact)
@@ -134,10 +135,10 @@ def test_what_is_carried_follows_from_the_artifact(options: dict[str, Any]) -> N
                 inputs = [sources[source] for source in made.value_inputs.split("+")]
                 predicted = predict(predictor, torch.cat(inputs, dim=1))
             near[name] = predicted + recoded(exact - predicted, bits, group, made.seed)
-            found = carried(findings)[name]
+            result = carried(findings)[name]
             # Codes at the border of two points may differ by rounding; next to none do.
-            far = (found - near[name]).abs().amax(1) > 1e-4
-            assert found.shape == exact.shape and far.float().mean() < 0.01, (number, name)
+            far = (result - near[name]).abs().amax(1) > 1e-4
+            assert result.shape == exact.shape and far.float().mean() < 0.01, (number, name)
         below = carried(findings)
         assert int(below["layer"]) == 2 * number + 1
 
@@ -212,8 +213,8 @@ def test_layers_are_told_what_a_cache_must_know() -> None:
         "head_dim": DIM,
         "value_head_dim": DIM,
     }
-    assert anchor.told == {**shared, "role": "anchor", "previous": None, "bits": 4}
-    assert predicted.told == {**shared, "role": "predicted", "previous": 1, "bits": 2}
+    assert anchor.settings == {**shared, "role": "anchor", "previous": None, "bits": 4}
+    assert predicted.settings == {**shared, "role": "predicted", "previous": 1, "bits": 2}
 
 
 def test_sinks_are_left_out() -> None:
@@ -237,7 +238,7 @@ def test_nothing_is_learned_from_what_is_held_out() -> None:
     options = {"first_bits": "auto", "anchor_mean": True}
     for one, two in zip(chain.study(**options), other.study(**options), strict=True):
         assert all(torch.equal(x, two.tensors[name]) for name, x in one.tensors.items())
-        assert one.told == two.told and one.quality != two.quality
+        assert one.settings == two.settings and one.quality != two.quality
 
 
 def test_keys_are_those_before_or_after_rope() -> None:
@@ -255,13 +256,13 @@ def test_keys_are_those_before_or_after_rope() -> None:
     [(None, "appp"), (1, "aaaa"), (2, "apap"), (3, "appa"), (9, "appp")],
 )
 def test_anchors_come_every_so_many_studied_layers(every: int | None, roles: str) -> None:
-    found = Chain.of(4).study(anchor_every=every)
-    assert "".join(one.told["role"][0] for one in found) == roles
-    for number, one in enumerate(found):
+    result = Chain.of(4).study(anchor_every=every)
+    assert "".join(one.settings["role"][0] for one in result) == roles
+    for number, one in enumerate(result):
         anchor = roles[number] == "a"
         assert ("key.weight" in one.tensors) != anchor
-        assert one.told["previous"] == (None if anchor else 2 * number - 1)
-        assert one.told["bits"] == (4 if anchor else 2)
+        assert one.settings["previous"] == (None if anchor else 2 * number - 1)
+        assert one.settings["bits"] == (4 if anchor else 2)
 
 
 def test_anchors_in_16_bits_are_as_the_model_made_them() -> None:
@@ -278,13 +279,13 @@ def test_anchors_in_16_bits_are_as_the_model_made_them() -> None:
 def test_an_anchor_is_left_in_16_bits_where_4_would_lose_it_to_an_offset() -> None:
     for offset, bits in ((0.0, 4), (2.0, 4), (10.0, 16)):
         anchor = Chain.of(1, offset=offset).study(first_bits="auto")[0]
-        assert anchor.told["bits"] == anchor.quality["bits"] == bits, offset
+        assert anchor.settings["bits"] == anchor.quality["bits"] == bits, offset
         # With its mean taken off there is no offset.
         centred = Chain.of(1, offset=offset).study(first_bits="auto", anchor_mean=True)[0]
-        assert centred.told["bits"] == 4
+        assert centred.settings["bits"] == 4
         assert centred.quality["key_error"] == pytest.approx(0.0077, rel=0.15)
     # Also where nothing is held out to measure.
-    assert Chain.of(1, offset=10.0).study(0, first_bits="auto")[0].told["bits"] == 16
+    assert Chain.of(1, offset=10.0).study(0, first_bits="auto")[0].settings["bits"] == 16
 
 
 def test_figures_are_shares_of_the_held_out_variance() -> None:
@@ -327,12 +328,12 @@ def test_where_nothing_is_held_out_there_are_no_figures() -> None:
 
 def test_min_max_is_another_backbone() -> None:
     chain = Chain.of(1)
-    found = chain.study(backbone="minmax")[0]
+    result = chain.study(backbone="minmax")[0]
     codec = higgs.MinMaxCodec(4, WIDTH)
     for side, name in enumerate(("key", "value")):
         exact = chain.rows(0, side)
         expected = codec.decode(*codec.encode(exact), torch.float32)
-        assert torch.equal(carried(found)[name], expected)
+        assert torch.equal(carried(result)[name], expected)
 
 
 @pytest.mark.gpu

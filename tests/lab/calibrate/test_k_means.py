@@ -1,8 +1,7 @@
-"""k-means: clusters that are there, errors that fall, empty clusters, weights, one result."""
+"""k-means: clusters that are there, errors that fall, empty clusters, one result."""
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -20,13 +19,9 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator(seed))
 
 
-def errors_by_hand(
-    points: torch.Tensor, codebook: torch.Tensor, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def errors_by_hand(points: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """``[H]`` mean squared distance to the nearest codeword, in float64."""
-    nearest = torch.cdist(points.double(), codebook.double()).amin(-1).square()
-    weights = torch.ones_like(nearest) if weights is None else weights.double()
-    return (nearest * weights).sum(1) / weights.sum(1)
+    return torch.cdist(points.double(), codebook.double()).amin(-1).square().mean(1)
 
 
 def in_order(codebook: torch.Tensor) -> torch.Tensor:
@@ -91,12 +86,11 @@ def test_seeds_are_drawn_by_distance() -> None:
 
 
 @pytest.mark.parametrize("draw_", [0.0, 1.0])
-def test_the_ends_of_the_draw_are_points_with_weight(draw_: float) -> None:
+def test_the_ends_of_the_draw_are_points(draw_: float) -> None:
     """Rounded to 62 bits a draw below 1 may name the end itself, which is no point's."""
-    points = torch.tensor([[[-9.0], [1.0], [2.0], [3.0], [9.0]]])
-    weights = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]])
+    points = torch.tensor([[[1.0], [2.0], [3.0]]])
     draws = torch.full((1, 3, 1), draw_, dtype=torch.float64)
-    seeds = module._seed(points, weights, draws)
+    seeds = module._seed(points, draws)
     assert sorted(seeds.flatten().tolist()) == [1.0, 2.0, 3.0]
 
 
@@ -106,10 +100,8 @@ def test_of_several_drawn_the_seed_that_leaves_least_stays() -> None:
     member = (torch.rand(2000, generator=generator(20)) ** 2 * 80).long()
     points = centres[:, member] + 0.3 * draw(3, 2000, 8, seed=21)
     draws = torch.rand(3, 50, 5, generator=generator(22), dtype=torch.float64)
-    weights = torch.ones(3, 2000)
     one, several = (
-        errors_by_hand(points, module._seed(points, weights, some))
-        for some in (draws[..., :1], draws)
+        errors_by_hand(points, module._seed(points, some)) for some in (draws[..., :1], draws)
     )
     assert (several < 0.8 * one).all(), (several, one)
 
@@ -118,7 +110,7 @@ def test_empty_clusters_are_given_the_farthest_points(monkeypatch: pytest.Monkey
     """Seeds that are all the same point: without a new place 19 codewords would be of no use."""
     points = draw(2, 400, 5, seed=6)
 
-    def first_point(points: torch.Tensor, _: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    def first_point(points: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         return points[:, :1].repeat(1, draws.shape[1], 1)
 
     monkeypatch.setattr(module, "_seed", first_point)
@@ -133,12 +125,6 @@ def test_empty_clusters_are_given_the_farthest_points(monkeypatch: pytest.Monkey
     farthest = (points[0] - points[0, 0]).norm(dim=-1).topk(19).indices
     distances = torch.cdist(points[0, farthest].double(), first[0].double())
     assert (distances.amin(1) <= 1e-6).all()
-    # A point that counts nothing is no place for a codeword.
-    points[:, 9], weights = 1e3, torch.ones(2, 400)
-    weights[:, 9] = 0.0
-    for rounds in (1, 300):
-        codebook, _ = k_means(points, 20, seed=0, weights=weights, rounds=rounds)
-        assert codebook.abs().max() < 10
 
 
 @pytest.mark.parametrize("count", [7, 8, 50])
@@ -187,11 +173,10 @@ def test_heads_worked_on_together_are_as_alone() -> None:
     assert len(set(expected.rounds)) > 1
     seeds = torch.rand(4, 20, 4, generator=generator(0), dtype=torch.float64)
     centred = points - points.mean(1, keepdim=True)
-    weights = torch.ones(4, 300)
-    found, runs = module._lloyd(
-        centred, weights, module._seed(centred, weights, seeds), 300, 1e-4, None
+    codebook, runs = module._lloyd(
+        centred, module._seed(centred, seeds), 300, 1e-4, lambda rounds: None
     )
-    assert (found + points.mean(1, keepdim=True) - alone).abs().max() <= 1e-4
+    assert (codebook + points.mean(1, keepdim=True) - alone).abs().max() <= 1e-4
     assert tuple(len(run.errors) - 1 for run in runs) == expected.rounds
 
 
@@ -208,38 +193,13 @@ def test_the_order_of_points_makes_no_difference_to_means() -> None:
     points = draw(1, 3000, 6, seed=12) * torch.logspace(-3, 3, 3000).view(1, -1, 1)
     order = torch.randperm(3000, generator=generator(13))
     codes = torch.randint(0, 5, (1, 3000), generator=generator(14))
-    weights = torch.rand(1, 3000, generator=generator(15))
     old = torch.zeros(1, 5, 6)
-    means, empty = module._means(points, weights, codes, old)
-    shuffled, _ = module._means(points[:, order], weights[:, order], codes[:, order], old)
+    means, empty = module._means(points, codes, old)
+    shuffled, _ = module._means(points[:, order], codes[:, order], old)
     assert torch.equal(means, shuffled) and not empty.any()
     for word in range(5):
-        held = codes[0] == word
-        share = weights[0, held].double()
-        expected = (points[0, held].double() * share[:, None]).sum(0) / share.sum()
+        expected = points[0, codes[0] == word].double().mean(0)
         assert torch.allclose(means[0, word].double(), expected, rtol=1e-6)
-
-
-def test_a_weight_of_three_is_three_points() -> None:
-    points = draw(2, 200, 4, seed=16)
-    weights = torch.randint(0, 4, (2, 200), generator=generator(17)).float()
-    weights[0, 5] = 0.0
-    points[0, 5] = 1e4
-    codebook, report = k_means(points, 15, seed=0, weights=weights)
-    # A point without weight draws no codeword, however far it is.
-    assert codebook.abs().max() < 10
-    final = torch.tensor([errors[-1] for errors in report.errors]).double()
-    assert torch.allclose(final, errors_by_hand(points, codebook, weights), rtol=1e-5)
-    nearest = torch.cdist(points, codebook).argmin(-1)
-    for head in range(2):
-        for word in nearest[head].unique().tolist():
-            repeated = points[head].repeat_interleave(
-                (weights[head] * (nearest[head] == word)).long(), 0
-            )
-            if len(repeated):
-                assert (codebook[head, word] - repeated.mean(0)).abs().max() <= 1e-3
-    scaled, _ = k_means(points, 15, seed=0, weights=weights * 2**20)
-    assert torch.equal(scaled, codebook)
 
 
 def test_progress_adds_up_to_all_rounds() -> None:
@@ -251,31 +211,7 @@ def test_progress_adds_up_to_all_rounds() -> None:
     assert steps == [1, 1] * 3
 
 
-def test_arguments_that_do_not_fit_are_named() -> None:
-    points, ones = torch.zeros(2, 9, 3), torch.ones(2, 9)
-    for wrong in (points.double(), points[0], points[:, :0]):
-        with pytest.raises(ValueError, match=r"points is .* pass fp32 \[H, n, D\]"):
-            k_means(wrong, 4, seed=0)
-    with pytest.raises(ValueError, match="D=1025: at most 1024"):
-        k_means(torch.zeros(1, 2, 1025), 4, seed=0)
-    for count in (0, 32769):
-        with pytest.raises(ValueError, match=f"count={count}: 1 to 32768"):
-            k_means(points, count, seed=0)
-    with pytest.raises(ValueError, match="rounds=-1"):
-        k_means(points, 4, seed=0, rounds=-1)
-    for tolerance in (-0.1, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"tolerance={tolerance}"):
-            k_means(points, 4, seed=0, tolerance=tolerance)
-    for number in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="points holds NaN or infinity: leave out"):
-            k_means(points + number, 4, seed=0)
-    for unfit in (ones.double(), ones[:1]):
-        with pytest.raises(ValueError, match=r"weights is .* pass fp32 \(2, 9\)"):
-            k_means(points, 4, seed=0, weights=unfit)
-    with pytest.raises(ValueError, match="weights is on meta"):
-        k_means(points, 4, seed=0, weights=ones.to("meta"))
-    for bad in (-ones, ones * math.nan):
-        with pytest.raises(ValueError, match="weights holds NaN, infinity or a number below 0"):
-            k_means(points, 4, seed=0, weights=bad)
-    with pytest.raises(ValueError, match="weights of a head are all 0"):
-        k_means(points, 4, seed=0, weights=torch.stack([ones[0], 0 * ones[0]]))
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_points_that_are_not_finite_are_refused(number: float) -> None:
+    with pytest.raises(ValueError, match="points holds NaN or infinity: leave out"):
+        k_means(torch.full((2, 9, 3), number), 4, seed=0)

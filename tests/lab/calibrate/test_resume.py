@@ -1,4 +1,4 @@
-"""Layers that build on each other: what one carries to the next, also over an interruption."""
+"""Calibration after an interruption: it goes on to the same artifact, and mixes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
@@ -22,18 +22,23 @@ from hf_kvret.testing import MODELS
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
-from .artifact_folder import files_of
+from ...artifacts.artifact_folder import files_of
 
-CORPUS = Corpus([torch.arange(1, 31), torch.arange(40, 60)], 0, {})
+TEXTS = [torch.arange(1, 31), torch.arange(40, 60)]
+CORPUS = Corpus(TEXTS, 0, {})
+carries = pytest.mark.parametrize("carries", [True, False], ids=["carries", "alone"])
 
 
 class Chain(Calibration):
-    """Layers that add their keys to what the layer below carried, until a layer is pressed."""
+    """Layers whose keys are averaged, until one is pressed.
+
+    Where it ``carries``, the keys of the layers below are added.
+    """
 
     method = "chain"
 
-    def __init__(self, stop: int = 99) -> None:
-        self.stop = stop
+    def __init__(self, stop: int = 99, carries: bool = True, seed: int = 0) -> None:
+        self.stop, self.carries, self.seed = stop, carries, seed
         self.finished: list[tuple[int, Carried | None]] = []
         self.files: list[list[str]] = []
         self.out: Path | None = None
@@ -42,7 +47,7 @@ class Chain(Calibration):
         return Link(self, layer)
 
     def options(self) -> dict[str, Any]:
-        return {}
+        return {"seed": self.seed, "carries": self.carries}
 
 
 class Link(LayerStudy):
@@ -62,6 +67,8 @@ class Link(LayerStudy):
         if self.chain.out is not None:
             self.chain.files.append(kept(self.chain.out))
         total = torch.cat(self.keys)
+        if not self.chain.carries:
+            return LayerFindings({"mean": total.mean(0)})
         if carried is not None:
             total = total + carried["total"].float()
         last = torch.tensor(self.layer)
@@ -80,22 +87,30 @@ def model() -> PreTrainedModel:
     return MODELS["smollm3"].build()
 
 
-def whole(model: PreTrainedModel, out: Path) -> dict[str, bytes]:
-    """The files of a run that nothing interrupts."""
-    calibrate(model, CORPUS, Chain(), out, progress=False)
-    return files_of(out)
-
-
-def interrupt(model: PreTrainedModel, out: Path, at: int, layers_at_once: int = 4) -> None:
+def interrupt(
+    model: PreTrainedModel, out: Path, at: int, layers_at_once: int = 4, carries: bool = True
+) -> None:
+    chain = Chain(at, carries)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, CORPUS, Chain(at), out, layers_at_once=layers_at_once, progress=False)
+        calibrate(model, CORPUS, chain, out, layers_at_once=layers_at_once, progress=False)
+    assert not (out / "config.json").exists()
 
 
-def go_on(model: PreTrainedModel, out: Path) -> list[int]:
-    """Which layers were finished; the artifact must be that of a whole run."""
-    chain = Chain()
-    calibrate(model, CORPUS, chain, out, progress=False)
+def go_on(
+    model: PreTrainedModel,
+    out: Path,
+    corpus: Corpus = CORPUS,
+    carries: bool = True,
+    whole: Path | None = None,
+    **options: Any,
+) -> list[int]:
+    """Which layers were finished; the artifact must be that of a run in the folder ``whole``."""
+    chain = Chain(carries=carries, **options)
+    calibrate(model, corpus, chain, out, progress=False)
     assert not (out / ".parts").exists()
+    if whole is not None:
+        calibrate(model, corpus, Chain(carries=carries, **options), whole, progress=False)
+        assert files_of(out) == files_of(whole)
     return [layer for layer, _ in chain.finished]
 
 
@@ -146,42 +161,105 @@ def test_the_last_layer_carries_to_nobody_and_writes_nothing_of_it(
     assert go_on(model, tmp_path) == []
 
 
+@carries
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 @pytest.mark.parametrize("at", [1, 2])
-def test_what_was_carried_outlives_an_interruption(
-    model: PreTrainedModel, tmp_path: Path, at: int, at_once: int
+def test_the_same_call_goes_on_to_the_same_artifact(
+    model: PreTrainedModel, tmp_path: Path, at: int, at_once: int, carries: bool
 ) -> None:
-    expected, out = whole(model, tmp_path / "whole"), tmp_path / "out"
-    interrupt(model, out, at, at_once)
-    assert f"carried_{at - 1}.safetensors" in kept(out)
-    assert go_on(model, out) == list(range(at, 3))
-    assert files_of(out) == expected
+    out = tmp_path / "out"
+    interrupt(model, out, at, at_once, carries)
+    assert (f"carried_{at - 1}.safetensors" in kept(out)) == carries
+    left = go_on(model, out, carries=carries, whole=tmp_path / "whole")
+    assert left == list(range(at, 3))
+
+
+@carries
+def test_several_interruptions_are_survived(
+    model: PreTrainedModel, tmp_path: Path, carries: bool
+) -> None:
+    for at in (1, 1, 2):
+        interrupt(model, tmp_path / "out", at, carries=carries)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / ".parts" / "2.unfinished").write_bytes(b"half")
+    assert go_on(model, tmp_path / "out", carries=carries) == [2]
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 
 def test_an_interruption_between_the_two_files_of_a_layer_repeats_that_layer(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    expected, out = whole(model, tmp_path / "whole"), tmp_path / "out"
+    out = tmp_path / "out"
     interrupt(model, out, 1)
     carried = (out / ".parts" / "carried_0.safetensors").read_bytes()
     interrupt(model, out, 2)
     # Layer 1's carried tensors are there, the layer isn't, and layer 0's are not deleted yet.
     (out / ".parts" / "layer_1.safetensors").unlink()
     (out / ".parts" / "carried_0.safetensors").write_bytes(carried)
-    assert go_on(model, out) == [1, 2]
-    assert files_of(out) == expected
+    assert go_on(model, out, whole=tmp_path / "whole") == [1, 2]
 
 
 @pytest.mark.parametrize("how", ["cut", "one bit"])
-@pytest.mark.parametrize("damage", ["carried_1", "layer_0", "layer_1"])
+@pytest.mark.parametrize(
+    ("damage", "carries", "left"),
+    [
+        ("carried_1", True, [0, 1, 2]),
+        ("layer_0", True, [0, 1, 2]),
+        ("layer_1", True, [0, 1, 2]),
+        ("layer_1", False, [1, 2]),
+    ],
+)
 def test_a_broken_chain_starts_anew(
-    model: PreTrainedModel, tmp_path: Path, damage: str, how: str
+    model: PreTrainedModel, tmp_path: Path, damage: str, carries: bool, left: list[int], how: str
 ) -> None:
-    expected, out = whole(model, tmp_path / "whole"), tmp_path / "out"
-    interrupt(model, out, 2)
+    """Where layers don't depend on each other, only the damaged one is learned again."""
+    out = tmp_path / "out"
+    interrupt(model, out, 2, carries=carries)
     file = out / ".parts" / f"{damage}.safetensors"
     content = file.read_bytes()
     flipped = content[:-1] + bytes([content[-1] ^ 1])
     file.write_bytes(content[:-2] if how == "cut" else flipped)
-    assert go_on(model, out) == [0, 1, 2]
-    assert files_of(out) == expected
+    assert go_on(model, out, carries=carries, whole=tmp_path / "whole") == left
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 1},
+        {"carries": False},
+        {"corpus": Corpus([TEXTS[0], TEXTS[1] + 1], 0, {})},
+        {"corpus": Corpus(TEXTS, 1, {})},
+    ],
+    ids=["options", "more options", "tokens", "held out"],
+)
+def test_parts_of_another_calibration_are_refused_and_not_lost(
+    model: PreTrainedModel, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    interrupt(model, tmp_path, 2)
+    with pytest.raises(ValueError, match=r"holds finished layers of another calibration .*delete"):
+        go_on(model, tmp_path, **other)
+    assert go_on(model, tmp_path) == [2]
+
+
+def test_parts_of_another_model_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    interrupt(model, tmp_path, 2)
+    other = MODELS["smollm3"].build()
+    with torch.no_grad():
+        other.model.layers[2].self_attn.k_proj.weight.mul_(1.1)
+    with pytest.raises(ValueError, match="another calibration"):
+        go_on(other, tmp_path)
+    other.load_state_dict(model.state_dict())
+    assert go_on(other, tmp_path) == [2]
+
+
+def test_parts_of_the_model_in_another_dtype_are_refused(tmp_path: Path) -> None:
+    # A checkpoint whose elements are the same in both.
+    folder = tmp_path / "model"
+    MODELS["smollm3"].build().to(torch.bfloat16).save_pretrained(folder)
+    whole, half = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    interrupt(whole, tmp_path / "out", 2)
+    with pytest.raises(ValueError, match="another calibration"):
+        go_on(half, tmp_path / "out")

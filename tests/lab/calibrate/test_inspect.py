@@ -23,10 +23,12 @@ def bundled(tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
-def test_the_text_tells_what_it_is(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_tells_what_it_is(
+    saved: Path, artifact: CalibrationArtifact, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(saved)]) == 0
     shown = capsys.readouterr().out
-    assert "method   a2ats, 2 layers" in shown
+    assert "method   a2ats, 2 layers" in shown and f"sha256   {artifact.sha256}\n" in shown
     assert "model    meta/tiny-llama (llama, " in shown
     assert "tokens 4096" in shown and "codewords 8" in shown
     lines = [line.strip("| ") for line in shown.splitlines() if line.startswith("| ")]
@@ -39,14 +41,15 @@ def test_json_is_json_with_everything_but_the_numbers(
     saved: Path, artifact: CalibrationArtifact, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(saved), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["method"] == "a2ats" and found["bytes"] == artifact.nbytes
-    assert found["model"] == artifact.model.as_json()
-    assert found["quality"] == artifact.quality
-    assert found["data"] == artifact.data and found["options"] == artifact.options
+    result = json.loads(capsys.readouterr().out)
+    assert result["method"] == "a2ats" and result["bytes"] == artifact.nbytes
+    assert result["sha256"] == artifact.sha256
+    assert result["model"] == artifact.model.as_json()
+    assert result["quality"] == artifact.quality
+    assert result["data"] == artifact.data and result["options"] == artifact.options
     expected = {"shape": [2, 8, 16], "dtype": "bfloat16"}
-    assert found["tensors"]["layers.0.codebook"] == expected
-    assert found["tensors"].keys() == artifact.tensors.keys()
+    assert result["tensors"]["layers.0.codebook"] == expected
+    assert result["tensors"].keys() == artifact.tensors.keys()
 
 
 def test_small_figures_keep_their_digits(artifact: CalibrationArtifact) -> None:
@@ -145,15 +148,6 @@ def test_what_is_no_artifact_is_one_line(
     (tensors,) = saved.glob("artifact-*.safetensors")
     tensors.write_bytes(b"x")
     assert "is corrupt or truncated" in error(str(saved))
-
-
-def test_the_digest_that_pins_it_is_shown(
-    saved: Path, artifact: CalibrationArtifact, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(saved)]) == 0
-    assert f"sha256   {artifact.sha256}\n" in capsys.readouterr().out
-    assert main(["inspect", str(saved), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sha256"] == artifact.sha256
 
 
 def test_what_a_stranger_wrote_can_not_command_the_terminal(

@@ -7,13 +7,8 @@ import math
 import pytest
 import torch
 
+from hf_kvret.lab.calibrate.a2ats import query_metric, score_error
 from hf_kvret.lab.calibrate.k_means import k_means
-from hf_kvret.methods.a2ats.vector_quantization import (
-    from_metric,
-    query_metric,
-    score_error,
-    to_metric,
-)
 from hf_kvret_kernels import codebook as book
 
 
@@ -27,17 +22,16 @@ def moments(queries: torch.Tensor) -> torch.Tensor:
     return queries.mT @ queries / queries.shape[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
-def test_the_factor_reproduces_the_second_moment(size: float, dtype: torch.dtype) -> None:
+def test_the_factor_reproduces_the_second_moment(size: float) -> None:
     """Whatever its unit: divided by the rms entry, with the ridge on the diagonal."""
-    second = (moments(draw(3, 100, 16, seed=0) * draw(16, seed=1).exp()) * size).to(dtype)
+    second = moments(draw(3, 100, 16, seed=0) * draw(16, seed=1).exp()) * size
     factor, inverse = query_metric(second)
     assert factor.dtype == inverse.dtype == torch.float32
     assert factor.shape == inverse.shape == (3, 16, 16)
     assert torch.equal(factor, factor.tril())
-    rms = second.double().square().mean((1, 2), keepdim=True).sqrt()
-    expected = second.double() / rms + 1e-6 * torch.eye(16)
+    rms = second.square().mean((1, 2), keepdim=True).sqrt()
+    expected = second / rms + 1e-6 * torch.eye(16)
     # The factor is rounded to fp32, and sums of 16 of its products are compared.
     product = factor.double() @ factor.double().mT
     assert (product - expected).abs().max() <= 1e-6 * expected.abs().max()
@@ -53,16 +47,10 @@ def test_distances_in_the_metric_are_errors_of_scores() -> None:
     )
     second = moments(queries)
     factor, _ = query_metric(second)
-    distances = (to_metric(keys, factor) - to_metric(other, factor)).square().sum(-1)
+    distances = ((keys - other) @ factor).square().sum(-1)
     errors = torch.einsum("hmd,hnd->hnm", queries, keys - other).square().mean(-1)
     unit = second.square().mean((1, 2)).sqrt().float()
     assert torch.allclose(distances * unit[:, None], errors, rtol=1e-4)
-
-
-def test_keys_come_back_from_the_metric() -> None:
-    factor, inverse = query_metric(moments(draw(2, 100, 12, seed=5)))
-    keys = draw(3, 2, 30, 12, seed=6)
-    assert (from_metric(to_metric(keys, factor), inverse) - keys).abs().max() <= 1e-4
 
 
 def test_few_queries_suffice_in_float64() -> None:
@@ -80,14 +68,14 @@ def test_codebooks_aware_of_queries_give_better_scores() -> None:
     second, held_out = moments(queries[:, :200]), moments(queries[:, 200:])
     plain, _ = k_means(keys, 64, seed=0)
     factor, inverse = query_metric(second)
-    aware, _ = k_means(to_metric(keys, factor), 64, seed=0)
+    aware, _ = k_means(keys @ factor, 64, seed=0)
 
     def restored(z: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         codes = book.encode(z[None], words)[0].long()
         return words.gather(1, codes.unsqueeze(-1).expand_as(z))
 
     plain_error = score_error(fresh, restored(fresh, plain), held_out)
-    decoded = from_metric(restored(to_metric(fresh, factor), aware), inverse)
+    decoded = restored(fresh @ factor, aware) @ inverse
     aware_error = score_error(fresh, decoded, held_out)
     assert (aware_error < 0.7 * plain_error).all(), (aware_error, plain_error)
     # And not since it is better at all: the keys themselves are farther off.
@@ -107,9 +95,6 @@ def test_the_error_is_that_of_scores() -> None:
 
 def test_matrices_that_are_no_second_moments_are_refused() -> None:
     good = moments(draw(3, 50, 4, seed=15))
-    for wrong in (good[0], good[..., :3], good[:0], good.half()):
-        with pytest.raises(ValueError, match=r"pass fp32 or fp64 \[H, D, D\]"):
-            query_metric(wrong)
     for number in (math.nan, math.inf):
         broken = good.clone()
         broken[1, 2, 3] = number
@@ -119,22 +104,5 @@ def test_matrices_that_are_no_second_moments_are_refused() -> None:
     empty[[0, 2]] = 0
     with pytest.raises(ValueError, match="of head 0, 2 is zero: no query was seen"):
         query_metric(empty)
-    lopsided = good.clone()
-    lopsided[2, 0, 1] += 1
-    with pytest.raises(ValueError, match="of head 2 is not symmetric"):
-        query_metric(lopsided)
     with pytest.raises(ValueError, match="of head 0, 1, 2 is not positive definite: sum q"):
         query_metric(good - 2 * torch.eye(4))
-
-
-def test_shapes_that_do_not_fit_are_named() -> None:
-    matrices = torch.eye(4).expand(2, 4, 4)
-    for transform in (to_metric, from_metric):
-        for wrong in (torch.zeros(3, 5, 4), torch.zeros(2, 5, 3), torch.zeros(5, 4)):
-            with pytest.raises(ValueError, match=r"pass \[..., 2, n, 4\]"):
-                transform(wrong, matrices)
-    keys = torch.zeros(2, 5, 4)
-    with pytest.raises(ValueError, match=r"pass both as \[H, n, D\]"):
-        score_error(keys, keys[:, :4], matrices)
-    with pytest.raises(ValueError, match=r"keys has shape .*: pass \[..., 2, n, 4\]"):
-        score_error(keys[:1], keys[:1], matrices)

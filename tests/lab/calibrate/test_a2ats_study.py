@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
-from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.artifacts.shared import shared_artifact
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, query_metric
 from hf_kvret.lab.calibrate.study import LayerFindings
-from hf_kvret.methods.a2ats.learned import learned_layer, load
-from hf_kvret.methods.a2ats.vector_quantization import at_distance, query_metric
+from hf_kvret.methods.a2ats.learned import at_distance, learned_layer
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
@@ -83,9 +83,9 @@ PARTIAL = Rope(10000.0 ** -(torch.arange(0, DIM // 2, 2) / DIM), 1.5)
 def test_scores_of_partly_rotated_heads_are_those_of_attention() -> None:
     # Where the factor is wrong, numbers that pass count too much or too little in the metric.
     seen = tokens(60, 0, rope=PARTIAL)
-    found = study([seen], rope=PARTIAL, codewords=60, rounds=0).tensors
+    result = study([seen], rope=PARTIAL, codewords=60, rounds=0).tensors
     expected, _ = query_metric(seen_moments([seen], PARTIAL))
-    assert torch.allclose(found["metric"], expected, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(result["metric"], expected, rtol=1e-5, atol=1e-6)
     # A query at position b sees a key at position 0 by the score of attention itself.
     query, key = at_distance(seen.query_before, PARTIAL, WINDOW), seen.key_before
     there, here = torch.full((60,), WINDOW), torch.zeros(60, dtype=torch.long)
@@ -99,37 +99,37 @@ def test_scores_of_partly_rotated_heads_are_those_of_attention() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_metric_is_that_of_queries_at_one_position(dtype: torch.dtype) -> None:
     seen = [tokens(30, 0, dtype), tokens(40, 10, dtype)]
-    found = study(seen).tensors["metric"]
+    result = study(seen).tensors["metric"]
     expected, _ = query_metric(seen_moments(seen))
-    assert found.dtype == torch.float32
+    assert result.dtype == torch.float32
     # Sums are in fp64 and only their order differs.
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
     unturned, _ = query_metric(seen_moments(seen, NO_ROPE))
-    assert not torch.allclose(found, unturned, rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(result, unturned, rtol=1e-2, atol=1e-2)
 
 
 def test_with_a_word_for_each_key_the_words_are_the_keys_before_rope() -> None:
     seen = tokens(6, 3)
     for space, keys in (("windowed", seen.key_before[0]), ("rotated", seen.key[0])):
         options = {"space": space, "query_aware": False, "codeword_dtype": "float32"}
-        found = study([seen], codewords=6, rounds=0, **options)
-        assert torch.equal(found.tensors["metric"], torch.eye(DIM).expand(HEADS, -1, -1))
-        distances = torch.cdist(found.tensors["codewords"], keys)
+        result = study([seen], codewords=6, rounds=0, **options)
+        assert torch.equal(result.tensors["metric"], torch.eye(DIM).expand(HEADS, -1, -1))
+        distances = torch.cdist(result.tensors["codewords"], keys)
         # The mean is taken off and put back, which rounds.
         assert distances.amin(1).max() < 1e-5 and distances.amin(2).max() < 1e-5
 
 
 def test_in_query_aware_space_the_words_are_keys_times_the_metric() -> None:
     seen = tokens(6, 3)
-    found = study([seen], codewords=6, rounds=0, codeword_dtype="float32").tensors
-    restored = torch.linalg.solve(found["metric"], found["codewords"], left=False)
+    result = study([seen], codewords=6, rounds=0, codeword_dtype="float32").tensors
+    restored = torch.linalg.solve(result["metric"], result["codewords"], left=False)
     assert torch.cdist(restored, seen.key_before[0]).amin(2).max() < 1e-2
 
 
 def test_figures_are_the_variance_that_held_out_scores_lose() -> None:
     held = tokens(50, 20)
-    found = study([tokens(200, 0)], [held])
-    factor, words = found.tensors["metric"], found.tensors["codewords"].float()
+    result = study([tokens(200, 0)], [held])
+    factor, words = result.tensors["metric"], result.tensors["codewords"].float()
     at = torch.full((50,), WINDOW)
     queries = ROPE.rotate(held.query_before, at)[0]
     shares = []
@@ -140,8 +140,8 @@ def test_figures_are_the_variance_that_held_out_scores_lose() -> None:
         group = queries[2 * head : 2 * head + 2].flatten(0, 1)
         exact, near = group @ keys.T, group @ restored.T
         shares.append((exact - near).var(dim=1).mean() / exact.var(dim=1).mean())
-    assert 0 < found.quality["score_error"] < 1
-    assert found.quality["score_error"] == pytest.approx(float(sum(shares) / HEADS), rel=1e-4)
+    assert 0 < result.quality["score_error"] < 1
+    assert result.quality["score_error"] == pytest.approx(float(sum(shares) / HEADS), rel=1e-4)
 
 
 def test_query_aware_codebooks_lose_less_of_held_out_scores() -> None:
@@ -204,8 +204,8 @@ def test_tokens_are_copied_and_what_they_were_a_part_of_is_let_go() -> None:
     del fused, query, key, value, given
     gc.collect()
     assert whole() is None
-    found = made.finish(lambda done: None)
-    assert torch.equal(found.tensors["codewords"], expected.tensors["codewords"])
+    result = made.finish(lambda done: None)
+    assert torch.equal(result.tensors["codewords"], expected.tensors["codewords"])
 
 
 def test_keys_wait_in_the_dtype_of_the_model() -> None:
@@ -228,32 +228,12 @@ def test_progress_adds_up_to_the_work(options: dict[str, bool], books: int) -> N
 
 
 def test_a_layer_tells_how_it_rotates() -> None:
-    found = study([tokens(20, 0)])
-    assert found.told == {"layout": "half", "attention_factor": 1.5}
-    assert torch.equal(found.tensors["inv_freq"], ROPE.inv_freq)
-    found = study([tokens(20, 0, rope=NO_ROPE)], rope=NO_ROPE)
-    assert found.told == {"layout": "none", "attention_factor": 1.0}
-    assert found.tensors["inv_freq"].shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"codewords": 0}, "codewords=0: 1 to 32768"),
-        ({"codewords": 32769}, "codewords=32769"),
-        ({"window": -1}, "window=-1: 0 or more"),
-        ({"rounds": -1}, "rounds=-1"),
-        ({"seed": -1}, "seed=-1"),
-        ({"tolerance": -1.0}, "tolerance=-1.0: 0 or more"),
-        ({"tolerance": float("nan")}, "tolerance=nan"),
-        ({"codeword_dtype": "float16"}, "codeword_dtype='float16': choose 'bfloat16' or 'float32'"),
-        ({"space": "plain"}, "space='plain': choose 'windowed' or 'rotated'"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        A2ATSCalibration(**wrong)
+    result = study([tokens(20, 0)])
+    assert result.settings == {"layout": "half", "attention_factor": 1.5}
+    assert torch.equal(result.tensors["inv_freq"], ROPE.inv_freq)
+    result = study([tokens(20, 0, rope=NO_ROPE)], rope=NO_ROPE)
+    assert result.settings == {"layout": "none", "attention_factor": 1.0}
+    assert result.tensors["inv_freq"].shape == (0,)
 
 
 def test_nothing_to_learn_from_is_said() -> None:
@@ -265,16 +245,16 @@ def test_nothing_to_learn_from_is_said() -> None:
 def test_codes_are_the_nearest_words_as_saved_in_new_and_old_artifacts(
     dtype: str, identity: ModelIdentity, tmp_path: Path
 ) -> None:
-    found = study([tokens(300, 0)], codewords=64, codeword_dtype=dtype)
+    result = study([tokens(300, 0)], codewords=64, codeword_dtype=dtype)
     options = A2ATSCalibration(codewords=64, window=WINDOW, codeword_dtype=dtype).options()
     if dtype == "float32":
         # As artifacts were before there was a choice.
         del options["codeword_dtype"]
-    named = {f"layers.0.{name}": x for name, x in found.tensors.items()}
-    told = {**options, "layers": {"0": found.told}}
+    named = {f"layers.0.{name}": x for name, x in result.tensors.items()}
+    told = {**options, "layers": {"0": result.settings}}
     CalibrationArtifact("a2ats", identity, named, options=told).save_pretrained(tmp_path)
-    learned = learned_layer(load(str(tmp_path), None), 0, torch.device("cpu"))
-    words, factor = found.tensors["codewords"].float(), found.tensors["metric"]
+    learned = learned_layer(shared_artifact(str(tmp_path), None, "a2ats"), 0, torch.device("cpu"))
+    words, factor = result.tensors["codewords"].float(), result.tensors["metric"]
     assert learned.words.dtype == getattr(torch, dtype)
     seen = tokens(50, 40)
     codes = learned.encode(seen.key, torch.arange(50)[None])[0].long()

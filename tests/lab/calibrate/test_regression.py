@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret.methods.aqua.predictors import (
+from hf_kvret.lab.calibrate.regression import (
     BLOCK,
-    GROUP,
     Rows,
     fit_linear,
     fit_low_rank,
     fit_mlp,
     pack_matrix,
     predict,
-    unpack_matrix,
-    unpacked,
 )
+from hf_kvret.methods.aqua.predictors import GROUP, unpack_matrix, unpacked
 
 CPU = torch.device("cpu")
 
@@ -50,15 +48,15 @@ def loss(tensors: dict[str, torch.Tensor], given: Rows) -> float:
 def test_linear_predictors_are_ridge_regression_with_a_free_bias() -> None:
     given, ridge = rows(), 0.02
     x, y = whole(given)
-    found = fit_linear(given, ridge=ridge, bits=16)
+    result = fit_linear(given, ridge=ridge, bits=16)
     centred = x - x.mean(0)
     gram = centred.T @ centred / len(x)
     gram += ridge * gram.diagonal().mean() * torch.eye(16, dtype=torch.float64)
     expected = torch.linalg.solve(gram, centred.T @ (y - y.mean(0)) / len(x)).T
-    assert found["weight"].dtype == torch.bfloat16 and found["bias"].dtype == torch.float32
+    assert result["weight"].dtype == torch.bfloat16 and result["bias"].dtype == torch.float32
     # bf16 rounds by up to 2^-9 of a number.
-    assert torch.allclose(found["weight"].double(), expected, rtol=2**-8, atol=1e-6)
-    mean_error = (y - predict(found, x)).mean(0)
+    assert torch.allclose(result["weight"].double(), expected, rtol=2**-8, atol=1e-6)
+    mean_error = (y - predict(result, x)).mean(0)
     assert mean_error.abs().max() < 1e-5
 
 
@@ -71,7 +69,7 @@ def test_blocks_add_up_to_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     given = rows()
     assert len(given) < BLOCK
     one = fit_linear(given, ridge=1e-3, bits=16)
-    monkeypatch.setattr("hf_kvret.methods.aqua.predictors.BLOCK", 37)
+    monkeypatch.setattr("hf_kvret.lab.calibrate.regression.BLOCK", 37)
     many = fit_linear(given, ridge=1e-3, bits=16)
     assert torch.equal(one["weight"], many["weight"])
     assert torch.allclose(one["bias"], many["bias"], rtol=1e-6, atol=1e-6)
@@ -84,16 +82,16 @@ def test_rounded_predictors_have_no_mean_error_whatever_the_offsets(kind: str, b
     # Inputs a thousand spreads from 0: a weight's rounding would shift the prediction.
     given = Rows([x + 300.0 for x in plain.inputs], plain.targets, CPU)
     if kind == "linear":
-        found = fit_linear(given, ridge=1e-3, bits=bits)
+        result = fit_linear(given, ridge=1e-3, bits=bits)
     elif kind == "low_rank":
-        found = fit_low_rank(given, ridge=1e-3, rank=6, bits=bits)
+        result = fit_low_rank(given, ridge=1e-3, rank=6, bits=bits)
     else:
-        found = fit_mlp(given, ridge=1e-3, hidden=16, steps=5, seed=0)
+        result = fit_mlp(given, ridge=1e-3, hidden=16, steps=5, seed=0)
     x, y = given.at(slice(None))
-    near = predict(unpacked(found), x)
+    near = predict(unpacked(result), x)
     # Products of fp32 numbers of 300 and weights of about 1 are off by 1e-4.
     assert (y - near).mean(0).abs().max() < 2e-3
-    bare = predict({**unpacked(found), "bias": torch.zeros_like(found["bias"])}, x)
+    bare = predict({**unpacked(result), "bias": torch.zeros_like(result["bias"])}, x)
     assert (bare - bare.mean(0)).norm() > 0
 
 
@@ -110,17 +108,17 @@ def test_all_of_the_rank_is_the_linear_predictor() -> None:
 
 def test_low_rank_loses_least_where_inputs_are() -> None:
     given, rank = rows(noise=0.0), 3
-    found = fit_low_rank(given, ridge=1e-6, rank=rank, bits=16)
+    result = fit_low_rank(given, ridge=1e-6, rank=rank, bits=16)
     x, y = whole(given)
     weight = fit_linear(given, ridge=1e-6, bits=16)["weight"].double()
     u, s, vh = torch.linalg.svd(weight)
     cut = (u[:, :rank] * s[:rank]) @ vh[:rank]
     centred = x - x.mean(0)
     plain = ((y - y.mean(0)) - centred @ cut.T).square().mean()
-    assert loss(found, given) < 0.9 * plain
+    assert loss(result, given) < 0.9 * plain
     # The best of all products of this rank: the tail of the fitted values' spectrum.
     spectrum = torch.linalg.svdvals(y - y.mean(0)).square() / y.numel()
-    assert loss(found, given) == pytest.approx(float(spectrum[rank:].sum()), rel=0.05)
+    assert loss(result, given) == pytest.approx(float(spectrum[rank:].sum()), rel=0.05)
 
 
 def test_codes_are_packed_as_documented() -> None:
@@ -129,12 +127,12 @@ def test_codes_are_packed_as_documented() -> None:
     # The largest power of two that divides 192 is 64.
     assert codes.shape == (5, 96) and scale.shape == low.shape == (5, 3)
     assert (codes.dtype, scale.dtype, low.dtype) == (torch.uint8, torch.float16, torch.float16)
-    found = unpack_matrix(codes, scale, low)
+    result = unpack_matrix(codes, scale, low)
     for i, j in ((0, 0), (4, 1), (2, 63), (3, 64), (1, 191)):
         byte = int(codes[i, j // 2])
         code = byte >> 4 if j % 2 else byte & 15
         group = i, j // 64
-        assert float(found[i, j]) == float(low[group]) + float(scale[group]) * code
+        assert float(result[i, j]) == float(low[group]) + float(scale[group]) * code
     wide = pack_matrix(draw(2, 512, seed=1).double(), torch.eye(512, dtype=torch.float64))
     assert wide[1].shape == (2, 512 // GROUP)
 
@@ -186,23 +184,24 @@ def test_untrained_perceptrons_are_the_linear_predictor() -> None:
     x, _ = given.at(slice(None))
     linear = predict(fit_linear(given, ridge=1e-3, bits=16), x)
     for hidden in (16, 21):
-        found = fit_mlp(given, ridge=1e-3, hidden=hidden, steps=0, seed=0)
-        assert found["hidden.weight"].shape == (hidden, 16)
+        result = fit_mlp(given, ridge=1e-3, hidden=hidden, steps=0, seed=0)
+        assert result["hidden.weight"].shape == (hidden, 16)
         # Two matrices in bf16 whose opposite units cancel.
-        assert (predict(found, x) - linear).norm() < 0.01 * linear.norm()
+        assert (predict(result, x) - linear).norm() < 0.01 * linear.norm()
 
 
-def test_training_finds_what_is_not_linear() -> None:
-    x = draw(4000, 8, seed=0)
+def test_training_finds_what_is_not_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_kvret.lab.calibrate.regression.BATCH", 256)
+    x = draw(1000, 8, seed=0)
     given = Rows([x], x.abs() @ draw(8, 4, seed=1), CPU)
     linear = loss(fit_linear(given, ridge=1e-3, bits=16), given)
     seen: list[int] = []
     options = {"ridge": 1e-3, "hidden": 32, "seed": 0}
-    found = fit_mlp(given, **options, steps=1000, progress=seen.append)
-    assert loss(found, given) < 0.5 * linear
+    result = fit_mlp(given, **options, steps=1000, progress=seen.append)
+    assert loss(result, given) < 0.5 * linear
     assert len(seen) == 1000
     again = fit_mlp(given, **options, steps=1000)
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    assert all(torch.equal(result[name], again[name]) for name in result)
 
 
 def test_a_bias_alone_is_predicted_for_every_row() -> None:

@@ -17,7 +17,7 @@ from hf_kvret.saved.identity import model_facts
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from .artifact_folder import save_model, write_text
+from ...artifacts.artifact_folder import save_model, write_text
 
 SHORT = ("--tokens", "400", "--length", "100", "--uuid-tokens", "100")
 # What each is told, and what makes it exact.

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from hf_kvret.artifacts import hub as hub_module
-from hf_kvret.artifacts.hub import needs_cache, why_unreachable
 from hf_kvret.cli import main
+from hf_kvret.lab.program import hub_access
+from hf_kvret.lab.program.hub_access import needs_cache, why_unreachable
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_what_is_in_the_cache_is_taken_from_there(
     nobody: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert why_unreachable("me/mine") is not None
-    monkeypatch.setattr(hub_module, "try_to_load_from_cache", lambda *given, **more: "config.json")
+    monkeypatch.setattr(hub_access, "try_to_load_from_cache", lambda *given, **more: "config.json")
     assert needs_cache("--model", "me/mine")
 
 
@@ -65,7 +65,7 @@ def test_folders_are_not_asked_for_and_no_id_is_told(tmp_path: Path) -> None:
 
 
 def test_the_users_own_wish_to_be_offline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "is_offline_mode", lambda: True)
+    monkeypatch.setattr(hub_access, "is_offline_mode", lambda: True)
     with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set"):
         needs_cache("--model", "me/mine")
 
@@ -93,7 +93,7 @@ def test_a_data_set_cant_be_streamed_without_the_hub_whatever_the_cache_holds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(hub_module, "try_to_load_from_cache", lambda *given, **more: "README.md")
+    monkeypatch.setattr(hub_access, "try_to_load_from_cache", lambda *given, **more: "README.md")
     monkeypatch.setattr("hf_kvret.lab.calibrate.command.dataset_loader", lambda name: None)
     command = ["calibrate", "aqua", "--model", "reference", "--out", str(tmp_path / "out")]
     assert main([*command, "--dataset", "owner/texts:part"]) == 2

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import (
@@ -116,12 +117,21 @@ def test_layers_without_rope_are_known(tmp_path: Path) -> None:
     assert loaded.tensors["layers.1.inv_freq"].shape == (0,)
 
 
-def test_layers_that_slide_get_no_codebook(tmp_path: Path) -> None:
-    for name in ("gemma2", "gemma3"):
-        model = MODELS[name].build()
-        artifact = calibrate(model, corpus(40), SMALL, tmp_path / name, progress=False)
-        assert {key.split(".")[1] for key in artifact.tensors} == {"1", "2"}
-        assert [row["layer"] for row in artifact.quality] == [1, 2]
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "smollm3", "gpt_oss"])
+def test_predictors_of_several_types_of_models_are_learned(name: str, tmp_path: Path) -> None:
+    model = MODELS[name].build()
+    artifact = calibrate(
+        model, corpus(80, 60, 40, held_out=1), AquaCalibration(), tmp_path, progress=False
+    )
+    layers = list(MODELS[name].full_attention)
+    assert [row["layer"] for row in artifact.quality] == layers
+    settings = artifact.options["layers"]
+    assert [settings[str(n)]["previous"] for n in layers] == [None, *layers[:-1]]
+    heads, width = settings[str(layers[0])]["heads"], settings[str(layers[0])]["head_dim"]
+    weight = artifact.tensors[f"layers.{layers[1]}.key.weight"]
+    assert weight.shape == (heads * width, heads * width)
+    group = settings[str(layers[0])]["group"]
+    assert (heads * width) % group == 0 and (heads * width) % (2 * group)
 
 
 def test_the_artifact_is_saved_and_belongs_to_the_model(tmp_path: Path) -> None:
@@ -151,16 +161,6 @@ def test_the_texts_are_read_once_for_each_group_of_layers(at_once: int, tmp_path
     calibrate(model, corpus(20, 30), recorder, tmp_path, **options)
     readings = -(-3 // at_once)
     assert [length for length in lengths if length >= 20] == [20, 30] * readings
-
-
-def test_how_many_layers_are_read_at_once_changes_nothing(tmp_path: Path) -> None:
-    model, texts = MODELS["smollm3"].build(), corpus(50, 30, 20, held_out=1)
-    files = []
-    for at_once in (1, 2, 3):
-        out = tmp_path / str(at_once)
-        calibrate(model, texts, SMALL, out, layers_at_once=at_once, progress=False)
-        files.append({p.name: p.read_bytes() for p in out.iterdir() if p.suffix != ".md"})
-    assert files[0] == files[1] == files[2]
 
 
 def test_tokens_are_let_go_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,16 +325,6 @@ def test_a_rotation_that_cant_be_undone_is_refused(
 
 def test_a_model_in_training_mode_is_refused(tmp_path: Path) -> None:
     refused(MODELS["llama"].build().train(), tmp_path, r"training mode.*: call model\.eval\(\)")
-
-
-def test_an_offloaded_model_gives_the_same_tensors(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    weights, device = str(tmp_path / "weights"), torch.device("cpu")
-    model = accelerate.disk_offload(MODELS["llama"].build(), weights, execution_device=device)
-    found = calibrate(model, corpus(40), SMALL, tmp_path / "off", progress=False)
-    wanted = calibrate(MODELS["llama"].build(), corpus(40), SMALL, tmp_path / "on", progress=False)
-    assert found.tensors.keys() == wanted.tensors.keys()
-    assert all(torch.equal(x, wanted.tensors[name]) for name, x in found.tensors.items())
 
 
 def test_at_least_one_layer_is_read_at_once(tmp_path: Path) -> None:

@@ -40,14 +40,14 @@ FOREIGN_WORDS = r"is not of a calibration artifact \(but of a model, perhaps\), 
 @pytest.fixture
 def studied(monkeypatch: pytest.MonkeyPatch) -> list[CodebookStudy]:
     """The studies that finished."""
-    finish, found = CodebookStudy.finish, []
+    finish, result = CodebookStudy.finish, []
 
     def counted(self: CodebookStudy, *arguments: Any) -> LayerFindings:
-        found.append(self)
+        result.append(self)
         return finish(self, *arguments)
 
     monkeypatch.setattr(CodebookStudy, "finish", counted)
-    return found
+    return result
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -88,9 +88,9 @@ def test_only_an_artifact_of_the_same_method_is_replaced(
         calibrate(llama, TEXTS, SMALL, tmp_path, progress=False)
     assert _contents(tmp_path) == before and not studied
     artifact.save_pretrained(tmp_path / "a2ats")
-    found = calibrate(llama, TEXTS, SMALL, tmp_path / "a2ats", progress=False)
+    result = calibrate(llama, TEXTS, SMALL, tmp_path / "a2ats", progress=False)
     again = CalibrationArtifact.from_pretrained(tmp_path / "a2ats")
-    assert again.tensors.keys() == found.tensors.keys() != artifact.tensors.keys()
+    assert again.tensors.keys() == result.tensors.keys() != artifact.tensors.keys()
 
 
 @pytest.mark.parametrize("method", ["a2ats", "aqua"])
@@ -227,8 +227,8 @@ def test_more_codewords_than_tokens_are_refused_and_fewer_go_on(
         calibrate(llama, TEXTS, many, tmp_path, progress=False)
     # What the message says must help, in the same folder too.
     fewer = A2ATSCalibration(codewords=100, window=32, rounds=3)
-    found = calibrate(llama, TEXTS, fewer, tmp_path, progress=False)
-    assert found.tensors["layers.0.codewords"].shape[1] == 100
+    result = calibrate(llama, TEXTS, fewer, tmp_path, progress=False)
+    assert result.tensors["layers.0.codewords"].shape[1] == 100
 
 
 def _ended() -> int:

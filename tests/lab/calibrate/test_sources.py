@@ -54,9 +54,9 @@ def test_uuids_are_random_and_known_by_their_seed(tokenizer: PreTrainedTokenizer
     assert len(ids) >= 200
     lines = tokenizer.decode(ids, skip_special_tokens=True).splitlines()
     # Decoding may put blanks between pieces.
-    found = [uuid.UUID(line.replace(" ", "")) for line in lines]
-    assert len(set(found)) == len(found) > 5
-    assert all(one.version == 4 for one in found)
+    result = [uuid.UUID(line.replace(" ", "")) for line in lines]
+    assert len(set(result)) == len(result) > 5
+    assert all(one.version == 4 for one in result)
     assert torch.equal(ids, random_uuids(200, tokenizer, 0))
     assert not torch.equal(ids, random_uuids(200, tokenizer, 1))
 
@@ -71,9 +71,9 @@ def test_needle_documents_have_as_many_tokens_as_asked_for(count: int, length: i
         assert document.dtype == torch.int64 and document[0] == language.bos
         # Every question is about a needle, and its answer follows.
         text = document.tolist()
-        asked = [place for place, token in enumerate(text) if token == language.question]
-        assert asked
-        for place in asked:
+        questions = [place for place, token in enumerate(text) if token == language.question]
+        assert questions
+        for place in questions:
             key, answer = text[place + 1 : place + 3], text[place + 4 : place + 6]
             needle = [language.needle, *key, *answer]
             assert any(text[i : i + 5] == needle for i in range(len(text)))

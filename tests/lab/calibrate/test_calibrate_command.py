@@ -1,4 +1,4 @@
-"""``hf-kvret calibrate a2ats``: sources, folders, the hub, going on, one line for each mistake."""
+"""``hf-kvret calibrate``: options, sources, the hub, going on, one line for each mistake."""
 
 from __future__ import annotations
 
@@ -10,21 +10,44 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate import command as calibrate_command
+from hf_kvret.lab.calibrate.aqua import AquaCalibration, AquaStudy
 from hf_kvret.lab.calibrate.command import make_corpus
-from hf_kvret.lab.calibrate.command_options import A2ATSOptions
+from hf_kvret.lab.calibrate.command_options import A2ATSOptions, AquaOptions
+from hf_kvret.lab.calibrate.study import Carried, LayerFindings, Progress
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.program.options import add_options, read_options
 
-from .artifact_folder import save_model, write_text
+from ...artifacts.artifact_folder import files_of, save_model, write_text
 
-PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "calibration.md"
 SMALL = ("--codewords", "8", "--window", "64", "--rounds", "3")
 SHORT = ("--tokens", "400", "--length", "100", "--uuid-tokens", "100")
+
+
+# Every option of AquaCalibration away from its default, but for the one that is of an mlp alone.
+ALL_OTHER = {
+    "bits": 3,
+    "first_bits": "auto",
+    "group": 8,
+    "backbone": "minmax",
+    "predictor": "low_rank",
+    "rank": 16,
+    "steps": 7,
+    "predictor_bits": 4,
+    "ridge": 0.5,
+    "sinks": 2,
+    "space": "after",
+    "anchor_every": 2,
+    "anchor_mean": True,
+    "key_inputs": "none",
+    "value_inputs": "keys",
+    "seed": 9,
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +59,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate_size=32,
         num_hidden_layers=3,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
@@ -53,6 +76,19 @@ def arguments(model_dir: Path, text: Path, tmp_path: Path) -> list[str]:
     """A whole command line that takes a second."""
     where = ["--model", str(model_dir), "--text", str(text), "--out", str(tmp_path / "out")]
     return ["calibrate", "a2ats", *where, *SMALL, *SHORT]
+
+
+@pytest.fixture
+def aqua_arguments(model_dir: Path, text: Path, tmp_path: Path) -> list[str]:
+    """The same for AQUA-KV."""
+    where = ["--model", str(model_dir), "--text", str(text), "--out", str(tmp_path / "out")]
+    return ["calibrate", "aqua", *where, "--tokens", "400", "--length", "100"]
+
+
+def aqua_options(*arguments: str) -> AquaOptions:
+    parser = argparse.ArgumentParser()
+    add_options(parser, AquaOptions)
+    return read_options(AquaOptions, parser.parse_args(["--model", "m", "--out", "o", *arguments]))
 
 
 def parsed(*arguments: str) -> A2ATSOptions:
@@ -84,7 +120,7 @@ def test_a_command_makes_an_artifact_of_the_model(
     assert artifact.data["tokens"] == 400 and artifact.data["uuid_tokens"] == 100
     assert artifact.data["text"].startswith("river.txt ")
     assert artifact.data["held_out_sequences"] == 1
-    assert artifact.tensors["layers.2.codewords"].shape == (1, 8, 16)
+    assert artifact.tensors["layers.2.codewords"].shape == (2, 8, 16)
     # No path of this machine is shared with the artifact.
     for name in ("config.json", "README.md"):
         assert str(tmp_path.parent) not in (tmp_path / "out" / name).read_text()
@@ -94,8 +130,8 @@ def test_options_reach_the_artifact(arguments: list[str], tmp_path: Path) -> Non
     more = ["--plain", "--no-compare", "--space", "rotated", "--seed", "3", "--name", "me/it"]
     assert main([*arguments, *more, "--dtype", "bfloat16", "--held-out", "0"]) == 0
     artifact = CalibrationArtifact.from_pretrained(tmp_path / "out")
-    found = {name: artifact.options[name] for name in ("space", "query_aware", "compare", "seed")}
-    assert found == {"space": "rotated", "query_aware": False, "compare": False, "seed": 3}
+    result = {name: artifact.options[name] for name in ("space", "query_aware", "compare", "seed")}
+    assert result == {"space": "rotated", "query_aware": False, "compare": False, "seed": 3}
     assert artifact.options["codewords"] == 8 and artifact.options["window"] == 64
     assert artifact.model.name == "me/it"
     assert all(row["score_error"] is None for row in artifact.quality)
@@ -200,25 +236,6 @@ def test_a_model_without_a_tokenizer_is_refused(
     assert "calibrate needs a tokenizer" in message
 
 
-def test_a_model_that_cant_be_tapped_is_one_line(
-    arguments: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    config = AutoConfig.for_model(
-        "phi",
-        vocab_size=len(tokenizer),
-        num_hidden_layers=1,
-        hidden_size=64,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "phi")
-    tokenizer.save_pretrained(tmp_path / "phi")
-    message = failing(capsys, [*arguments, "--model", str(tmp_path / "phi")])
-    assert "layer 0 (PhiAttention) changes queries or keys" in message
-
-
 @pytest.mark.parametrize("lengths", ["1K,2K", "0", "x"])
 def test_lengths_that_are_none_are_refused(
     arguments: list[str], lengths: str, capsys: pytest.CaptureFixture[str]
@@ -282,3 +299,93 @@ def test_the_page_names_the_options_of_the_commands(capsys: pytest.CaptureFixtur
         assert calls and used <= offered
         told = set(re.findall(r"`(--[\w-]+)", page)) | used
         assert not offered - told, "options that the page does not name"
+
+
+def test_a_command_makes_the_predictors_of_the_model(
+    aqua_arguments: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(aqua_arguments) == 0
+    shown = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'out'}" in shown and "value error unpredicted" in shown
+    artifact = CalibrationArtifact.from_pretrained(tmp_path / "out", method="aqua")
+    artifact.check(AutoConfig.from_pretrained(model_dir))
+    # UUIDs are for those who ask.
+    assert artifact.data["tokens"] == 400 and "uuid_tokens" not in artifact.data
+    roles = [artifact.options["layers"][str(n)]["role"] for n in range(3)]
+    assert roles == ["anchor", "predicted", "predicted"]
+    assert artifact.tensors["layers.2.value.weight"].shape == (32, 64)
+    assert not [name for name in artifact.tensors if name.startswith("layers.0.key")]
+    assert main(["inspect", str(tmp_path / "out"), "--plot", str(tmp_path / "q.png")]) == 0
+
+
+def test_the_defaults_of_aqua_are_the_papers() -> None:
+    made = aqua_options().calibration()
+    assert made == AquaCalibration()
+    assert (made.bits, made.first_bits, made.backbone, made.predictor) == (2, 4, "higgs", "linear")
+    assert (made.ridge, made.sinks, made.space, made.predictor_bits) == (1e-3, 4, "before", 16)
+    assert (made.value_inputs, made.anchor_every, made.anchor_mean) == ("keys+values", None, False)
+
+
+def test_every_option_reaches_the_calibration() -> None:
+    usual = AquaCalibration().options()
+    assert usual.keys() == ALL_OTHER.keys() | {"hidden"}
+    assert all(ALL_OTHER[name] != usual[name] for name in ALL_OTHER)
+    flags = [f"--{name.replace('_', '-')}" for name in ALL_OTHER]
+    line = [
+        word
+        for flag, value in zip(flags, ALL_OTHER.values(), strict=True)
+        for word in ([flag] if value is True else [flag, str(value)])
+    ]
+    options = aqua_options(*line)
+    assert options.calibration().options() == ALL_OTHER | {"hidden": None}
+    options = aqua_options("--predictor", "mlp", "--hidden", "10")
+    assert options.calibration().hidden == 10
+    assert aqua_options("--first-bits", "16").first_bits == 16
+
+
+def test_the_same_command_goes_on_after_an_interruption(
+    aqua_arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, finished = AquaStudy.finish, []
+
+    def counted(
+        self: AquaStudy, progress: Progress, carried: Carried | None = None
+    ) -> LayerFindings:
+        if self.layer == 1 and not finished[1:]:
+            finished.append(self.layer)
+            raise KeyboardInterrupt
+        finished.append(self.layer)
+        return finish(self, progress, carried)
+
+    monkeypatch.setattr(AquaStudy, "finish", counted)
+    with pytest.raises(KeyboardInterrupt):
+        main(aqua_arguments)
+    assert main(aqua_arguments) == 0
+    assert finished == [0, 1, 1, 2]
+    assert main([*aqua_arguments, "--out", str(tmp_path / "whole")]) == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_mistakes_with_predictors_are_one_line_each(
+    aqua_arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more, message in (
+        (["--group", "64"], r"group=64 does not divide the 32 numbers of keys.* leave --group out"),
+        (["--sinks", "100"], r"sinks=100 of sequences of at most 100 tokens: .* fewer --sinks"),
+        (["--predictor", "low_rank"], r"rank=256: layer 0 has 32 numbers of keys a token.* --rank"),
+        (["--hidden", "5"], r"--hidden 5 is of --predictor mlp, and it is linear"),
+    ):
+        assert re.search(message, failing(capsys, [*aqua_arguments, *more])), more
+        # No text was read for it.
+        assert not (tmp_path / "out" / ".parts").exists()
+
+
+def test_bits_that_are_no_number_are_told_which_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for bits in ("²", "x", ""):
+        with pytest.raises(SystemExit):
+            aqua_options("--first-bits", bits)
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.endswith(f"--first-bits: {bits!r} is none of 2, 3, 4, 16 bits, and not auto")
+    with pytest.raises(SystemExit):
+        aqua_options("--first-bits", "5")
+    assert "--first-bits: invalid choice: 5" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""Options of a calibration: what is wrong is refused where it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.artifacts.checks import check_types
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.study import Calibration
+
+
+@pytest.mark.parametrize(
+    ("cls", "option", "value", "allowed"),
+    [
+        (A2ATSCalibration, "codewords", 16.0, "int"),
+        (A2ATSCalibration, "codewords", True, "int"),
+        (A2ATSCalibration, "codewords", torch.tensor(16), "int"),
+        (A2ATSCalibration, "tolerance", "1e-4", "float"),
+        (A2ATSCalibration, "query_aware", 1, "bool"),
+        (A2ATSCalibration, "space", None, "str"),
+        (AquaCalibration, "bits", 2.0, "int"),
+        (AquaCalibration, "first_bits", 4.0, "int or str"),
+        (AquaCalibration, "anchor_every", "2", "int or None"),
+    ],
+)
+def test_options_have_the_types_of_their_fields(
+    cls: type[Calibration], option: str, value: Any, allowed: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"{option}=.* is of type .*: pass {allowed}$"):
+        cls(**{option: value})
+
+
+def test_values_of_any_declared_type_pass() -> None:
+    @dataclass
+    class Options:
+        many: int | None
+        share: float
+
+    for many in (None, 3):
+        check_types(Options(many, 0))
+    with pytest.raises(TypeError, match=r"many=2\.5 is of type float: pass int or None"):
+        check_types(Options(2.5, 0.5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"codewords": 0}, "codewords=0: 1 to 32768"),
+        ({"codewords": 32769}, "codewords=32769"),
+        ({"window": -1}, "window=-1: 0 or more"),
+        ({"window": 2**31}, "window=2147483648: at most"),
+        ({"rounds": -1}, "rounds=-1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"tolerance": -1.0}, "tolerance=-1.0: 0 or more"),
+        ({"tolerance": float("nan")}, "tolerance=nan"),
+        ({"codeword_dtype": "float16"}, "codeword_dtype='float16': choose one of 'bfloat16', 'fl"),
+        ({"space": "plain"}, "space='plain': choose one of 'windowed', 'rotated'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_a2ats_are_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        A2ATSCalibration(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"bits": 5}, r"bits=5: choose one of 2, 3, 4, 16"),
+        ({"first_bits": "four"}, r"first_bits='four': choose one of 2, 3, 4, 16, 'auto'"),
+        ({"group": 12}, r"group=12: choose one of None, 8, 16, .*1024"),
+        ({"backbone": "hqq"}, r"backbone='hqq': choose one of 'higgs', 'minmax'"),
+        ({"predictor": "tree"}, r"predictor='tree': choose one of 'linear', 'low_rank', 'mlp'"),
+        ({"predictor_bits": 8}, r"predictor_bits=8: choose one of 16, 4"),
+        ({"predictor": "mlp", "predictor_bits": 4}, r"GPTQ is for 'linear' and 'low_rank'"),
+        ({"predictor": "low_rank", "rank": 9, "predictor_bits": 4}, r"rank=9 .*a multiple of 16"),
+        ({"space": "rotated"}, r"space='rotated': choose one of 'before', 'after'"),
+        ({"key_inputs": "values"}, r"key_inputs='values': choose one of 'keys', 'none'"),
+        ({"value_inputs": "values+keys"}, r"choose one of 'keys\+values', 'keys', 'values'"),
+        ({"anchor_every": 0}, r"anchor_every=0: 1 or more, or None"),
+        ({"ridge": 0.0}, r"ridge=0.0: more than 0"),
+        ({"ridge": float("nan")}, r"ridge=nan: more than 0"),
+        ({"rank": 0}, r"rank=0: 1 or more"),
+        ({"hidden": 1}, r"hidden=1: 2 or more"),
+        ({"steps": -1}, r"steps=-1: 0 or more"),
+        ({"sinks": -1}, r"sinks=-1: 0 or more"),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_aqua_are_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AquaCalibration(**wrong)
