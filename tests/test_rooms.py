@@ -25,13 +25,13 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 24_370
+MOST_LIBRARY_LINES = 23_550
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 64_100,
-    ("examples", ".py"): 11_130,
+    ("tests", ".py"): 61_460,
+    ("examples", ".py"): 10_980,
     ("kernels/csrc", ".cpp"): 1_580,
     ("kernels/csrc", ".h"): 2_660,
 }
