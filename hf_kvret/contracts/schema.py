@@ -21,7 +21,7 @@ class Schema:
     """Sizes by letter, with which saved tensors are compared before anything uses them.
 
     Capital letters are of the layer: ``B`` rows of the batch, ``H`` KV heads, ``Q`` query heads
-    (not always known), ``D`` and ``V`` numbers of a key and a value, ``S`` sinks, ``N`` cold
+    (not always known), ``D`` and ``V`` elements of a key and a value, ``S`` sinks, ``N`` cold
     tokens, ``T`` all tokens; a ``State`` may add others (``State.saved_sizes``). Other letters
     stand for a size that the first tensor of a state decides for its others.
 
@@ -42,8 +42,8 @@ class Schema:
 
     def extended(self, sizes: Mapping[str, int]) -> Self:
         """A copy for another state, with more sizes and without those of small letters."""
-        known = {letter: size for letter, size in self._sizes.items() if letter.isupper()}
-        return type(self)(self.dtype, {**known, **sizes})
+        layer_sizes = {letter: size for letter, size in self._sizes.items() if letter.isupper()}
+        return type(self)(self.dtype, {**layer_sizes, **sizes})
 
     def check(self, name: str, tensor: torch.Tensor, dims: str, dtype: DTypes = None) -> None:
         """ValueError unless ``tensor`` has these dims and (one of) these dtypes.
@@ -63,10 +63,10 @@ class Schema:
             fits &= size == expected
         if not fits:
             sizes = [int(x) if x.isdigit() else self._sizes.get(x, x) for x in letters]
-            kinds = " or ".join(str(one).removeprefix("torch.") for one in allowed)
+            types = " or ".join(str(one).removeprefix("torch.") for one in allowed)
             raise damaged(
                 f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, not "
-                f"{kinds} {sizes}"
+                f"{types} {sizes}"
             )
 
 

@@ -291,16 +291,16 @@ def scores_of_gathered(
 ) -> torch.Tensor:
     """``Store.scores``, computed on the query's device, to which the keys are fetched."""
     heads = ids.shape[1]
-    found = []
+    scores = []
     # One query after the other: many queries' keys could not be held at once.
-    for one, wanted in zip(query.split(1, dim=2), ids.split(1, dim=2), strict=True):
-        keys = store.gather(wanted.contiguous())[0].to(query.device)[:, :, 0]
-        grouped = one.float().unflatten(1, (heads, -1)).squeeze(3)
+    for one_query, one_ids in zip(query.split(1, dim=2), ids.split(1, dim=2), strict=True):
+        keys = store.gather(one_ids.contiguous())[0].to(query.device)[:, :, 0]
+        grouped = one_query.float().unflatten(1, (heads, -1)).squeeze(3)
         logits = grouped @ keys.float().transpose(-1, -2) * scale
-        none = (wanted < 0) | (wanted >= len(store))
+        none = (one_ids < 0) | (one_ids >= len(store))
         logits = soft_cap_(logits, softcap).masked_fill_(none, float("-inf"))
-        found.append(logits.flatten(1, 2).unsqueeze(2))
-    return torch.cat(found, dim=2)
+        scores.append(logits.flatten(1, 2).unsqueeze(2))
+    return torch.cat(scores, dim=2)
 
 
 def best_of(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:

@@ -155,9 +155,9 @@ class BlockSums(State):
         self, block: TokenBlock, counted: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums and counts of a block's tokens, by the blocks that they belong to."""
-        sides = [block.keys] if block.value_in_key else [block.keys, block.values]
+        tensors = [block.keys] if block.value_in_key else [block.keys, block.values]
         if counted is not None:
-            sides = [side.masked_fill(~counted[:, None, :, None], 0.0) for side in sides]
+            tensors = [x.masked_fill(~counted[:, None, :, None], 0.0) for x in tensors]
         sums, counts = [], []
         # The first block may be a late part, those in the middle are whole.
         head = min(len(block), -block.start % self._block_len)
@@ -169,8 +169,8 @@ class BlockSums(State):
         ):
             if first == last:
                 continue
-            apart = [side[:, :, first:last].unflatten(2, (-1, length)) for side in sides]
-            sums.append(torch.cat([_sum(side) for side in apart], dim=-1))
+            apart = [x[:, :, first:last].unflatten(2, (-1, length)) for x in tensors]
+            sums.append(torch.cat([_sum(x) for x in apart], dim=-1))
             if counted is None:
                 whole = torch.full((), length, device=block.keys.device)
                 counts.append(whole.expand(len(block.keys), apart[0].shape[2]))

@@ -214,28 +214,28 @@ class RetrievalLayer(CacheLayerMixin):
         """``[B, Hkv, T, Dv]`` of all tokens, as ``keys``."""
         return self._rows("values")
 
-    def _rows(self, side: str) -> CachedRows | None:
+    def _rows(self, name: str) -> CachedRows | None:
         kv = self.kv
         if kv is None:
             return None
-        like = kv.window.keys if side == "keys" else kv.window.values
+        like = kv.window.keys if name == "keys" else kv.window.values
         # Whoever keeps the rows keeps no memory of a cache that was reset.
-        read = partial(self._read_rows, side, kv.length, weakref.ref(kv), len(like))
+        read = partial(self._read_rows, name, kv.length, weakref.ref(kv), len(like))
         return CachedRows(like, kv.length, read)
 
     def _read_rows(
-        self, side: str, length: int, owner: weakref.ref[LayerKV], batch: int
+        self, name: str, length: int, owner: weakref.ref[LayerKV], batch: int
     ) -> torch.Tensor:
         """The first ``length`` keys or values; RuntimeError where they are no longer held."""
         kv = self.kv
         same = kv is not None and kv is owner() and kv.batch_size == batch
         if kv is None or not same or length > kv.length:
             raise RuntimeError(
-                f"the cache has dropped some of these {length} {side} since they were read: "
-                f"read layer.{side} again"
+                f"the cache has dropped some of these {length} {name} since they were read: "
+                f"read layer.{name} again"
             )
         keys, values = kv.rows(length)
-        return keys if side == "keys" else values
+        return keys if name == "keys" else values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for ``query_length`` new queries covers."""

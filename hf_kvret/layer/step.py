@@ -77,7 +77,7 @@ def _attend_on_host(
         return None
     if PREFERRED.get() is not None or host_step.why_not():
         return None
-    groups, chosen, position_queries = None, None, 1
+    groups, host_cold, position_queries = None, None, 1
     if cold is not None:
         rows = cold.host_rows
         if rows is None or search is None:
@@ -88,14 +88,14 @@ def _attend_on_host(
                 return None
             # A group's queries see what those of any other group see at their position.
             position_queries = groups.count
-        chosen = host_step.HostCold(
+        host_cold = host_step.HostCold(
             rows, _host_search(search), cold.valid, cold.budget, kv.means(cold)
         )
     try:
         out, ids = host_step.run_step(
             query,
             window.on_host(call.scoring.valid),
-            chosen,
+            host_cold,
             scale=call.scoring.scale,
             softcap=call.scoring.softcap,
             sink_logits=call.sink_logits,
@@ -104,9 +104,9 @@ def _attend_on_host(
             position_queries=position_queries,
         )
     except WrongIdError as error:
-        assert search is not None and chosen is not None, "only an index names tokens"
-        given = isinstance(chosen.search, host_step.GivenIds)
-        raise blamed_on(search.index, "search" if given else "host_search", error) from error
+        assert search is not None and host_cold is not None, "only an index names tokens"
+        method = "search" if isinstance(host_cold.search, host_step.GivenIds) else "host_search"
+        raise blamed_on(search.index, method, error) from error
     if search is not None and search.index.looks_back:
         search.index.after_search(ids)
     return Result(out if groups is None else groups.unfold(out), ids)

@@ -238,8 +238,8 @@ def _short(row: Row) -> str:
 
 
 def _in_columns(cells: tuple[str, str, str, str, str]) -> str:
-    layers, kept, size, graph, without = cells
-    return f"{layers:<7} {kept:<13} {size:>5} {graph:<5} {without}"
+    layers, state, size, graph, without = cells
+    return f"{layers:<7} {state:<13} {size:>5} {graph:<5} {without}"
 
 
 def _cut(text: str, width: int) -> str:

@@ -112,8 +112,8 @@ class LRQKIndex(CapturableIndex, Index):
         Synchronizes with the device only after a flush or a pass of several tokens.
         """
         is_question = self._check and self._queries_since_projection >= 2 * self.options.half_life
-        due, self._check, self._flushed = is_question or self._flushed, False, False
-        if not due or self._factors is None or self._reference_error is None:
+        is_due, self._check, self._flushed = is_question or self._flushed, False, False
+        if not is_due or self._factors is None or self._reference_error is None:
             return
         drift, error = self.options.drift, self._error(self._factors)
         worse = error > drift * self._reference_error.clamp(min=_NEGLIGIBLE)

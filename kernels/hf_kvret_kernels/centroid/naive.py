@@ -95,14 +95,14 @@ def _lists_at_once(scores: _Scores, chunks: KeyChunks, part: slice, count: int) 
     B, H, _, G, _ = scores.queries.shape
     shape = (B, H, part.stop - part.start, G, scores.valid.shape[1])
     device = scores.queries.device
-    held = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+    scores_of_all = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
     for start, keys in chunks():
         for some, a in scores.of(start, keys, part):
             here = slice(some.start - part.start, some.stop - part.start)
-            held[:, :, here, :, start : start + keys.shape[2]] = a
+            scores_of_all[:, :, here, :, start : start + keys.shape[2]] = a
     if G > 1:
-        held -= held.logsumexp(-1, keepdim=True).clamp_(min=-1e30)
-    best = held.amax(3).topk(min(count, shape[-1]), dim=-1)
+        scores_of_all -= scores_of_all.logsumexp(-1, keepdim=True).clamp_(min=-1e30)
+    best = scores_of_all.amax(3).topk(min(count, shape[-1]), dim=-1)
     ids = best.indices.int().masked_fill_(best.values == float("-inf"), -1)
     return torch.nn.functional.pad(ids, (0, count - ids.shape[-1]), value=-1)
 

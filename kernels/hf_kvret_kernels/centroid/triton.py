@@ -514,12 +514,12 @@ def _take_kernel(
     inside = indices < rho
     b, h = row // list_count // heads, row // list_count % heads
     centroid = tl.load(index_ptr + row)
-    held = indices < tl.where((centroid >= 0) & (centroid < lists), rho, 0)
+    list_mask = indices < tl.where((centroid >= 0) & (centroid < lists), rho, 0)
     low_ptr += b * low_stride_b + h * low_stride_h + centroid * low_stride_m
-    ids = tl.load(low_ptr + indices * low_stride_r, mask=held, other=0).to(tl.int32) & 65535
+    ids = tl.load(low_ptr + indices * low_stride_r, mask=list_mask, other=0).to(tl.int32) & 65535
     if HAS_HIGH:
         high_ptr += b * high_stride_b + h * high_stride_h + centroid * high_stride_m
-        high = tl.load(high_ptr + indices * high_stride_r, mask=held, other=0)
+        high = tl.load(high_ptr + indices * high_stride_r, mask=list_mask, other=0)
         ids = ids | (high.to(tl.int32) << 16)
     tl.store(ids_ptr + row * rho + indices, ids - 1, mask=inside)
 

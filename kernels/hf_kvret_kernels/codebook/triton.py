@@ -388,7 +388,7 @@ def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None)
 
 
 @triton.jit
-def _held_codes(
+def _valid_codes(
     codes_ptr,
     valid_ptr,
     index,
@@ -404,7 +404,7 @@ def _held_codes(
     VALID_UNIT: tl.constexpr,
     HAS_VALID: tl.constexpr,
 ):
-    """``(codes, held)`` of a block of tokens; False where none is valid, or has no codeword."""
+    """``(codes, code_mask)`` of a block; False where no token is valid or has a codeword."""
     b, h = index // heads, index % heads
     token_mask = tokens < length
     if HAS_VALID:
@@ -438,7 +438,7 @@ def _count_kernel(
 ):
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    codes, held = _held_codes(
+    codes, code_mask = _valid_codes(
         codes_ptr,
         valid_ptr,
         index,
@@ -454,7 +454,7 @@ def _count_kernel(
         VALID_UNIT,
         HAS_VALID,
     )
-    tl.atomic_add(counts_ptr + index * codewords + codes, 1, mask=held, sem="relaxed")
+    tl.atomic_add(counts_ptr + index * codewords + codes, 1, mask=code_mask, sem="relaxed")
 
 
 @triton.jit
@@ -542,7 +542,7 @@ def _lookup_kernel(
     """A block of tokens of one head; its readers are the queries of its query heads, in order."""
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    codes, held = _held_codes(
+    codes, code_mask = _valid_codes(
         codes_ptr,
         valid_ptr,
         index,
@@ -560,5 +560,5 @@ def _lookup_kernel(
     )
     for reader in range(readers):
         row = index * readers + reader
-        scores = tl.load(table_ptr + row * codewords + codes, mask=held, other=float("-inf"))
+        scores = tl.load(table_ptr + row * codewords + codes, mask=code_mask, other=float("-inf"))
         tl.store(scores_ptr + row * length + tokens, scores, mask=tokens < length)
