@@ -92,7 +92,7 @@ _QWEN3_NEXT = {
     "shared_expert_intermediate_size": 32,
 }
 _GPT_OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
-_GEMMA4: dict[str, Any] = {
+GEMMA4: dict[str, Any] = {
     **_SMALL,
     **_SLIDE_AND_FULL,
     # Heads and their dims differ between layers that slide and the others; there one projection
@@ -150,7 +150,7 @@ _ZOO = (
     ),
     TinyModel(
         "gemma4",
-        lambda: AutoConfig.for_model("gemma4_text", **_GEMMA4),
+        lambda: AutoConfig.for_model("gemma4_text", **GEMMA4),
         (1, 2),
         "heads and head dims by layer, keys and values of one projection",
         seed=6,
@@ -440,15 +440,15 @@ _UNIFIED_VISION = {
 
 
 def _gemma4(**changes: Any) -> Callable[[], PreTrainedConfig]:
-    return lambda: AutoConfig.for_model("gemma4_text", **{**_GEMMA4, **changes})
+    return lambda: AutoConfig.for_model("gemma4_text", **{**GEMMA4, **changes})
 
 
 def _gemma4_composite() -> PreTrainedConfig:
-    return AutoConfig.for_model("gemma4", text_config=_GEMMA4, vision_config=None, **_MARKS)
+    return AutoConfig.for_model("gemma4", text_config=GEMMA4, vision_config=None, **_MARKS)
 
 
 def _gemma4_unified() -> PreTrainedConfig:
-    text = {name: value for name, value in _GEMMA4.items() if name != "hidden_size_per_layer_input"}
+    text = {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"}
     return AutoConfig.for_model(
         "gemma4_unified",
         text_config={**text, "use_bidirectional_attention": "vision"},
@@ -483,7 +483,7 @@ _GEMMA4_ZOO = (
     ),
     _relative(
         "gemma4_512",
-        _gemma4(global_head_dim=512, num_hidden_layers=2, layer_types=_GEMMA4["layer_types"][:2]),
+        _gemma4(global_head_dim=512, num_hidden_layers=2, layer_types=GEMMA4["layer_types"][:2]),
         "the head dim of the real ones",
         full_attention=(1,),
     ),

@@ -255,7 +255,7 @@ def test_first_bits_are_those_of_the_lowest_layer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 5}, "bits=5: choose 2, 3, 4, 16"),
+        ({"bits": 5}, "bits=5: choose 2, 3, 4 or 16"),
         ({"first_bits": 8}, "first_bits=8: choose one of None, 2, 3, 4, 16"),
         ({"group": 48}, "group=48: choose one of None, 8, 16"),
         (

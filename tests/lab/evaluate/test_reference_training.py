@@ -79,10 +79,10 @@ def test_the_start_copies_what_came_after_the_same_two_tokens(
 
 
 def test_heads_that_share_a_latent_start_so_too(scripts: Any, tiny_model_dir: Path) -> None:
-    import latent_start
+    import train_latent_model
 
     torch.manual_seed(0)
-    model = latent_start.build_latent_model(AutoTokenizer.from_pretrained(tiny_model_dir))
+    model = train_latent_model.build_latent_model(AutoTokenizer.from_pretrained(tiny_model_dir))
     assert model.config.num_attention_heads == 16
     _check_start(model, heads=2)
     check_config(model.config)
@@ -92,17 +92,17 @@ def test_heads_that_share_a_latent_start_so_too(scripts: Any, tiny_model_dir: Pa
 def test_every_weight_of_the_latent_model_learns_in_its_way(
     scripts: Any, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
-    import latent_start
+    import train_latent_model
     import training_loop
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    model = latent_start.build_latent_model(tokenizer).train()
+    model = train_latent_model.build_latent_model(tokenizer).train()
     muon, adam = training_loop.make_optimizers(model, 8e-3)
     names = {id(weight): name for name, weight in model.named_parameters()}
     groups = [names.pop(id(w)) for o in (muon, adam) for g in o.param_groups for w in g["params"]]
     assert not names and len(groups) == len(set(groups))
-    assert all("mlp" in names_of for names_of in groups[: 3 * latent_start.LAYERS])
+    assert all("mlp" in names_of for names_of in groups[: 3 * train_latent_model.LAYERS])
     text = tokenizer(tiny_text.read_text(), add_special_tokens=False)["input_ids"]
     batches = scripts.Batches(tokenizer, {"standardebooks": np.array(text, dtype=np.uint16)}, 0)
     # One document of eight: the matrix products in bfloat16 are slow.
