@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -139,6 +140,30 @@ def pytest_sessionstart() -> None:
     gc.disable()
 
 
+# Folders and files of tests that take under a minute together: what is read and changed most.
+FAST = (
+    *("contracts", "layer", "observe", "options", "patches", "artifacts", "mutants"),
+    *("test_cache.py", "test_rooms.py", "test_step_calls.py"),
+)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """``-m fast`` imports none of the other tests."""
+    tests = Path(__file__).parent
+    if config.getoption("markexpr") != "fast" or collection_path.parent != tests:
+        return None
+    return True if collection_path.name not in FAST else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of ``FAST`` that are not slow."""
+    tests = Path(__file__).parent
+    for item in items:
+        name = item.path.relative_to(tests).parts[0]
+        if name in FAST and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.fast)
+
+
 def pytest_collection_finish() -> None:
     """Tests that let things go expect them to be collected."""
     gc.enable()
@@ -183,7 +208,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     rows = [_params(factors, case) for case in default]
     cases = [_merged(row) for row in rows]
     cases += [_merged([*rows[0][:-1], place]) for place in elsewhere]
-    if metafunc.config.getoption("markexpr") != "not slow":
+    if metafunc.config.getoption("markexpr") not in ("not slow", "fast"):
         kept = {tuple(case.values()) for case in default}
         others = [
             case
