@@ -20,7 +20,7 @@ _streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def chunk_len(queries: int, keys: torch.Tensor, row_elements: int) -> int:
-    """Tokens of a chunk that ``queries`` new tokens attend to at once.
+    """Tokens of a chunk of the store that ``queries`` new tokens attend to at once.
 
     Twice the number of queries, within 4096 to 32768, and at most 256 MiB of rows (but at least
     one token). So a chunk of a prompt needs little extra memory and few merges.
@@ -28,7 +28,7 @@ def chunk_len(queries: int, keys: torch.Tensor, row_elements: int) -> int:
     Args:
         queries: for each row of the batch.
         keys: any ``[B, Hkv, *, D]`` with the batch and dtype of the rows.
-        row_elements: that a token's keys and values have as they are attended to, of all heads.
+        row_elements: elements of a token's keys and values in attention, of all heads.
     """
     row_bytes = len(keys) * row_elements * keys.element_size()
     tokens = min(max(2 * queries, _LEAST_LEN), _MOST_LEN)

@@ -25,7 +25,7 @@ def merge(
     Sums are fp32. Where no part has a token, out is 0 and lse is -inf.
 
     Args:
-        parts: at least one pair; all have the same shapes, but that one in S chunks is
+        parts: at least one pair; all have the same shapes, but a set in S chunks is
             ``[B, Hq, Q, S, Dv]`` and ``[B, Hq, Q, S]``. A set without tokens has lse -inf.
         sink_logits: ``[Hq]`` learned attention sinks (GPT-OSS). Each is a token without a value
             whose logit joins the softmax. None for models that have none.

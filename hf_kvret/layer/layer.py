@@ -274,7 +274,7 @@ class RetrievalLayer(CacheLayerMixin):
             )
         capture = self.kv.window.capture
         if capture is not None:
-            # The captured mask is of this step alone; that of ``capture`` is filled for each.
+            # The call's mask is of this step alone; that of ``capture`` is filled for each.
             call = dataclasses.replace(call, scoring=call.scoring.of(capture.slots))
         rows = self.rows_of(key, value)
         new = query.shape[2]
@@ -336,7 +336,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def _on_forward(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
         """Pass tokens to an index that watches, and to a store that needs their positions."""
-        assert self.kv is not None, "an update has made them"
+        assert self.kv is not None, "an update has made it"
         try:
             self.kv.on_forward(query, key, call.scoring.valid, call.positions)
         except ValueError:

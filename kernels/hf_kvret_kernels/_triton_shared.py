@@ -273,16 +273,16 @@ def best_share(best, scores, lse):
 
 
 @triton.jit
-def sum_up(sums_ptr, partials, CHUNKS: tl.constexpr):
+def sum_up(sums_ptr, chunks, CHUNKS: tl.constexpr):
     """The log-sum-exp of ``chunks`` log-sum-exps, CHUNKS at a time."""
     if CHUNKS == 1:
         # There is but one.
         return tl.load(sums_ptr)
     peaks = tl.full((CHUNKS,), float("-inf"), tl.float32)
     totals = tl.zeros((CHUNKS,), tl.float32)
-    for start in range(0, partials, CHUNKS):
+    for start in range(0, chunks, CHUNKS):
         indices = start + tl.arange(0, CHUNKS)
-        part = tl.load(sums_ptr + indices, mask=indices < partials, other=float("-inf"))
+        part = tl.load(sums_ptr + indices, mask=indices < chunks, other=float("-inf"))
         peak = tl.maximum(peaks, part)
         base = finite_base(peak)
         totals = totals * tl.exp(peaks - base) + tl.exp(part - base)
@@ -404,16 +404,16 @@ def load_partials(
         rows: ``[R]`` int64; where ``row_mask [R]`` is false, a query has no chunks.
         CACHE: modifier of the loads, ``".cg"`` for what other programs of the launch wrote.
     """
-    partials = tl.arange(0, BLOCK_S)[:, None, None]
+    chunks = tl.arange(0, BLOCK_S)[:, None, None]
     columns = tl.arange(0, BLOCK_DV)[None, None, :]
-    chunk_mask = (partials < last - first) & row_mask[None, :, None]
+    chunk_mask = (chunks < last - first) & row_mask[None, :, None]
     # What differs between the chunks of a query is known when this is compiled.
     starts = (rows * splits + first)[None, :, None]
     logs = tl.load(
-        lses + starts + partials, mask=chunk_mask, other=float("-inf"), cache_modifier=CACHE
+        lses + starts + chunks, mask=chunk_mask, other=float("-inf"), cache_modifier=CACHE
     )
     means = tl.load(
-        outs + starts * DV + partials * DV + columns,
+        outs + starts * DV + chunks * DV + columns,
         mask=chunk_mask & (columns < DV),
         other=0.0,
         cache_modifier=CACHE,

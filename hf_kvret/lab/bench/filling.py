@@ -196,7 +196,7 @@ def fill_randomly(
         values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale, context)
         keys, values = cache.update(keys, values, number)
         if isinstance(layer, RetrievalLayer):
-            assert layer.kv is not None, "an update makes the regions"
+            assert layer.kv is not None, "an update makes it"
             index = layer.kv.index
             learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1

@@ -26,7 +26,7 @@ from hf_kvret_kernels._dispatch import (
 from hf_kvret_kernels.centroid import naive
 from hf_kvret_kernels.centroid.naive import KeyChunks
 
-__all__ = ["Chunks", "key_lists", "similarity", "take_lists", "top_keys", "unite"]
+__all__ = ["KeyChunks", "key_lists", "similarity", "take_lists", "top_keys", "unite"]
 
 
 def key_lists(

@@ -20,7 +20,7 @@ _LEAST_QUERIES = 64
 # Keys scored together, and the least number of new keys that are merged into the lists together.
 _KEYS = 512
 _LEAST_NEW_KEYS = 2048
-# Entries of lists and new keys ranked at once: about 2 MiB with their places.
+# Entries of lists and new keys ranked at once: about 2 MiB with their indices.
 _MOST_ENTRIES = 1 << 17
 # Few centroids have their scores of all keys held, 4 MiB of them; keys are read so often at most.
 _MOST_HELD = 1 << 20
@@ -162,11 +162,11 @@ def _join(
     step = max(1, _MOST_ENTRIES // max(1, width * ids.shape[0] * ids.shape[1]))
     for scores, lists in zip(relevance.split(step, 2), ids.split(step, 2), strict=True):
         best = scores[..., :width].topk(count, dim=-1, sorted=in_order)
-        places = best.indices
-        result = lists.gather(-1, places.clamp(max=count - 1))
+        indices = best.indices
+        result = lists.gather(-1, indices.clamp(max=count - 1))
         if len(slots):
-            newer = slots[(places - count).clamp_(min=0)]
-            result = torch.where(places < count, result, newer)
+            newer = slots[(indices - count).clamp_(min=0)]
+            result = torch.where(indices < count, result, newer)
         lists.copy_(result)
         scores[..., :count] = best.values
 
@@ -203,9 +203,9 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """See ``hf_kvret_kernels.centroid.unite``."""
     B, H, Q, M = ids.shape
     n = valid.shape[1]
-    places = torch.arange(M, dtype=torch.int32, device=ids.device)
+    indices = torch.arange(M, dtype=torch.int32, device=ids.device)
     result = torch.empty_like(ids)
-    # Queries per table of all tokens' first places; at least one row for each head.
+    # Queries per table of all tokens' first indices; at least one row for each head.
     step = max(1, MOST_MARKS // max(1, B * H * n))
     for first in range(0, Q, step):
         some = ids[:, :, first : first + step]
@@ -215,7 +215,7 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         # Invalid ids go to column n.
         tokens = tokens.masked_fill(~mask, n)
         marks = torch.full((*some.shape[:3], n + 1), M, dtype=torch.int32, device=ids.device)
-        marks.scatter_reduce_(3, tokens, places.expand(some.shape), "amin")
-        mask &= marks.gather(3, tokens) == places
+        marks.scatter_reduce_(3, tokens, indices.expand(some.shape), "amin")
+        mask &= marks.gather(3, tokens) == indices
         result[:, :, first : first + step] = some.masked_fill(~mask, -1)
     return result

@@ -76,7 +76,7 @@ class MeanTokens(NamedTuple):
     values: torch.Tensor
 
     def partials(self) -> Partials:
-        """Attention to them, each a chunk."""
+        """Attention to them, each as a chunk of one token."""
         group = self.logits.shape[1] // self.values.shape[1]
         outs = self.values.repeat_interleave(group, dim=1).unsqueeze(2)
         return Partials(outs.expand(*self.logits.shape, outs.shape[-1]), self.logits)

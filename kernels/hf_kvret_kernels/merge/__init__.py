@@ -21,7 +21,7 @@ from hf_kvret_kernels._dispatch import (
 )
 from hf_kvret_kernels.merge import naive
 
-__all__ = ["Chunks", "merge_partials"]
+__all__ = ["Partials", "merge_partials"]
 
 
 def merge_partials(
@@ -58,11 +58,11 @@ def merge_partials(
     queries, width = first.shape[:3], first.shape[-1:]
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         check_no_grad(**{f"outs[{number}]": out, f"lses[{number}]": lse})
-        partials = out.shape[3:4] if out.ndim == 5 else torch.Size()
-        if partials == (0,):
+        splits = out.shape[3:4] if out.ndim == 5 else torch.Size()
+        if splits == (0,):
             raise ValueError(f"outs[{number}] has shape {tuple(out.shape)}: pass a chunk or more")
-        check_tensor(f"outs[{number}]", out, queries + partials + width, FLOATS, first.device)
-        check_tensor(f"lses[{number}]", lse, queries + partials, (torch.float32,), first.device)
+        check_tensor(f"outs[{number}]", out, queries + splits + width, FLOATS, first.device)
+        check_tensor(f"lses[{number}]", lse, queries + splits, (torch.float32,), first.device)
     if sink_logits is not None:
         check_no_grad(sink_logits=sink_logits)
         check_tensor("sink_logits", sink_logits, queries[1:2], FLOATS, first.device)

@@ -76,7 +76,7 @@ def top_indices(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``[B, H, Q, count]`` int32: places of the tokens of the highest ``relevance``.
+    """``[B, H, Q, count]`` int32: indices of the tokens of the highest ``relevance``.
 
     They ascend; of equal ones the first are taken. Tokens that are not valid are never taken: -1
     stands for those that are missing, behind the others.

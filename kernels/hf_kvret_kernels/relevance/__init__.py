@@ -46,7 +46,7 @@ def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") 
 def top_indices(
     scores: torch.Tensor, heads: int, count: int, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """``[B, H, Q, count]`` int32: places of the tokens that matter most to a group's heads.
+    """``[B, H, Q, count]`` int32: indices of the tokens that matter most to a group's heads.
 
     They ascend; of tokens that matter equally the first are taken. Tokens that score -inf with all
     heads are never taken: -1 stands for those that are missing, behind the others.

@@ -34,9 +34,9 @@ def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tenso
     relevance = scores[:, :, :, 0] if scores.shape[3] == 1 else log_shares(scores).amax(dim=3)
     best = relevance.topk(count, dim=-1, sorted=False)
     # Those that are missing go behind all others, which keep their order.
-    places = best.indices.masked_fill(best.values == float("-inf"), n).sort(dim=-1).values
-    result = ids.gather(-1, places.clamp(max=n - 1))
-    return result.masked_fill(places == n, -1)
+    indices = best.indices.masked_fill(best.values == float("-inf"), n).sort(dim=-1).values
+    result = ids.gather(-1, indices.clamp(max=n - 1))
+    return result.masked_fill(indices == n, -1)
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:

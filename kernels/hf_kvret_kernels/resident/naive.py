@@ -40,10 +40,10 @@ def assign(slots: SlotMap, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor
     token[bm, hm, victim] = tm.int()
     stamp[bm, hm, victim] = clock
 
-    places, fetch_slots = torch.full_like(ids, -1), torch.full_like(ids, -1)
-    places[b, h, r] = table[b, h, t]
+    indices, fetch_slots = torch.full_like(ids, -1), torch.full_like(ids, -1)
+    indices[b, h, r] = table[b, h, t]
     fetch_slots[bm, hm, rm] = victim.int()
-    return places, fetch_slots
+    return indices, fetch_slots
 
 
 def fetch(

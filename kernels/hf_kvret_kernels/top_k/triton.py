@@ -94,11 +94,11 @@ def best_ids(
     sums: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[B, H, Q, count]`` int32 places of the highest, ascending, -1 behind; the first of equals.
+    """``[B, H, Q, count]`` int32 indices of the highest, ascending, -1 behind; the first of equals.
 
     Args:
         scores: ``[B, H, Q, G, n]`` fp32; G heads select together, by the largest of their shares.
-        ids: ``[B, H, Q, n]`` int32, to give instead of the places.
+        ids: ``[B, H, Q, n]`` int32, to give instead of the indices.
         sums: ``[B, H, Q, G, chunks]`` fp32, contiguous: log-sum-exps of chunks of the scores. Not
             used where G is 1, and the order is that of the scores.
         tickets: ``[B, H, Q]`` int32 of zeros, contiguous, and zeros again afterwards; None for new
