@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "duplicates-kept",
         "kernels/hf_kvret_kernels/centroid/naive.py",
-        "mask &= marks.gather(3, tokens) == places",
+        "mask &= marks.gather(3, tokens) == indices",
         "pass",
     ),
     Fault(
