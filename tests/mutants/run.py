@@ -59,14 +59,16 @@ def imported(test: Path) -> set[str]:
 
 
 def tests_of(file: str) -> list[str]:
-    """Test files that import the module, or its package below the top, or bear its name."""
+    """Test files that import the module or its package below the top, bear its name or mirror it."""
     module = module_of(file)
     package, _, stem = module.rpartition(".")
     wanted = {module, package} - {"hf_kvret"}
+    # Tests mirror the source: those of a room are in the folder of its name.
+    folder = ROOT / "tests" / package.removeprefix("hf_kvret").strip(".").replace(".", "/")
     return [
         str(test.relative_to(ROOT))
         for test in sorted((ROOT / "tests").rglob("test_*.py"))
-        if imported(test) & wanted or test.stem == f"test_{stem}"
+        if imported(test) & wanted or test.stem == f"test_{stem}" or test.parent == folder
     ]
 
 
