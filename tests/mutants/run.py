@@ -59,7 +59,7 @@ def imported(test: Path) -> set[str]:
 
 
 def tests_of(file: str) -> list[str]:
-    """Test files that import the module or its package below the top, bear its name or mirror it."""
+    """Test files that import the module or its package, bear its name or lie in its folder."""
     module = module_of(file)
     package, _, stem = module.rpartition(".")
     wanted = {module, package} - {"hf_kvret"}
