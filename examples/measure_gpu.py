@@ -25,7 +25,7 @@ from pathlib import Path
 from hf_kvret.lab.program.arguments import lengths
 from hf_kvret.lab.report.tables import markdown_table
 
-# Of the tiny run: contexts and sizes shrink by this, windows are small enough to be left.
+# The tiny run divides contexts and sizes by this; its windows are small enough to overflow.
 _SHRINK = 256
 _SMALL = "dense_below=0:recent=32:flush=32:sink=4"
 _OF_CUDA = ("dense-graph", "offloaded")

@@ -60,7 +60,7 @@ def build_latent_model(tokenizer: PreTrainedTokenizerFast) -> DeepseekV2ForCausa
 LAYERS = 4
 # Layers that begin with heads that look for what came before; the last one is free.
 SEARCHING = range(1, LAYERS - 1)
-# What the latents of these layers hold at the start: tokens, two heads' keys, the bag.
+# At the start the latents of these layers hold tokens, two heads' keys and the bag.
 TOKEN, KEYS, BAGS = slice(0, 48), (slice(48, 80), slice(80, 112)), slice(112, 128)
 # Latents are normalized: this brings them back to about the size of what they are made from.
 LATENT_SIZE = 1.4

@@ -173,7 +173,7 @@ PARIS_OPS = (
         read="B H best i32 + B H best G f32",
         written="B H K i32",
         inputs=_best_ids,
-        # Of candidates that matter equally any may be taken.
+        # Any of the candidates that matter equally is right.
         check=(not_shared, 1e-3),
         sizes="{best:,} candidates",
         copies=16,
@@ -425,7 +425,7 @@ SEARCH_OPS = (
         written="B H K i32",
         products="B Hq n r",
         inputs=_top_places,
-        # Of tokens that score nearly the same any may be taken.
+        # Any of the tokens that score nearly the same is right.
         check=(not_shared, 1e-2),
         sizes="rank {r}",
         copies=8,

@@ -122,7 +122,7 @@ LLAMA_CPP = "llama.cpp"
 PROGRAM = "llama-bench"
 VARIABLE = "LLAMA_BENCH"
 """Of the environment: the program, where it is not on PATH."""
-# Of what a program printed, in an error.
+# An error shows so many characters of what a program printed.
 _TOLD = 200
 
 

@@ -54,7 +54,7 @@ from hf_kvret.models.compatibility import retrieval_layers, retrieval_shapes
 
 FULL, USUAL = "full", "aqua"
 BITS = (2, 3, 4)
-# Of the paper's table 1, and what the ablations of this command are made with.
+# Bits of the paper's table 1, which the ablations of this command use too.
 _FEW = 2
 
 
@@ -177,7 +177,7 @@ def ablation_rows() -> list[tuple[str, str, str, float | None]]:
 
 
 _SIDES = ("key", "value")
-# Of what HIGGS's perplexity rises, in the paper's table 2 and in the aim.
+# Shares of the rise in HIGGS's perplexity that are left, by the paper's table 2.
 _PAPER_SHARES = "the paper: 10% on 3B, 39% on 8B, 35% on 70B"
 
 

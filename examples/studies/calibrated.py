@@ -28,9 +28,9 @@ from hf_kvret.lab.program.common_options import text_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.results import Cell
 
-# Of the calibration's text, for figures of quality.
+# This share of the calibration's text is held out for figures of quality.
 _HELD_OUT = 0.1
-# Of few KV heads, so that a text passes a small model once.
+# Small models have few KV heads, so one pass of a text serves so many layers.
 _LAYERS_AT_ONCE = 8
 # Seeds of what is drawn, so that no two drafts are alike.
 _CONTEXTS, _INPUTS = 1_000, 2_000

@@ -49,7 +49,7 @@ _logged: set[tuple[int | str | None, str]] = set()
 # Hidden states, MLP and attention of a token, in hidden states: 23 in Llama 3.1 8B, 37 in a Qwen3
 # of 30B with experts. Multi-head latent attention takes up to twice as much.
 _HIDDEN_STATES = 32
-# Of configurations that don't say.
+# A configuration that names no hidden size is taken to have this one.
 _HIDDEN_SIZE = 4096
 
 

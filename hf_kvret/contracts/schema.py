@@ -13,7 +13,7 @@ DTypes = torch.dtype | tuple[torch.dtype, ...] | None
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """What keys may be."""
 
-# Of a million tokens with a thousand numbers.
+# The squares of a million tokens with a thousand such elements add up to 1e37, within fp32.
 _MOST_ROW = 1e14
 
 

@@ -295,7 +295,7 @@ class RetrievalLayer(CacheLayerMixin):
         row_query = call.to_rows(query) if call.makes_rows else query
         if self.pending_attention:
             if not kv.built:
-                # Of the prompt alone, as in a fork that was made before.
+                # The index is built of the prompt alone, as in a fork that was made before.
                 self._settle()
             if kv.watches:
                 self._on_forward(row_query, key, call)

@@ -30,7 +30,7 @@ FREQUENCIES = "inv_freq"
 LONGEST = "max_seq_len_cached"
 """The length of text that the frequencies are for: a number, or a tensor without dimensions."""
 
-# Of the axes of positions, the last three are time, height and width.
+# The last three axes of positions are time, height and width.
 _SHIFT_AXES = 3
 
 

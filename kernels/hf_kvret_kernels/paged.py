@@ -51,7 +51,7 @@ class PagedRows:
     apart: bool = False
     value_in_key: int = 0
     tokens: int | None = None
-    # Of each step's hot path, so they are looked up and not computed.
+    # Every step reads these, so they are computed once.
     heads: int = field(init=False, repr=False)
     page_len: int = field(init=False, repr=False)
     width: int = field(init=False, repr=False)

@@ -135,7 +135,7 @@ def test_options_are_checked_by_layer() -> None:
     wide = unlike(dim=512).config
     with pytest.raises(ValueError, match="head dim 512: codes exist up to 256"):
         CTkvrCache(wide, rerank="codes")
-    # Of layers that slide nothing is held in codes.
+    # Layers that slide hold nothing in codes.
     FlatKVCache(gemma4(head_dim=20), store="higgs")
 
 

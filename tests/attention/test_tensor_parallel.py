@@ -66,7 +66,7 @@ def test_each_rank_gives_what_one_process_gives(family: str, tmp_path: Path) -> 
     text = expected["dynamic"]
     assert all(torch.equal(found, text) for found in expected.values())
     for found in results(tmp_path / "model", tmp_path / "out", RANKS):
-        # Of a weight that knows its whole form, this rank's heads.
+        # These are this rank's heads of a weight that knows its whole shape.
         assert found.pop("weight") == ("DTensor", shape, (heads // RANKS, width, rank))
         assert found.keys() == expected.keys()
         assert [method for method in found if not torch.equal(found[method], text)] == []

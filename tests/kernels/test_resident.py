@@ -13,7 +13,7 @@ from hf_kvret_kernels.resident import SlotMap, assign, fetch
 from .draws import Place
 from .paged_rows import NO_PAGE, TWO_ROWS, lookup, paged
 
-# Of rows of 24 numbers.
+# Rows have 24 elements.
 DIMS = (16, 8)
 
 

@@ -22,7 +22,7 @@ from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
 from .draws import Place
 
-# Of 30 tokens on four pages of 8.
+# There are 30 tokens on four pages of 8.
 TOKENS, TABLE = 30, [[0, 1, 2, 3, 10**9], [4, 2, 5, 6, 10**9]]
 MOST = 2**31 - 1
 WRONG = [TOKENS, TOKENS + 1, TOKENS + 5, MOST, -2, -MOST - 1]
@@ -30,7 +30,7 @@ WRONG = [TOKENS, TOKENS + 1, TOKENS + 5, MOST, -2, -MOST - 1]
 
 def paged(place: Place, width: int = 32, key_dim: int = 16) -> PagedRows:
     pages = torch.randn(7, 2, 8, width)
-    # Of the last page of each batch row.
+    # These tokens are on the last page of each sequence.
     pages[[3, 6], :, TOKENS % 8 :] = math.nan
     table = torch.tensor(TABLE, dtype=torch.int32, device=place[1])
     return PagedRows([pages.to(place[1])], table, key_dim, tokens=TOKENS)

@@ -47,7 +47,7 @@ class Run:
         self.options = H2OConfig.from_options(**{**OPTIONS, **changes})
         keys = torch.empty(batch, HEADS, 0, DIM)
         self.softcap, self.batch = softcap, batch
-        # Of all tokens; None: there is no padding.
+        # The validity of all tokens; None: there is no padding.
         self.mask: torch.Tensor | None = None
         self.kv = LayerKV(self.options, H2OIndex(self.options), _store, keys, keys)
 

@@ -242,7 +242,7 @@ def test_positions_stay_with_their_tokens(model: PreTrainedModel, artifact: str)
         store, kv = stores_of(cache)[0], cache.retrieval_layers[0].kv
         cold = len(store)
         assert torch.equal(store._positions.rows[:, 0, :cold], told[:, :cold].int())
-        # Of tokens that a crop dropped, they stay until others come in their place.
+        # Those of tokens that a crop dropped stay until others come in their place.
         end, start = told.shape[1], kv.positions.first
         noted = kv.positions.rows[:, 0, max(0, cold - start) : max(0, end - start)]
         missing = end - cold - noted.shape[1]

@@ -297,7 +297,7 @@ def test_every_layer_holds_the_tokens_it_was_given() -> None:
         assert torch.equal(held_tokens(layer.kv)[0], keys)
         index, cold = layer.kv.index, layer.kv.cold_len
         assert isinstance(index, ParisIndex)
-        # Of the first block, as the layer cut it.
+        # The first block is the one that the layer cut.
         alone = index.fork()
         alone._sign, alone._magnitude, alone._weight = (TokenBuffer() for _ in range(3))
         alone._counts = torch.zeros_like(index._counts)

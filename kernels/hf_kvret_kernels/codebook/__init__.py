@@ -37,7 +37,7 @@ __all__ = [
 
 # Ids are int16.
 MOST_CODEWORDS = 1 << 15
-# Of a row of latent attention: 512 numbers and a rotated key fit.
+# A row of latent attention fits: 512 elements and a rotated key.
 MOST_DIM = 1024
 _BOOK_DTYPES = (torch.float32, torch.bfloat16)
 

@@ -192,7 +192,7 @@ def run_step(
             )
     query, threads = query.contiguous(), host_library.thread_count(threads)
     batch, query_heads, queries, _ = query.shape
-    # Of the query's device and of fixed dtypes, whatever a user has made torch's defaults.
+    # The results have the query's device and fixed dtypes, whatever torch's defaults are.
     out = query.new_empty(batch, query_heads, queries, value_dim, dtype=dtype)
     sums, result = (out, None) if dtype == torch.float32 else (None, out)
     if cold is not None and isinstance(cold.search, GivenIds):

@@ -707,7 +707,7 @@ def _rerank_kernel(
     # loads of the queries 16 bytes wide, for several keys at once.
     byte_ids = tl.arange(0, BYTES // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
-    # Of the first token where there is none: what comes of it is dropped.
+    # Where there is no token, the first one is read, and its result is dropped.
     rows = tl.where(id_mask, ids, 0).to(tl.int64)
     indices = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
@@ -721,7 +721,7 @@ def _rerank_kernel(
         for i in tl.static_range(3):
             part = tl.load(magnitude_ptr + 3 * indices + i).to(tl.int32)
             word += part << (8 * i)
-    # Of the byte's subspace, or of its two.
+    # A byte covers one subspace or two, each with a weight of its own.
     low = tl.load(weight_ptr + indices * PER_BYTE).to(tl.float32)
     high = low
     if PER_BYTE == 2:
@@ -822,7 +822,7 @@ def _rerank_wide_kernel(
     ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
     byte_ids = tl.arange(0, CHUNK // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
-    # Of the first token where there is none: what comes of it is dropped.
+    # Where there is no token, the first one is read, and its result is dropped.
     rows = tl.where(id_mask, ids, 0).to(tl.int64)
     indices = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
@@ -835,7 +835,7 @@ def _rerank_wide_kernel(
         sum1 = sum0
         sum2 = sum0
         sum3 = sum0
-        # Of the last query where there are no more.
+        # Where there are no more queries, the last one is read again.
         q0 = q_ptr + (row * TABLES + first) * DIM
         q1 = q_ptr + tl.minimum(row * TABLES + first + 1, last) * DIM
         q2 = q_ptr + tl.minimum(row * TABLES + first + 2, last) * DIM
@@ -849,7 +849,7 @@ def _rerank_wide_kernel(
                 for i in tl.static_range(3):
                     part = tl.load(magnitude_ptr + 3 * (indices + start) + i).to(tl.int32)
                     word += part << (8 * i)
-            # Of the byte's subspace, or of its two.
+            # A byte covers one subspace or two, each with a weight of its own.
             low = tl.load(weight_ptr + (indices + start) * PER_BYTE).to(tl.float32)
             high = low
             if PER_BYTE == 2:

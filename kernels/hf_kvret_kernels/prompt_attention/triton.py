@@ -199,7 +199,7 @@ def tile_constants(
     # A chunk that is no longer than a tile needs no pipeline.
     once = plan.split_len <= plan.choice.block_n
     return {
-        # Of tokens: a row of numbers or of all heads, whatever the length.
+        # Strides between tokens depend on the layout of the rows, not on the length.
         "STRIDES": (key.stride(2), value.stride(2), mask_strides(valid)[1]),
         "G": query.shape[1] // value.shape[1],
         "DK": key_dim,
@@ -390,7 +390,7 @@ def rule(rows: int, columns: int, itemsize: int, shared_bytes: int) -> PromptCho
             # Parts of keys, values of 512, tiles of 64 rows: with fewer warps registers spill.
             warps = 8
         if columns == 1024:
-            # Of a third stage, too.
+            # With a third stage registers spill, too.
             most_stages = 2
     row_bytes = columns * itemsize
     room = shared_bytes - tile_rows(rows, columns, itemsize) * row_bytes // 2

@@ -30,7 +30,7 @@ def top_indices(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
 def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
     """See ``hf_kvret_kernels.relevance.best_ids``."""
     n = scores.shape[-1]
-    # Of one head alone the order of the scores is that of the shares.
+    # With one head, the order of the scores is that of the shares.
     relevance = scores[:, :, :, 0] if scores.shape[3] == 1 else log_shares(scores).amax(dim=3)
     best = relevance.topk(count, dim=-1, sorted=False)
     # Those that are missing go behind all others, which keep their order.

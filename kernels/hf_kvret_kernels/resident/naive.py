@@ -25,7 +25,7 @@ def assign(slots: SlotMap, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor
     stamp[b[hit], h[hit], slot[hit].long()] = clock
 
     bm, hm, rm, tm = b[~hit], h[~hit], r[~hit], t[~hit]
-    # Of several requests for a token, the one whose claim is in the table fetches it.
+    # Where several requests name a token, the one whose claim is in the table fetches it.
     claim = -2 - rm.int()
     table[bm, hm, tm] = claim
     first = table[bm, hm, tm] == claim

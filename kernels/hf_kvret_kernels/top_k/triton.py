@@ -206,7 +206,7 @@ def _top_k_at_once(
     if out.numel() == 0:
         return out
     blocks = triton.cdiv(length, size.block)
-    # Of each block's best.
+    # The best of each block, as sortable numbers and as indices.
     orders = torch.empty(*lead, blocks, count, dtype=torch.int32, device=device)
     indices = torch.empty_like(orders)
     if tickets is None:
