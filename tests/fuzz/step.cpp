@@ -188,19 +188,19 @@ class StepCase {
     // A mean of all tokens, of blocks, or none; of more tokens than there are, or of fewer.
     void make_means(Random &random) {
         const hfk_request &r = step_.attention;
-        hfk_means &rest = step_.rest;
-        rest.count = random.pick(0, 3);
-        if (rest.count > 1 || random.one_in(2)) rest.block_len = random.pick(1, 120);
-        const int64_t sets = r.batch * r.kv_heads * rest.count;
+        hfk_means &means = step_.means;
+        means.count = random.pick(0, 3);
+        if (means.count > 1 || random.one_in(2)) means.block_len = random.pick(1, 120);
+        const int64_t sets = r.batch * r.kv_heads * means.count;
         mean_keys_ = Numbers(sets * r.key_dim, HFK_FLOAT32);
         mean_values_ = Numbers(sets * r.value_dim, HFK_FLOAT32);
         mean_keys_.fill(random);
         mean_values_.fill(random);
-        set_tokens_.resize(r.batch * rest.count);
+        set_tokens_.resize(r.batch * means.count);
         for (int32_t &count : set_tokens_) count = static_cast<int32_t>(random.pick(0, 200));
-        rest.keys = mean_keys_.floats();
-        rest.values = mean_values_.floats();
-        rest.tokens = set_tokens_.data();
+        means.keys = mean_keys_.floats();
+        means.values = mean_values_.floats();
+        means.tokens = set_tokens_.data();
     }
 
     // The page of an id; -1 where it leads to no row.
@@ -271,13 +271,13 @@ class StepCase {
             const int64_t row = (kv_head * r.page_len + chosen[k] % r.page_len) * r.row_dim;
             add(page, row, page, row + r.value_start);
         }
-        const hfk_means &rest = step_.rest;
-        for (int64_t set = 0; set < rest.count; ++set) {
+        const hfk_means &means = step_.means;
+        for (int64_t set = 0; set < means.count; ++set) {
             const int64_t selected = std::count_if(chosen, chosen + r.count, [&](int32_t id) {
-                return id >= 0 && (rest.block_len == 0 || id / rest.block_len == set);
+                return id >= 0 && (means.block_len == 0 || id / means.block_len == set);
             });
-            const int64_t left = set_tokens_[b * rest.count + set] - selected;
-            const int64_t place = (b * r.kv_heads + kv_head) * rest.count + set;
+            const int64_t left = set_tokens_[b * means.count + set] - selected;
+            const int64_t place = (b * r.kv_heads + kv_head) * means.count + set;
             if (left <= 0) continue;
             add(mean_keys_, place * r.key_dim, mean_values_, place * r.value_dim,
                 static_cast<double>(left));
