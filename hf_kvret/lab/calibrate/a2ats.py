@@ -69,7 +69,7 @@ class CodebookStudy(LayerStudy):
     def work(self) -> int:
         books = 1 + (self.options.compare and self.options.query_aware)
         heads = len(self._moments.get(False, ()))
-        return books * heads * self.options.rounds
+        return books * heads
 
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         rotated = self.options.space == "rotated"

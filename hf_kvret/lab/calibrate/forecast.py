@@ -55,7 +55,7 @@ class Forecast:
         self._show_learning = False
         layers = "one layer" if self._layers == 1 else f"{self._layers} layers"
         seconds = seconds_of_layer * self._layers
-        tqdm.write(f"learning takes at most about {span(seconds)} ({layers})", file=sys.stderr)
+        tqdm.write(f"learning takes about {span(seconds)} ({layers})", file=sys.stderr)
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._started

@@ -45,7 +45,7 @@ class CodebookOptions:
         codewords: C, of each KV head, at most the number of training tokens; the paper has 4096.
         window: b, the position to which queries are rotated (equation 10).
         rounds: most rounds of k-means; 300 is the authors' choice.
-        tolerance: shift at which k-means stops.
+        tolerance: share by which a round must lower k-means' error for another one to follow.
         space: ``"windowed"``: keys before RoPE; ``"rotated"``: after it, for study (table 2).
         query_aware: whether errors are weighted by the queries' second moments (equations 13 to
             15); False for study.
@@ -63,7 +63,7 @@ class CodebookOptions:
     codewords: int = 4096
     window: int = 2048
     rounds: int = 300
-    tolerance: float = 1e-4
+    tolerance: float = 1e-3
     space: str = "windowed"
     query_aware: bool = True
     compare: bool = True
@@ -78,7 +78,7 @@ class CodebookOptions:
         if self.window > _LAST_POSITION:
             raise ValueError(f"window={self.window}: at most {_LAST_POSITION}")
         if not 0 <= self.tolerance < float("inf"):
-            raise ValueError(f"tolerance={self.tolerance}: 0 or more, 1e-4 is usual")
+            raise ValueError(f"tolerance={self.tolerance}: 0 or more, 1e-3 is usual")
         check_choices(self, space=SPACES, codeword_dtype=CODEWORD_DTYPES)
 
 

@@ -224,7 +224,7 @@ def test_progress_adds_up_to_the_work(options: dict[str, bool], books: int) -> N
     made.add(tokens(40, 0), False)
     steps: list[int] = []
     made.finish(steps.append)
-    assert sum(steps) == made.work == books * HEADS * 7
+    assert sum(steps) == made.work == books * HEADS
 
 
 def test_a_layer_tells_how_it_rotates() -> None:

@@ -45,7 +45,7 @@ def test_clusters_that_are_apart_are_found() -> None:
 
 def test_the_error_falls_and_is_that_of_the_codebook() -> None:
     points = draw(3, 700, 6, seed=2)
-    codebook, report = k_means(points, 40, seed=1)
+    codebook, report = k_means(points, 40, seed=1, tolerance=0.0)
     for errors, rounds in zip(report.errors, report.rounds, strict=True):
         assert len(errors) == rounds + 1 and rounds > 3
         assert all(b <= a * (1 + 1e-6) for a, b in pairwise(errors))
@@ -171,10 +171,10 @@ def test_heads_worked_on_together_are_as_alone() -> None:
     points = points[[3, 0, 1, 2]]
     alone, expected = k_means(points, 20, seed=0)
     assert len(set(expected.rounds)) > 1
-    seeds = torch.rand(4, 20, 4, generator=generator(0), dtype=torch.float64)
+    seeds = torch.rand(4, 20, 2, generator=generator(0), dtype=torch.float64)
     centred = points - points.mean(1, keepdim=True)
     codebook, runs = module._lloyd(
-        centred, module._seed(centred, seeds), 300, 1e-4, lambda rounds: None
+        centred, module._seed(centred, seeds), 300, 1e-3, lambda heads: None
     )
     assert (codebook + points.mean(1, keepdim=True) - alone).abs().max() <= 1e-4
     assert tuple(len(run.errors) - 1 for run in runs) == expected.rounds
@@ -202,13 +202,29 @@ def test_the_order_of_points_makes_no_difference_to_means() -> None:
         assert torch.allclose(means[0, word].double(), expected, rtol=1e-6)
 
 
-def test_progress_adds_up_to_all_rounds() -> None:
+def test_progress_adds_up_to_all_heads() -> None:
     steps: list[int] = []
-    _, report = k_means(draw(3, 200, 4, seed=18), 20, seed=0, rounds=40, progress=steps.append)
-    assert sum(steps) == 3 * 40 and len(steps) > max(report.rounds)
-    steps.clear()
-    k_means(draw(3, 200, 4, seed=18), 20, seed=0, rounds=2, progress=steps.append)
-    assert steps == [1, 1] * 3
+    for rounds in (2, 40):
+        k_means(draw(3, 200, 4, seed=18), 20, seed=0, rounds=rounds, progress=steps.append)
+        assert [step for step in steps if step] == [1, 1, 1]
+        steps.clear()
+
+
+def test_seeds_are_drawn_from_a_sample_of_many_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codewords of a sample's seeds fit all points about as well as those of all points' seeds."""
+    points = draw(1, 6000, 6, seed=24)
+    _, whole = k_means(points, 40, seed=0)
+    shapes = []
+
+    def watched(points: torch.Tensor, draws: torch.Tensor, seed=module._seed) -> torch.Tensor:
+        shapes.append(tuple(points.shape))
+        return seed(points, draws)
+
+    monkeypatch.setattr(module, "_SAMPLE", 100)
+    monkeypatch.setattr(module, "_seed", watched)
+    _, sampled = k_means(points, 40, seed=0)
+    assert shapes == [(1, 160, 6)]
+    assert sampled.errors[0][-1] <= 1.03 * whole.errors[0][-1]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

@@ -20,7 +20,7 @@ from hf_kvret.lab.calibrate.study import Calibration
         (A2ATSCalibration, "codewords", 16.0, "int"),
         (A2ATSCalibration, "codewords", True, "int"),
         (A2ATSCalibration, "codewords", torch.tensor(16), "int"),
-        (A2ATSCalibration, "tolerance", "1e-4", "float"),
+        (A2ATSCalibration, "tolerance", "1e-3", "float"),
         (A2ATSCalibration, "query_aware", 1, "bool"),
         (A2ATSCalibration, "space", None, "str"),
         (AquaCalibration, "bits", 2.0, "int"),
