@@ -60,7 +60,11 @@ class CalibrateOptions(ABC):
     held_out: float = option(
         0.1, "share of the text that only measures quality", kind=share(zero=True)
     )
-    layers_at_once: int = count_option(4, "held in memory; fewer take more passes")
+    layers_at_once: int | None = option(
+        None,
+        "held in memory; fewer take more passes; default: as many as fit in 2 GiB",
+        kind=whole_number(1),
+    )
     name: str | None = option(
         None, "of the model in the artifact; default: its hub id or folder's name"
     )

@@ -28,6 +28,8 @@ from hf_kvret_model_patches.rope_check import check_rope, input_device
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 _PARTS = ".parts"
+# Bytes of tokens that are held at the same time, where the caller does not say of how many layers.
+_MOST_HELD = 2 << 30
 
 
 def calibrate(
@@ -37,7 +39,7 @@ def calibrate(
     out: str | os.PathLike[str],
     *,
     name: str | None = None,
-    layers_at_once: int = 4,
+    layers_at_once: int | None = None,
     progress: bool = True,
 ) -> CalibrationArtifact:
     """Learn what a method needs to know about ``model``; write the artifact to ``out``.
@@ -53,7 +55,8 @@ def calibrate(
         calibration: of a method.
         out: a folder, made if needed. An artifact of the same method in it is replaced.
         name: of the model in the artifact, one line; None for where it was loaded from.
-        layers_at_once: more take fewer passes and more memory.
+        layers_at_once: more take fewer passes and more memory. None: as many as hold 2 GiB of
+            tokens, at least one.
         progress: show progress bars and how long it will take, on stderr.
 
     Returns:
@@ -75,7 +78,7 @@ def calibrate(
     check_no_foreign_artifact(folder, calibration.method)
     if name is not None and len(name.splitlines()) > 1:
         raise ValueError(f"name={name!r} has several lines: give a hub id, or a name in one line")
-    if layers_at_once < 1:
+    if layers_at_once is not None and layers_at_once < 1:
         raise ValueError(f"layers_at_once={layers_at_once}: at least 1")
     if model.training:
         raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
@@ -88,7 +91,9 @@ def calibrate(
     layers = model_layers(model.config)
     # Layers that slide or are recurrent never retrieve.
     ropes = {layer: rope for layer, rope in ropes.items() if type(layers[layer]) is DynamicLayer}
-    _check_layers(model, calibration, ropes)
+    token_nbytes = _check_layers(model, calibration, ropes)
+    if layers_at_once is None:
+        layers_at_once = max(1, _MOST_HELD // (token_nbytes * corpus.tokens))
     identity = ModelIdentity.of(model, name)
     setup = {
         "method": calibration.method,
@@ -209,16 +214,22 @@ def _check_lengths(model: PreTrainedModel, corpus: Corpus) -> None:
 
 def _check_layers(
     model: PreTrainedModel, calibration: Calibration, ropes: Mapping[int, Rope]
-) -> None:
-    """Let the calibration check one token of every layer, before the long reading."""
+) -> int:
+    """Let the calibration check one token of every layer, before the long reading.
+
+    Returns the most bytes that a layer's keys and values have a token.
+    """
+    sizes = [1]
 
     def take(layer: int, tokens: LayerTokens) -> None:
         if layer in ropes:
             calibration.check_layer(layer, tokens)
+            sizes.append(tokens.key.nbytes + tokens.value.nbytes)
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
     with torch.no_grad(), tap_attention(model, take):
         model(token, use_cache=False)
+    return max(sizes)
 
 
 def _digest(corpus: Corpus) -> str:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.lab.calibrate import runner
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
@@ -160,6 +161,18 @@ def test_the_texts_are_read_once_for_each_group_of_layers(at_once: int, tmp_path
     options = {"layers_at_once": at_once, "progress": False}
     calibrate(model, corpus(20, 30), recorder, tmp_path, **options)
     readings = -(-3 // at_once)
+    assert [length for length in lengths if length >= 20] == [20, 30] * readings
+
+
+@pytest.mark.parametrize(("held", "readings"), [(1 << 30, 1), (2 * 50 * 2 * 2 * 16 * 4, 2), (1, 3)])
+def test_as_many_layers_are_read_at_once_as_fit(
+    held: int, readings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of two heads of 16 numbers in fp32, for 50 tokens."""
+    monkeypatch.setattr(runner, "_MOST_HELD", held)
+    model = MODELS["smollm3"].build()
+    lengths = passes(model)
+    calibrate(model, corpus(20, 30), Recorder(), tmp_path, progress=False)
     assert [length for length in lengths if length >= 20] == [20, 30] * readings
 
 
