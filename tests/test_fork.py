@@ -88,6 +88,15 @@ def test_deepcopy_serves_transformers_prefix_recipe(name: str) -> None:
     assert cache.get_seq_length() == 50
 
 
+def test_rows_that_change_places_take_their_token_ids_along(llama: PreTrainedModel) -> None:
+    cache = ParisKVCache(llama.config, **SMALL)
+    ids = torch.cat([_ids(50), _ids(50, salt=1)])
+    llama.generate(ids, past_key_values=cache, max_new_tokens=1)
+    assert torch.equal(cache.tokens.ids(50).long(), ids)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(cache.tokens.ids(50).long(), ids[[1, 0]])
+
+
 def test_the_cold_part_is_shared(llama: PreTrainedModel) -> None:
     for cls in METHODS:
         cache = _prefilled(llama, cls)

@@ -315,6 +315,39 @@ def test_means_of_a_million_rows() -> None:
         )
 
 
+def test_means_follow_their_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 3, 40, 8, generator=generator).unbind()
+    store = PagedStore(DeviceMemory(torch.device("cpu")))
+    store.append(TokenBlock(keys, values, 0))
+    valid = torch.rand(2, 40, generator=generator) < 0.7
+    sums = BlockSums(None, 8, 8)
+    sums.catch_up(ColdTokens(store, Scoring(valid, 1.0), 1), 3, 0)
+    before = sums.means()
+    sums.reorder(torch.tensor([1, 0]))
+    after = sums.means()
+    for name in ("keys", "values", "counts"):
+        assert torch.equal(getattr(after, name), getattr(before, name)[[1, 0]])
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_layers_that_share_keys_attend_as_the_first_does(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step, a draft and a second prompt: the second call of a pass sees the same past."""
+    driver = Driver()
+    driver.forward(90)
+    attend = driver.layer.attend
+
+    def twice(*args: Any) -> torch.Tensor:
+        first = attend(*args)
+        torch.testing.assert_close(attend(*args), first)
+        return first
+
+    monkeypatch.setattr(driver.layer, "attend", twice)
+    driver.forward(count)
+
+
 def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 1, 2, 3, 9000, 8, generator=generator).unbind()
