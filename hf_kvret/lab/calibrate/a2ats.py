@@ -44,6 +44,9 @@ class A2ATSCalibration(CodebookOptions, Calibration):
                 "--codewords"
             )
 
+    def token_nbytes(self, tokens: LayerTokens) -> int:
+        return tokens.key.nbytes
+
     def study(self, layer: int, rope: Rope, device: torch.device) -> CodebookStudy:
         return CodebookStudy(self, rope, device)
 

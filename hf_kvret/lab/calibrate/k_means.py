@@ -19,7 +19,8 @@ from hf_kvret_kernels import codebook as codebook_ops
 # So many fp32 elements of points are worked on at once; a temporary has the second count.
 _MOST_NUMBERS = 1 << 26
 _CHUNK_NUMBERS = 1 << 22
-# Seeds are drawn from so many points, and at least so many a codeword, each from two candidates.
+# Seeds are drawn from so many points, or so many a codeword if that is more; each is the better of
+# so many candidates.
 _SAMPLE = 1 << 14
 _SAMPLE_OF_WORD = 4
 _CANDIDATES = 2
@@ -60,8 +61,8 @@ def k_means(
 
     A head ends when a round lowers its mean squared distance by no more than the share
     ``tolerance``, or after ``rounds``. After each round, codewords of empty clusters move to the
-    points that are farthest from theirs. With fewer distinct points than codewords, the extra
-    codewords are duplicates.
+    points that are farthest from theirs; a head may end with some empty. With fewer
+    distinct points than codewords, the extra codewords are duplicates.
 
     Args:
         points: ``[H, n, D]`` fp32, n at least 1, D at most 1024.
@@ -70,8 +71,8 @@ def k_means(
         tolerance: 0 or more, without unit. The authors end when no codeword moves by 1e-4; that
             takes three times as many rounds and lowers the error by less than half a percent.
         seed: of a generator of its own; torch's global state is left alone.
-        progress: called with the number of heads that have ended since the last call, H in all.
-            Fits ``update`` of a tqdm bar.
+        progress: called with the number of heads that have ended since the last call, a batch of
+            them at a time, H in all. Fits ``update`` of a tqdm bar.
 
     Raises:
         ValueError: points that are not finite.
@@ -95,9 +96,10 @@ def k_means(
         mean = mean.float()
         deviations = points[heads] - mean
         seeds = _seed(deviations[:, sample], draws[heads].to(points.device))
-        words, head_runs = _lloyd(deviations, seeds, rounds, tolerance, progress)
+        words, head_runs = _lloyd(deviations, seeds, rounds, tolerance)
         codebook[heads] = words + mean
         runs += head_runs
+        progress(len(head_runs))
     report = KMeansReport(
         tuple(len(run.errors) - 1 for run in runs),
         tuple(run.converged for run in runs),
@@ -163,7 +165,6 @@ def _lloyd(
     codebook: torch.Tensor,
     rounds: int,
     tolerance: float,
-    progress: Callable[[int], object],
 ) -> tuple[torch.Tensor, list[_Run]]:
     """``(codebook [h, C, D], runs)`` from centred points and seeds.
 
@@ -184,13 +185,13 @@ def _lloyd(
         result[heads] = codebook
         for head in heads[stop].tolist():
             runs[head].converged = True
-        ended = len(heads) if round_count == rounds else int(stop.sum())
-        progress(ended)
-        if ended == len(heads):
+        if round_count == rounds or stop.all():
             break
-        heads, points, codebook, codes, misses, near, last = (
-            x[~stop] for x in (heads, points, codebook, codes, misses, near, errors)
-        )
+        if stop.any():
+            heads, points, codebook, codes, misses, near, errors = (
+                x[~stop] for x in (heads, points, codebook, codes, misses, near, errors)
+            )
+        last = errors
         codebook, empty = _means(points, codes, codebook)
         moves = _reseed(codebook, empty, points, misses, near)
         for head, count in zip(heads.tolist(), moves.tolist(), strict=True):
@@ -246,7 +247,7 @@ def _reseed(
 ) -> torch.Tensor:
     """``[h]`` int64: how many empty clusters moved, in ``means``, to the farthest points.
 
-    Points whose squared distance is at most ``near [h, 1]`` are none.
+    A point whose squared distance is at most ``near [h, 1]`` is never taken.
     """
     counts = torch.zeros(len(means), dtype=torch.int64, device=means.device)
     for head in empty.any(1).nonzero()[:, 0].tolist():

@@ -217,14 +217,14 @@ def _check_layers(
 ) -> int:
     """Let the calibration check one token of every layer, before the long reading.
 
-    Returns the most bytes that a layer's keys and values have a token.
+    Returns the most bytes that a layer's study holds of a token.
     """
     sizes = [1]
 
     def take(layer: int, tokens: LayerTokens) -> None:
         if layer in ropes:
             calibration.check_layer(layer, tokens)
-            sizes.append(tokens.key.nbytes + tokens.value.nbytes)
+            sizes.append(calibration.token_nbytes(tokens))
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
     with torch.no_grad(), tap_attention(model, take):

@@ -81,6 +81,10 @@ class Calibration(ABC):
         """ValueError if the options don't fit a layer; ``tokens`` is one token of it."""
         return None
 
+    def token_nbytes(self, tokens: LayerTokens) -> int:
+        """Bytes that a study holds of ``tokens``."""
+        return tokens.key.nbytes + tokens.value.nbytes
+
     @abstractmethod
     def study(self, layer: int, rope: Rope, device: torch.device) -> LayerStudy:
         """A new study of layer number ``layer`` with RoPE ``rope``, on ``device``."""

@@ -140,7 +140,7 @@ def test_fewer_distinct_points_than_codewords_are_met_exactly(count: int) -> Non
 
 
 def test_codewords_to_spare_are_not_sent_to_points_that_are_near_enough() -> None:
-    """Points nearer to their codeword than moves that count are as good as met."""
+    """A point that is nearly its codeword gets none of its own."""
     points = draw(2, 7, 5, seed=7).repeat(1, 60, 1)
     points += 1e-6 * draw(2, 420, 5, seed=23)
     _, report = k_means(points, 60, seed=0)
@@ -173,9 +173,7 @@ def test_heads_worked_on_together_are_as_alone() -> None:
     assert len(set(expected.rounds)) > 1
     seeds = torch.rand(4, 20, 2, generator=generator(0), dtype=torch.float64)
     centred = points - points.mean(1, keepdim=True)
-    codebook, runs = module._lloyd(
-        centred, module._seed(centred, seeds), 300, 1e-3, lambda heads: None
-    )
+    codebook, runs = module._lloyd(centred, module._seed(centred, seeds), 300, 1e-3)
     assert (codebook + points.mean(1, keepdim=True) - alone).abs().max() <= 1e-4
     assert tuple(len(run.errors) - 1 for run in runs) == expected.rounds
 
@@ -206,7 +204,7 @@ def test_progress_adds_up_to_all_heads() -> None:
     steps: list[int] = []
     for rounds in (2, 40):
         k_means(draw(3, 200, 4, seed=18), 20, seed=0, rounds=rounds, progress=steps.append)
-        assert [step for step in steps if step] == [1, 1, 1]
+        assert steps == [1, 1, 1]
         steps.clear()
 
 
