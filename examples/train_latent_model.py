@@ -144,7 +144,7 @@ def _search(attention: nn.Module, read: torch.Tensor) -> None:
             newest, older = (0.14 * torch.randn(wide, 48) for _ in range(2))
             row[place, PREVIOUS] += newest
             row[place, SECOND] += older
-            # What the first layer copies has about twice the size of the token itself.
+            # The first layer copies a vector of about twice the token's own size.
             query[head, :wide, EMBEDDING] += 2.0 * newest @ read[:48]
             query[head, :wide, PREVIOUS] += older
         expand[head, :wide, place] += KEY_GAIN * LATENT_SIZE * torch.eye(wide)

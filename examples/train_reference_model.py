@@ -99,7 +99,7 @@ def start_near_recall(model: LlamaForCausalLM) -> None:
             query, key = torch.zeros(dim, width), torch.zeros(dim, width)
             if head == 0:
                 newest, older = (0.14 * torch.randn(dim, 48) for _ in range(2))
-                # What the first layer copies has about twice the size of the token itself.
+                # The first layer copies a vector of about twice the token's own size.
                 query[:, EMBEDDING] = 2.0 * newest @ reads[0][:48]
                 query[:, PREVIOUS], key[:, PREVIOUS], key[:, SECOND] = older, newest, older
             else:

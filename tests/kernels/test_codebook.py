@@ -13,7 +13,7 @@ from hf_kvret_kernels.top_k import top_k
 from .draws import Place, draw, generator, on, refused
 
 INF = float("inf")
-# Of the sum of a score's products, each taken as positive; see the tests of proxy scores.
+# The error may be this share of the sum of a score's absolute products; see the proxy tests.
 SHARE_OF_SIZE = 4e-6
 # fp32 rounding of scores up to 40, of their exponentials' sum and its logarithm.
 LSE_ERROR = 2e-5

@@ -12,8 +12,8 @@ from hf_kvret_kernels import proxy
 from .draws import Place, generator, moved_with_room, refused
 
 INF = float("inf")
-# Of the sum of a score's products, each taken as positive. fp32 sums of 200 products, rounded or
-# cut off by tensor cores, come to a tenth of it; a query cast to 11 bits misses by more.
+# The error may be this share of the sum of a score's absolute products. fp32 sums of 200 products,
+# rounded or cut off by tensor cores, come to a tenth of it; a query cast to 11 bits misses by more.
 SHARE_OF_SIZE = 4e-6
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -45,22 +46,22 @@ def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path)
     far = learned.queries.unflatten(1, (HEADS, GROUP)).transpose(0, 1).flatten(1, 3)
     metric, _ = query_metric(far.mT.double() @ far.double() / far.shape[1])
     sample = learned.keys.transpose(0, 1).flatten(1, 2) @ metric
-    recalls = []
-    for codewords in (4, 12, 64):
-        words, _ = k_means(sample, codewords, rounds=20, seed=0)
-        book = write_book(tmp_path / str(codewords), turn, words=words, metric=metric)
+    queries, keys = served.seen
+    store = PagedStore(DeviceMemory(torch.device("cpu")))
+    store.append(TokenBlock(keys, keys, 0))
+    valid, query = torch.ones(2, count, dtype=torch.bool), queries[:, :, -8:]
+    exact = cold_tokens(valid, SCALE, 1, store=store)
+
+    def recall(codewords: int, seed: int) -> float:
+        words, _ = k_means(sample, codewords, rounds=20, seed=seed)
+        book = write_book(tmp_path / f"{codewords}-{seed}", turn, words=words, metric=metric)
         index = filled(book.index(), served)
-        store = PagedStore(DeviceMemory(torch.device("cpu")))
-        queries, keys = served.seen
-        store.append(TokenBlock(keys, keys, 0))
-        index.on_forward(
-            queries[:, :, -8:], keys[:, :, -8:], count - 8, None, served.positions[:, -8:]
-        )
-        valid, query = torch.ones(2, count, dtype=torch.bool), queries[:, :, -8:]
+        index.on_forward(query, keys[:, :, -8:], count - 8, None, served.positions[:, -8:])
         ids = index.search(query, cold_tokens(valid, SCALE, budget))
-        recalls.append(
-            measure_recall(query, ids, cold_tokens(valid, SCALE, 1, store=store)).overlap
-        )
+        return measure_recall(query, ids, exact).overlap
+
+    # With few codewords one seed's recall is chance in part.
+    recalls = [fmean(recall(words, seed) for seed in range(8)) for words in (4, 12, 64)]
     chance = budget / count
-    assert recalls[0] > 1.3 * chance and recalls[2] > 8 * chance
+    assert recalls[0] > 1.5 * chance and recalls[2] > 8 * chance
     assert recalls[1] > recalls[0] + 0.1 and recalls[2] > recalls[1] + 0.1

@@ -331,7 +331,7 @@ def test_an_operation_is_measured_as_a_cache_calls_it(
     # In one call of the CPU library there are no operations to see.
     with prefer("naive"):
         shape = use_cache(method, dtype, options)
-    # Of several kinds, as for a prompt and for a step, it may be any.
+    # A call that takes several kinds, as those of prompts and of steps, may be given any of them.
     called = [call for number, call in enumerate(calls) if call not in calls[:number]]
     calls.clear()
     OPS[name].prepare(shape, Draw(torch.device("cpu"), 0)).run("naive")

@@ -82,7 +82,7 @@ def test_the_quickest_is_found_although_fields_depend_on_each_other() -> None:
     # All rivals of a turn are timed together, and the last turn is the rule against the best.
     assert clock.turns[0] == [label(RULE), label(replace(RULE, way="far"))]
     assert clock.turns[-1] == [label(RULE), label(result.best)]
-    # What only counts on one way is not tried on the other.
+    # An option that counts on one way only is not tried on the other.
     near = [name for turn in clock.turns[:2] for name in turn if "near" in name]
     assert near and all("warps=4" in name for name in near)
 
