@@ -54,7 +54,7 @@ class RetrievalCache(Cache):
 
     Args:
         config: the model's configuration.
-        options: a configuration object of the method, for instance ``ParisConfig.paper()``.
+        options: a configuration object of the method, for instance ``ParisConfig.preset("paper")``.
         **changes: single options, by name, on top of ``options`` or of the defaults.
 
     Attributes:

@@ -16,7 +16,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.reader import check_positions
+from hf_kvret.lab.evaluate.reader import Reader, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task
 from hf_kvret.lab.evaluate.teacher_forcing import Pace
@@ -26,7 +26,7 @@ from hf_kvret.lab.program.common_options import context_option, count_option, te
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import part_pictures, plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table, share
+from hf_kvret.lab.report.tables import markdown_table, share, with_step
 from hf_kvret.options.config import RetrievalConfig
 
 CellResults = list[tuple[Cell, dict[str, Any]]]
@@ -199,7 +199,7 @@ class Ablation(Task):
     windows: int = count_option(1, "at most this many contexts of each length")
     parts: tuple[str, ...]
     new_tokens: int = count_option(128, "that are measured")
-    step: int = count_option(8, "tokens a forward pass")
+    step: int = count_option(1, "tokens a forward pass")
 
     @property
     def pace(self) -> Pace:
@@ -239,6 +239,8 @@ class Ablation(Task):
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
         self.check_contexts(cells, subject)
+        for name in dict.fromkeys(cell["cache"] for cell in cells):
+            Reader(subject.model, choices[name], 0).check_step(self.step)
 
     def check_contexts(self, cells: Sequence[Cell], subject: Subject) -> None:
         """ValueError where the text, or the model's positions, are too few for one of ``cells``."""
@@ -283,7 +285,8 @@ class Ablation(Task):
     @classmethod
     def table(cls, results: Results) -> str:
         found = {part: of_part(results, part) for part in cls.tables}
-        return "\n\n".join(cls.tables[part](cells) for part, cells in found.items() if cells)
+        tables = [cls.tables[part](cells) for part, cells in found.items() if cells]
+        return with_step("\n\n".join(tables), results)
 
     @classmethod
     def pictures(cls, path: Path) -> list[Path]:

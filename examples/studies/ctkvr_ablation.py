@@ -30,6 +30,7 @@ from ablation import (
     caches_option,
     curves_of,
     made,
+    not_here,
     parts_option,
     stretches_of,
     values_option,
@@ -216,7 +217,7 @@ class CTkvrAblation(Ablation):
     name = "ctkvr-ablation"
     method = "ctkvr"
     example = "causal=false"
-    described = (*("windows", "new_tokens", "step", "turns", "turn_tokens", "turn_measured"),)
+    described = (*("windows", "new_tokens", "turns", "turn_tokens", "turn_measured"),)
     # It follows thousands of tokens.
     once = ("update",)
     tables = TABLES
@@ -241,7 +242,7 @@ class CTkvrAblation(Ablation):
     budgets: tuple[int | float, ...] = values_option(
         (512, 1024, 0.04), "of the part budget", budget
     )
-    step: int = count_option(8, "tokens a forward pass; turns and answers take 1")
+    step: int = not_here(1)
     turns: int = count_option(8, "of the update part")
     turn_tokens: int = count_option(256, "of new text in a turn")
     turn_measured: int = count_option(64, "tokens after it that are measured")

@@ -365,7 +365,7 @@ class LRQKFactors(Ablation):
     windows: int = not_here(1)
     parts: tuple[str, ...] = not_here(("",))
     new_tokens: int = not_here()
-    step: int = not_here()
+    step: int = not_here(1)
     ranks: tuple[int, ...] = values_option(
         (8, 16, 32, 48, 64), "left out above the head dim", whole_number(1)
     )

@@ -147,12 +147,13 @@ def _check_options(call: Request, cache: RetrievalCache, options: dict[str, Any]
     """ValueError if ``cache_config`` contradicts the options of the cache passed with it."""
     if not options:
         return
-    target = cache.options_for(cache.options.replace(**options), call.model.config)
-    for name in options:
+    asked = cache.options.written_out(options)
+    target = cache.options_for(cache.options.replace(**asked), call.model.config)
+    for name in asked:
         current = getattr(cache.options, name)
         if current != getattr(target, name):
             raise ValueError(
-                f"cache_config asks for {name}={options[name]!r}, past_key_values has {current!r}: "
+                f"cache_config asks for {name}={asked[name]!r}, past_key_values has {current!r}: "
                 f"pass {name} to the cache, or drop it from cache_config"
             )
 

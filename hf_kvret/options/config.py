@@ -66,6 +66,10 @@ class RetrievalConfig:
 
     # Whether any length of context leads to retrieval.
     retrieves: ClassVar[bool] = True
+    # Whether later selections depend on the queries seen, and on which of them came together.
+    learns_from_queries: ClassVar[bool] = False
+    # Options by the name of a preset: "paper", as published.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     top_k: int | float | None = 1024
     select_heads: int | None = None
@@ -117,18 +121,46 @@ class RetrievalConfig:
         check_choice("graph", self.graph, ("auto", False))
 
     @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """The configuration ``name``, as ``"paper"`` for the published one, with ``changes``.
+
+        ValueError for a name that the method doesn't have, or an unknown option.
+        """
+        return cls.from_options(preset=name, **changes)
+
+    @classmethod
+    def written_out(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """``options`` with those of their ``preset`` in its place; what is named itself wins.
+
+        Raises:
+            ValueError: no such preset.
+        """
+        named = dict(options)
+        name = named.pop("preset", None)
+        if name is None:
+            return named
+        if name not in cls.presets:
+            known = f"choose {', '.join(map(repr, cls.presets))}" if cls.presets else "it has none"
+            raise ValueError(f"{cls.__name__} has no preset {name!r}: {known}")
+        return {**cls.presets[name], **named}
+
+    @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """The configuration with ``options`` set; an unknown name raises with the nearest one."""
+        """The configuration with ``options`` set, the name of a ``preset`` among them.
+
+        An unknown name raises with the nearest one.
+        """
+        asked = cls.written_out(options)
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
+        for name in asked:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
+                near = difflib.get_close_matches(name, [*names, "preset"], n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(
                     f"{cls.__name__} has no option {name!r}: {hint}The options are "
-                    f"{', '.join(names)}"
+                    f"{', '.join(names)}{', preset' if cls.presets else ''}"
                 )
-        return cls(**options)
+        return cls(**asked)
 
     @classmethod
     def of(cls, options: object, changes: Mapping[str, Any], owner: str) -> Self:
@@ -141,7 +173,8 @@ class RetrievalConfig:
 
     def replace(self, **options: Any) -> Self:
         """A copy with ``options`` changed, validated like a new one."""
-        return type(self).from_options(**{**dataclasses.asdict(self), **options})
+        changes = self.written_out(options)
+        return type(self).from_options(**{**dataclasses.asdict(self), **changes})
 
     @classmethod
     def takes_store(cls, store: str) -> bool:

@@ -26,12 +26,12 @@ from .cases import RESTS as USUAL_RESTS
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
     **caches("flat", "paris", "lrqk"),
-    "lrqk_paper": partial(LRQKCache, options=LRQKConfig.paper()),
+    "lrqk_paper": partial(LRQKCache, options=LRQKConfig.preset("paper")),
     **caches("ctkvr"),
-    "ctkvr_paper": partial(CTkvrCache, options=CTkvrConfig.paper()),
+    "ctkvr_paper": partial(CTkvrCache, options=CTkvrConfig.preset("paper")),
     **caches("a2ats", "h2o", "aqua"),
     "aqua_codec": partial(AquaKVCache, bits=16, predictor="none"),
-    "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.paper()),
+    "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.preset("paper")),
 }
 ESTIMATING = ("flat", "paris", "lrqk", "a2ats", "a2ats_paper")
 # Modes that transformers' own cache lacks in the newest and the oldest release that we support.

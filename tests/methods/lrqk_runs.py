@@ -92,7 +92,7 @@ def fill(
 
 def paper_options(**changes: Any) -> LRQKConfig:
     sizes = {"rank": RANK, "lite": 5, "max_draft": 4, "init": "top", "top_k": BUDGET}
-    return LRQKConfig.paper(**{**sizes, **changes})
+    return LRQKConfig.preset("paper", **{**sizes, **changes})
 
 
 def paper_tokens(count: int, seed: int, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:

@@ -223,12 +223,12 @@ def test_bad_options_are_refused(
 
 
 def test_the_published_options() -> None:
-    default, paper = A2ATSConfig(), A2ATSConfig.paper(artifact="a", sink=8)
+    default, paper = A2ATSConfig(), A2ATSConfig.preset("paper", artifact="a", sink=8)
     assert (default.budget_of, default.top_k, default.sink, default.recent) == ("head", 0.06, 4, 64)
     # 3% of 10,000 tokens for each of the four query heads of Llama-3.1-8B.
     assert (paper.budget_of, paper.budget(10_000) // 4, paper.recent) == ("union", 300, 64)
     assert (paper.artifact, paper.sink) == ("a", 8)
-    assert A2ATSConfig.paper(top_k=0.06).top_k == 0.06
+    assert A2ATSConfig.preset("paper", top_k=0.06).top_k == 0.06
 
 
 def test_an_index_without_an_artifact_says_how_to_name_one() -> None:

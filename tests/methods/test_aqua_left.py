@@ -202,7 +202,7 @@ def test_a_flush_leaves_recent_tokens_in_full_precision(
         for layer in cache.retrieval_layers:
             assert layer.kv.window.length >= COVERING_OPTIONS["recent"]
     assert cache.retrieval_layers[0].kv.cold_len > 60
-    published = AquaKVCache(model.config, options=AquaConfig.paper(artifact=artifact))
+    published = AquaKVCache(model.config, options=AquaConfig.preset("paper", artifact=artifact))
     read(model, published, prompt(1, 40))
     assert published.retrieval_layers[0].kv.cold_len == 0
 

@@ -40,7 +40,7 @@ def test_wrong_options_are_refused_by_name(
 
 
 def test_the_numbers_of_the_paper() -> None:
-    paper = CTkvrConfig.paper()
+    paper = CTkvrConfig.preset("paper")
     assert [paper.centroids_for(n) for n in (3, 800, 32_768, 131_072)] == [1, 50, 2048, 2048]
     assert [paper.list_len(131_072, b) for b in (512, 1024)] == [1280, 2560]
     assert (paper.nprobe, paper.update, paper.choice, paper.rerank) == (4, 1, "last", "auto")

@@ -76,7 +76,7 @@ def _options(**changes: Any) -> CTkvrConfig:
 
 
 def _paper(**changes: Any) -> CTkvrConfig:
-    return CTkvrConfig.paper(max_draft=4, **changes)
+    return CTkvrConfig.preset("paper", max_draft=4, **changes)
 
 
 def _at_once(**changes: Any) -> CTkvrConfig:

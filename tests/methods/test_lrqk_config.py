@@ -84,14 +84,16 @@ def test_the_rank_follows_the_head_dim_unless_it_is_given() -> None:
 
 
 def test_the_papers_options_are_those_of_its_section_5() -> None:
-    paper = LRQKConfig.paper()
+    paper = LRQKConfig.preset("paper")
     assert (paper.factors, paper.top_k, paper.lite, paper.iterations) == ("als", 2048, 64, 2)
     assert (paper.penalty, paper.init, paper.rank_of(128)) == (1.0, "randn", 32)
-    assert LRQKConfig.paper(top_k=1024, rank=16).top_k == 1024
+    assert LRQKConfig.preset("paper", top_k=1024, rank=16).top_k == 1024
     assert LRQKConfig().factors == "closed" and LRQKConfig().top_k is None
 
 
-@pytest.mark.parametrize("options", [LRQKConfig(drift=math.inf), LRQKConfig.paper(rank=8)])
+@pytest.mark.parametrize(
+    "options", [LRQKConfig(drift=math.inf), LRQKConfig.preset("paper", rank=8)]
+)
 def test_options_survive_json(options: LRQKConfig) -> None:
     read = json.loads(json.dumps(dataclasses.asdict(options)))
     assert LRQKConfig.from_options(**read) == options

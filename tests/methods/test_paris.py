@@ -21,7 +21,7 @@ from hf_kvret.testing.cold import cold_tokens
 from .watched_stores import overlap, slot_sets, slot_sets_of
 
 HEADS, GROUP = 2, 2
-OURS, PAPER = ParisConfig(), ParisConfig.paper()
+OURS, PAPER = ParisConfig(), ParisConfig.preset("paper")
 INDEXES = [ParisIndex, UncorrectedIndex, UnrotatedIndex]
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 

@@ -104,7 +104,7 @@ def test_a_large_budget_takes_three_launches_for_the_last(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "options, softcap, queries",
-    [(ParisConfig(), 30.0, 1), (ParisConfig.paper(), None, 1), (ParisConfig(), None, 3)],
+    [(ParisConfig(), 30.0, 1), (ParisConfig.preset("paper"), None, 1), (ParisConfig(), None, 3)],
 )
 def test_a_cap_a_mean_of_queries_and_drafts_take_two_more(
     monkeypatch: pytest.MonkeyPatch, options: ParisConfig, softcap: float | None, queries: int

@@ -100,7 +100,9 @@ def test_short_caches_stay_dense_by_default() -> None:
     assert RetrievalConfig(dense_below=0).dense_len == 0
 
 
-@pytest.mark.parametrize("options", [FlatConfig(top_k=0.04), ParisConfig(), ParisConfig.paper()])
+@pytest.mark.parametrize(
+    "options", [FlatConfig(top_k=0.04), ParisConfig(), ParisConfig.preset("paper")]
+)
 def test_options_survive_json(options: RetrievalConfig) -> None:
     text = json.dumps(dataclasses.asdict(options))
     assert type(options).from_options(**json.loads(text)) == options
@@ -138,7 +140,7 @@ def test_paris_ratios_follow_the_schedule_to_its_end() -> None:
 
 
 def test_paris_has_fewer_candidates_than_the_paper_from_512k_tokens_on() -> None:
-    ours, paper = ParisConfig(), ParisConfig.paper()
+    ours, paper = ParisConfig(), ParisConfig.preset("paper")
     for length in (4_999, 9_999, 29_999, 524_287):
         assert ours.ratios(length) == paper.ratios(length)
     for length in (524_288, 10**9):
@@ -146,9 +148,9 @@ def test_paris_has_fewer_candidates_than_the_paper_from_512k_tokens_on() -> None
 
 
 def test_the_published_options_are_their_own_and_can_be_changed() -> None:
-    paper = ParisConfig.paper()
+    paper = ParisConfig.preset("paper")
     assert (paper.top_k, paper.group_reduce, paper.center) == (100, "mean", False)
     assert paper.levels is not None and len(paper.levels) == 8
-    assert ParisConfig.paper(top_k=7).top_k == 7
+    assert ParisConfig.preset("paper", top_k=7).top_k == 7
     with pytest.raises(ValueError, match="did you mean 'sink'"):
-        ParisConfig.paper(sinks=7)
+        ParisConfig.preset("paper", sinks=7)

@@ -204,7 +204,7 @@ def test_options_come_back_and_a_filled_cache_keeps_them(
 
 
 def test_published_options_come_back(llama: PreTrainedModel, tmp_path: Path) -> None:
-    options = ParisConfig.paper(**SMALL)
+    options = ParisConfig.preset("paper", **SMALL)
     cache = _prefill(llama, ParisKVCache(llama.config, options))
     cache.save_pretrained(tmp_path)
     loaded = ParisKVCache.from_pretrained(tmp_path, llama.config)

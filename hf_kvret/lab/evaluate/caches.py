@@ -1,7 +1,8 @@
 """Caches by name: ours, transformers' own, and kvpress presses, all used in the same way.
 
 A name may carry options, separated by colons: ``paris:top_k=100:store=host``,
-``quantized:backend=quanto:nbits=2``, ``kvpress:SnapKV:compression_ratio=0.5``.
+``paris:preset=paper``, ``quantized:backend=quanto:nbits=2``,
+``kvpress:SnapKV:compression_ratio=0.5``.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def choose_cache(
 
     Args:
         text: a name of ``known_caches()`` and its options, see above.
-        defaults: of retrieval caches where ``text`` says nothing, as ``top_k`` or ``store``.
+        defaults: of retrieval caches where ``text`` and its preset say nothing, as ``top_k`` or
+            ``store``.
         device: where the model is; offloading needs a CUDA device.
 
     Raises:
@@ -95,7 +97,7 @@ def choose_cache(
         config = cache_class.Config
         # A default for all caches may be no option of this one, or a value that it can't have.
         usual = {key: value for key, value in (defaults or {}).items() if config.takes(key, value)}
-        chosen = config.from_options(**usual | options)
+        chosen = config.from_options(**usual | config.written_out(options))
         return CacheChoice(
             text,
             lambda config, capacity: cache_class(config=config, options=chosen),

@@ -182,7 +182,7 @@ class Demo(Measurement):
             list(zip(prompts, answers, strict=True)), desc=f"{choice.name}: questions", leave=False
         ):
             turn = reader.fork()
-            right += turn.answer(prompt, len(answer)) == answer.tolist()
+            right += turn.answer(turn.feed(prompt), len(answer)) == answer.tolist()
             seconds.append(turn.seconds)
             used.add(turn)
             progress.advance(step)
@@ -228,7 +228,7 @@ def _recall(reader: Reader, prompts: torch.Tensor, count: int) -> list[LayerReca
     if isinstance(reader.cache, RetrievalCache):
         for prompt in tqdm(list(prompts), desc=f"{reader.choice.name}: recall", leave=False):
             turn = branch(reader)
-            turn.answer(prompt, count)
+            turn.answer(turn.feed(prompt), count)
             samples.append(layer_recalls(turn))
     return mean_by_layer(samples)
 

@@ -156,9 +156,18 @@ class Reader:
         return logits
 
     def check_step(self, step: int) -> None:
-        """ValueError when feeding ``step`` tokens at once would make a retrieval cache exact."""
-        if not isinstance(self.cache, RetrievalCache):
+        """ValueError where ``step`` tokens at once don't measure what one at a time does.
+
+        A retrieval cache is exact beyond ``max_draft``; one that learns from queries takes a pass
+        of several tokens for a question, and knows the next ones better than when generating.
+        """
+        if step == 1 or not isinstance(self.cache, RetrievalCache):
             return
+        if self.cache.options.learns_from_queries:
+            raise ValueError(
+                f"--step {step}: {self.choice.name} learns from queries, and tokens that come "
+                "together are a question to it, which generate's are not: use --step 1"
+            )
         most = self.cache.options.max_draft
         if step > most:
             raise ValueError(
@@ -189,25 +198,26 @@ class Reader:
 
     def answer(
         self,
-        tokens: torch.Tensor,
+        logits: torch.Tensor,
         count: int,
         stop: Collection[int] = (),
         *,
         done: Callable[[list[int]], bool] = lambda answer: False,
     ) -> list[int]:
-        """Up to ``count`` greedy tokens after feeding ``tokens [n]``; ends before one of ``stop``.
+        """Up to ``count`` greedy tokens, the first one from ``logits [n, vocab]``' last row.
 
-        ``done`` is asked after each token, whether all those given will do.
+        Ends before one of ``stop``. Each token but the last is fed, one a pass, as ``generate``
+        does. ``done`` is asked after each token, whether all those given will do.
         """
         answer: list[int] = []
         while len(answer) < count:
-            best = int(self.feed(tokens)[-1].argmax())
+            best = int(logits[-1].argmax())
             if best in stop:
                 break
             answer.append(best)
-            if done(answer):
+            if len(answer) == count or done(answer):
                 break
-            tokens = torch.tensor([best])
+            logits = self.feed(torch.tensor([best]))
         return answer
 
     def usage(self) -> Usage:
@@ -244,17 +254,16 @@ def begin(
     *,
     whole: bool,
 ) -> tuple[Reader, torch.Tensor]:
-    """A reader with room for the answer, and the tokens that it is to be fed before it answers.
+    """A reader with room for the answer, and the logits ``[1, vocab]`` that the answer begins with.
 
-    It has read ``context [n]``; with ``whole`` the ``question [m]`` too but for the last token,
-    which is fed alone: it asks for the first new one, and retrieves.
+    Passes are those of ``generate``: ``context [n]`` and ``question [m]`` in one with ``whole``,
+    else the context in a first call and the question in a second one.
     """
-    if whole:
-        prompt = torch.cat([context, question])
-        context, question = prompt[:-1], prompt[-1:]
     reader = Reader(model, choice, len(context) + len(question) + answer_len)
+    if whole:
+        return reader, reader.prefill(torch.cat([context, question]))
     reader.prefill(context)
-    return reader, question
+    return reader, reader.feed(question)
 
 
 def check_positions(model: PreTrainedModel, count: int) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, BUNDLED_MODEL, LATENT_MODEL, REFERENCE_MODEL
+from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
 from hf_kvret.lab.program.hub_access import needs_cache
 from hf_kvret.registry import attach
 
@@ -23,6 +24,7 @@ _BUNDLED = {
     "reference": REFERENCE_MODEL,
     "reference-latent": LATENT_MODEL,
     "reference-books": BOOKS_MODEL,
+    "smollm2": SMOLLM2_MODEL,
 }
 # Broken files of a model make transformers, torch and safetensors raise these.
 _UNLOADABLE = (
@@ -98,16 +100,18 @@ def load_subject(
     """Load a model and its tokenizer.
 
     Args:
-        name: ``needle``, ``reference``, ``reference-latent``, ``reference-books``, else a folder or
-            a hub id.
+        name: ``needle``, ``reference``, ``reference-latent``, ``reference-books``, ``smollm2``,
+            else a folder or a hub id.
 
     Raises:
-        FileNotFoundError: neither a folder nor a hub id.
+        FileNotFoundError: neither a folder nor a hub id, or the weights are not installed.
         ConnectionError: a hub id that is not in the cache, and the hub can't be reached.
         ValueError: no model there, or one that can't be loaded or that retrieval can't serve; the
             message says what was tried.
     """
     path = str(model_folder(name))
+    if name == "smollm2":
+        expand_smollm2()
     if name in _BUNDLED and not (_BUNDLED[name] / "model.safetensors").is_file():
         raise FileNotFoundError(_where(name))
     cached = needs_cache("--model", path)

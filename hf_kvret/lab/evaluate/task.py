@@ -44,8 +44,8 @@ class Task(Measurement):
 
     model: str = option(
         default_model(),
-        "a folder, a hub id, or a model of ours: reference, reference-latent, reference-books "
-        "(text), needle (ids)",
+        "a folder, a hub id, or one of these: reference, reference-latent, reference-books "
+        "(text), needle (ids), smollm2 (text, real weights)",
     )
     caches: str | None = option(
         None,

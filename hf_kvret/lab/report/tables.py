@@ -30,6 +30,12 @@ def table_of(results: Iterable[tuple[Cell, dict[str, Any]]], columns: Columns) -
     return markdown_table([name.rstrip() for name in columns], lines)
 
 
+def with_step(table: str, results: Results) -> str:
+    """The table, and below it how many tokens came together where that was not one, as usual."""
+    step = results.setup.get("step", 1)
+    return table if step == 1 else f"{table}\n\n{step} tokens a forward pass, not one."
+
+
 def mean_or_dash(values: Sequence[float], form: str, times: int = 1) -> str:
     """The mean of numbers, ``times`` that many, in ``form``; ``-`` where there are none."""
     return format(times * sum(values) / len(values), form) if values else "-"

@@ -84,8 +84,8 @@ class Walker:
     Args:
         subject: the model.
         windows: ``[context + new]`` int64 each.
-        new: tokens of a window that are foretold; the step for the first of them is fed the
-            context's last token.
+        new: tokens of a window that are fed one a step, behind its context; what each of them
+            foretells is compared.
     """
 
     def __init__(self, subject: Subject, windows: Sequence[torch.Tensor], new: int) -> None:
@@ -132,10 +132,10 @@ class Walker:
         return self._filled[2]
 
     def _fill(self, choice: CacheChoice, window: int) -> Reader:
-        """A reader of the window's context, but for the last token."""
+        """A reader of the window's context."""
         tokens = self._windows[window]
         reader = Reader(self._model, choice, len(tokens))
-        reader.prefill(tokens[: -self._new - 1])
+        reader.prefill(tokens[: -self._new])
         return reader
 
     def _walk(
@@ -143,7 +143,7 @@ class Walker:
     ) -> tuple[Row, torch.Tensor]:
         """The row, and the logits ``[n, vocab]``, which are their own reference without another."""
         logits, times = [], []
-        tokens = self._windows[window][-self._new - 1 : -1]
+        tokens = self._windows[window][-self._new :]
         for token in tqdm(tokens.split(1), leave=False, desc=reader.choice.name, mininterval=1):
             before = reader.seconds
             logits.append(reader.feed(token).float().cpu())

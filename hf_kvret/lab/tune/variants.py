@@ -153,7 +153,8 @@ def _names(
     """The names of all variants of one method and store."""
     options = choose_cache(text, dict(defaults)).options
     assert options is not None
-    fixed = {option.partition("=")[0].strip() for option in text.split(":")[1:]}
+    named = dict(word.strip().split("=", 1) for word in text.split(":")[1:])
+    fixed = options.written_out(named)
     start = text
     if store != "auto" and "store" not in fixed and type(options).takes_store(store):
         start += f":store={store}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -46,6 +47,11 @@ class AquaConfig(ArtifactConfig):
 
     method: ClassVar[str] = METHOD
     way_out: ClassVar[str] = " or predictor='none'"
+    # Section 3.3: four tokens in full precision, and up to 128 recent ones gather. Then the authors
+    # code all of these; here the newest one stays.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"sink": 4, "recent": 1, "flush": 127, "dense_below": 0}
+    }
 
     top_k: int | float | None = 1.0
     recent: int = 64
@@ -155,14 +161,6 @@ class AquaConfig(ArtifactConfig):
                 f"first_bits={self.first_bits}, keep={self.keep!r}: backbone='kivi' has neither; "
                 "leave them out"
             )
-
-    @classmethod
-    def paper(cls, **changes: Any) -> Self:
-        """The published regions: up to 128 recent tokens gather, then all but the newest are coded.
-
-        The authors code that one too, and keep no recent window after it.
-        """
-        return cls.from_options(**{"recent": 1, "flush": 127, "dense_below": 0, **changes})
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar
 
 from hf_kvret.options.config import (
     RetrievalConfig,
@@ -52,6 +53,21 @@ class CTkvrConfig(RetrievalConfig):
             selected, with lists over all keys.
         seed: of ``choice="random"`` and of the codes.
     """
+
+    learns_from_queries: ClassVar[bool] = True
+    # Section 5.1, and algorithms 1 and 2: nothing but the FIFO changes the lists.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {
+            "top_k": 1024,
+            "dense_below": 0,
+            "choice": "last",
+            "update": 1,
+            "update_lists": "recalled",
+            "pending": 0,
+            "coverage": 0.0,
+            "questions": False,
+        }
+    }
 
     centroids: int = 2048
     tokens_per_centroid: int = 16
@@ -118,16 +134,3 @@ class CTkvrConfig(RetrievalConfig):
     def list_len(self, cold_len: int, budget: int) -> int:
         """Keys of a list."""
         return min(cold_len, math.ceil(self.list_ratio * budget))
-
-    @classmethod
-    def paper(cls, **changes: Any) -> Self:
-        """The published algorithms: nothing but the FIFO changes the lists."""
-        published = {
-            "choice": "last",
-            "update": 1,
-            "update_lists": "recalled",
-            "pending": 0,
-            "coverage": 0.0,
-            "questions": False,
-        }
-        return cls.from_options(**{**published, **changes})

@@ -31,6 +31,8 @@ class H2OConfig(RetrievalConfig):
             number bounds their memory and the work on a long prompt.
     """
 
+    learns_from_queries: ClassVar[bool] = True
+
     top_k: int | float | None = 0.2
     observed: int | None = None
     group_obstacle = "h2o keeps one set of tokens for all query heads of a KV head"

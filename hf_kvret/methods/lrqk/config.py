@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar
 
 from hf_kvret.options.config import (
     RetrievalConfig,
@@ -52,6 +53,20 @@ class LRQKConfig(RetrievalConfig):
             selected ones.
         seed: of ``"randn"``.
     """
+
+    learns_from_queries: ClassVar[bool] = True
+    # Appendix D: r = 32, which is rank's own default; beside the selected tokens the device has 64
+    # "lite" ones, the newest, and nothing else.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {
+            "factors": "als",
+            "top_k": 2048,
+            "sink": 0,
+            "recent": 64,
+            "flush": 1,
+            "dense_below": 0,
+        }
+    }
 
     top_k: int | float | None = None
     rank: int | None = None
@@ -125,8 +140,3 @@ class LRQKConfig(RetrievalConfig):
         """ValueError for a rank that heads of this dim do not have."""
         super().check_model(head_dim)
         self.rank_of(head_dim)
-
-    @classmethod
-    def paper(cls, **changes: Any) -> Self:
-        """The published algorithm: ALS factors for each query head, k = 2048, r = 32."""
-        return cls.from_options(**{"factors": "als", "top_k": 2048, **changes})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -50,6 +51,20 @@ class ParisConfig(RetrievalConfig):
         seed: of the random signs, the same for all layers and heads.
     """
 
+    # Section 5 and table 1; levels, schedule and the mean of a group are the published code's.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {
+            "top_k": 100,
+            "sink": 4,
+            "recent": 256,
+            "flush": 512,
+            "group_reduce": "mean",
+            "center": False,
+            "levels": _PAPER_LEVELS,
+            "schedule": _PAPER_SCHEDULE,
+        }
+    }
+
     subspace_dim: int = 8
     tiers: tuple[float, ...] | None = None
     schedule: tuple[tuple[float, float, float], ...] = (
@@ -95,19 +110,6 @@ class ParisConfig(RetrievalConfig):
                     f"schedule row {row}: (length, beta, rho) with beta and rho above 0 and at "
                     "most 1"
                 )
-
-    @classmethod
-    def paper(cls, **changes: Any) -> Self:
-        """The published algorithm: k = 100, the group's mean query, its levels and schedule."""
-        options = {
-            "top_k": 100,
-            "group_reduce": "mean",
-            "center": False,
-            "levels": _PAPER_LEVELS,
-            "schedule": _PAPER_SCHEDULE,
-            **changes,
-        }
-        return cls.from_options(**options)
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for rows of this dim that have no codes, or whose points a byte can't hold."""
@@ -374,7 +376,7 @@ class ParisKVCache(RetrievalCache):
     """Finds cold tokens by sign-pattern collisions and reranks them by 4-bit codes.
 
     ``ParisKVCache(config=model.config)`` uses our best variant;
-    ``ParisKVCache(model.config, ParisConfig.paper())`` the published algorithm.
+    ``ParisKVCache(model.config, preset="paper")`` the published algorithm.
     """
 
     name: ClassVar[str] = "paris"

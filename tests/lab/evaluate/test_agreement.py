@@ -29,16 +29,15 @@ def _arguments(model: Path, text: Path) -> list[str]:
 
 
 def _flat(subject: Subject, context: torch.Tensor, forced: list[int] | None) -> torch.Tensor:
-    """``[NEW, vocab]`` of flat with 8 tokens, fed ``forced`` or its own tokens."""
+    """``[NEW, vocab]`` of flat with 8 tokens, fed ``forced`` or, after its first, its own."""
     cache = FlatKVCache(subject.model.config, top_k=8, dense_below=0, recent=16, flush=16)
     rows = []
     with torch.inference_mode():
-        subject.model(context[None, :-1], past_key_values=cache)
-        last = int(context[-1])
+        logits = subject.model(context[None], past_key_values=cache).logits[0, -1]
         for step in range(NEW):
+            last = forced[step] if forced else int(logits.argmax())
             logits = subject.model(torch.tensor([[last]]), past_key_values=cache).logits[0, -1]
             rows.append(logits)
-            last = forced[step] if forced else int(logits.argmax())
     return torch.stack(rows)
 
 
@@ -53,10 +52,10 @@ def test_the_numbers_are_those_of_an_independent_run(
     assert picture.stat().st_size > 1000
     forced, free, firsts, divergences = [], [], [], []
     for context in text_windows(subject, "test", tiny_text, LENGTH, 0, 2, None):
-        expected = greedy(subject.model, context, NEW)
+        fed = greedy(subject.model, context, 1 + NEW)
         with torch.inference_mode():
-            whole = subject.model(torch.cat([context, torch.tensor(expected[:-1])])[None]).logits[0]
-        logits = _flat(subject, context, expected)
+            whole = subject.model(torch.cat([context, torch.tensor(fed[:-1])])[None]).logits[0]
+        logits, expected = _flat(subject, context, fed[:-1]), fed[1:]
         divergences.append(
             torch.nn.functional.kl_div(
                 logits.log_softmax(-1),

@@ -77,13 +77,14 @@ def test_each_stretch_has_the_recall_of_its_own_tokens(
 
 
 def test_larger_steps_find_nearly_the_same(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = f"paris:top_k=8:{SMALL}"
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", cache]
     single = _run(tmp_path / "1.json", *arguments)[cache]["stretches"]
     several = _run(tmp_path / "4.json", *arguments, "--step", "4")[cache]["stretches"]
     assert [one["end"] for one in several] == [one["end"] for one in single]
+    assert "4 tokens a forward pass, not one." in capsys.readouterr().out
     # Flushes fall on other tokens, so a few tokens are cold a little earlier or later.
     assert mean_of(several, "overlap") == pytest.approx(mean_of(single, "overlap"), abs=0.03)
 

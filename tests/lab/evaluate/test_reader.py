@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from hf_kvret import ParisKVCache
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.reader import Reader, begin
 from hf_kvret.lab.evaluate.subject import Subject
 
 from .runs import greedy
@@ -49,24 +52,64 @@ def test_forks_leave_each_other_alone(name: str, subject: Subject, text: torch.T
     reader = Reader(subject.model, choose_cache(name), len(text) + 20)
     reader.prefill(text[:100])
     first = reader.fork()
-    answer = first.answer(text[100:103], 8)
-    reader.fork().answer(text[110:115], 8)
+    answer = first.answer(first.feed(text[100:103]), 8)
+    other = reader.fork()
+    other.answer(other.feed(text[110:115]), 8)
     assert (reader.length, first.length) == (100, 100 + 3 + 7)
-    assert reader.fork().answer(text[100:103], 8) == answer
+    again = reader.fork()
+    assert again.answer(again.feed(text[100:103]), 8) == answer
     assert answer == greedy(subject.model, text[:103], 8)
 
 
 def test_an_answer_ends_before_a_stop_token(subject: Subject, text: torch.Tensor) -> None:
     reader = Reader(subject.model, choose_cache("full"), len(text))
-    answer = reader.fork().answer(text[:50], 6)
+    logits = reader.prefill(text[:50])
+    answer = reader.fork().answer(logits, 6)
     index = next(i for i in range(1, 6) if answer[i] not in answer[:i])
-    assert reader.fork().answer(text[:50], 6, stop={answer[index]}) == answer[:index]
     # The stop token was asked for and not fed.
     twin = reader.fork()
-    twin.answer(text[:50], 6, stop={answer[index]})
+    assert twin.answer(logits, 6, stop={answer[index]}) == answer[:index]
     assert twin.length == 50 + index
-    done = reader.fork().answer(text[:50], 6, done=lambda some: len(some) == 2)
+    done = reader.fork().answer(logits, 6, done=lambda some: len(some) == 2)
     assert done == answer[:2]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["inside", "after"])
+def test_a_question_comes_in_the_passes_of_generate(
+    whole: bool, subject: Subject, text: torch.Tensor
+) -> None:
+    """Methods that learn from queries tell a prompt, a second one and a step apart."""
+    passes: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        passes.append(kwargs["input_ids"].shape[1] if "input_ids" in kwargs else args[0].shape[1])
+
+    hook = subject.model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        reader, logits = begin(
+            subject.model, choose_cache("paris"), text[:100], text[100:110], 6, whole=whole
+        )
+        answer, own = reader.answer(logits, 6), list(passes)
+        passes.clear()
+        cache = ParisKVCache(config=subject.model.config)
+        if not whole:
+            subject.model.generate(text[None, :100], past_key_values=cache, max_new_tokens=1)
+        given = subject.model.generate(
+            text[None, :110], past_key_values=cache, max_new_tokens=6, eos_token_id=None
+        )
+    finally:
+        hook.remove()
+    assert own == passes == ([110] if whole else [100, 10]) + [1] * 5
+    assert answer == given[0, 110:].tolist()
+
+
+@pytest.mark.parametrize("name", ["ctkvr", "lrqk", "lrqk:factors=als", "h2o"])
+def test_methods_that_learn_from_queries_take_one_token_a_step(name: str, subject: Subject) -> None:
+    reader = Reader(subject.model, choose_cache(name), 8)
+    reader.check_step(1)
+    with pytest.raises(ValueError, match=rf"--step 2: {name} learns from queries.* --step 1"):
+        reader.check_step(2)
+    Reader(subject.model, choose_cache("paris"), 8).check_step(2)
 
 
 def test_usage_counts_bytes_and_rows(subject: Subject, text: torch.Tensor) -> None:

@@ -99,8 +99,7 @@ def _right(subject: Subject, cache: str, length: int, count: int, answer_len: in
     for sample in generate("niah_single_1", lambda x: token_ids(tokenizer, x), length, count):
         ids = token_ids(tokenizer, sample.input + sample.answer_prefix)
         reader = Reader(subject.model, choose_cache(cache), len(ids) + answer_len)
-        reader.prefill(ids[:-1])
-        answer = tokenizer.decode(reader.answer(ids[-1:], answer_len))
+        answer = tokenizer.decode(reader.answer(reader.prefill(ids), answer_len))
         right += sample_score("niah_single_1", answer, sample.outputs)
     return right
 

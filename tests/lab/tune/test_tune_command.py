@@ -98,12 +98,12 @@ def test_the_numbers_are_those_of_an_independent_run(
             subject.model.config, top_k=8, recent=16, flush=16, dense_below=0, store="device"
         )
         with torch.inference_mode():
-            subject.model(window[None, :255], past_key_values=cache)
+            subject.model(window[None, :256], past_key_values=cache)
             steps = [
                 subject.model(token[None, None], past_key_values=cache).logits[0, -1]
-                for token in window[255:263]
+                for token in window[256:264]
             ]
-            whole = subject.model(window[None, :263]).logits[0, -8:]
+            whole = subject.model(window[None, :264]).logits[0, -8:]
         own = torch.stack(steps)
         row = results.find({"cache": f"{method}:top_k=8", "window": number})
         assert row is not None

@@ -45,8 +45,9 @@ class Agreement(Task):
     description: ClassVar[str] = (
         "Agreement with full attention on any text: tokens, distributions, recall by layer. "
         "Full attention goes on greedily from each context. The same tokens are then forced "
-        "through the cache, and in a second run the cache goes on by itself. The context's last "
-        "token is fed alone, so the first new token is already a retrieving one."
+        "through the cache, and in a second run the cache goes on by itself. Contexts are read as "
+        "generate reads a prompt, exactly, so the token that follows it is the same for all "
+        "caches: it is fed first, and not counted."
     )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret eval agreement --text wiki.test.raw --context 4K --caches flat,paris",
@@ -58,13 +59,11 @@ class Agreement(Task):
     )
     context: tuple[int, ...] = context_option((4096,), "tokens of a context, with --text")
     windows: int = count_option(4, "at most this many contexts of each length")
-    new_tokens: int = count_option(64, "of each continuation")
+    new_tokens: int = count_option(64, "of each continuation, after its first one")
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.prompts is None):
             raise ValueError("give either --text FILE or --prompts FILE")
-        if min(self.context) < 2:
-            raise ValueError(f"--context {min(self.context)}: a context has at least 2 tokens")
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         if self.prompts is None:
@@ -87,15 +86,13 @@ class Agreement(Task):
         for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
             expected = _continuation(subject.model, context, self.new_tokens)
             reader = Reader(subject.model, choice, len(context) + self.new_tokens)
-            reader.prefill(context[:-1])
-            fed = torch.cat([context[-1:], expected[:-1]])
+            begun = reader.prefill(context)
+            fed, expected = expected[:-1], expected[1:]
             follower = branch(reader)
             logits = _step_by_step(follower, fed)
             equal = logits.argmax(-1) == expected
             forced += int(equal.sum())
-            exact = full_logits(
-                subject.model, torch.cat([context, expected[:-1]]), start=len(context) - 1
-            )
+            exact = full_logits(subject.model, torch.cat([context, fed]), start=len(context))
             kls.append(_divergence(exact, logits))
             first = self.new_tokens if equal.all() else int(equal.int().argmin())
             firsts.append(first)
@@ -103,8 +100,8 @@ class Agreement(Task):
             if first == self.new_tokens:
                 free += first
             else:
-                own = reader.answer(context[-1:], self.new_tokens)
-                free += int((torch.tensor(own) == expected).sum())
+                own = torch.tensor(reader.answer(begun, 1 + self.new_tokens)[1:])
+                free += int((own == expected).sum())
             recalls.append(layer_recalls(follower))
             used.add(follower)
         tokens = len(contexts) * self.new_tokens
@@ -131,9 +128,9 @@ class Agreement(Task):
         contexts = []
         for number, prompt in enumerate(read_prompts(self.prompts)[first - 1 : last], first):
             ids = token_ids(tokenizer, prompt)
-            if len(ids) < 2:
+            if not len(ids):
                 raise ValueError(
-                    f"{self.prompts}: prompt {number} ({prompt!r}) is one token: make it longer"
+                    f"{self.prompts}: prompt {number} ({prompt!r}) has no token: make it longer"
                 )
             contexts.append(ids)
         return contexts
@@ -182,12 +179,11 @@ class Agreement(Task):
 
 
 def _continuation(model: PreTrainedModel, context: torch.Tensor, count: int) -> torch.Tensor:
-    """``[count]`` greedy tokens of full attention; made once for all caches of a row."""
+    """``[1 + count]`` greedy tokens of full attention; made once for all caches of a row."""
 
     def make() -> torch.Tensor:
         reader = Reader(model, choose_cache("full"), len(context) + count)
-        reader.prefill(context[:-1])
-        return torch.tensor(reader.answer(context[-1:], count))
+        return torch.tensor(reader.answer(reader.prefill(context), 1 + count))
 
     return _continuations.get(model, (tuple(context.tolist()), count), make)
 

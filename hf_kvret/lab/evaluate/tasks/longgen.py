@@ -30,7 +30,7 @@ from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import or_dash, share, table_of
+from hf_kvret.lab.report.tables import or_dash, share, table_of, with_step
 
 FOLLOW = ("text", "greedy", "sample")
 
@@ -60,8 +60,8 @@ class LongGeneration(Task):
     every: int = common.count_option(128, "tokens that share a number")
     step: int = common.count_option(
         1,
-        "tokens a forward pass with --follow text; retrieval caches select for each of them up to "
-        "max_draft (32)",
+        "tokens a forward pass with --follow text, up to max_draft (32), and one for caches that "
+        "learn from queries",
     )
     follow: str = option(
         "text",
@@ -136,7 +136,7 @@ class LongGeneration(Task):
             "tokens equal": partial(_share, "equal", None),
             "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
         }
-        return table_of(results, columns)
+        return with_step(table_of(results, columns), results)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

@@ -198,7 +198,7 @@ class _Talk:
         """The answer, given on a fork, so that the cache is what it was."""
         fork = self._reader.fork()
         tokens = torch.tensor([*self._pending, *question])
-        reply = fork.answer(tokens, self._wording.answer_len, self._stop)
+        reply = fork.answer(fork.feed(tokens), self._wording.answer_len, self._stop)
         # The last token is fed only when another one is asked for.
         fed = fork.length - self._reader.length - len(tokens)
         self._fork, self._fork_pending = fork, reply[fed:]
@@ -212,7 +212,9 @@ class _Talk:
     def correct(self, question: list[int], gold: list[int]) -> None:
         """Go on with the question and its right answer; what the fork said is gone."""
         self._reader.feed(torch.tensor(question))
-        self._reader.feed(torch.tensor(gold))
+        # One a pass, as if the model had said them.
+        for token in gold:
+            self._reader.feed(torch.tensor([token]))
 
     def end(self) -> None:
         """Count the reading of the context, and the bytes held before another question."""

@@ -146,7 +146,7 @@ class NeedleInHaystack(Task):
         used = UsageSum()
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="document"):
             document = self._document(wording, cell["length"], cell["depth"], sample)
-            reader, tokens = begin(
+            reader, logits = begin(
                 subject.model,
                 choice,
                 document.context,
@@ -154,7 +154,7 @@ class NeedleInHaystack(Task):
                 wording.answer_len,
                 whole=cell["questions"] == "inside",
             )
-            reply = wording.text(reader.answer(tokens, wording.answer_len, wording.stop))
+            reply = wording.text(reader.answer(logits, wording.answer_len, wording.stop))
             replies.append({"expected": document.facts[0].answer, "given": reply})
             used.add(reader)
         scores = {"substring": _mean(contains, replies), "rouge1": _mean(rouge1_recall, replies)}

@@ -21,7 +21,7 @@ from hf_kvret.lab.program.common_options import context_option, count_option, te
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import Columns, or_dash, over_full, table_of
+from hf_kvret.lab.report.tables import Columns, or_dash, over_full, table_of, with_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,7 @@ class Perplexity(Task):
     prefill: float = option(0.5, "share read in one pass", kind=share())
     step: int = count_option(
         1,
-        "tokens a forward pass; retrieval caches select for each of them up to max_draft (32) and "
-        "attend to everything beyond",
+        "tokens a forward pass, up to max_draft (32), and one for caches that learn from queries",
     )
 
     def __post_init__(self) -> None:
@@ -121,7 +120,7 @@ class Perplexity(Task):
             "bytes / full K,V": lambda cell, row: f"{_cache_bytes(row) / row['full_bytes']:.1%}",
             "tokens": lambda cell, row: str(row["tokens"]),
         }
-        return table_of(results, columns)
+        return with_step(table_of(results, columns), results)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

@@ -117,7 +117,7 @@ class Ruler(Task):
         context = token_ids(tokenizer, sample.context + text if whole else sample.context)
         question = torch.tensor([] if whole else encode(tokenizer, text), dtype=torch.long)
         budget = task.max_new_tokens
-        reader, tokens = begin(subject.model, choice, context, question, budget, whole=whole)
+        reader, logits = begin(subject.model, choice, context, question, budget, whole=whole)
 
         def decode(given: list[int]) -> str:
             return tokenizer.decode(given, skip_special_tokens=True)
@@ -125,7 +125,7 @@ class Ruler(Task):
         def right(given: list[int]) -> bool:
             return sample_score(task.name, decode(given), sample.outputs) == 1.0
 
-        return reader, decode(reader.answer(tokens, budget, end_tokens(subject), done=right))
+        return reader, decode(reader.answer(logits, budget, end_tokens(subject), done=right))
 
     @classmethod
     def table(cls, results: Results) -> str:

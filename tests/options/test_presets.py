@@ -1,0 +1,107 @@
+"""Presets: what a paper gives, by name, wherever options go."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.tune.variants import make_variants
+from hf_kvret.methods.paris import ParisConfig
+from hf_kvret.testing import MODELS
+
+PUBLISHED = ("a2ats", "aqua", "ctkvr", "lrqk", "paris")
+SMALL = {"top_k": 8, "recent": 8, "flush": 8, "dense_below": 0}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    return model
+
+
+@pytest.mark.parametrize("method", PUBLISHED)
+def test_a_preset_is_its_options_written_out(method: str) -> None:
+    config = hf_kvret.registered_methods()[method].Config
+    paper = config.preset("paper")
+    assert paper == config(**config.presets["paper"]) != config()
+    assert paper == config.from_options(preset="paper") == config().replace(preset="paper")
+    assert config.from_options(**json.loads(json.dumps(dataclasses.asdict(paper)))) == paper
+
+
+@pytest.mark.parametrize("method", PUBLISHED)
+def test_what_is_named_beside_a_preset_wins(method: str) -> None:
+    config = hf_kvret.registered_methods()[method].Config
+    changed = config.preset("paper", recent=77)
+    assert changed == config.preset("paper").replace(recent=77)
+    assert config(sink=9, max_draft=5).replace(preset="paper").max_draft == 5
+
+
+@pytest.mark.parametrize("name", ["papers", 3, ("paper",)])
+def test_an_unknown_preset_names_those_there_are(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"ParisConfig has no preset .*: choose 'paper'"):
+        ParisConfig.preset(name)
+
+
+@pytest.mark.parametrize("method", ["flat", "h2o"])
+def test_a_method_without_presets_says_so(method: str) -> None:
+    config = hf_kvret.registered_methods()[method].Config
+    with pytest.raises(ValueError, match="has no preset 'paper': it has none"):
+        config.from_options(preset="paper")
+
+
+def test_a_misspelt_preset_is_an_unknown_option() -> None:
+    with pytest.raises(ValueError, match="no option 'presets': did you mean 'preset'"):
+        ParisConfig.from_options(presets="paper")
+
+
+def test_generate_takes_a_preset(model: PreTrainedModel) -> None:
+    tokens = torch.randint(3, model.config.vocab_size, (1, 60))
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    options = {"preset": "paper", **SMALL}
+    by_name = model.generate(
+        **inputs, cache_implementation="paris", cache_config=options, max_new_tokens=9
+    )
+    cache = hf_kvret.ParisKVCache(model.config, **options)
+    assert cache.options == ParisConfig.preset("paper", **SMALL)
+    # The same preset beside the cache is no contradiction, another budget is one.
+    passed = model.generate(**inputs, past_key_values=cache, cache_config=options, max_new_tokens=9)
+    assert torch.equal(by_name, passed)
+    with pytest.raises(ValueError, match="cache_config asks for top_k=100, past_key_values has 8"):
+        model.generate(
+            **inputs, past_key_values=cache, cache_config={"preset": "paper"}, max_new_tokens=9
+        )
+
+
+def test_a_saved_cache_keeps_what_the_preset_stood_for(
+    model: PreTrainedModel, tmp_path: Any
+) -> None:
+    cache = hf_kvret.LRQKCache(model.config, preset="paper", top_k=8, rank=4)
+    tokens = torch.randint(3, model.config.vocab_size, (1, 60))
+    model.generate(tokens, past_key_values=cache, max_new_tokens=4)
+    cache.save_pretrained(tmp_path)
+    loaded = hf_kvret.LRQKCache.from_pretrained(tmp_path, model.config)
+    assert loaded.options == cache.options
+    assert (loaded.options.recent, loaded.options.sink) == (64, 0)
+
+
+def test_a_preset_in_a_table_has_its_own_budget() -> None:
+    chosen = choose_cache("paris:preset=paper", {"top_k": 17, "store": "host"}).options
+    assert chosen is not None and (chosen.top_k, chosen.store) == (100, "host")
+    equal = choose_cache("paris:preset=paper:top_k=0.06", {"top_k": 17}).options
+    assert equal == ParisConfig.preset("paper", top_k=0.06)
+
+
+def test_tune_tries_a_preset_at_its_own_budget() -> None:
+    variants = make_variants(
+        ["paris", "paris:preset=paper"], ["auto"], [64, 128], ["off"], {}, context=4000
+    )
+    budgets = {name: variant.cache_config["top_k"] for name, variant in variants.items()}
+    assert budgets == {"paris:top_k=64": 64, "paris:top_k=128": 128, "paris:preset=paper": 100}
