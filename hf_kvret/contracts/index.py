@@ -176,6 +176,16 @@ class Index(State):
             which names the index; where a GPU does, they count as -1.
         """
 
+    def recall(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor | None:
+        """Tokens of which ``search`` selects the best ones by their keys, as ``Store.best`` does.
+
+        Arguments as of ``search``; ``[B, Hkv, Q, M]`` int32 slots, at least ``budget``, each at
+        most once a row, -1 for none. Called instead of ``search`` where the store compares keys
+        elsewhere, so that it need not wait for the best before it attends to them. None, as here:
+        it selects in another way.
+        """
+        return None
+
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         """What the CPU library has to know to do ``search`` itself, in one call with all the rest.
 

@@ -65,10 +65,12 @@ class Store(State):
             taken in the same tokens just before, and it forgets tokens after this one. Set by the
             cache, also in a fork.
         codes_rows: whether rows come back as other numbers than they were given.
+        ranks_elsewhere: whether ``best`` waits for another device than that of the queries.
     """
 
     below: Callable[[], Store | None] = staticmethod(_nothing_below)
     codes_rows: ClassVar[bool] = False
+    ranks_elsewhere: bool = False
 
     @property
     def bus_share(self) -> float:
@@ -157,6 +159,19 @@ class Store(State):
         heads of its KV head give it. Computed where ``attend`` computes; arguments are the same.
         """
         return best_of(self.scores(query, ids, scale, softcap), ids, count)
+
+    def begin_with_best(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        count: int,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Start what ``best`` and then ``begin`` do; gives ``out``, ``lse`` and the best ids."""
+        best = self.best(query, ids, count, scale, softcap)
+        finish = self.begin(query, best, scale, softcap)
+        return lambda: (*finish(), best)
 
     @abstractmethod
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,6 +76,9 @@ def _attend_to_search(
     kv: LayerKV, query: torch.Tensor, call: AttentionCall, search: Search
 ) -> Result:
     index, cold, groups = search.index, search.cold, search.groups
+    recalled = index.recall(search.query, cold) if cold.store.ranks_elsewhere else None
+    if recalled is not None:
+        return _attend_to_best(kv, query, call, search, recalled)
     ids = index.search(search.query, cold)
     # First, so that a store elsewhere works while the device does all the rest.
     finish = cold.store.begin(search.query, ids, cold.scale, cold.softcap)
@@ -96,17 +99,41 @@ def _attend_to_search(
         )
         return Result(out, ids, lse, means)
     count_ids(ids, kv.selected)
-
-    def attend() -> AttentionResult:
-        parts = [finish()]
-        if means is not None:
-            partials = means.partials()
-            parts.append((partials.outs, partials.lses))
-        out, lse = merge(parts) if len(parts) > 1 else parts[0]
-        return (out, lse) if groups is None else (groups.unfold(out), groups.unfold(lse))
-
-    out, lse = _with_window(kv, query, call, attend)
+    out, lse = _with_window(kv, query, call, lambda: _with_means(finish(), means, groups))
     return Result(out, ids, lse, means)
+
+
+def _attend_to_best(
+    kv: LayerKV, query: torch.Tensor, call: AttentionCall, search: Search, recalled: torch.Tensor
+) -> Result:
+    """As ``_attend_to_search``, where the store finds out which of ``recalled`` are the best.
+
+    They are known once it has attended to them, while the device attended to the window.
+    """
+    cold = search.cold
+    finish = cold.store.begin_with_best(
+        search.query, recalled, cold.budget, cold.scale, cold.softcap
+    )
+    near = _attend_to_window(kv, query, call)
+    *result, ids = finish()
+    means = _mean_tokens(kv, search.query, ids, cold)
+    far = _with_means((result[0], result[1]), means, search.groups)
+    out, lse = merge([near, far], call.sink_logits, query.dtype)
+    count_ids(ids, kv.selected)
+    if search.index.looks_back:
+        search.index.after_search(ids)
+    return Result(out, ids, lse, means)
+
+
+def _with_means(
+    result: AttentionResult, means: MeanTokens | None, groups: HeadGroups | None
+) -> AttentionResult:
+    """``result``, merged with what the means give, by the query's own heads."""
+    if means is not None:
+        partials = means.partials()
+        result = merge([result, (partials.outs, partials.lses)])
+    out, lse = result
+    return (out, lse) if groups is None else (groups.unfold(out), groups.unfold(lse))
 
 
 def _with_window(
@@ -116,12 +143,16 @@ def _with_window(
     attend_to_cold: Callable[[], AttentionResult] | None = None,
 ) -> AttentionResult:
     """Attention to the window, which is launched first, and to what ``attend_to_cold`` does."""
-    arguments = _window_arguments(kv, query, call)
-    near = prompt_partials(query, *kv.window.tokens(), **arguments)
-    parts = [(near.outs, near.lses)]
+    parts = [_attend_to_window(kv, query, call)]
     if attend_to_cold is not None:
         parts.append(attend_to_cold())
     return merge(parts, call.sink_logits, query.dtype)
+
+
+def _attend_to_window(kv: LayerKV, query: torch.Tensor, call: AttentionCall) -> AttentionResult:
+    arguments = _window_arguments(kv, query, call)
+    near = prompt_partials(query, *kv.window.tokens(), **arguments)
+    return near.outs, near.lses
 
 
 def _window_arguments(kv: LayerKV, query: torch.Tensor, call: AttentionCall) -> dict[str, Any]:

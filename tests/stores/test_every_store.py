@@ -179,6 +179,10 @@ def check_reads(store: Store, rows: Rows, case: Case, choose: random.Random) -> 
         best = store.best(query, ids, count, SCALE, softcap)
         assert torch.equal(best, Store.best(store, query, ids, count, SCALE, softcap))
         assert torch.equal(best.sort(-1).values, ids.sort(-1).values), "all of them, best first"
+        few = store.best(query, ids, 1, SCALE, softcap)
+        *begun, found = store.begin_with_best(query, ids, 1, SCALE, softcap)()
+        assert torch.equal(found, few)
+        assert all(map(torch.equal, begun, store.attend(query, few, SCALE, softcap)))
 
 
 def assert_close(tensor: torch.Tensor, expected: torch.Tensor, error: float) -> None:

@@ -164,20 +164,35 @@ class CTkvrIndex(Index):
             raise RuntimeError(
                 f"the index has no lists for a budget of {budget}: call build or before_search"
             )
-        grouped = self._grouped(query)
-        ids = recalled(
-            queue,
-            grouped,
-            self.options.nprobe,
-            self._file.pending(length),
-            cold.valid,
-            in_turn=self._rerank.in_turn,
-        )
+        ids = self._recalled(queue, query, cold)
         if not self._columns:
             return self._rerank.best(ids, query, budget, cold)
         best = self._rerank.best(ids, query, max(budget, queue.width), cold)
-        self._selection = _Selection(grouped, best[..., : queue.width], length)
+        self._selection = _Selection(self._grouped(query), best[..., : queue.width], length)
         return best[..., :budget].contiguous()
+
+    def recall(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor | None:
+        """See ``Index.recall``: as ``host_search``, where the store compares the keys."""
+        queue = self._file.queue
+        if queue is None or cold.budget >= len(cold) or self._columns:
+            return None
+        if not isinstance(self._rerank, StoredKeys):
+            return None
+        return self._recalled(queue, query, cold)
+
+    def _recalled(
+        self, queue: CentroidQueue, query: torch.Tensor, cold: ColdTokens
+    ) -> torch.Tensor:
+        """Ids ``[B, H, Q, M]`` of ``recalled`` for ``query [B, Hq, Q, D]``."""
+        options, pending = self.options, self._file.pending(len(cold))
+        return recalled(
+            queue,
+            self._grouped(query),
+            options.nprobe,
+            pending,
+            cold.valid,
+            in_turn=self._rerank.in_turn,
+        )
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         """See ``Index.host_search``: where recalled tokens are compared by their keys.
