@@ -261,9 +261,10 @@ def test_bytes_for_each_cold_token_are_what_the_codes_take() -> None:
 def test_candidates_are_a_share_that_covers_the_budget() -> None:
     index = ParisIndex(OURS)
     assert index.cost(2_000, 100).candidates == 1_000
-    assert index.cost(20_000, 100).candidates == 4_000
+    assert index.cost(20_000, 100).candidates == 5_000
     assert index.cost(100_000, 100).candidates == 10_000
-    assert index.cost(100_000, 50_000).candidates == 50_000
+    assert index.cost(100_000, 5_000).candidates == 25_000, "five for each selected token"
+    assert index.cost(100_000, 50_000).candidates == 100_000
     assert index.cost(50, 50).candidates == 50
 
 

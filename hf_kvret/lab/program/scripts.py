@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[3] / "examples"
 
 SCRIPTS = {
     "eval paris-ablation": "studies/paris_ablation.py",
+    "eval paris-stages": "studies/paris_stages.py",
     "eval lrqk-factors": "studies/lrqk_factors.py",
     "eval ctkvr-ablation": "studies/ctkvr_ablation.py",
     "eval a2ats-ablation": "studies/a2ats_ablation.py",

@@ -13,9 +13,16 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.contracts.schema import FLOATS, Schema, damaged
-from hf_kvret.contracts.state import tensor
+from hf_kvret.contracts.state import number, tensor
+from hf_kvret.contracts.store import Store
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
-from hf_kvret.options.config import RetrievalConfig, check_choice, check_flag, check_int
+from hf_kvret.options.config import (
+    RetrievalConfig,
+    check_choice,
+    check_flag,
+    check_int,
+    check_number,
+)
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch
 from hf_kvret_kernels.paris.codes import check_widths
@@ -44,9 +51,11 @@ class ParisConfig(RetrievalConfig):
         schedule: ``(length, beta, rho)`` triples: below that many cold tokens, the share of
             candidates and the share of keys that a subspace gives points to. The last
             triple serves all greater lengths.
+        per_selected: candidates at least for each selected token, where ``beta`` gives fewer.
         group_reduce: how the query heads of a KV head share a selection: ``"max"`` of their
             softmax weights, or ``"mean"`` of the queries (the published code).
-        center: subtract the mean key of the prompt before encoding; ranking is unchanged by it.
+        center: subtract the mean key before encoding; ranking is unchanged by it. It is that of the
+            prompt, and taken anew each time the context has doubled.
         levels: the eight magnitude levels; None computes the Lloyd-Max ones for ``subspace_dim``.
         seed: of the random signs, the same for all layers and heads.
     """
@@ -62,16 +71,19 @@ class ParisConfig(RetrievalConfig):
             "center": False,
             "levels": _PAPER_LEVELS,
             "schedule": _PAPER_SCHEDULE,
+            "per_selected": 1.0,
         }
     }
 
     subspace_dim: int = 8
     tiers: tuple[float, ...] | None = None
     schedule: tuple[tuple[float, float, float], ...] = (
-        *_PAPER_SCHEDULE[:-1],
-        (512 << 10, 0.10, 0.20),
-        (math.inf, 0.07, 0.20),
+        (5_000, 0.50, 0.75),
+        (30_000, 0.25, 0.75),
+        (512 << 10, 0.10, 0.75),
+        (math.inf, 0.07, 0.75),
     )
+    per_selected: float = 5.0
     group_reduce: str = "max"
     center: bool = True
     levels: tuple[float, ...] | None = None
@@ -84,6 +96,8 @@ class ParisConfig(RetrievalConfig):
             if not isinstance(value, tuple | list) and (name == "schedule" or value is not None):
                 raise TypeError(f"{name} must be a sequence, got {value!r}")
         check_flag("center", self.center)
+        meaning = "candidates for a selected token, at least 1"
+        check_number("per_selected", self.per_selected, lambda x: 1.0 <= x < math.inf, meaning)
         check_int("seed", self.seed)
         check_choice("subspace_dim", self.subspace_dim, (4, 8))
         check_choice("group_reduce", self.group_reduce, ("max", "mean"))
@@ -146,7 +160,7 @@ class ParisConfig(RetrievalConfig):
         At least as many keys earn points in a subspace (section 4.2.2: rho >= beta).
         """
         rows = ((length, beta, max(rho, beta)) for length, _, rho in self.schedule)
-        return self.replace(schedule=tuple(rows))
+        return self.replace(schedule=tuple(rows), per_selected=1.0)
 
     def ratios(self, cold_len: int) -> tuple[float, float]:
         """``(beta, rho)`` for that many cold tokens."""
@@ -179,10 +193,11 @@ class ParisIndex(CapturableIndex, Index):
     _weight: TokenBuffer = tokens(dims="B H N s", dtype=FLOATS)
     # Keys in each centroid of each subspace.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B H s c", dtype=torch.int32)
-    # The mean key of the first block, [B, Hkv, D] fp32.
+    # The mean key, [B, Hkv, D] fp32, and of how many tokens it is.
     _mean: torch.Tensor | None = tensor(
         shared=True, optional=True, dims="B H D", dtype=torch.float32
     )
+    _mean_len: int = number(0, least=0)
     # Random signs of the rotation, [P] fp32, and the [8] fp32 levels of magnitudes.
     _signs: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
     _levels: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
@@ -197,15 +212,50 @@ class ParisIndex(CapturableIndex, Index):
         if self._counts is None:
             self._make_basis(block.keys.shape[-1], block.keys.device)
             self._mean = block.mean_key() if self.options.center else None
-        codes = self.encode(block.keys)
-        if block.valid is not None:
+            self._mean_len = len(block)
+        self._append(block.keys, block.valid)
+
+    def _append(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
+        codes = self.encode(keys)
+        if valid is not None:
             # A crop must know which tokens the counts leave out.
-            codes.weight.masked_fill_(~block.valid[:, None, :, None], -1)
+            codes.weight.masked_fill_(~valid[:, None, :, None], -1)
         self._sign.append(codes.sign)
         self._magnitude.append(codes.magnitude)
         self._weight.append(codes.weight)
-        counts = paris.count_centroids(codes.sign, m=self.options.subspace_dim, valid=block.valid)
+        counts = paris.count_centroids(codes.sign, m=self.options.subspace_dim, valid=valid)
         self._counts = counts if self._counts is None else self._counts + counts
+
+    def build(self, cold: ColdTokens) -> None:
+        """Code a prompt that came in pieces by its own mean, not by that of the first piece."""
+        if self._mean_len < len(self._sign):
+            self._recenter(cold.store)
+
+    def before_search(self, cold: ColdTokens) -> None:
+        """The mean of half as many tokens, or fewer, no longer is that of the keys."""
+        if 2 * self._mean_len <= len(self._sign):
+            self._recenter(cold.store)
+
+    def _recenter(self, store: Store) -> None:
+        """Take the mean of all keys, and code them anew; reads them twice, in chunks.
+
+        A store that codes its rows has no exact keys, and nothing changes.
+        """
+        mean, length = self._mean, len(self._sign)
+        self._mean_len = length
+        if mean is None or store.codes_rows:
+            return
+        valid = self._weight.rows[:, 0, :, 0] >= 0
+        total = torch.zeros_like(mean)
+        for start, keys in store.key_chunks():
+            held = valid[:, None, start : start + keys.shape[2], None]
+            total += keys.masked_fill(~held, 0.0).sum(dim=2, dtype=torch.float32)
+        self._mean = total / valid.sum(dim=1).clamp(min=1)[:, None, None]
+        self._counts = None
+        for plane in (self._sign, self._magnitude, self._weight):
+            plane.crop(0)
+        for start, keys in store.key_chunks():
+            self._append(keys, valid[:, start : start + keys.shape[2]])
 
     def rotate(self, query: torch.Tensor) -> torch.Tensor:
         """``[..., P]`` fp32 of ``query [..., D]``, in the coordinates of the codes."""
@@ -301,8 +351,9 @@ class ParisIndex(CapturableIndex, Index):
         return search
 
     def _candidates(self, n: int, budget: int) -> int:
-        beta, _ = self.options.ratios(n)
-        return min(n, max(budget, math.ceil(beta * n)))
+        options = self.options
+        beta, _ = options.ratios(n)
+        return min(n, max(math.ceil(options.per_selected * budget), math.ceil(beta * n)))
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """Stage 1 reads the signs of all tokens, stage 2 the whole codes of the candidates."""

@@ -28,6 +28,7 @@ PAGES = {
     "eval ctkvr-ablation": "ctkvr_ablation",
     "eval a2ats-ablation": "a2ats_ablation",
     "eval aqua-ablation": "aqua_ablation",
+    "eval paris-stages": "paris_stages",
     "eval lrqk-factors": "lrqk_factors_needle",
     "eval latent-heads": "latent_heads",
     "eval rest-tokens": "rest_tokens",

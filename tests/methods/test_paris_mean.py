@@ -1,0 +1,143 @@
+"""ParisKV's mean key: of the whole prompt, and taken anew as a context grows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_kvret
+from hf_kvret import ParisKVCache, TokenBlock
+from hf_kvret.methods.paris import ParisConfig, ParisIndex
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import MODELS
+from hf_kvret.testing.cold import cold_tokens
+
+BATCH, HEADS, DIM = 2, 2, 32
+OPTIONS = ParisConfig(top_k=4)
+
+
+def _keys(length: int, drift: float = 1.0) -> torch.Tensor:
+    """``[B, H, length, D]``, whose sums are exact in fp32; their mean moves along the text."""
+    generator = torch.Generator().manual_seed(length)
+    keys = torch.randint(-16, 17, (BATCH, HEADS, length, DIM), generator=generator) / 8
+    return keys + (drift * torch.arange(length) / length * 16).round()[:, None] / 8
+
+
+class _Fed:
+    """An index and a store that got the same blocks."""
+
+    def __init__(self, options: ParisConfig = OPTIONS) -> None:
+        self.index, self.store = ParisIndex(options), PagedStore(DeviceMemory(torch.device("cpu")))
+
+    def add(self, keys: torch.Tensor, valid: torch.Tensor | None = None) -> None:
+        block = TokenBlock(keys, keys, len(self.store), valid)
+        self.index.add(block)
+        self.store.append(block)
+
+    def ready(self, *, built: bool) -> None:
+        valid = torch.ones(BATCH, len(self.store), dtype=torch.bool)
+        cold = cold_tokens(valid, 0.2, 4, store=self.store)
+        (self.index.before_search if built else self.index.build)(cold)
+
+
+def _fed(keys: torch.Tensor, *cuts: int, valid: torch.Tensor | None = None) -> _Fed:
+    fed = _Fed()
+    for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
+        fed.add(keys[:, :, start:end], None if valid is None else valid[:, start:end])
+    fed.ready(built=False)
+    return fed
+
+
+def _same(index: ParisIndex, other: ParisIndex) -> bool:
+    state, expected = index.state_dict(), other.state_dict()
+    return state.keys() == expected.keys() and all(
+        torch.equal(tensor, expected[name]) for name, tensor in state.items()
+    )
+
+
+@pytest.mark.parametrize("cuts", [(1,), (40,), (40, 41, 130)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_prompt_in_pieces_has_the_codes_of_one_pass(cuts: tuple[int, ...], padded: bool) -> None:
+    keys = _keys(170)
+    valid = torch.ones(BATCH, 170, dtype=torch.bool)
+    valid[1, :50] = not padded
+    mask = valid if padded else None
+    whole = _fed(keys, valid=mask).index
+    assert not _same(_unbuilt(keys, cuts, mask).index, whole), "or the test shows nothing"
+    assert _same(_fed(keys, *cuts, valid=mask).index, whole)
+
+
+def _unbuilt(keys: torch.Tensor, cuts: tuple[int, ...], valid: torch.Tensor | None) -> _Fed:
+    fed = _Fed()
+    for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
+        fed.add(keys[:, :, start:end], None if valid is None else valid[:, start:end])
+    return fed
+
+
+def test_the_mean_is_taken_anew_once_the_context_has_doubled() -> None:
+    keys = _keys(100)
+    fed = _fed(keys[:, :, :50])
+    for end in range(60, 101, 10):
+        fed.add(keys[:, :, end - 10 : end])
+        before = fed.index.state_dict()
+        fed.ready(built=True)
+        renewed = not torch.equal(fed.index.state_dict()["mean"], before["mean"])
+        assert renewed == (end == 100)
+    assert _same(fed.index, _fed(keys).index)
+
+
+def test_a_fork_keeps_its_codes_while_the_original_takes_others() -> None:
+    keys = _keys(100)
+    fed = _fed(keys[:, :, :50])
+    fed.add(keys[:, :, 50:])
+    twin = fed.index.fork()
+    before = {name: tensor.clone() for name, tensor in twin.state_dict().items()}
+    fed.ready(built=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in twin.state_dict().items())
+    # And the other way round: the twin renews, and the original, which has, is left alone.
+    renewed = {name: tensor.clone() for name, tensor in fed.index.state_dict().items()}
+    fed.index, original = twin, fed.index
+    fed.ready(built=True)
+    assert _same(twin, original)
+    assert all(torch.equal(x, renewed[name]) for name, x in original.state_dict().items())
+
+
+@pytest.mark.parametrize("why", ["coded rows", "no mean"])
+def test_without_exact_keys_or_a_mean_codes_stay(why: str) -> None:
+    keys = _keys(100)
+    fed = _Fed(OPTIONS.replace(center=why != "no mean"))
+    fed.store.codes_rows = why == "coded rows"  # type: ignore[misc]
+    for part in keys.split(50, dim=2):
+        fed.add(part)
+    before = fed.index.state_dict()
+    fed.ready(built=False)
+    after = fed.index.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "mean_len")
+
+
+def test_a_loaded_index_renews_when_the_saved_one_would() -> None:
+    keys = _keys(100)
+    fed, loaded = _fed(keys[:, :, :50]), _fed(keys[:, :, :50])
+    loaded.index = ParisIndex(OPTIONS)
+    loaded.index.load_state_dict(fed.index.state_dict())
+    for each in (fed, loaded):
+        for part in keys[:, :, 50:].split(25, dim=2):
+            each.add(part)
+            each.ready(built=True)
+    assert _same(fed.index, loaded.index)
+
+
+def test_a_model_selects_alike_however_its_prompt_came() -> None:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    ids = torch.randint(3, 120, (2, 200), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for chunk in (200, 50, 40):
+        cache = ParisKVCache(model.config, top_k=8, recent=8, flush=8, dense_below=0, max_draft=4)
+        with torch.inference_mode():
+            for part in ids.split(chunk, dim=1):
+                model(part, past_key_values=cache)
+            logits.append(model(ids[:, :1], past_key_values=cache).logits)
+    for each in logits[1:]:
+        torch.testing.assert_close(each, logits[0], atol=1e-4, rtol=1e-4)
