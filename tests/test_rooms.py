@@ -25,13 +25,13 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 23_700
+MOST_LIBRARY_LINES = 23_760
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 61_880,
-    ("examples", ".py"): 10_980,
+    ("tests", ".py"): 62_020,
+    ("examples", ".py"): 11_210,
     ("kernels/csrc", ".cpp"): 1_580,
     ("kernels/csrc", ".h"): 2_660,
 }

@@ -42,17 +42,20 @@ from hf_kvret_kernels.relevance import group_relevance
 # Tokens of the first of the pieces that a prompt comes in.
 _PIECE = 512
 _DIM, _GROUP, _STRONG, _TOPIC_LEN = 256, 4, 8, 256
-_THEIRS = {"schedule": ParisConfig.presets["paper"]["schedule"], "per_selected": 1.0}
-_MORE_POINTS = tuple((length, beta, 0.75) for length, beta, _ in _THEIRS["schedule"])
+_PAPER_OPTIONS = {"schedule": ParisConfig.presets["paper"]["schedule"], "per_selected": 1.0}
+_WIDE_SCHEDULE = tuple((length, beta, 0.75) for length, beta, _ in _PAPER_OPTIONS["schedule"])
 # By name the options, and whether the mean is that of the first piece of the prompt only.
 VARIANTS: MappingProxyType[str, tuple[dict[str, Any], bool]] = MappingProxyType(
     {
         "preset paper": (dict(ParisConfig.presets["paper"]), False),
-        "the paper's schedule, no mean": ({**_THEIRS, "center": False}, False),
-        "the paper's schedule, mean of the first 512": (_THEIRS, True),
-        "the paper's schedule, mean": (_THEIRS, False),
-        "the paper's beta, rho 0.75": ({**_THEIRS, "schedule": _MORE_POINTS}, False),
-        "the same, one tier": ({**_THEIRS, "schedule": _MORE_POINTS, "tiers": (1.0,)}, False),
+        "the paper's schedule, no mean": ({**_PAPER_OPTIONS, "center": False}, False),
+        "the paper's schedule, mean of the first 512": (_PAPER_OPTIONS, True),
+        "the paper's schedule, mean": (_PAPER_OPTIONS, False),
+        "the paper's beta, rho 0.75": ({**_PAPER_OPTIONS, "schedule": _WIDE_SCHEDULE}, False),
+        "the same, one tier": (
+            {**_PAPER_OPTIONS, "schedule": _WIDE_SCHEDULE, "tiers": (1.0,)},
+            False,
+        ),
         "default": ({}, False),
     }
 )
@@ -120,10 +123,9 @@ def judge(keys: Keys, options: ParisConfig, *, first_piece_only: bool) -> dict[s
     """Recall of the exact top-k by both stages and by each alone, and attention masses."""
     heads, length = keys.keys.shape[1:3]
     budget = options.budget(length)
-    weights = exact_scores(keys.queries, keys.keys, keys.scale, keys.softcap)
-    weights = weights.view(1, heads, -1, *weights.shape[2:]).flatten(1, 2)
-    best = group_relevance(weights, heads).topk(budget, dim=-1).indices
-    weights = weights.softmax(-1).view(heads, -1, *weights.shape[2:])
+    scores = exact_scores(keys.queries, keys.keys, keys.scale, keys.softcap)
+    best = group_relevance(scores, heads).topk(budget, dim=-1).indices
+    weights = scores.softmax(-1).view(heads, -1, *scores.shape[2:])
     every_key = ParisConfig(schedule=((math.inf, 1.0, 1.0),)).schedule
     candidates = ParisIndex(options).cost(length, budget).candidates
 

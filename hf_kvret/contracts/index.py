@@ -142,6 +142,7 @@ class Index(State):
         watches: whether the class has its own ``on_forward``; set for each subclass.
         has_upkeep: the same of ``before_search``.
         looks_back: the same of ``after_search``.
+        recalls: whether its ``recall`` belongs to its ``search``, and not to one that was replaced.
     """
 
     capture_obstacle: ClassVar[str] = ""
@@ -149,12 +150,17 @@ class Index(State):
     watches: ClassVar[bool] = False
     has_upkeep: ClassVar[bool] = False
     looks_back: ClassVar[bool] = False
+    recalls: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.watches = cls.on_forward is not Index.on_forward
         cls.has_upkeep = cls.before_search is not Index.before_search
         cls.looks_back = cls.after_search is not Index.after_search
+        names = (
+            name for base in cls.__mro__ for name in ("recall", "search") if name in vars(base)
+        )
+        cls.recalls = next(names) == "recall" and cls.recall is not Index.recall
 
     @abstractmethod
     def add(self, block: TokenBlock) -> None:
@@ -182,7 +188,7 @@ class Index(State):
         Arguments as of ``search``; ``[B, Hkv, Q, M]`` int32 slots, at least ``budget``, each at
         most once a row, -1 for none. Called instead of ``search`` where the store compares keys
         elsewhere, so that it need not wait for the best before it attends to them. None, as here:
-        it selects in another way.
+        it selects in another way. A subclass that replaces ``search`` alone is not asked.
         """
         return None
 

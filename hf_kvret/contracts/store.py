@@ -168,7 +168,10 @@ class Store(State):
         scale: float,
         softcap: float | None = None,
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Start what ``best`` and then ``begin`` do; gives ``out``, ``lse`` and the best ids."""
+        """What ``best`` and then ``begin`` do; the result gives ``out``, ``lse`` and the best ids.
+
+        Here it waits for ``best``. A store that ranks elsewhere does both in one go.
+        """
         best = self.best(query, ids, count, scale, softcap)
         finish = self.begin(query, best, scale, softcap)
         return lambda: (*finish(), best)

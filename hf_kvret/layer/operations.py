@@ -76,9 +76,10 @@ def _attend_to_search(
     kv: LayerKV, query: torch.Tensor, call: AttentionCall, search: Search
 ) -> Result:
     index, cold, groups = search.index, search.cold, search.groups
-    recalled = index.recall(search.query, cold) if cold.store.ranks_elsewhere else None
-    if recalled is not None:
-        return _attend_to_best(kv, query, call, search, recalled)
+    if index.recalls and cold.store.ranks_elsewhere:
+        candidates = index.recall(search.query, cold)
+        if candidates is not None:
+            return _attend_to_best(kv, query, call, search, candidates)
     ids = index.search(search.query, cold)
     # First, so that a store elsewhere works while the device does all the rest.
     finish = cold.store.begin(search.query, ids, cold.scale, cold.softcap)
@@ -104,20 +105,20 @@ def _attend_to_search(
 
 
 def _attend_to_best(
-    kv: LayerKV, query: torch.Tensor, call: AttentionCall, search: Search, recalled: torch.Tensor
+    kv: LayerKV, query: torch.Tensor, call: AttentionCall, search: Search, candidates: torch.Tensor
 ) -> Result:
-    """As ``_attend_to_search``, where the store finds out which of ``recalled`` are the best.
+    """As ``_attend_to_search``, where the store finds out which of the candidates are the best.
 
-    They are known once it has attended to them, while the device attended to the window.
+    Their ids come back with the result, while the device attends to the window.
     """
     cold = search.cold
     finish = cold.store.begin_with_best(
-        search.query, recalled, cold.budget, cold.scale, cold.softcap
+        search.query, candidates, cold.budget, cold.scale, cold.softcap
     )
     near = _attend_to_window(kv, query, call)
-    *result, ids = finish()
+    out, lse, ids = finish()
     means = _mean_tokens(kv, search.query, ids, cold)
-    far = _with_means((result[0], result[1]), means, search.groups)
+    far = _with_means((out, lse), means, search.groups)
     out, lse = merge([near, far], call.sink_logits, query.dtype)
     count_ids(ids, kv.selected)
     if search.index.looks_back:

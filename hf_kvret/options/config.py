@@ -139,7 +139,7 @@ class RetrievalConfig:
         name = named.pop("preset", None)
         if name is None:
             return named
-        if name not in cls.presets:
+        if not isinstance(name, str) or name not in cls.presets:
             known = f"choose {', '.join(map(repr, cls.presets))}" if cls.presets else "it has none"
             raise ValueError(f"{cls.__name__} has no preset {name!r}: {known}")
         return {**cls.presets[name], **named}

@@ -128,6 +128,17 @@ def test_a_loaded_index_renews_when_the_saved_one_would() -> None:
     assert _same(fed.index, loaded.index)
 
 
+def test_what_comes_after_a_crop_gets_a_mean_of_its_own() -> None:
+    """A shared prompt stays, another document follows in place of the first."""
+    keys, others = _keys(100), _keys(100) - 5
+    fed = _fed(keys)
+    for part in (fed.index, fed.store):
+        part.crop(20)
+    fed.add(others[:, :, 20:])
+    fed.ready(built=True)
+    assert _same(fed.index, _fed(torch.cat([keys[:, :, :20], others[:, :, 20:]], dim=2)).index)
+
+
 def test_a_model_selects_alike_however_its_prompt_came() -> None:
     model = MODELS["llama"].build()
     hf_kvret.attach(model)

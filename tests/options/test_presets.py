@@ -44,7 +44,7 @@ def test_what_is_named_beside_a_preset_wins(method: str) -> None:
     assert config(sink=9, max_draft=5).replace(preset="paper").max_draft == 5
 
 
-@pytest.mark.parametrize("name", ["papers", 3, ("paper",)])
+@pytest.mark.parametrize("name", ["papers", 3, ("paper",), ["paper"]])
 def test_an_unknown_preset_names_those_there_are(name: Any) -> None:
     with pytest.raises(ValueError, match=r"ParisConfig has no preset .*: choose 'paper'"):
         ParisConfig.preset(name)

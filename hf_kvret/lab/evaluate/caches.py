@@ -91,7 +91,7 @@ def choose_cache(
     name, *words = [word.strip() for word in text.split(":")]
     if name == "kvpress":
         return _press(text, words)
-    options = dict(_option(text, word) for word in words)
+    options = dict(parse_option(text, word) for word in words)
     if name in registered_methods():
         cache_class = registered_methods()[name]
         config = cache_class.Config
@@ -174,7 +174,7 @@ def _press(text: str, words: list[str]) -> CacheChoice:
             f"{text!r}: write kvpress:NAME, as kvpress:SnapKV:compression_ratio=0.5, with NAME "
             f"one of {', '.join(presses)}"
         )
-    options = dict(_option(text, word) for word in words[1:])
+    options = dict(parse_option(text, word) for word in words[1:])
     try:
         press = getattr(kvpress, f"{words[0]}Press")(**options)
     except (TypeError, AssertionError, ValueError) as error:
@@ -189,7 +189,8 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _option(text: str, word: str) -> tuple[str, Any]:
+def parse_option(text: str, word: str) -> tuple[str, Any]:
+    """Name and value of the option ``word`` in ``text``; ValueError where it is none."""
     name, separator, value = word.partition("=")
     if not separator or not name or not value:
         raise ValueError(f"{text!r}: {word!r} is no option, write NAME=VALUE")

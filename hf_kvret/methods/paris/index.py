@@ -228,28 +228,27 @@ class ParisIndex(CapturableIndex, Index):
 
     def build(self, cold: ColdTokens) -> None:
         """Code a prompt that came in pieces by its own mean, not by that of the first piece."""
-        if self._mean_len < len(self._sign):
-            self._recenter(cold.store)
+        self._renew(cold.store, at=self._mean_len + 1)
 
     def before_search(self, cold: ColdTokens) -> None:
         """The mean of half as many tokens, or fewer, no longer is that of the keys."""
-        if 2 * self._mean_len <= len(self._sign):
-            self._recenter(cold.store)
+        self._renew(cold.store, at=2 * self._mean_len)
 
-    def _recenter(self, store: Store) -> None:
-        """Take the mean of all keys, and code them anew; reads them twice, in chunks.
+    def _renew(self, store: Store, at: int) -> None:
+        """From ``at`` tokens on, take the mean of all keys and code them anew.
 
-        A store that codes its rows has no exact keys, and nothing changes.
+        Reads all keys twice, in chunks. Where a store codes its rows there are no exact keys, and
+        the mean stays.
         """
         mean, length = self._mean, len(self._sign)
-        self._mean_len = length
-        if mean is None or store.codes_rows:
+        if length < at or mean is None or store.codes_rows:
             return
+        self._mean_len = length
         valid = self._weight.rows[:, 0, :, 0] >= 0
         total = torch.zeros_like(mean)
         for start, keys in store.key_chunks():
-            held = valid[:, None, start : start + keys.shape[2], None]
-            total += keys.masked_fill(~held, 0.0).sum(dim=2, dtype=torch.float32)
+            padding = ~valid[:, None, start : start + keys.shape[2], None]
+            total += keys.masked_fill(padding, 0.0).sum(dim=2, dtype=torch.float32)
         self._mean = total / valid.sum(dim=1).clamp(min=1)[:, None, None]
         self._counts = None
         for plane in (self._sign, self._magnitude, self._weight):
@@ -371,6 +370,8 @@ class ParisIndex(CapturableIndex, Index):
             self.reset()
         if self._counts is None or length >= len(self._sign):
             return
+        # So that what comes in place of the dropped tokens gets a mean of its own in time.
+        self._mean_len = min(self._mean_len, length)
         dropped = self._codes()
         counted = dropped.weight[:, 0, length:, 0] >= 0
         self._counts = self._counts - paris.count_centroids(

@@ -211,10 +211,12 @@ class _Talk:
 
     def correct(self, question: list[int], gold: list[int]) -> None:
         """Go on with the question and its right answer; what the fork said is gone."""
-        self._reader.feed(torch.tensor(question))
-        # One a pass, as if the model had said them.
-        for token in gold:
+        self._reader.feed(torch.tensor([*self._pending, *question]))
+        # One a pass, as if the model had said them; the last one comes with the next question.
+        *fed, last = gold
+        for token in fed:
             self._reader.feed(torch.tensor([token]))
+        self._pending = [last]
 
     def end(self) -> None:
         """Count the reading of the context, and the bytes held before another question."""
