@@ -15,12 +15,13 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from ablation import Ablation, CellResults, caches_option, not_here, parts_option
+from ablation import Ablation, CellResults, bars_of, caches_option, not_here, parts_option
 from tqdm import tqdm
 
 from hf_kvret.contracts.block import TokenBlock
@@ -171,6 +172,14 @@ def _table(cells: CellResults) -> str:
     return markdown_table([*header, "of both", "mass", "best mass"], lines)
 
 
+def _plot(path: Path, cells: CellResults) -> None:
+    recalls = [
+        (cell, {"overlap": fmean(layer["recall"] for layer in row["layers"])})
+        for cell, row in cells
+    ]
+    bars_of("share of the exact top-k that is selected", wrapped=True)(path, recalls)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParisStages(Ablation):
     """Recall of ParisKV's stages by length, mean, candidates and tiers, on real and drawn keys."""
@@ -180,7 +189,7 @@ class ParisStages(Ablation):
     example = "subspace_dim=4"
     described = ("queries",)
     tables = MappingProxyType({"model": _table, "drawn": _table})
-    plots = MappingProxyType({})
+    plots = MappingProxyType({"model": _plot, "drawn": _plot})
     smallest = "--model needle --context 600 --top-k 20 --queries 8"
 
     caches: str | None = caches_option("paris")

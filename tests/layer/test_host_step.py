@@ -189,7 +189,8 @@ def test_no_part_of_a_step_is_left_to_the_search_in_torch(
 
 def test_other_options_take_effect_at_the_next_step() -> None:
     """What an index and the counters keep from step to step is for the options they had."""
-    changed, fresh = (Driver(make_cache(ParisKVCache), None, False) for _ in range(2))
+    caches = [make_cache(ParisKVCache, per_selected=1.0) for _ in range(2)]
+    changed, fresh = (Driver(cache, None, False) for cache in caches)
     for driver in (changed, fresh):
         driver.forward(150)
         driver.forward(1)

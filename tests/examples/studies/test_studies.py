@@ -238,7 +238,7 @@ def test_a_budget_of_everything_is_full_attention() -> None:
         (LatentHeads, ["--text", __file__, "--caches", "flat:top_k=9"], "--top-ks name them"),
         (CTkvrAblation, ["--model", "needle", "--centroids", "x"], "write a count as 512"),
         (ParisAblation, ["--text", __file__, "--caches", "flat"], "paris-ablation is about paris"),
-        (ParisAblation, ["--text", __file__, "--every", "30"], "--every"),
+        (ParisAblation, ["--text", __file__, "--every", "30", "--step", "8"], "--every"),
         (Misses, ["--text", __file__, "--caches", "full"], "name caches that retrieve"),
         (Misses, ["--text", __file__, "--caches", "paris:slots=2.0"], "leave it out, use --slots"),
         (Misses, ["--text", __file__, "--top-ks", "8,8"], "the same number twice"),
