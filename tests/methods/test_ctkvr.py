@@ -250,6 +250,10 @@ class _ForcedIndex(CTkvrIndex):
         return super().search(query, replace(cold, budget=len(cold)))
 
 
+def test_a_subclass_with_a_search_of_its_own_is_asked_to_search() -> None:
+    assert CTkvrIndex.recalls and not _ForcedIndex.recalls
+
+
 class _ForcedCache(CTkvrCache):
     @classmethod
     def make_index(cls, options: Any, layer: int) -> CTkvrIndex:
