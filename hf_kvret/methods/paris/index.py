@@ -252,6 +252,9 @@ class ParisIndex(CapturableIndex, Index):
         self._mean = total / valid.sum(dim=1).clamp(min=1)[:, None, None]
         self._counts = None
         for plane in (self._sign, self._magnitude, self._weight):
+            # Room for all at once, also where a fork still reads the memory.
+            plane.crop(0)
+            plane.reserve(length, plane.rows)
             plane.crop(0)
         for start, keys in store.key_chunks():
             self._append(keys, valid[:, start : start + keys.shape[2]])
