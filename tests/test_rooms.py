@@ -25,12 +25,12 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 23_760
+MOST_LIBRARY_LINES = 23_830
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 62_030,
+    ("tests", ".py"): 62_325,
     ("examples", ".py"): 11_220,
     ("kernels/csrc", ".cpp"): 1_580,
     ("kernels/csrc", ".h"): 2_660,

@@ -30,6 +30,7 @@ GROUPS = {
         "layer/model_state.py",
         "contracts/block.py",
         "layer/layer_kv.py",
+        "layer/flash.py",
         "layer/block_sums.py",
         "layer/window.py",
         "attention/*.py",

@@ -13,6 +13,7 @@ from hf_kvret.attention.masks import base_mask, mask_info, token_validity
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.exact_attention import merge
+from hf_kvret.layer.flash import attend_flash, fits
 from hf_kvret.layer.latent import LatentCall, LatentLayer, ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
@@ -93,14 +94,20 @@ def retrieval_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
     heads = ModuleHeads(module) if isinstance(layer, LatentLayer) else None
+    scoring = Scoring(valid, scale, softcap)
 
     def prompt() -> torch.Tensor:
         base = base_name(module, kwargs)
         keys, values = (key, value) if heads is None else heads.expand_new(key, value)
-        if _base_builds_matrix(base, query, key, attention_mask):
+        part, info = None, mask_info(attention_mask)
+        plain = base in ("sdpa", "eager") and info is not None and info.causal
+        if plain and fits(query, keys, values):
+            part = attend_flash(query, keys, values, scoring, causal_offset=0)
+        elif _base_builds_matrix(base, query, key, attention_mask):
             part = prompt_attention(
                 query, keys, values, scale=scale, causal_offset=0, valid=valid, softcap=softcap
             )
+        if part is not None:
             if sink_logits is not None:
                 part = merge([part], sink_logits)
             return part[0].to(query.dtype)
@@ -118,7 +125,7 @@ def retrieval_attention(
         return out.transpose(1, 2)
 
     positions = _positions(kwargs.get("position_ids"), query)
-    arguments = Scoring(valid, scale, softcap), prompt, sink_logits, positions
+    arguments = scoring, prompt, sink_logits, positions
     call = AttentionCall(*arguments) if heads is None else LatentCall(*arguments, heads=heads)
     with warming_up(layer, query, call) if query.is_cuda else nullcontext():
         out = layer.attend(query, key, value, call)

@@ -9,6 +9,7 @@ import torch
 from hf_kvret.contracts.chunks import chunk_len
 from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.contracts.store import AttentionResult, all_of
+from hf_kvret.layer.flash import attend_flash, fits
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret_kernels.merge import merge_partials
@@ -86,7 +87,7 @@ def attend_exactly(
     """Attention of new tokens to all before slot ``past`` and, causally, to each other.
 
     ``query [B, Hq, Q, Dk]``, ``key`` and ``value [B, Hkv, Q, D]`` are those of the new tokens.
-    Returns ``[B, Hq, Q, Dv]`` fp32.
+    Returns ``[B, Hq, Q, Dv]`` fp32, of parts in the query's dtype where flash-attn fits.
 
     Raises:
         RuntimeError: the store does not give all of its tokens.
@@ -100,7 +101,8 @@ def attend_exactly(
     chunks = () if store is None else all_of(store, store.chunks(length, past), past)
     new_valid = None if valid is None else valid[:, past:]
     new = call.keys_and_values(key, value)
-    total = attend_dense(query, *new, scoring.of(new_valid), causal_offset=0)
+    attend = attend_flash if fits(query, *new) else attend_dense
+    total = attend(query, *new, scoring.of(new_valid), causal_offset=0)
     del new
     near_keys, near_values = window.tokens()
     near_valid = window.validity(valid, past)
@@ -110,7 +112,7 @@ def attend_exactly(
         some = slice(start, start + step)
         near = call.keys_and_values(near_keys[:, :, some], near_values[:, :, some])
         some_valid = None if near_valid is None else near_valid[:, some]
-        total = merge([total, attend_dense(query, *near, scoring.of(some_valid))])
+        total = merge([total, attend(query, *near, scoring.of(some_valid))])
         del near
     for start, keys, values in chunks:
         # Some stores also yield the new tokens, in the form in which they are stored.
@@ -118,11 +120,11 @@ def attend_exactly(
         if count > 0:
             old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
             old = call.keys_and_values(keys[:, :, :count], values[:, :, :count])
-            part = attend_dense(query, *old, scoring.of(old_valid))
+            part = attend(query, *old, scoring.of(old_valid))
             # Not held while the next chunk is made.
             del keys, values, old
             total = merge([total, part])
             del part
     if call.sink_logits is not None:
         total = merge([total], call.sink_logits)
-    return total[0]
+    return total[0].float()
