@@ -48,7 +48,7 @@ ROOMS = (
     Room("hf_kvret.saved", 1_840),
     Room("hf_kvret.artifacts", 1_660),
     Room("hf_kvret.cache", 410),
-    Room("hf_kvret.methods", 6390),
+    Room("hf_kvret.methods", 6450),
     Room("hf_kvret.replay", 970),
     Room("hf_kvret.attention", 1_836),
     Room("hf_kvret.registry", 290),

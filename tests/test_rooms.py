@@ -25,13 +25,13 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 23_830
+MOST_LIBRARY_LINES = 24_100
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 62_325,
-    ("examples", ".py"): 11_220,
+    ("tests", ".py"): 63_300,
+    ("examples", ".py"): 11_420,
     ("kernels/csrc", ".cpp"): 1_580,
     ("kernels/csrc", ".h"): 2_660,
 }

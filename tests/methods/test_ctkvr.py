@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hf_kvret import ColdTokens, TokenBlock
+from hf_kvret import ColdTokens, FlatKVCache, TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
 from hf_kvret.observe.recall import exact_scores, measure_recall
+from hf_kvret.registry import attach
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing import COVERING_OPTIONS, Case, all_valid, run_case
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, all_valid, run_case
 from hf_kvret.testing.cold import cold_tokens
+from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.relevance import group_relevance
 
 from .watched_stores import normal, ragged, slot_sets, slot_sets_of
@@ -162,7 +164,7 @@ def test_other_queries_find_what_similar_centroids_found() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3, 150])
-@pytest.mark.parametrize("rerank", ["auto", "codes", "lists"])
+@pytest.mark.parametrize("rerank", ["auto", "codes", "lists", "none"])
 def test_a_budget_for_all_selects_exactly_the_valid_tokens(length: int, rerank: str) -> None:
     queries, keys = _prompt(length + RECENT, batch=3)
     valid = ragged(3, length + RECENT)
@@ -212,7 +214,7 @@ def test_a_row_does_not_change_with_its_neighbours() -> None:
     assert all(map(torch.equal, selections[:60], selections[60:]))
 
 
-def test_without_a_rerank_lists_take_turns_from_the_nearest_on() -> None:
+def test_lists_take_turns_from_the_nearest_on() -> None:
     queries, keys = _prompt(300)
     run, query = _fill(_options(rerank="lists"), queries, keys, budget=8), queries[:, :, -1:]
     ids, lists = run.select(query, 8), run.lists(query)[:, :, 0]
@@ -220,6 +222,68 @@ def test_without_a_rerank_lists_take_turns_from_the_nearest_on() -> None:
         for h in range(HEADS):
             in_turn = lists[b, h].T.flatten().tolist()
             assert ids[b, h, 0].tolist() == list(dict.fromkeys(in_turn))[:8]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_without_a_rerank_every_valid_recalled_token_is_selected(at_once: bool) -> None:
+    queries, keys = _prompt(300)
+    valid, options = ragged(2, 300), {"update": 1, "update_lists": "recalled"} if at_once else {}
+    run = _fill(_options(rerank="none", **options), queries, keys, valid, budget=8)
+    # Tokens that came later are in no list: all are recalled.
+    late = TokenBlock(keys[:, :, :9], keys[:, :, :9], len(run.store))
+    run.store.append(late)
+    run.index.add(late)
+    valid[:, 280:289] = True
+    query = queries[:, :, [-1]]
+    run.index.on_forward(query, keys[:, :, :1], 309, None)
+    lists = run.lists(query).flatten(0, 2)
+    ids = run.select(query, 8, valid)
+    expected = [{*row.flatten().tolist(), *range(280, 289)} - {-1} for row in lists]
+    assert slot_sets(ids) == expected and all(len(slots) > 2 * 8 for slots in expected)
+    run.index.after_search(ids)
+    assert run.index._file.queue is not None
+    assert (int(run.index._file.queue.live().slots[0, -1]) == 309) is at_once
+    if at_once:
+        assert torch.equal(run.lists(query, 1)[:, :, 0, 0], ids[:, :, 0, :20])
+
+
+@pytest.mark.parametrize(
+    ("store", "more"),
+    [
+        *((name, {}) for name in ("device", "host", "cpu", "resident", "higgs")),
+        ("resident", {"slots": 200}),
+        ("split", {"device_budget": 20_000}),
+    ],
+    ids=str,
+)
+def test_lists_that_cover_everything_give_full_attention(store: str, more: dict[str, Any]) -> None:
+    model = MODELS["llama"].build()
+    attach(model)
+    options = {**COVERING_OPTIONS, "store": store, **more}
+    caches = (
+        FlatKVCache(model.config, **{**options, "top_k": 1.0, "slots": 1.0}),
+        CTkvrCache(model.config, rerank="none", list_ratio=99.0, **{**options, "top_k": 6}),
+    )
+    logits = []
+    for cache in caches:
+        with torch.no_grad():
+            model(prompt(1, 120), past_key_values=cache)
+            steps = [model(prompt(1, 1), past_key_values=cache).logits for _ in range(20)]
+        logits.append(torch.cat(steps, dim=1))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+    for full, ours in zip(*(cache.stats()["layers"] for cache in caches), strict=True):
+        assert full["selected"] == ours["selected"] > 20 * 6 * 2
+
+
+def test_slots_that_can_not_hold_what_is_recalled_are_refused() -> None:
+    model = MODELS["llama"].build()
+    attach(model)
+    options = {**COVERING_OPTIONS, "store": "resident", "top_k": 6, "slots": 12}
+    cache = CTkvrCache(model.config, rerank="none", **options)
+    with torch.no_grad():
+        model(prompt(1, 120), past_key_values=cache)
+        with pytest.raises(ValueError, match=r"slots=12, and a query selects .*as slots=1\.0"):
+            model(prompt(1, 1), past_key_values=cache)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

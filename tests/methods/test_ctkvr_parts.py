@@ -23,7 +23,7 @@ from hf_kvret.methods.ctkvr.sampler import CentroidSampler, make_sampler
         ({"update": -1}, ValueError, "update=-1"),
         ({"choice": "newest"}, ValueError, "choose 'mixed', 'last', 'random', 'first' or 'even'"),
         ({"update_lists": "some"}, ValueError, "'all' or 'recalled'"),
-        ({"rerank": "exact"}, ValueError, "choose 'auto', 'cpu', 'device', 'codes' or 'lists'"),
+        ({"rerank": "exact"}, ValueError, "'device', 'codes', 'lists' or 'none'"),
         ({"rerank": "cpu"}, ValueError, "store='cpu'"),
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"list_ratio": 0.5}, ValueError, "list_ratio=0.5"),

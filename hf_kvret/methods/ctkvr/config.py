@@ -19,7 +19,7 @@ from hf_kvret.options.config import (
 _LARGEST_HEAD = 256
 _CHOICES = {
     "choice": ("mixed", "last", "random", "first", "even"),
-    "rerank": ("auto", "cpu", "device", "codes", "lists"),
+    "rerank": ("auto", "cpu", "device", "codes", "lists", "none"),
     "update_lists": ("all", "recalled"),
 }
 
@@ -38,7 +38,10 @@ class CTkvrConfig(RetrievalConfig):
         rerank: how the recalled tokens are compared: ``"auto"``, by their keys, where the store
             attends; ``"cpu"``, the same, for ``store="cpu"`` alone; ``"device"``, by their keys,
             fetched to the queries' device where they are elsewhere; ``"codes"``, by compact codes
-            on the device; ``"lists"``, by their rank in the lists.
+            on the device; ``"lists"``, by their rank in the lists. ``"none"``: they are not, and
+            all are attended to (the paper's system without its rerank, section 4.2.2). Then
+            ``top_k`` bounds the length of a list, ``list_ratio * top_k``, and a query reads the
+            tokens of its ``nprobe`` lists and the pending ones, each once.
         causal: at the first build, a centroid lists no key that comes after it; not for choices
             that have early centroids.
         update: every so many decoded tokens one becomes a centroid, and the oldest is dropped; 0
@@ -55,7 +58,7 @@ class CTkvrConfig(RetrievalConfig):
     """
 
     learns_from_queries: ClassVar[bool] = True
-    # Section 5.1, and algorithms 1 and 2: nothing but the FIFO changes the lists.
+    # Section 4.1.1, and algorithms 1 and 2: nothing but the FIFO changes the lists.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
             "top_k": 1024,

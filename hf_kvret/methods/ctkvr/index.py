@@ -24,6 +24,7 @@ from hf_kvret.methods.ctkvr.rerank import (
     FetchedKeys,
     KeyCodes,
     ListOrder,
+    NoRerank,
     Rerank,
     StoredKeys,
     recalled,
@@ -149,6 +150,8 @@ class CTkvrIndex(Index):
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         """See ``Index.search``; fewer tokens than the budget if the recalled lists have fewer.
 
+        With ``rerank="none"`` all tokens of the recalled lists, whatever the budget.
+
         RuntimeError before ``on_forward`` and ``build``, and for a budget below the length if
         ``build`` was called with one that covers everything.
         """
@@ -165,11 +168,12 @@ class CTkvrIndex(Index):
                 f"the index has no lists for a budget of {budget}: call build or before_search"
             )
         ids = self._recalled(queue, query, cold)
+        count = self._candidates(queue, length) if self._rerank.keeps_all else budget
         if not self._columns:
-            return self._rerank.best(ids, query, budget, cold)
-        best = self._rerank.best(ids, query, max(budget, queue.width), cold)
+            return self._rerank.best(ids, query, count, cold)
+        best = self._rerank.best(ids, query, max(count, queue.width), cold)
         self._selection = _Selection(self._grouped(query), best[..., : queue.width], length)
-        return best[..., :budget].contiguous()
+        return best[..., :count].contiguous()
 
     def recall(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor | None:
         """See ``Index.recall``: as ``host_search``, where the store compares the keys."""
@@ -335,8 +339,8 @@ class CTkvrIndex(Index):
 def _make_rerank(options: CTkvrConfig) -> Rerank:
     if options.rerank == "codes":
         return KeyCodes(options.seed)
-    if options.rerank == "lists":
-        return ListOrder()
+    if options.rerank in ("lists", "none"):
+        return ListOrder() if options.rerank == "lists" else NoRerank()
     if options.rerank == "device" and options.store == "cpu":
         return FetchedKeys()
     return StoredKeys()

@@ -56,10 +56,12 @@ class Rerank(State):
     Attributes:
         in_turn: whether recalled tokens must be in round-robin order over the lists.
         reads_keys: whether it reads the recalled keys from the store.
+        keeps_all: whether every recalled token is selected, however many there are.
     """
 
     in_turn: ClassVar[bool] = False
     reads_keys: ClassVar[bool] = False
+    keeps_all: ClassVar[bool] = False
 
     @abstractmethod
     def best(
@@ -79,7 +81,7 @@ class Rerank(State):
 
 
 class StoredKeys(Rerank):
-    """By exact scores, computed where the store attends (algorithm 2, line 6)."""
+    """By exact scores, computed where the store attends (algorithm 2, lines 5 and 6)."""
 
     reads_keys = True
 
@@ -102,7 +104,7 @@ class FetchedKeys(Rerank):
 
 
 class ListOrder(Rerank):
-    """By their ranks in the lists, without scoring (figure 11, without rerank)."""
+    """By their ranks in the lists, without scoring; not in the paper."""
 
     in_turn = True
 
@@ -112,6 +114,12 @@ class ListOrder(Rerank):
         absent_last = (ids < 0).byte().argsort(dim=-1, stable=True)
         best_ids = ids.gather(-1, absent_last[..., :count])
         return pad(best_ids, (0, count - best_ids.shape[-1]), value=-1)
+
+
+class NoRerank(ListOrder):
+    """All recalled tokens, in the order of their ranks in the lists (section 4.2.2, figure 11)."""
+
+    keeps_all = True
 
 
 _SUBSPACE_DIM = 8
