@@ -91,7 +91,7 @@ def fill(
 
 
 def paper_options(**changes: Any) -> LRQKConfig:
-    sizes = {"rank": RANK, "lite": 5, "max_draft": 4, "init": "top", "top_k": BUDGET}
+    sizes = {"rank": RANK, "fit_recent": 5, "max_draft": 4, "init": "top", "top_k": BUDGET}
     return LRQKConfig.preset("paper", **{**sizes, **changes})
 
 

@@ -151,9 +151,11 @@ def _literal(
     a_k: torch.Tensor,
     rounds: int,
     penalty: float,
+    tolerance: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Algorithm 1 line by line, and the authors' last fit of B; everything l rows long, fp64."""
     for _ in range(rounds):
+        old = a_q, a_k
         b_q = torch.linalg.inv(a_q.T @ a_q) @ a_q.T @ q
         b_k = torch.linalg.inv(a_k.T @ a_k) @ a_k.T @ k
         a_k = (
@@ -166,6 +168,10 @@ def _literal(
             @ (k.T @ a_k + penalty * b_q.T)
             @ torch.linalg.inv(a_k.T @ a_k + penalty * b_q @ b_q.T)
         )
+        if max(float((a_q - old[0]).square().mean()), float((a_k - old[1]).square().mean())) < (
+            tolerance
+        ):
+            break
     b_q = torch.linalg.inv(a_q.T @ a_q) @ a_q.T @ q
     b_k = torch.linalg.inv(a_k.T @ a_k) @ a_k.T @ k
     return a_q, a_k, b_q, b_k
@@ -200,6 +206,34 @@ def test_als_on_grams_is_algorithm_1_on_full_matrices(
     assert _relative(k @ als.to_key[0, 0].double(), a_k) < 1e-4
     assert _relative(als.query_basis[0, 0].double(), b_q) < 1e-4
     assert _relative(als.key_basis[0, 0].double(), b_k) < 1e-4
+
+
+@pytest.mark.parametrize(("init", "tolerance"), [("randn", 0.15), ("top", 0.05)])
+def test_each_head_stops_by_the_tolerance_on_its_own(init: str, tolerance: float) -> None:
+    """One head's numbers are larger, so it would stop after the sixth round, the last one."""
+    q, k = (x.float().double() for x in _case("full"))
+    heads = [(3 * q, 3 * k), (q, k)]
+    of_q, of_k = Moments(init == "randn"), Moments(init == "randn")
+    chance = RandomSource(5)
+    for moments, rows in zip((of_q, of_k), zip(*heads, strict=True), strict=True):
+        # Rows of zeros are padding, which no mean counts.
+        padded = torch.cat([torch.stack(rows), torch.zeros(2, 50, DIM)], dim=1)
+        moments.add(padded.float()[None], RANK, chance)
+    starts, draw = start_sketches(init, of_q, of_k, RANK), torch.Generator().manual_seed(5)
+    als = alternating(of_q.gram, of_k.gram, *starts, 6, 1.0, tolerance, of_q.count)
+    draws = [torch.randn(2, len(q) + 50, RANK, generator=draw).double() for _ in range(2)]
+    apart = []
+    for head, (own_q, own_k) in enumerate(heads):
+        start = _start(own_q, own_k, init)
+        if init == "randn":
+            start = draws[0][head, : len(q)], draws[1][head, : len(q)]
+        a_q, a_k, b_q, b_k = _literal(own_q, own_k, *start, 6, 1.0, tolerance)
+        assert _relative(own_q @ als.to_query[0, head].double(), a_q) < 1e-4
+        assert _relative(own_k @ als.to_key[0, head].double(), a_k) < 1e-4
+        assert _relative(als.query_basis[0, head].double(), b_q) < 1e-4
+        assert _relative(als.key_basis[0, head].double(), b_k) < 1e-4
+        apart.append(_relative(a_k, _literal(own_q, own_k, *start, 6, 1.0)[1]))
+    assert apart[0] < 1e-6 < 1e-3 < apart[1]
 
 
 def test_the_starts_differ() -> None:
@@ -299,7 +333,7 @@ def test_sums_for_als_add_up_over_blocks(init: str, cuts: tuple[int, ...]) -> No
     for span in _spans(150, cuts):
         blocks.add(rows[:, :, span], RANK, chance)
     whole.add(rows, RANK, chance)
-    assert blocks.state_dict().keys() == whole.state_dict().keys() == {"gram", "sizes"}
+    assert blocks.state_dict().keys() == whole.state_dict().keys() == {"gram", "sizes", "count"}
     for result, expected in zip(
         start_sketches(init, blocks, blocks, RANK),
         start_sketches(init, whole, whole, RANK),

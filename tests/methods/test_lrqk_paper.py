@@ -40,6 +40,8 @@ class Literal:
             if slot >= run.cold:
                 self.a_k[slot] = proxy
         self.omega: list[int] = []
+        # Steps that stopped by the tolerance, and all of them.
+        self.stopped, self.steps = 0, 0
 
     def key(self, slot: int) -> torch.Tensor:
         return self.run.keys[self.row, self.head // GROUP, slot].double()
@@ -50,7 +52,8 @@ class Literal:
         b_q, b_k, inv = self.b_q, self.b_k, torch.linalg.inv
         k_hat = (k @ b_k.T) @ inv(b_k @ b_k.T)
         q_hat = torch.zeros_like(k_hat)
-        for _ in range(self.options.iterations):
+        for number in range(self.options.iterations):
+            old = q_hat, k_hat
             left = q @ b_q.T + d1 * (q @ k) * k_hat
             right = b_q @ b_q.T + d1 * k_hat.outer(k_hat)
             for slot in self.omega:
@@ -58,6 +61,11 @@ class Literal:
                 right = right + d2 * self.a_k[slot].outer(self.a_k[slot])
             q_hat = left @ inv(right)
             k_hat = (k @ b_k.T + d1 * (q @ k) * q_hat) @ inv(b_k @ b_k.T + d1 * q_hat.outer(q_hat))
+            changes = [(x - y).square().mean() for x, y in zip((q_hat, k_hat), old, strict=True)]
+            if 0 < number < self.options.iterations - 1 and max(changes) < self.options.tolerance:
+                self.stopped += 1
+                break
+        self.steps += 1
         self.b_q, self.b_k = self.moved(b_q, q_hat, q), self.moved(b_k, k_hat, k)
         return q_hat, k_hat
 
@@ -86,8 +94,10 @@ class Literal:
         return answers
 
     def next_omega(self) -> None:
-        """Of the tokens on the device before the next pass: selected ones and the lite ones."""
-        newest = range(max(self.run.cold, self.run.length - self.options.lite), self.run.length)
+        """Of the tokens on the device before the next pass: selected ones and the newest."""
+        newest = range(
+            max(self.run.cold, self.run.length - self.options.fit_recent), self.run.length
+        )
         self.omega = [*self.chosen, *(j for j in newest if self.run.valid[self.row, j])]
 
     def settle(self, first: int) -> None:
@@ -113,7 +123,16 @@ def _close(result: torch.Tensor, expected: torch.Tensor) -> None:
 PASSES = [(1, 0, 0), (1, 0, 0), (3, 0, 2), (1, 4, 0), (2, 0, 0), (1, 5, 0), (4, 0, 4), (1, 1, 0)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"penalty": 4.0, "iterations": 3}, {"lite": 0}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"penalty": 4.0, "iterations": 3, "tolerance": 0.0},
+        {"iterations": 5, "tolerance": 1e-4},
+        {"fit_recent": 0},
+    ],
+    ids=str,
+)
 def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
     valid = torch.ones(BATCH, PROMPT, dtype=torch.bool)
     valid[1, :23] = False
@@ -152,6 +171,8 @@ def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
                     _close(recent[slot - run.length], each.a_k[slot])
         if drop_len:
             run.drop(drop_len)
+    if run.index.options.iterations == 5:
+        assert 0 < sum(each.stopped for each in heads) < sum(each.steps for each in heads)
 
 
 @pytest.mark.parametrize("flushes", [[1], [0, 0, 3], [0, 0, 0, 0, 9, 0], [11]], ids=str)
@@ -231,7 +252,7 @@ def test_a_crop_to_nothing_begins_anew() -> None:
 @pytest.mark.parametrize("init", ["top", "topcol"])
 def test_a_padded_row_selects_what_the_same_row_selects_without_padding(init: str) -> None:
     """The published code sets padding to zero scores, which may be the best there are."""
-    padding, options = 25, paper_options(init=init, lite=20)
+    padding, options = 25, paper_options(init=init, fit_recent=20)
     ragged = torch.ones(BATCH, PROMPT, dtype=torch.bool)
     ragged[1, :padding] = False
     padded = Run(options)

@@ -131,8 +131,8 @@ def _loaded(run: Run, state: dict[str, torch.Tensor]) -> PaperLRQKIndex:
 def test_bytes_are_those_of_the_tensors() -> None:
     run = Run(paper_options()).prompt()
     heads, index = BATCH * HEADS * GROUP, run.index
-    # Two Grams and two rows of column sizes for each query head, and the newest keys.
-    sums = 2 * heads * (DIM * DIM + DIM) * 4
+    # Two Grams, two rows of column sizes and two counts for each query head, and the newest keys.
+    sums = 2 * heads * (DIM * DIM + DIM + 1) * 4
     # Room for 64 tokens more, rounded up.
     room = 80
     assert index.nbytes() == sums + BATCH * HEADS * room * DIM * 4

@@ -38,6 +38,12 @@ class Sketch:
         factor, rows = factor.float(), rows.float()
         return cls((rows.mT @ factor).mT, factor.mT @ factor)
 
+    def distance(self, old: Sketch, factor_map: torch.Tensor) -> torch.Tensor:
+        """``|A - A_old|^2``, ``[...]``, of this one's A = Q ``factor_map`` and the ``old`` A."""
+        both = (old.cross.mT * factor_map).sum((-2, -1))
+        traces = (each.own.diagonal(dim1=-2, dim2=-1).sum(-1) for each in (self, old))
+        return (sum(traces) - 2 * both).clamp(min=0.0)
+
     def plus(self, other: Sketch) -> Sketch:
         """Of the rows of both."""
         return Sketch(self.cross + other.cross, self.own + other.own)
@@ -68,23 +74,39 @@ def alternating(
     key_start: Sketch,
     iterations: int,
     penalty: float,
+    tolerance: float = 0.0,
+    count: torch.Tensor | None = None,
 ) -> AlternatingFactors:
     """Algorithm 1: ``iterations`` rounds of B_Q, B_K, A_K, A_Q (eq. 6), then B_Q, B_K once more.
 
     Each update needs A_Q and A_K by their products with Q, K and themselves only, and gives
-    A_K = K X_K: so Grams are enough, and l doesn't matter. B is refitted at the end, as the
-    authors' code does, because decoding starts from it. A fixed number of rounds stands for the
-    paper's tolerance, which may stop earlier.
+    A_K = K X_K: so Grams are enough. B is refitted at the end, as the authors' code does, because
+    decoding starts from it. A head stops after the round that changes A_Q and A_K by a mean square
+    below ``tolerance`` (appendix D), over the ``count [B, Hq]`` of their rows; 0 never stops. All
+    rounds are computed, so that nothing waits for the device.
     """
     g_q, g_k = finite(query_gram, key_gram)
     a_q, a_k = query_start, key_start
     to_query = to_key = g_q.new_empty(0)
-    for _ in range(iterations):
+    moving: torch.Tensor | None = None
+    for number in range(iterations):
+        old, old_maps = (a_q, a_k), (to_query, to_key)
         b_q, b_k = a_q.basis(), a_k.basis()
         to_key = _update(a_q, b_k, penalty)
         a_k = Sketch.of_map(to_key, g_k)
         to_query = _update(a_k, b_q, penalty)
         a_q = Sketch.of_map(to_query, g_q)
+        if moving is not None:
+            new_maps = to_query, to_key
+            to_query, to_key = (
+                torch.where(moving, *x) for x in zip(new_maps, old_maps, strict=True)
+            )
+            a_q, a_k = Sketch.of_map(to_query, g_q), Sketch.of_map(to_key, g_k)
+        if tolerance and number < iterations - 1:
+            assert count is not None, "a tolerance is a mean over rows"
+            squares = torch.maximum(a_q.distance(old[0], to_query), a_k.distance(old[1], to_key))
+            size = count * to_key.shape[-1]
+            moving = (squares >= tolerance * size)[..., None, None]
     return AlternatingFactors(
         to_query.float(), to_key.float(), a_q.basis().float(), a_k.basis().float()
     )
@@ -146,12 +168,14 @@ class Moments(State):
     Attributes:
         gram: ``[B, Hq, D, D]``.
         sizes: ``[B, Hq, D]``, L1 norms of the columns (eq. 23).
+        count: ``[B, Hq]``, rows that are not zero.
         cross, own: with ``random``, the products of a random A ~ N(0, 1) with the rows and with
             itself (eq. 22).
     """
 
     gram: torch.Tensor | None = tensor(shared=True, dims="B Q D D", dtype=_FP32, finite=True)
     sizes: torch.Tensor | None = tensor(shared=True, dims="B Q D", dtype=_FP32, finite=True)
+    count: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32, finite=True)
     cross: torch.Tensor | None = tensor(
         shared=True, optional=True, dims="B Q R D", dtype=_FP32, finite=True
     )
@@ -165,10 +189,12 @@ class Moments(State):
     def add(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
         """Add ``rows [B, Hq, n, D]``, zeros for padding; a random A has ``rank`` columns."""
         for chunk in float_chunks(rows, None):
+            present = (chunk != 0).any(-1)
             products = {"gram": chunk.mT @ chunk, "sizes": chunk.abs().sum(2)}
+            products["count"] = present.sum(2).float()
             if self.random:
                 start = source.normal((*chunk.shape[:3], rank)).to(chunk.device)
-                start = start * (chunk != 0).any(-1, keepdim=True)
+                start = start * present.unsqueeze(-1)
                 products |= {"cross": start.mT @ chunk, "own": start.mT @ start}
             for name, product in products.items():
                 total = getattr(self, name)
@@ -232,6 +258,7 @@ class Bases:
         omega: Sketch | None,
         iterations: int,
         penalty: float,
+        tolerance: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, Self]:
         """One token's proxies, and the bases after it (eq. 9 to 12).
 
@@ -239,8 +266,10 @@ class Bases:
             query, key: ``[B, Hq, D]`` fp32.
             omega: of the keys on the device in the step before (Omega, eq. 7) and their proxies;
                 None when nothing was selected yet.
-            iterations: rounds; the published tolerance may stop earlier.
+            iterations: rounds at most.
             penalty: lambda_d1 and lambda_d2.
+            tolerance: a head stops after the round that changes ``q_hat`` and ``k_hat`` by a mean
+                square below it; the first round has no ``q_hat`` to compare with. 0 never stops.
 
         Returns:
             ``q_hat, k_hat [B, Hq, r]`` fp32, and the new bases.
@@ -254,9 +283,17 @@ class Bases:
             from_q = from_q + penalty * q @ omega.cross.mT
         k_hat = solve(own_k, from_k.mT).mT
         q_hat = torch.zeros_like(k_hat)
-        for _ in range(iterations):
+        moving: torch.Tensor | None = None
+        for number in range(iterations):
+            old = q_hat, k_hat
             q_hat = _solve_proxy(own_q, from_q, k_hat, penalty, dots)
             k_hat = _solve_proxy(own_k, from_k, q_hat, penalty, dots)
+            if moving is not None:
+                new = q_hat, k_hat
+                q_hat, k_hat = (torch.where(moving, *x) for x in zip(new, old, strict=True))
+            if tolerance and 0 < number < iterations - 1:
+                changes = [(q_hat - old[0]).square(), (k_hat - old[1]).square()]
+                moving = torch.maximum(*(x.mean(-1, keepdim=True) for x in changes)) >= tolerance
         bases = type(self)(_correct(self.query, q_hat, q), _correct(self.key, k_hat, k))
         return q_hat.squeeze(2), k_hat.squeeze(2), bases
 
@@ -274,6 +311,6 @@ def _solve_proxy(
 
 
 def _correct(basis: torch.Tensor, proxy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """One gradient step (eq. 10) of the optimal size, for which eq. 11 is 1 / |proxy|^2."""
+    """One gradient step (eq. 10) of the optimal size: eq. 11 and 12 come to 1 / |proxy|^2."""
     error = proxy @ basis - target
     return basis - proxy.mT @ error / proxy.square().sum(-1, keepdim=True).clamp(min=1e-30)

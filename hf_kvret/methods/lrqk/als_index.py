@@ -74,11 +74,11 @@ class RecentProxies(State):
         """Replace the proxies of the newest tokens by ``[B, Hq, count, r]``."""
         self.proxies.put(proxies, self.end - proxies.shape[2])
 
-    def omega(self, lite: int) -> Sketch:
-        """The sketch of the ``lite`` newest tokens before the last pass."""
+    def omega(self, count: int) -> Sketch:
+        """The sketch of the ``count`` newest tokens before the last pass."""
         keys, proxies = self.keys.rows, self.proxies.rows
         last = keys.shape[2] - min(self._pass_len, keys.shape[2])
-        newest = slice(max(0, last - lite), last)
+        newest = slice(max(0, last - count), last)
         return Sketch.of_rows(proxies[:, :, newest], _repeat(keys[:, :, newest], proxies.shape[1]))
 
     def leave(self, block: TokenBlock, bases: Bases) -> torch.Tensor:
@@ -115,15 +115,15 @@ class PaperLRQKIndex(Index):
     """Algorithms 1 and 2: ALS factors for each query head, and solves at every step.
 
     Each query head selects for itself. A step solves for the proxies of its query and key, fitted
-    to the keys that were on the device in the step before (the selected ones and the ``lite``
-    newest), and updates B_Q and B_K. Proxies of tokens in the window are kept apart until they
-    become cold.
+    to the keys that were on the device in the step before (the selected ones and the
+    ``fit_recent`` newest), and updates B_Q and B_K. Proxies of tokens in the window are kept apart
+    until they become cold.
 
     Departures: the factors come from Gram matrices, with the same result (see ``alternating``); a
     prompt is factorized when the first token after it is decoded, so that it may come in
     chunks; a pass of several tokens takes their steps one after the other; of a prompt's tokens
-    that are in the window then, all but the newest ``max(lite, max_draft)`` get the proxies of
-    algorithm 2's first guess, when they leave it.
+    that are in the window then, all but the newest ``max(fit_recent, max_draft)`` get the
+    proxies of algorithm 2's first guess, when they leave it.
     """
 
     capture_obstacle = "the published lrqk tracks the tokens of the window on the host"
@@ -182,7 +182,8 @@ class PaperLRQKIndex(Index):
             raise RuntimeError("no query was seen: call on_forward before build")
         rank = options.rank_of(queries.gram.shape[-1])
         starts = start_sketches(options.init, queries, keys, rank)
-        factors = alternating(queries.gram, keys.gram, *starts, options.iterations, options.penalty)
+        limits = options.iterations, options.penalty, options.tolerance
+        factors = alternating(queries.gram, keys.gram, *starts, *limits, keys.count)
         self._query_basis, self._key_basis = factors.query_basis, factors.key_basis
         self._omega = None
         self._recent.start(factors.to_key)
@@ -202,7 +203,7 @@ class PaperLRQKIndex(Index):
         if self._bases is None:
             self.build(cold)
             return
-        self._omega = self._recent.omega(self.options.lite)
+        self._omega = self._recent.omega(self.options.fit_recent)
         if self._selection is not None:
             ids = self._selection
             keys, _ = cold.store.gather(ids)
@@ -240,9 +241,8 @@ class PaperLRQKIndex(Index):
         keys = self._recent.newest(query.shape[2], query.shape[1])
         query_proxies, key_proxies, bases = [], [], self._bases
         for q, k in zip(query.unbind(2), keys.unbind(2), strict=True):
-            q_hat, k_hat, bases = bases.step(
-                q.float(), k, self._omega, options.iterations, options.penalty
-            )
+            limits = options.iterations, options.penalty, options.tolerance
+            q_hat, k_hat, bases = bases.step(q.float(), k, self._omega, *limits)
             query_proxies.append(q_hat)
             key_proxies.append(k_hat)
         self._query_basis, self._key_basis = bases.query, bases.key
@@ -323,4 +323,4 @@ class PaperLRQKIndex(Index):
     @staticmethod
     def _room(options: LRQKConfig) -> int:
         """Number of recent tokens to keep: those of a step, or those it fits its query to."""
-        return max(options.lite, options.max_draft)
+        return max(options.fit_recent, options.max_draft)

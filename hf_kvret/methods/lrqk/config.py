@@ -47,16 +47,19 @@ class LRQKConfig(RetrievalConfig):
             proxies' error for the newest queries has grown by this factor, and new factors lower
             it by as much. ``inf``: never.
         init: with ``"als"``, where it starts: ``"randn"``, ``"top"`` or ``"topcol"`` (B.6).
-        iterations: with ``"als"``, rounds of algorithms 1 and 2.
+        iterations: with ``"als"``, rounds of algorithms 1 and 2 at most.
+        tolerance: with ``"als"``, a head stops after a round that changes its factors, or proxies,
+            by a mean square below this (appendix D); 0 never stops.
         penalty: with ``"als"``, the four lambdas of the paper.
-        lite: with ``"als"``, newest tokens whose keys a step's query is fitted to, beside the
-            selected ones.
+        fit_recent: with ``"als"``, newest tokens whose keys a step's query is fitted to, beside the
+            selected ones (Omega, eq. 7). The paper's lite tokens are the ``recent`` ones, which are
+            attended; it fits to all of these.
         seed: of ``"randn"``.
     """
 
     learns_from_queries: ClassVar[bool] = True
-    # Appendix D: r = 32, which is rank's own default; beside the selected tokens the device has 64
-    # "lite" ones, the newest, and nothing else.
+    # Section 5.1, appendix D: r = 32, which is rank's own default; beside the selected tokens the
+    # device has 64 "lite" ones, the newest, and nothing else.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
             "factors": "als",
@@ -79,8 +82,9 @@ class LRQKConfig(RetrievalConfig):
     drift: float = 1.5
     init: str = "randn"
     iterations: int = 2
+    tolerance: float = 1e-2
     penalty: float = 1.0
-    lite: int = 64
+    fit_recent: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,7 +92,7 @@ class LRQKConfig(RetrievalConfig):
         if self.rank is not None:
             check_int("rank", self.rank, 1)
         check_int("iterations", self.iterations, 1)
-        check_int("lite", self.lite, 0)
+        check_int("fit_recent", self.fit_recent, 0)
         check_seed(self.seed)
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -105,6 +109,9 @@ class LRQKConfig(RetrievalConfig):
             self.drift,
             lambda x: x >= 1.0,
             "a factor of at least 1; inf never projects anew",
+        )
+        check_number(
+            "tolerance", self.tolerance, lambda x: 0.0 <= x < math.inf, "a mean square, 0 for none"
         )
         check_number("penalty", self.penalty, lambda x: 0.0 < x < math.inf, "a number above 0")
 

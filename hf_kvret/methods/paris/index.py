@@ -46,8 +46,8 @@ class ParisConfig(RetrievalConfig):
 
     Attributes:
         subspace_dim: coordinates of a subspace, m (4 or 8).
-        tiers: shares of ``rho`` at which a centroid's points drop by one (section 4.2). None takes
-            the paper's six up to 42 subspaces, and three of them above.
+        tiers: shares of ``rho`` at which a centroid's points drop by one (section 4.2.2). None
+            takes the paper's six (section 5.4) up to 42 subspaces, and three of them above.
         schedule: ``(length, beta, rho)`` triples: below that many cold tokens, the share of
             candidates and the share of keys that a subspace gives points to. The last
             triple serves all greater lengths.

@@ -1,7 +1,7 @@
 """Scores of all tokens from low-rank proxies of their keys.
 
 A proxy is a vector of r numbers whose inner product with a query's proxy stands for that of key
-and query (LRQK, section 4.2). Dimensions: B batch, Hq query heads, F sets of proxies (one for each
+and query (LRQK, section 4.3). Dimensions: B batch, Hq query heads, F sets of proxies (one for each
 KV head, or for each query head), H selecting heads, Q queries at once, n tokens, r rank.
 """
 
