@@ -46,7 +46,7 @@ ROOMS = (
     Room("hf_kvret.layer", 2765),
     Room("hf_kvret.observe", 710),
     Room("hf_kvret.saved", 1_840),
-    Room("hf_kvret.artifacts", 1_660),
+    Room("hf_kvret.artifacts", 1_692),
     Room("hf_kvret.cache", 410),
     Room("hf_kvret.methods", 6450),
     Room("hf_kvret.replay", 970),

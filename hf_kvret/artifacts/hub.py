@@ -15,6 +15,7 @@ from huggingface_hub import (
     constants,
     is_offline_mode,
     snapshot_download,
+    try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -46,11 +47,13 @@ def find_folder(
     cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
+    subfolder: str = "",
 ) -> Path:
     """The folder with the files of ``source``: itself if it exists, else downloaded or cached.
 
     All files are of one commit, and those that are in the cache are not downloaded again. A file
-    that the repository lacks is missing in the folder. Arguments and errors as of
+    that the repository lacks is missing in the folder. With ``subfolder`` it is that folder of the
+    repository, which may be missing too. Other arguments and errors as of
     ``CalibrationArtifact.from_pretrained``.
     """
     path = Path(source).expanduser()
@@ -77,7 +80,7 @@ def find_folder(
             cache_dir=cache_dir,
             token=token,
             local_files_only=local_files_only,
-            allow_patterns=list(PATTERNS),
+            allow_patterns=[str(Path(subfolder, pattern)) for pattern in PATTERNS],
             library_name="hf-kvret",
             library_version=__version__,
         )
@@ -111,7 +114,16 @@ def find_folder(
         raise PermissionError(
             f"{constants.ENDPOINT} refuses the token for {repo_id}: {_LOG_IN.format(do='read')}"
         ) from error
-    return Path(folder)
+    return Path(folder, subfolder)
+
+
+def cached_commit(repo_id: str) -> str | None:
+    """The commit of ``main`` that a model is cached of; None where it does not come from the hub.
+
+    The name of a folder that is gone may look like a hub id, and has no model in the cache.
+    """
+    path = try_to_load_from_cache(repo_id, DESCRIPTION) if is_hub_id(repo_id) else None
+    return Path(path).parent.name if isinstance(path, str) else None
 
 
 def check_repository(

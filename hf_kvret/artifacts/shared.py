@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from huggingface_hub import is_offline_mode
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import DESCRIPTION
+from hf_kvret.artifacts.hub import cached_commit, find_folder
 from hf_kvret.options.config import RetrievalConfig, check_source
 
 Value = TypeVar("Value")
@@ -30,7 +33,8 @@ class ArtifactConfig(RetrievalConfig):
 
     Attributes:
         artifact: folder or hub id of the calibration artifact that belongs to the model; None for
-            the folder named as the method in the model's own folder.
+            the folder named as the method in the model's own folder, or in its repository on the
+            hub if it was loaded from there.
         revision: of the artifact on the hub; None for its main branch.
         artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any other
             is refused; None for whatever is there.
@@ -59,18 +63,28 @@ class ArtifactConfig(RetrievalConfig):
         """These options with a hub id as it is, or a folder's absolute path.
 
         Raises:
-            ValueError: the model's own folder has no artifact; the message says how to make one.
+            ValueError: the model's own folder or repository has no artifact, or can't be asked; the
+                message says how to make one.
         """
         if self.artifact is not None:
             folder = Path(self.artifact).expanduser()
             return self.replace(artifact=str(folder.absolute())) if folder.is_dir() else self
         home = getattr(config, "_name_or_path", "")
-        folder = Path(home) / self.method
+        folder, advice = Path(home) / self.method, ""
+        commit = None if Path(home).is_dir() else cached_commit(home)
+        if commit is not None:
+            try:
+                folder = _folder_on_hub(home, commit, self.method)
+            except OSError as error:
+                advice = (
+                    f". Its repository was asked for one, too ({error}): name an artifact that "
+                    "others publish apart from the model"
+                )
         if not home or not folder.is_dir():
             raise ValueError(
                 f"{self.method} needs a calibration artifact of the model: pass "
                 "artifact='folder-or-hub-id', or make one with `hf-kvret calibrate "
-                f"{self.method} --model {home or 'MODEL'} --text FILE --out DIR`"
+                f"{self.method} --model {home or 'MODEL'} --text FILE --out DIR`{advice}"
             )
         return self.replace(artifact=str(folder.absolute()))
 
@@ -87,6 +101,16 @@ class ArtifactConfig(RetrievalConfig):
                 f"{self.way_out}, or make a cache of {self.method}, which looks beside the model"
             )
         return shared_artifact(self.artifact, self.revision, self.method, self.artifact_sha256)
+
+
+@functools.cache
+def _folder_on_hub(repo_id: str, commit: str, name: str) -> Path:
+    """The folder ``name`` of a repository, once a process; FileNotFoundError where it lacks it."""
+    folder = find_folder(repo_id, revision=commit, subfolder=name)
+    if not (folder / DESCRIPTION).is_file():
+        offline = ", as far as the cache has it: try once while online" if is_offline_mode() else ""
+        raise FileNotFoundError(f"{repo_id} has no folder {name} at commit {commit[:8]}{offline}")
+    return folder
 
 
 def shared_artifact(

@@ -8,6 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+import transformers.utils.hub
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 
@@ -24,6 +25,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
         template = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
+        # transformers 5.24 keeps the client of its first request, which knows that one's endpoint.
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
