@@ -2,8 +2,9 @@
 which queries of the prompt are centroids (the paper's table 4). centroids, probes: how many
 there are, and how many a query recalls (figure 10). rerank: how the recalled tokens are
 compared, and how many there are (figure 11). budget: tables 1 and 6. update: new centroids over
---turns (table 5). Without --text the model reads documents of needles with questions
-after them, which is what --model needle speaks.
+--turns (table 5). dedup: tokens that several lists name (figure 13). time: of a step's parts on a
+CPU (table 13). Without --text the model reads documents of needles with questions after them,
+which is what --model needle speaks.
 
     python examples/studies/ctkvr_ablation.py --text novel.txt --json a.json --plot a.png
     python examples/studies/ctkvr_ablation.py --model needle --parts choice,update
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -38,7 +42,10 @@ from ablation import (
 from follower import Follower
 from tqdm import tqdm
 
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.recording import RecordedLayer, read_layers
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.teacher_forcing import full_choices
 from hf_kvret.lab.program.arguments import budget, number, whole_number
@@ -46,7 +53,12 @@ from hf_kvret.lab.program.common_options import budget_option, count_option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table, share
-from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
+from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
+from hf_kvret.methods.ctkvr.inverted_file import Centroids, best_keys
+from hf_kvret.methods.ctkvr.rerank import recalled
+from hf_kvret.stores import CpuStore
+from hf_kvret_kernels import centroid
+from hf_kvret_kernels.prompt_attention import prompt_partials
 
 CHOICES = ("mixed", "last", "random", "first", "even")
 _PUBLISHED = {"update": 1, "update_lists": "recalled"}
@@ -69,9 +81,9 @@ FIXED: dict[str, dict[str, dict[str, Any]]] = {
     "update": UPDATES,
 }
 # The part of ``nprobe`` keeps the name that stands in measured results.
-PARTS = ("choice", "centroids", "probes", "rerank", "budget", "update")
-_RERANKS = ("auto", "codes")
-# The rank in a list does not depend on its length, so without a rerank one length says all.
+PARTS = ("choice", "centroids", "probes", "rerank", "budget", "update", "dedup", "time")
+_RERANKS = ("auto", "codes", "none")
+# The rank in a list does not depend on its length, so one length says all.
 _BY_RANK = "lists"
 
 
@@ -96,6 +108,11 @@ def changed(part: str, name: str, base: CTkvrConfig, length: int) -> CTkvrConfig
         changes = {"nprobe": int(name)}
     elif part == "rerank" and name == _BY_RANK:
         changes = {"rerank": name}
+    elif part == "dedup" and not name.startswith("rho"):
+        what, value = name.split(" ")
+        return changed("centroids" if what == "C" else "probes", value, base, length)
+    elif part in ("dedup", "time"):
+        changes = {"list_ratio": float(name[4:])} if part == "dedup" else {}
     elif part == "rerank":
         rerank, ratio = name.split(", ratio ")
         changes = {"rerank": rerank, "list_ratio": float(ratio)}
@@ -168,9 +185,102 @@ def _turns_table(cells: CellResults) -> str:
     return markdown_table(["cache", "update", "context", *turns, *names], rows)
 
 
+@dataclass(frozen=True)
+class Recalled:
+    """A layer's index after a context, all of it cold, and later queries ``[1, Hq, q, D]``."""
+
+    index: CTkvrIndex
+    cold: ColdTokens
+    queries: torch.Tensor
+
+    @classmethod
+    def of(cls, layer: RecordedLayer, length: int, options: CTkvrConfig) -> Recalled:
+        """After the first ``length`` tokens of a layer."""
+        keys, valid = layer.keys[None, :, :length], torch.ones(1, length, dtype=torch.bool)
+        index, store = CTkvrIndex(options), CpuStore(keys.device)
+        block, scoring = TokenBlock(keys, keys, 0), Scoring(valid, layer.scale, layer.softcap)
+        index.on_forward(layer.queries[None, :, :length], keys, 0, None)
+        store.append(block)
+        index.add(block)
+        cold = ColdTokens(store, scoring, options.budget(length))
+        index.build(cold)
+        return cls(index, cold, layer.queries[None, :, length:].contiguous())
+
+    def duplicates(self) -> dict[str, float]:
+        """``alpha``, different tokens over all that lists name; ``twice``, share of them by two.
+
+        ``listed`` is the share of the cold tokens that the recalled lists name.
+        """
+        queue, length = self.index._file.queue, len(self.cold)
+        assert queue is not None, "lists were made"
+        queries, probes = self.index._grouped(self.queries), self.index.options.nprobe
+        lists = queue.recall(queries, probes).flatten(3)
+        names, counts = lists.long(), torch.zeros(*lists.shape[:3], length + 1)
+        counts.scatter_add_(-1, names.masked_fill(lists < 0, length), (lists >= 0).float())
+        known = float((counts > 0).sum())
+        return {
+            "alpha": known / float(counts.sum()),
+            "twice": float((counts > 1).sum()) / known,
+            "listed": known / counts[..., :length].numel(),
+        }
+
+    def times(self, window: int) -> dict[str, float]:
+        """Median ms of each part of one query's step; the ``window`` newest keys stand for one."""
+        index, cold, seconds = self.index, self.cold, dict[str, list[float]]()
+        queue, store, scoring = index._file.queue, cold.store, (cold.scale, cold.softcap)
+        assert queue is not None, "lists were made"
+        live, probes = queue.live(), index.options.nprobe
+        norms = live.queries.float().norm(dim=-1).reciprocal()
+        near = next(store.key_chunks(len(cold)))[1][:, :, -window:].contiguous()
+        see_window = partial(prompt_partials, scale=cold.scale, causal_offset=None)
+
+        def timed(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+            started = time.perf_counter()
+            result = work(*arguments)
+            seconds.setdefault(name, []).append(time.perf_counter() - started)
+            return result
+
+        def nearest(group: torch.Tensor) -> None:
+            centroid.similarity(group, live.queries, norms).topk(probes, dim=-1)
+
+        def attend(query: torch.Tensor, ids: torch.Tensor) -> None:
+            store.begin(query, ids, *scoring)()
+
+        def list_all(new: Centroids) -> None:
+            list(best_keys(cold, new, queue.width, causal=False))
+
+        for query in self.queries.split(1, dim=2):
+            group = index._grouped(query)
+            timed("centroids", nearest, group)
+            ids = timed("lists", recalled, queue, group, probes, 0, cold.valid)
+            best = timed("rerank", store.best, query, ids, cold.budget, *scoring)
+            timed("attention", attend, query, best)
+            timed("window", see_window, query, near, near)
+            new, twin = Centroids(group, torch.zeros(1, 1, dtype=torch.long)), queue.fork()
+            timed("update", twin.push, new, (ids[..., : queue.width],), len(cold))
+            timed("list of all keys", list_all, new)
+            timed("attention to all recalled", attend, query, ids)
+        result = {name: 1e3 * median(each) for name, each in seconds.items()}
+        return {**result, "lists": result["lists"] - result["centroids"]}
+
+
+def _layers_table(cells: CellResults) -> str:
+    """Means over layers (the paper's figure 13); of times the sums (table 13)."""
+    names, rows = list(cells[0][1]["layers"][0]), []
+    of_times = cells[0][0]["part"] == "time"
+    for cell, row in cells:
+        values = [[one[name] for one in row["layers"]] for name in names]
+        numbers = [f"{sum(x):.2f}" if of_times else share(fmean(x)) for x in values]
+        rows.append([cell["cache"], cell["variant"], str(cell["length"]), *numbers])
+    titles = [f"{name}, ms" for name in names] if of_times else names
+    return markdown_table(["cache", cells[0][0]["part"], "context", *titles], rows)
+
+
 TABLES: dict[str, Table] = {
     **dict.fromkeys(PLAIN, _plain_table),
     "update": _turns_table,
+    "dedup": _layers_table,
+    "time": _layers_table,
 }
 PLOTS: dict[str, Plot] = {
     **{part: bars_of(f"CTkvr: {title}") for part, title in PLAIN.items()},
@@ -224,7 +334,7 @@ class CTkvrAblation(Ablation):
     plots = PLOTS
     smallest = (
         "--model needle --context 256 --top-k 16 --new-tokens 16 --turns 2 --turn-tokens 16 "
-        "--turn-measured 8 --parts probes,rerank,update --nprobe 2 --ratios 2 "
+        "--turn-measured 8 --parts probes,rerank,update,dedup,time --nprobe 2 --ratios 2 "
         "--caches ctkvr:dense_below=0:recent=16:flush=16"
     )
 
@@ -246,6 +356,10 @@ class CTkvrAblation(Ablation):
     turns: int = count_option(8, "of the update part")
     turn_tokens: int = count_option(256, "of new text in a turn")
     turn_measured: int = count_option(64, "tokens after it that are measured")
+    # Queries and keys of the last text, for the parts about them.
+    _read: dict[int, list[RecordedLayer]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         # Refuse values that CTkvr refuses.
@@ -259,6 +373,11 @@ class CTkvrAblation(Ablation):
             return list(FIXED[part])
         if part == "rerank":
             return rerank_names(self.ratios)
+        if part == "dedup":
+            names = [f"rho {ratio:g}" for ratio in self.ratios]
+            return [*names, *(f"C {c}" for c in self.centroids), *(f"C' {n}" for n in self.nprobe)]
+        if part == "time":
+            return ["step"]
         values = {"centroids": self.centroids, "probes": self.nprobe, "budget": self.budgets}
         return list(map(str, values[part]))
 
@@ -270,6 +389,8 @@ class CTkvrAblation(Ablation):
         part, length = cell["part"], cell["length"]
         assert isinstance(choice.options, CTkvrConfig)
         options = changed(part, cell["variant"], choice.options, length)
+        if part in ("dedup", "time"):
+            return {"layers": self._of_layers(part, length, subject, options)}
         chosen = made(f"{part}: {cell['variant']}", CTkvrCache, options)
         follower = (TurnFollower if part == "update" else Follower)(subject, chosen, self.method)
         for window in self.contexts(subject, part, length):
@@ -278,6 +399,19 @@ class CTkvrAblation(Ablation):
             else:
                 follower.follow(window, length, self.pace)
         return follower.result()
+
+    def _of_layers(
+        self, part: str, length: int, subject: Subject, options: CTkvrConfig
+    ) -> list[dict[str, float]]:
+        """What the part measures in each layer, on recorded queries and keys."""
+        if length not in self._read:
+            self._read.clear()
+            self._read[length] = read_layers(subject.model, self.contexts(subject, part, length)[0])
+        bar = tqdm(self._read[length], desc="layers", leave=False)
+        layers = (Recalled.of(layer, length, options) for layer in bar)
+        return [
+            one.duplicates() if part == "dedup" else one.times(options.recent) for one in layers
+        ]
 
 
 MEASUREMENT = CTkvrAblation

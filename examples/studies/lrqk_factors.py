@@ -56,7 +56,7 @@ from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 # Options of the cache that count here; variants choose the others, or nothing depends on them.
-_COUNT = ("top_k", "recency", "half_life", "iterations", "penalty", "seed")
+_COUNT = ("top_k", "recency", "half_life", "iterations", "tolerance", "penalty", "seed")
 
 
 # Errors that should be equal differ by the rounding of the maps, which are fp32.
@@ -200,7 +200,8 @@ def _alternating(study: LayerStudy, rank: int, options: LRQKConfig, *, start: st
     starts = start_sketches(start, of_queries, of_keys, rank)
     assert of_queries.gram is not None and of_keys.gram is not None
     grams = of_queries.gram, of_keys.gram
-    factors = alternating(*grams, *starts, options.iterations, options.penalty)
+    limits = options.iterations, options.penalty, options.tolerance
+    factors = alternating(*grams, *starts, *limits, of_keys.count)
     return study.proxies(Factors(factors.to_query[0], factors.to_key[0]))
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -120,6 +120,10 @@ class Misses(Task):
     _plain: dict[Any, Generation] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    # What has read the last context into the last cache, by store and slots, and its last logits.
+    _read: dict[Any, tuple[Reader, torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name, values in (("--top-ks", self.top_ks), ("--slots", self.slots)):
@@ -205,10 +209,15 @@ class Misses(Task):
         """Read the context and go on, with those options of the cache changed."""
         length, following = cell["length"], self.new_tokens if self.follow == "text" else 0
         (window,) = text_windows(subject, self.name, self.text, length, following, 1, None)
-        changed = _changed(choice, subject, top_k=cell["top_k"], **changes)
-        reader = Reader(subject.model, changed, length + self.new_tokens)
-        source = self._source(window[length:])
-        logits = reader.prefill(window[:length])[-1]
+        key = (subject.model, cell["cache"], length), *changes.values()
+        if key not in self._read:
+            if any(other[0] != key[0] for other in self._read):
+                self._read.clear()
+            changed = _changed(choice, subject, top_k=cell["top_k"], **changes)
+            reader = Reader(subject.model, changed, length + self.new_tokens)
+            self._read[key] = reader, reader.prefill(window[:length])[-1]
+        reader, logits = self._read[key]
+        reader, source = reader.fork(top_k=cell["top_k"]), self._source(window[length:])
         tokens, choices, seconds, layers = [], [logits.argmax()], [], []
         for index in tqdm(range(self.new_tokens), leave=False, desc=_label(cell), mininterval=1):
             tokens.append(source(logits, index))
@@ -250,7 +259,9 @@ class Misses(Task):
             "buffer MB": lambda cell, row: f"{row['buffer_bytes'] / 1e6:.2f}",
             "of full K,V": lambda cell, row: f"{row['buffer_bytes'] / row['full_bytes']:.1%}",
         }
-        return table_of(results, columns)
+        ratios = [row["miss_ratio"] for _, row in results]
+        spread = f", standard deviation {stdev(ratios):.1%}" if len(ratios) > 1 else ""
+        return f"{table_of(results, columns)}\n\nmean miss ratio {fmean(ratios):.1%}{spread}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

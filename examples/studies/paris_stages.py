@@ -3,7 +3,8 @@
 Keys are those of a model's layers (--parts model), or drawn (--parts drawn): 256 numbers, one KV
 head for four query heads, scaled like normalized keys with a few strong channels, turned by RoPE,
 with a topic that drifts. Queries come after the keys. The exact top-k is that of the largest
-softmax weight over the heads of a group.
+softmax weight over the heads of a group. --parts model-alpha,drawn-alpha measure the estimated
+inner products with and without their correction alpha (the paper's equations 7 to 10, section 5.3).
 
     python examples/studies/paris_stages.py --model smollm2 --text essays.json --context 3500,7K
     python examples/studies/paris_stages.py --model needle --parts drawn --context 4K,12K
@@ -27,6 +28,7 @@ from tqdm import tqdm
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.paris_ablations import UncorrectedIndex
 from hf_kvret.lab.evaluate.recording import RecordedLayer, read_layers
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.program.common_options import budget_option, count_option
@@ -58,6 +60,14 @@ VARIANTS: MappingProxyType[str, tuple[dict[str, Any], bool]] = MappingProxyType(
             False,
         ),
         "default": ({}, False),
+    }
+)
+# Options, and whether estimates are corrected.
+ALPHA: MappingProxyType[str, tuple[dict[str, Any], bool]] = MappingProxyType(
+    {
+        f"{name}{'' if corrected else ', alpha off'}": (VARIANTS[name][0], corrected)
+        for name in ("preset paper", "default")
+        for corrected in (True, False)
     }
 )
 
@@ -132,16 +142,8 @@ def judge(keys: Keys, options: ParisConfig, *, first_piece_only: bool) -> dict[s
 
     def selected(options: ParisConfig, count: int) -> torch.Tensor:
         """``[H, q, n]`` bool."""
-        index, store = ParisIndex(options), PagedStore(DeviceMemory(keys.keys.device))
-        cut = _PIECE if first_piece_only else length
-        for start in (0, cut):
-            part = keys.keys[:, :, start : cut if start == 0 else length]
-            if part.shape[2]:
-                block = TokenBlock(part, part, start)
-                index.add(block)
-                store.append(block)
-        valid = torch.ones(1, length, dtype=torch.bool)
-        cold = ColdTokens(store, Scoring(valid, keys.scale, keys.softcap), count)
+        index = ParisIndex(options)
+        cold = _filled(index, keys, count, _PIECE if first_piece_only else length)
         ids = index.search(keys.queries, cold)[0].long()
         return torch.zeros(*ids.shape[:2], length, dtype=torch.bool).scatter_(-1, ids, True)
 
@@ -159,6 +161,54 @@ def judge(keys: Keys, options: ParisConfig, *, first_piece_only: bool) -> dict[s
         "mass": float((weights * both[:, None]).sum(-1).mean()),
         "best_mass": float((weights * exact[:, None]).sum(-1).mean()),
     }
+
+
+def products(keys: Keys, options: ParisConfig, *, corrected: bool) -> dict[str, float]:
+    """How good the estimated inner products of all queries and keys are, mean key included.
+
+    ``error``: relative, of the root of the squares; ``slope`` of the estimates over the exact ones,
+    below 1 where they are too small; ``recall`` of the exact top-k where the estimates of all keys
+    are ranked.
+    """
+    heads, length = keys.keys.shape[1:3]
+    budget = options.budget(length)
+    index = ParisIndex(options) if corrected else UncorrectedIndex(options)
+    cold = _filled(index, keys, budget, length)
+    estimates = index.estimate(keys.queries, cold).logits
+    exact = exact_scores(keys.queries, keys.keys, keys.scale, keys.softcap)
+    best, chosen = (
+        group_relevance(logits, heads).topk(budget, dim=-1).indices for logits in (exact, estimates)
+    )
+    marks = torch.zeros(*best.shape[:3], length, dtype=torch.bool).scatter_(-1, chosen, True)
+    squares = exact.square().sum()
+    return {
+        "error": float(((estimates - exact).square().sum() / squares).sqrt()),
+        "slope": float((estimates * exact).sum() / squares),
+        "recall": float(marks.gather(-1, best).float().mean()),
+    }
+
+
+def _filled(index: ParisIndex, keys: Keys, count: int, cut: int) -> ColdTokens:
+    """All keys, added to ``index`` in a piece of ``cut`` tokens and one of the others."""
+    store, length = PagedStore(DeviceMemory(keys.keys.device)), keys.keys.shape[2]
+    for start in (0, cut):
+        part = keys.keys[:, :, start : cut if start == 0 else length]
+        if part.shape[2]:
+            block = TokenBlock(part, part, start)
+            index.add(block)
+            store.append(block)
+    valid = torch.ones(1, length, dtype=torch.bool)
+    return ColdTokens(store, Scoring(valid, keys.scale, keys.softcap), count)
+
+
+def _alpha_table(cells: CellResults) -> str:
+    lines = [
+        [cell["part"], str(cell["length"]), cell["variant"]]
+        + [f"{fmean(one[name] for one in row['layers']):.3f}" for name in row["layers"][0]]
+        for cell, row in cells
+    ]
+    header = ["keys", "tokens", "variant", "relative error of the products", "slope", "recall"]
+    return markdown_table(header, lines)
 
 
 def _table(cells: CellResults) -> str:
@@ -188,13 +238,15 @@ class ParisStages(Ablation):
     method = "paris"
     example = "subspace_dim=4"
     described = ("queries",)
-    tables = MappingProxyType({"model": _table, "drawn": _table})
+    tables = MappingProxyType(
+        {"model": _table, "drawn": _table, "model-alpha": _alpha_table, "drawn-alpha": _alpha_table}
+    )
     plots = MappingProxyType({"model": _plot, "drawn": _plot})
     smallest = "--model needle --context 600 --top-k 20 --queries 8"
 
     caches: str | None = caches_option("paris")
     top_k: int | float = budget_option(0.03)
-    parts: tuple[str, ...] = parts_option(("model", "drawn"))
+    parts: tuple[str, ...] = parts_option(("model", "drawn", "model-alpha", "drawn-alpha"))
     windows: int = not_here(1)
     new_tokens: int = not_here()
     step: int = not_here(1)
@@ -204,24 +256,27 @@ class ParisStages(Ablation):
     )
 
     def variants(self, part: str) -> Sequence[str]:
-        return list(VARIANTS)
+        return list(ALPHA if part.endswith("alpha") else VARIANTS)
 
     def following(self, part: str) -> int:
         return 16 * self.queries
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         assert isinstance(choice.options, ParisConfig)
-        changes, first_piece_only = VARIANTS[cell["variant"]]
+        of_products = cell["part"].endswith("alpha")
+        changes, flag = (ALPHA if of_products else VARIANTS)[cell["variant"]]
         options = choice.options.replace(**{**changes, "top_k": choice.options.top_k})
         results = [
-            judge(keys, options, first_piece_only=first_piece_only)
+            products(keys, options, corrected=flag)
+            if of_products
+            else judge(keys, options, first_piece_only=flag)
             for keys in tqdm(self._keys(cell, subject), desc="layers", leave=False)
         ]
         return {"layers": results}
 
     def _keys(self, cell: Cell, subject: Subject) -> list[Keys]:
         length = cell["length"]
-        if cell["part"] == "drawn":
+        if cell["part"].startswith("drawn"):
             return [drawn_keys(length, self.queries, self.seed + n) for n in range(2)]
         if length not in self._read:
             self._read.clear()

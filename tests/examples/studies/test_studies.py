@@ -11,7 +11,7 @@ import pytest
 import torch
 from a2ats_ablation import A2ATSAblation, similarity
 from aqua_ablation import AquaAblation
-from ctkvr_ablation import CTkvrAblation, centroid_count, changed
+from ctkvr_ablation import CTkvrAblation, Recalled, centroid_count, changed
 from distances import follow, read_contexts
 from latent_heads import LatentHeads, at, counted
 from lrqk_factors import ALTERNATING, PER_HEAD, VARIANTS, LayerStudy, LRQKFactors, Shared
@@ -25,11 +25,13 @@ from paris_ablation import (
     k_means,
     variant,
 )
+from paris_stages import ALPHA, ParisStages, drawn_keys, products
 from rest_tokens import MeanTokens, follow_all, rest_options
 
 from hf_kvret import FlatKVCache, TokenBlock
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.recording import RecordedLayer
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import read_text, token_ids
 from hf_kvret.lab.program.scripts import run_script
@@ -288,6 +290,50 @@ def test_ctkvr(smallest: Run) -> None:
     assert ranks["auto, ratio 2"]["overlap"] >= ranks["lists"]["overlap"]
     assert ranks["auto, ratio 2"]["rerank_ratio"] > 1.0
     assert "C', recalled centroids" in table and "| turn 2 |" in table
+    assert ranks["none, ratio 2"]["read_ratio"] > 2 * ranks["auto, ratio 2"]["read_ratio"]
+    (step,) = [row for (part, _, _), row in rows.items() if part == "time"]
+    parts = ("centroids", "lists", "rerank", "attention", "window", "update", "list of all keys")
+    for layer in step["layers"]:
+        assert list(layer) == [*parts, "attention to all recalled"]
+        assert all(value > 0.0 for name, value in layer.items() if name != "lists")
+    assert "| alpha " in table and "| rerank, ms " in table
+
+
+def test_tokens_that_several_lists_name_are_counted() -> None:
+    layer = RecordedLayer(0, _draw(1, HEADS * GROUP, 80, DIM), _draw(2, HEADS, 80, DIM), 0.25, None)
+    options = CTkvrConfig(top_k=6, tokens_per_centroid=4, nprobe=3)
+    one = Recalled.of(layer, 70, options)
+    assert one.index._file.queue is not None
+    alphas, twice = [], []
+    lists = one.index._file.queue.recall(one.index._grouped(one.queries), 3)
+    for row in lists.flatten(0, 2):
+        tokens = [slot for each in row.tolist() for slot in each if slot >= 0]
+        alphas.append((len(set(tokens)), len(tokens)))
+        twice.append(sum(tokens.count(slot) > 1 for slot in set(tokens)))
+    different = sum(count for count, _ in alphas)
+    numbers = one.duplicates()
+    assert numbers["alpha"] == pytest.approx(different / sum(count for _, count in alphas))
+    assert numbers["twice"] == pytest.approx(sum(twice) / different)
+    assert numbers["listed"] == pytest.approx(different / (len(alphas) * 70))
+
+
+@pytest.mark.parametrize("name", ["preset paper", "default"])
+def test_alpha_takes_the_shrinkage_out_of_the_estimates(name: str) -> None:
+    keys, results = drawn_keys(500, 8, 0), []
+    for each in (name, f"{name}, alpha off"):
+        changes, corrected = ALPHA[each]
+        options = ParisConfig().replace(**{**changes, "top_k": 50})
+        results.append(products(keys, options, corrected=corrected))
+    with_alpha, plain = results
+    assert with_alpha["error"] < plain["error"] < 0.1
+    assert abs(with_alpha["slope"] - 1) < abs(plain["slope"] - 1)
+    assert 0.5 < plain["recall"] <= 1.0
+
+
+def test_paris_stages(smallest: Run) -> None:
+    rows, table = smallest(ParisStages, "--parts", "model-alpha,drawn", "--queries", "2")
+    assert {part for part, *_ in rows} == {"model-alpha", "drawn"}
+    assert "relative error of the products" in table and "recall of stage 1" in table
 
 
 def test_a2ats(smallest: Run) -> None:
@@ -356,6 +402,17 @@ def test_misses(smallest: Run) -> None:
     ratios = [one["miss_ratio"] for one in row["stretches"]]
     assert sum(ratios) / 3 == pytest.approx(row["miss_ratio"])
     assert row["saved_ratio"] == pytest.approx(1 - row["bus_bytes"] / row["plain_bus_bytes"])
+
+
+def test_a_context_is_read_once_for_all_budgets(smallest: Run, tmp_path: Path) -> None:
+    few = ("--new-tokens", "8", "--top-ks")
+    together, table = smallest(Misses, *few, "8,16")
+    (tmp_path / "x.json").unlink()
+    ((key, alone),) = smallest(Misses, *few, "16")[0].items()
+    kept = {name for name in alone if not name.endswith("seconds")}
+    assert {name: together[key][name] for name in kept} == {name: alone[name] for name in kept}
+    ratios = [row["miss_ratio"] for row in together.values()]
+    assert f"mean miss ratio {sum(ratios) / 2:.1%}, standard deviation" in table
 
 
 def test_misses_stop_at_a_token_that_a_buffer_changed(
