@@ -28,6 +28,7 @@ from hf_kvret.lab.report.tables import markdown_table
 # The tiny run divides contexts and sizes by this; its windows are small enough to overflow.
 _SHRINK = 256
 _SMALL = "dense_below=0:recent=32:flush=32:sink=4"
+_RETRIEVING = ("paris", "lrqk", "ctkvr", "a2ats", "aqua")
 _OF_CUDA = ("dense-graph", "offloaded")
 _INTERRUPTED_SECONDS = 30
 # A model is not even loaded in less.
@@ -63,6 +64,7 @@ class Part:
 
 # Two rounds, so that a mood of the machine shows as a difference between them.
 _STEPS = "--fill random --warmup 8 --steps 64 --rounds 2 --limit 10"
+_FEW_STEPS = "--fill random --warmup 3 --steps 8 --rounds 1 --limit 10"
 _PARIS = "paris:top_k=100,paris:top_k=1024"
 
 PLAN = (
@@ -109,12 +111,14 @@ PLAN = (
         "lrqk:top_k=2048:store=host,offloaded "
         "--fill random --warmup 6 --steps 32 --rounds 2 --limit 10",
     ),
+    # What a2ats and aqua learn is made of random tokens first, for this shape.
     Part(
-        "offloaded",
-        300,
-        "decode --context 128K,32K --caches offloaded --fill random --warmup 3 --steps 8 "
-        "--rounds 1 --limit 10",
+        "methods",
+        600,
+        "decode --context 128K,32K --caches paris:top_k=1024,lrqk:top_k=1024,ctkvr:top_k=1024,"
+        "a2ats:top_k=1024,aqua,dense --fill random --warmup 4 --steps 16 --rounds 1 --limit 10",
     ),
+    Part("offloaded", 300, f"decode --context 128K,32K --caches offloaded {_FEW_STEPS}"),
     Part(
         "flush",
         180,
@@ -127,12 +131,7 @@ PLAN = (
         "decode --context 128K,32K --caches static-compile --fill random --warmup 8 --steps 32 "
         "--rounds 1 --limit 10",
     ),
-    Part(
-        "quantized",
-        300,
-        "decode --context 128K,32K --caches quantized:nbits=4 --fill random --warmup 3 --steps 8 "
-        "--rounds 1 --limit 10",
-    ),
+    Part("quantized", 300, f"decode --context 128K,32K --caches quantized:nbits=4 {_FEW_STEPS}"),
     Part(
         "kvpress",
         300,
@@ -263,7 +262,7 @@ def _small_cache(text: str) -> str:
     name, *options = text.split(":")
     if name in _OF_CUDA:
         return ""
-    if name not in ("paris", "lrqk"):
+    if name not in _RETRIEVING:
         return text
     sizes = {"top_k=100": "top_k=8", "top_k=1024": "top_k=16", "top_k=2048": "top_k=16"}
     kept = [sizes.get(option, option) for option in options]

@@ -60,6 +60,15 @@ def test_tiny_commands_parse_and_name_no_cache_that_needs_cuda() -> None:
                 choose_bench_caches([text], {"store": "device"}, "cpu")
 
 
+def test_all_five_methods_are_measured_side_by_side() -> None:
+    (part,) = (part for part in measure_gpu.PLAN if part.name == "methods")
+    for tiny in (False, True):
+        caches = names(parsed(part.command(OUT, tiny)).caches)
+        methods = [text.partition(":")[0] for text in caches]
+        assert methods == ["paris", "lrqk", "ctkvr", "a2ats", "aqua", "dense"]
+        assert all("dense_below=0" in text for text in caches[:5]) == tiny
+
+
 def test_a_part_that_is_done_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

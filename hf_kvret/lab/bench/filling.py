@@ -185,6 +185,7 @@ def fill_randomly(
     every cache.
     """
     generator = torch.Generator(device=device)
+    positions = torch.arange(context, device=device).expand(batch, -1)
 
     def rows(number: int, count: int, dim: int, scale: float, length: int) -> torch.Tensor:
         generator.manual_seed(seed + number)
@@ -203,7 +204,8 @@ def fill_randomly(
             # A row of the window may have more elements than a key, and a query as many.
             heads, dim = layer_shape(config, number).heads, layer.kv.window.keys.shape[3]
             query = rows(3 * number + 2, heads, dim, like.key_scale, count)
-            attend(layer, query.expand(-1, -1, context, -1), keys, values, like.value_dim)
+            query = query.expand(-1, -1, context, -1)
+            attend(layer, query, keys, values, like.value_dim, positions)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_kvret import FlatKVCache
+from hf_kvret import A2ATSCache, FlatKVCache
 from hf_kvret.lab.bench import stepping
 from hf_kvret.lab.bench.checks import Checker, covering
 from hf_kvret.lab.bench.filling import (
@@ -25,6 +25,7 @@ from hf_kvret.lab.bench.filling import (
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
+from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed
 from hf_kvret.lab.report.results import Results
@@ -217,6 +218,15 @@ def test_a_store_that_splits_its_rows_splits_those_of_the_check() -> None:
         # A token's row is 1,024 bytes: keys and values of two heads of 64 elements in fp32.
         least = 2 * 100 * 1024
         assert store.nbytes() - store.host_nbytes() >= least and store.host_nbytes() >= least
+
+
+def test_random_rows_have_positions_for_indexes_that_need_them() -> None:
+    model = load_bundled_model()
+    cache = A2ATSCache(model.config, dense_below=0, recent=32, flush=32)
+    with serving(model, cache):
+        fill_randomly(model.config, cache, measure_rows(model, 0), 2, 300, 5, **PLACE)
+        feed(model, cache, random_tokens(model, 2, 1, 5), 300)
+    assert all(layer.selected > 0 for layer in cache.retrieval_layers)
 
 
 def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own() -> None:
