@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
@@ -85,17 +86,22 @@ def damaged(artifact: CalibrationArtifact, what: str) -> ValueError:
 
 
 def check_options(
-    artifact: CalibrationArtifact, cls: type[Options], required: Collection[str]
+    artifact: CalibrationArtifact,
+    cls: type[Options],
+    required: Collection[str],
+    stored_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Options:
     """The options of the calibration, each of the type and in the range that ``cls`` knows.
 
     Args:
         artifact: names that are missing have their default, as options that came later.
         cls: the options of the method's calibration.
-        required: names that must be there.
+        required: names that must be there, as they are stored.
+        stored_names: fields of ``cls`` by the other name that artifacts have for them.
     """
-    own = {name: value for name, value in artifact.options.items() if name != "layers"}
-    missing = [name for name in required if name not in own]
+    stored = {name: value for name, value in artifact.options.items() if name != "layers"}
+    missing = [name for name in required if name not in stored]
+    own = {stored_names.get(name, name): value for name, value in stored.items()}
     if missing:
         raise damaged(artifact, f"has no option {', '.join(missing)}")
     unknown = sorted(own.keys() - {field.name for field in fields(cls)})

@@ -32,7 +32,7 @@ RUN: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
 def _calibrate(model: PreTrainedModel, folder: Path, seed: int = 0) -> CalibrationArtifact:
-    options = A2ATSCalibration(codewords=16, window=32, rounds=3, compare=False, seed=seed)
+    options = A2ATSCalibration(codewords=16, distance=32, rounds=3, compare=False, seed=seed)
     corpus = Corpus([prompt(1, 120)[0]], 0, {"text": "random"})
     return calibrate(model, corpus, options, folder, progress=False)
 
@@ -260,7 +260,7 @@ def test_an_index_without_an_artifact_says_how_to_name_one() -> None:
             "doesn't tell attention_factor of layer 1",
         ),
         (lambda x, o: o.update(layers=[1]), "doesn't tell attention_factor, layout of layer 0"),
-        (lambda x, o: o.update(window="2048"), r"has a wrong option \(window='2048'"),
+        (lambda x, o: o.update(window="2048"), r"has a wrong option \(distance='2048'"),
         (
             lambda x, o: o.update(space="polar"),
             r"space='polar': choose one of 'windowed', 'rotated'; upgrade hf-kvret where",

@@ -41,7 +41,7 @@ def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> ArtifactOf:
         if (name, space) not in made:
             folder = tmp_path_factory.mktemp(f"a2ats-{name}-{space}")
             options = A2ATSCalibration(
-                codewords=32, window=32, rounds=5, compare=False, space=space
+                codewords=32, distance=32, rounds=5, compare=False, space=space
             )
             corpus = Corpus([prompt(1, 200, salt)[0] for salt in range(3)], 0, {"text": "random"})
             calibrate(MODELS[name].build(), corpus, options, folder, progress=False)

@@ -18,7 +18,12 @@ import torch
 from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.lab.calibrate.study import Calibration, LayerFindings, LayerStudy, Progress
 from hf_kvret.layer.latent import ModuleHeads
-from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES, CodebookOptions, at_distance
+from hf_kvret.methods.a2ats.learned import (
+    CODEWORD_DTYPES,
+    STORED_NAMES,
+    CodebookOptions,
+    at_distance,
+)
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
@@ -51,14 +56,15 @@ class A2ATSCalibration(CodebookOptions, Calibration):
         return CodebookStudy(self, rope, device)
 
     def options(self) -> dict[str, Any]:
-        return asdict(self)
+        stored = {name: key for key, name in STORED_NAMES.items()}
+        return {stored.get(name, name): value for name, value in asdict(self).items()}
 
 
 class CodebookStudy(LayerStudy):
     """Collects keys and second moments of queries; learns one codebook per KV head.
 
     The findings are ``codewords [H, C, D]`` of ``codeword_dtype`` in the space of ``metric [H, D,
-    D]``, which is L of equation 14, and ``inv_freq`` of the layer's RoPE, both fp32;
+    D]``, which is L of equation 15, and ``inv_freq`` of the layer's RoPE, both fp32;
     ``score_error`` is measured on held-out tokens.
     """
 
@@ -118,7 +124,7 @@ class CodebookStudy(LayerStudy):
         step = max(1, _CHUNK_NUMBERS // (queries.shape[1] * tokens.key.shape[3]))
         for chunk in queries.split(step, dim=2):
             rows = chunk if heads is None else heads.absorb(chunk)
-            yield rows if rotated else at_distance(rows, rope, self.options.window)
+            yield rows if rotated else at_distance(rows, rope, self.options.distance)
 
     def _all_keys(self, held_out: bool) -> torch.Tensor:
         """All keys, ``[H, n, D]`` fp32 on the device."""

@@ -94,7 +94,7 @@ class A2ATSOptions(CalibrateOptions):
 
     codewords: int = count_option(4096, "of each KV head")
     codeword_dtype: str = option("bfloat16", "as they are saved", choices=CODEWORD_DTYPES)
-    window: int = option(2048, "position of all queries, b", kind=whole_number(0))
+    distance: int = option(2048, "b, of all tokens that are not local", kind=whole_number(0))
     rounds: int = option(300, "of k-means at most", kind=whole_number(0))
     space: str = option("windowed", "rotated: for study", choices=A2ATS_SPACES)
     plain: bool = option(False, "errors not as queries see them: study")
@@ -105,7 +105,7 @@ class A2ATSOptions(CalibrateOptions):
         return A2ATSCalibration(
             codewords=self.codewords,
             codeword_dtype=self.codeword_dtype,
-            window=self.window,
+            distance=self.distance,
             rounds=self.rounds,
             space=self.space,
             query_aware=not self.plain,

@@ -37,7 +37,7 @@ def tiny_artifact(model: PreTrainedModel, method: str, folder: Path) -> str:
 
 def _a2ats(config: PreTrainedConfig) -> Calibration:
     space = "rotated" if _puts_images(config) else "windowed"
-    return A2ATSCalibration(codewords=32, window=32, rounds=5, compare=False, space=space)
+    return A2ATSCalibration(codewords=32, distance=32, rounds=5, compare=False, space=space)
 
 
 def _aqua(config: PreTrainedConfig) -> Calibration:

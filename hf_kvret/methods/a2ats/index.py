@@ -36,7 +36,7 @@ class A2ATSConfig(ArtifactConfig):
 
     method: ClassVar[str] = METHOD
     # Each query head chooses 3% (table 3): ``top_k`` is for the four of a group of the models
-    # there, others need 0.03 * G. The window of section 4.1 has 64 tokens at any time.
+    # there, others need 0.03 * G. The window, w of section 5.1, has 64 tokens at any time.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
             "budget_of": "union",

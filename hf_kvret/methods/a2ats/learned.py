@@ -43,7 +43,7 @@ class CodebookOptions:
 
     Attributes:
         codewords: C, of each KV head, at most the number of training tokens; the paper has 4096.
-        window: b, the position to which queries are rotated (equation 10).
+        distance: b, in tokens, of all that is not local from a query (equations 11 and 12).
         rounds: most rounds of k-means; 300 is the authors' choice.
         tolerance: share by which a round must lower k-means' error for another one to follow.
         space: ``"windowed"``: keys before RoPE; ``"rotated"``: after it, for study (table 2).
@@ -61,7 +61,7 @@ class CodebookOptions:
     """
 
     codewords: int = 4096
-    window: int = 2048
+    distance: int = 2048
     rounds: int = 300
     tolerance: float = 1e-3
     space: str = "windowed"
@@ -74,9 +74,9 @@ class CodebookOptions:
         check_types(self)
         if not 1 <= self.codewords <= codebook.MOST_CODEWORDS:
             raise ValueError(f"codewords={self.codewords}: 1 to {codebook.MOST_CODEWORDS}")
-        check_least(self, window=0, rounds=0, seed=0)
-        if self.window > _LAST_POSITION:
-            raise ValueError(f"window={self.window}: at most {_LAST_POSITION}")
+        check_least(self, distance=0, rounds=0, seed=0)
+        if self.distance > _LAST_POSITION:
+            raise ValueError(f"distance={self.distance}: at most {_LAST_POSITION}")
         if not 0 <= self.tolerance < float("inf"):
             raise ValueError(f"tolerance={self.tolerance}: 0 or more, 1e-3 is usual")
         check_choices(self, space=SPACES, codeword_dtype=CODEWORD_DTYPES)
@@ -88,11 +88,11 @@ class KeySpace:
 
     Attributes:
         rope: RoPE of the layer.
-        window: b, the distance assumed between queries and all cold tokens (equation 10).
+        distance: b, in tokens, assumed between queries and all cold tokens (equation 12).
     """
 
     rope: Rope
-    window: int
+    distance: int
 
     @classmethod
     def check_model(cls, config: PreTrainedConfig) -> None:
@@ -111,9 +111,9 @@ class KeySpace:
         return queries.float()
 
 
-def at_distance(query: torch.Tensor, rope: Rope, window: int) -> torch.Tensor:
+def at_distance(query: torch.Tensor, rope: Rope, distance: int) -> torch.Tensor:
     """``[B, Hq, n, D]`` fp32: queries whose dot products with keys before RoPE are the scores of
-    keys ``window`` tokens back (equation 10).
+    keys ``distance`` tokens back (equation 12).
 
     YaRN multiplies the rotated elements of queries and of keys by its factor. Keys before RoPE
     don't have it, so these queries have it twice; elements that RoPE leaves alone never have it.
@@ -121,10 +121,10 @@ def at_distance(query: torch.Tensor, rope: Rope, window: int) -> torch.Tensor:
     Args:
         query: ``[B, Hq, n, D]`` before RoPE, any float dtype.
         rope: that of the layer, on the same device.
-        window: b, in tokens.
+        distance: b, in tokens.
     """
     square_rope = replace(rope, attention_factor=rope.attention_factor**2)
-    return square_rope.rotate_to(query, window, dtype=torch.float32)
+    return square_rope.rotate_to(query, distance, dtype=torch.float32)
 
 
 class WindowedSpace(KeySpace):
@@ -140,7 +140,7 @@ class WindowedSpace(KeySpace):
         return self._before(keys, positions)
 
     def queries(self, queries: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        return at_distance(self._before(queries, positions), self.rope, self.window)
+        return at_distance(self._before(queries, positions), self.rope, self.distance)
 
     def _before(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         if not self.rope.rotary_dim:
@@ -156,6 +156,8 @@ class WindowedSpace(KeySpace):
 SPACES: dict[str, type[KeySpace]] = {"windowed": WindowedSpace, "rotated": KeySpace}
 
 METHOD = "a2ats"
+STORED_NAMES = {"window": "distance"}
+"""Options that artifacts have under another name."""
 
 # Elements of keys that are un-rotated and multiplied at once: an fp32 copy takes 64 MiB.
 _CHUNK_NUMBERS = 1 << 24
@@ -167,7 +169,7 @@ class LearnedLayer:
 
     Attributes:
         words: ``[H, C, D]``, codewords in the space of the metric.
-        metric: ``[H, D, D]`` fp32, L of H = L L^T (equation 14); a key k is encoded as k L.
+        metric: ``[H, D, D]`` fp32, L of H = L L^T (equation 15); a key k is encoded as k L.
         space: the space of keys and queries before the metric is applied.
     """
 
@@ -261,7 +263,7 @@ def check_whole(artifact: CalibrationArtifact) -> None:
 
 
 def _options(artifact: CalibrationArtifact) -> CodebookOptions:
-    make = partial(check_options, artifact, CodebookOptions, ("space", "window"))
+    make = partial(check_options, artifact, CodebookOptions, ("space", "window"), STORED_NAMES)
     return made_once(artifact, "options", make)
 
 
@@ -311,7 +313,7 @@ def learned_layer(artifact: CalibrationArtifact, layer: int, device: torch.devic
     def make() -> LearnedLayer:
         words, metric = (artifact.tensors[f"layers.{layer}.{x}"] for x in ("codewords", "metric"))
         options = _options(artifact)
-        space = SPACES[options.space](learned_rope(artifact, layer), options.window)
+        space = SPACES[options.space](learned_rope(artifact, layer), options.distance)
         return LearnedLayer(words, metric.float(), space).to(device)
 
     return made_once(artifact, (layer, device), make)

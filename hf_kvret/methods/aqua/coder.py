@@ -80,7 +80,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class RowCoder:
-    """Codes of one layer's tokens. Shutova et al. (2025), sections 3.1 to 3.3, algorithm 1.
+    """Codes of one layer's tokens. Shutova et al. (2025), section 3.3, algorithms 2 and 3.
 
     Attributes:
         heads, key_dim, value_dim: of its tokens; values that are a part of keys have no dim here.

@@ -55,7 +55,7 @@ def study(
     rope: Rope = ROPE,
     **options: Any,
 ) -> LayerFindings:
-    options = {"codewords": 8, "window": WINDOW, "rounds": 10, **options}
+    options = {"codewords": 8, "distance": WINDOW, "rounds": 10, **options}
     made = A2ATSCalibration(**options).study(0, rope, torch.device("cpu"))
     for one in learned:
         made.add(one, False)
@@ -183,7 +183,7 @@ def test_codewords_are_saved_in_half_the_bytes_and_measured_so() -> None:
 
 
 def test_tokens_are_copied_and_what_they_were_a_part_of_is_let_go() -> None:
-    made = A2ATSCalibration(codewords=4, window=WINDOW, rounds=3).study(
+    made = A2ATSCalibration(codewords=4, distance=WINDOW, rounds=3).study(
         0, ROPE, torch.device("cpu")
     )
     fused = draw(1, QUERY_HEADS + 2 * HEADS, 20, DIM, seed=0)
@@ -246,7 +246,7 @@ def test_codes_are_the_nearest_words_as_saved_in_new_and_old_artifacts(
     dtype: str, identity: ModelIdentity, tmp_path: Path
 ) -> None:
     result = study([tokens(300, 0)], codewords=64, codeword_dtype=dtype)
-    options = A2ATSCalibration(codewords=64, window=WINDOW, codeword_dtype=dtype).options()
+    options = A2ATSCalibration(codewords=64, distance=WINDOW, codeword_dtype=dtype).options()
     if dtype == "float32":
         # As artifacts were before there was a choice.
         del options["codeword_dtype"]

@@ -25,7 +25,7 @@ from hf_kvret.lab.program.options import add_options, read_options
 from ...artifacts.artifact_folder import files_of, save_model, write_text
 
 PAGE = Path(__file__).parents[3] / "docs" / "calibration.md"
-SMALL = ("--codewords", "8", "--window", "64", "--rounds", "3")
+SMALL = ("--codewords", "8", "--distance", "64", "--rounds", "3")
 SHORT = ("--tokens", "400", "--length", "100", "--uuid-tokens", "100")
 
 
@@ -140,7 +140,7 @@ def test_options_reach_the_artifact(arguments: list[str], tmp_path: Path) -> Non
 def test_the_defaults_are_the_papers() -> None:
     options = parsed("--model", "m", "--out", "o")
     made = options.calibration()
-    assert (made.codewords, made.window, made.rounds, made.space) == (4096, 2048, 300, "windowed")
+    assert (made.codewords, made.distance, made.rounds, made.space) == (4096, 2048, 300, "windowed")
     assert made.query_aware and made.compare
     assert (options.tokens, options.length) == (65_536, 4096)
     assert (options.uuid_tokens, options.usual_uuid_tokens) == (None, 16_384)

@@ -52,8 +52,8 @@ def test_values_of_any_declared_type_pass() -> None:
     [
         ({"codewords": 0}, "codewords=0: 1 to 32768"),
         ({"codewords": 32769}, "codewords=32769"),
-        ({"window": -1}, "window=-1: 0 or more"),
-        ({"window": 2**31}, "window=2147483648: at most"),
+        ({"distance": -1}, "distance=-1: 0 or more"),
+        ({"distance": 2**31}, "distance=2147483648: at most"),
         ({"rounds": -1}, "rounds=-1"),
         ({"seed": -1}, "seed=-1"),
         ({"tolerance": -1.0}, "tolerance=-1.0: 0 or more"),

@@ -24,7 +24,7 @@ from hf_kvret.lab.calibrate.parts import alone_in
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import LayerFindings
 
-SMALL = A2ATSCalibration(codewords=8, window=32, rounds=3)
+SMALL = A2ATSCalibration(codewords=8, distance=32, rounds=3)
 TEXTS = Corpus(list(torch.arange(1, 101).view(2, 50)), 0, {"text": "numbers"})
 REPO = "alice/river"
 MODELS_CONFIG = b'{"model_type": "llama"}'
@@ -221,12 +221,12 @@ def test_a_name_of_several_lines_is_refused(
 def test_more_codewords_than_tokens_are_refused_and_fewer_go_on(
     llama: PreTrainedModel, tmp_path: Path
 ) -> None:
-    many = A2ATSCalibration(codewords=101, window=32, rounds=3)
+    many = A2ATSCalibration(codewords=101, distance=32, rounds=3)
     words = "codewords=101 of 100 tokens: give more --tokens or fewer --codewords"
     with pytest.raises(ValueError, match=words):
         calibrate(llama, TEXTS, many, tmp_path, progress=False)
     # What the message says must help, in the same folder too.
-    fewer = A2ATSCalibration(codewords=100, window=32, rounds=3)
+    fewer = A2ATSCalibration(codewords=100, distance=32, rounds=3)
     result = calibrate(llama, TEXTS, fewer, tmp_path, progress=False)
     assert result.tensors["layers.0.codewords"].shape[1] == 100
 
