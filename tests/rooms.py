@@ -36,7 +36,7 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room(KERNELS, 14_000),
+    Room(KERNELS, 14_065),
     Room(PATCHES, 1_470),
     Room("hf_kvret.version", 10),
     Room("hf_kvret.options", 515),
@@ -54,7 +54,7 @@ ROOMS = (
     Room("hf_kvret.registry", 290),
     Room(FACE, 60),
     Room("hf_kvret.testing", 1_910),
-    Room("hf_kvret.lab", 15_780),
+    Room("hf_kvret.lab", 15_821),
     Room("hf_kvret.cli", 80),
     Room("hf_kvret.__main__", 10),
     Room("hf_kvret_cli", 80),

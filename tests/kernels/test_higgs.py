@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hf_kvret_kernels.higgs import Codec, HiggsCodec, MinMaxCodec, naive
+from hf_kvret_kernels.higgs import AbsMaxCodec, Codec, HiggsCodec, MinMaxCodec, naive
 from hf_kvret_kernels.higgs.naive import WORDS, grid_points, pack, random_signs, unpack
 
 from .draws import Place, draw, refused
@@ -77,7 +77,7 @@ def test_the_script_makes_the_grids_that_are_shipped(
 
 
 CODECS = [HiggsCodec(bits, 64) for bits in (2, 3, 4)]
-CODECS += [MinMaxCodec(bits, 64) for bits in (2, 3, 4, 8)]
+CODECS += [cls(bits, 64) for cls in (MinMaxCodec, AbsMaxCodec) for bits in (2, 3, 4, 8)]
 GROUPS = (8, 16, 32, 128, 256, 512, 1024)
 # Ten butterflies of numbers up to 4 in fp32, times a scale of about 1; and between codes no two
 # backends may differ by more than a distance that is this near to the least.
@@ -121,6 +121,8 @@ def decode_slowly(codec: Codec, codes: torch.Tensor, scales: torch.Tensor) -> to
     """fp64 groups of their codes and scales, from the definition."""
     if isinstance(codec, MinMaxCodec):
         return codes * scales[:, :1] + scales[:, 1:]
+    if isinstance(codec, AbsMaxCodec):
+        return (codes - (2 ** (codec.bits - 1) - 1)) * scales
     points = grid_points(codec.bits, torch.device("cpu")).double()[codes].flatten(1)
     signs = codec.sign_tensor(torch.device("cpu")).double()
     return points * scales @ hadamard(codec.group) * signs
@@ -151,6 +153,13 @@ def test_each_number_gets_the_best_code(place: Place, codec: Codec, rows: int) -
         signs = codec.sign_tensor(torch.device("cpu")).double()
         pairs = (groups * signs @ hadamard(codec.group) / scales).view(len(codes), -1, 2)
         far = (pairs[:, :, None] - grid_points(codec.bits, torch.device("cpu"))).norm(dim=-1)
+    elif isinstance(codec, AbsMaxCodec):
+        most = 2 ** (codec.bits - 1) - 1
+        largest = groups.abs().amax(1, keepdim=True)
+        assert (scales * most - largest).abs().max() <= 2.0**-11 * largest.max()
+        # Symmetric: zero is a code, and there is one code for each sign of each step.
+        steps = torch.arange(-most, most + 1) * scales
+        far = (groups[:, :, None] - steps[:, None]).abs()
     else:
         low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
         half_ulp = 2.0**-11 * groups.abs().max()
@@ -175,7 +184,9 @@ def test_decoding_follows_the_definition(place: Place, codec: Codec, dtype: torc
     rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}[dtype]
     error = (back.cpu().double() - expected).abs()
     assert (error <= FP32_ERROR + rounding * expected.abs()).all()
-    assert (expected - x.double()).square().mean() < 0.3
+    # Three values are what absmax has at two bits.
+    most = 0.9 if isinstance(codec, AbsMaxCodec) else 0.3
+    assert (expected - x.double()).square().mean() < most
 
 
 @pytest.mark.factor("cls", [HiggsCodec, MinMaxCodec])
@@ -288,6 +299,7 @@ def test_bytes_are_those_that_are_promised(group: int) -> None:
         coded = codec.encode(x)
         assert sum(part.nbytes for part in coded) == x.numel() * (bits / 8 + 4 / group)
         assert codec.bits_per_value == bits + 32 / group
+        assert AbsMaxCodec(bits, group).bits_per_value == bits + 16 / group
 
 
 def test_a_codec_is_its_options() -> None:

@@ -18,7 +18,7 @@ from hf_kvret.methods.aqua import AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
-from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec
+from hf_kvret_kernels.higgs import AbsMaxCodec, Codec, HiggsCodec, MinMaxCodec
 
 YARN = {
     "rope_type": "yarn",
@@ -27,6 +27,11 @@ YARN = {
     "original_max_position_embeddings": 256,
 }
 LAYERS, HEADS, DIM = 5, 2, 16
+CODECS: dict[str | None, type[Codec]] = {
+    "higgs": HiggsCodec,
+    "minmax": MinMaxCodec,
+    "absmax": AbsMaxCodec,
+}
 
 
 def deep_model() -> PreTrainedModel:
@@ -105,9 +110,8 @@ def reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:
         for side, dim in (("key", "head_dim"), ("value", "value_head_dim")):
             prefix, width = f"layers.{number}.{side}.", told["heads"] * told[dim]
             tensors = {n.removeprefix(prefix): x for n, x in whole.tensors.items() if prefix in n}
-            is_higgs = cache.options.backbone == "higgs"
             group = told["group" if side == "key" else "value_group"]
-            codec = (HiggsCodec if is_higgs else MinMaxCodec)(store.plan.bits, group)
+            codec = CODECS[cache.options.backbone](store.plan.bits, group)
             codes = state["keys"][:, 0, :, code_at : code_at + codec.code_bytes(width)]
             scales = state["values"][:, 0, :, scale_at : scale_at + codec.scale_bytes(width)]
             code_at, scale_at = code_at + codes.shape[-1], scale_at + scales.shape[-1]

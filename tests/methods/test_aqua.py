@@ -65,6 +65,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"bits": 2},
     {"bits": 3, "group": 16},
     {"backbone": "minmax"},
+    {"backbone": "absmax"},
     {"backbone": "kivi", "group": 8},
     {"backbone": "kivi", "bits": 2},
     {"keep": "rows"},

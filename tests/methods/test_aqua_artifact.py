@@ -55,6 +55,7 @@ def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> ArtifactOf:
         {"value_inputs": "none", "key_inputs": "none"},
         {"anchor_mean": True},
         {"backbone": "minmax"},
+        {"backbone": "absmax"},
         {"anchor_every": 1},
     ],
     ids=str,

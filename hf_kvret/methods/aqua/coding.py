@@ -6,21 +6,21 @@ import torch
 
 from hf_kvret_kernels import higgs
 
-BACKBONES = ("higgs", "minmax")
+BACKBONES = ("higgs", "minmax", "absmax")
 NOT_CODED = 16
 """Bits of uncoded rows."""
 BITS = (2, 3, 4, NOT_CODED)
 GROUPS = tuple(2**n for n in range(3, 11))
 """Numbers that may share a scale."""
 
-# In the paper HIGGS shares a scale among up to 1024 elements, Quanto among 64.
-_LARGEST = {"higgs": 1024, "minmax": 64}
+# In the paper HIGGS shares a scale among up to 1024 elements, Quanto (absmax) among 64.
+_LARGEST = {"higgs": 1024, "minmax": 64, "absmax": 64}
 _SMALLEST = 8
 
 
 def default_group(backbone: str, width: int) -> int:
     """Numbers that share a scale: the largest power of two that divides ``width``, at most 1024;
-    64 for min-max.
+    64 for min-max and absmax.
 
     Args:
         backbone: one of ``BACKBONES``.
@@ -53,9 +53,7 @@ def make_codec(
     """The codec of rows; None for 16 bits."""
     if bits == NOT_CODED:
         return None
-    codec = (
-        higgs.HiggsCodec(bits, group, seed=seed)
-        if backbone == "higgs"
-        else higgs.MinMaxCodec(bits, group)
-    )
-    return codec.to(device)
+    if backbone == "higgs":
+        return higgs.HiggsCodec(bits, group, seed=seed).to(device)
+    codec = higgs.MinMaxCodec if backbone == "minmax" else higgs.AbsMaxCodec
+    return codec(bits, group).to(device)

@@ -32,11 +32,13 @@ class AquaConfig(ArtifactConfig):
         first_bits: of anchors, the layers that nothing predicts, as the first one; None: what the
             artifact says, or ``bits`` where nothing is predicted at all, with 16 too.
         group: numbers that share a scale, a power of two from 8 to 1024; None: the artifact's, or
-            the largest that divides KV heads times head dim, 64 at most for ``"minmax"``. Of
+            the largest that divides KV heads times head dim, 64 at most without HIGGS. Of
             ``"kivi"`` the tokens of a key's scale and the numbers of a value's, 32 for None.
-        backbone: ``"higgs"``; ``"minmax"``, round-to-nearest from a group's least to largest; or
-            ``"kivi"``, the same with keys grouped along tokens, one channel at a time. None: the
-            artifact's, ``"higgs"`` with ``predictor="none"``; a cache's own options have the name.
+        backbone: ``"higgs"``; ``"minmax"``, round-to-nearest from a group's least to largest;
+            ``"absmax"``, the same in steps of its largest magnitude, symmetric, as the paper's
+            Quanto; or ``"kivi"``, min-max with keys grouped along tokens, one channel at a time.
+            None: the artifact's, ``"higgs"`` with ``predictor="none"``; a cache's own options have
+            the name.
         predictor: ``"artifact"``; ``"none"``, or None, codes keys after RoPE, and values, as they
             are.
         anchor_every: a layer in so many is an anchor, which bounds the chain of reconstructions;

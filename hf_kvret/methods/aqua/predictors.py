@@ -1,11 +1,11 @@
 """AQUA-KV's predictors: the options they are learned with, their tensors in an artifact, a product.
 
 Shutova et al., *Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models*
-(2025), sections 3.1 to 3.3, algorithm 1. Rows are a token's KV heads side by side: ``Wk = Hkv * D``
-numbers of keys, ``Wv = Hkv * Dv`` of values. Hats are reconstructions: prediction plus decoded
-residual. In an *anchor* (the first layer that is studied, and every ``anchor_every``-th) nothing is
-predicted, but for the mean with ``anchor_mean``. In the others, with ``p`` the layer that was
-studied before::
+(2025), sections 3.2 and 3.3, algorithms 1 to 3. Rows are a token's KV heads side by side: ``Wk =
+Hkv * D`` numbers of keys, ``Wv = Hkv * Dv`` of values. Hats are reconstructions: prediction plus
+decoded residual. In an *anchor* (the first layer that is studied, and every ``anchor_every``-th)
+nothing is predicted, but for the mean with ``anchor_mean``. In the others, with ``p`` the layer
+that was studied before::
 
     key_residual   = codec(K(l) - key(K_hat(p)))                 K_hat(l) = key(..) + decoded
     value_residual = codec(V(l) - value([K_hat(l); V_hat(p)]))   V_hat(l) = value(..) + decoded
@@ -73,8 +73,9 @@ class PredictorOptions:
         first_bits: of anchors: 2, 3, 4, 16 (left as they are), or ``"auto"``: 4, unless that leaves
             an error of more than ``ANCHOR_LIMIT`` of the variance, then 16.
         group: numbers that share a scale, a power of two from 8 to 1024; None for the largest that
-            divides keys and values of a token, at most 1024 (64 with ``"minmax"``).
-        backbone: ``"higgs"``, or ``"minmax"``: round-to-nearest from a group's least to largest.
+            divides keys and values of a token, at most 1024 (64 without HIGGS).
+        backbone: ``"higgs"``; ``"minmax"``: round-to-nearest from a group's least to largest; or
+            ``"absmax"``: symmetric, in steps of its largest magnitude, as the paper's Quanto.
         predictor: ``"linear"``, ``"low_rank"`` or ``"mlp"``, with one hidden layer.
         rank: of ``"low_rank"``.
         hidden: units of ``"mlp"``; None for twice its outputs, as the paper has it.

@@ -278,8 +278,8 @@ class MinMaxCodec(Codec):
     """Round to nearest between the smallest and the largest number of each group.
 
     A number is a count of steps above the group's smallest number; both are kept in fp16, and
-    counted from and by as they are kept. A number takes ``bits + 32 / group`` bits. This is what
-    Quanto does, the second backbone of AQUA-KV's tables, with its zero in fp16.
+    counted from and by as they are kept. A number takes ``bits + 32 / group`` bits. It is
+    asymmetric: AQUA-KV's other backbone, Quanto with absmax, is ``AbsMaxCodec``.
 
     Numbers beyond 65504, fp16's largest, are cut off; a group whose step rounds to 0 decodes to its
     smallest number.
@@ -315,3 +315,39 @@ class MinMaxCodec(Codec):
             return triton_codes.decode(codes, scales, dtype, self.group, self.bits)
         groups = naive.minmax_decode(*self._by_group(codes, scales))
         return groups.to(dtype)
+
+
+@dataclass(frozen=True)
+class AbsMaxCodec(Codec):
+    """Round to nearest in steps of each group's largest magnitude: symmetric about zero.
+
+    Steps are that magnitude over ``2^(bits - 1) - 1``, kept in fp16, and counted from zero in both
+    directions. A number takes ``bits + 16 / group`` bits. At 2 bits there are three values: minus
+    one step, zero, one step. Plain torch on every device, whatever the backend: for comparisons.
+
+    A group whose largest magnitude over the steps is beyond 65504 is cut off there.
+
+    Attributes:
+        bits: 2, 3, 4 or 8.
+        group: as in ``Codec``.
+
+    Paper: AQUA-KV, section 3.3: Quanto, "round-to-nearest quantization with absmax normalization".
+    """
+
+    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
+    group_scales: ClassVar[int] = 1
+    code_width: ClassVar[int] = 1
+
+    def make_tables(self, device: torch.device) -> None:
+        """Nothing is looked up."""
+
+    def encode_rows(
+        self, rows: torch.Tensor, backend: Backend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = naive.absmax_encode(rows.view(-1, self.group), self.bits)
+        return pack(codes.view(rows.shape), self.bits), scales
+
+    def decode_rows(
+        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, backend: Backend
+    ) -> torch.Tensor:
+        return naive.absmax_decode(*self._by_group(codes, scales), self.bits).to(dtype)

@@ -104,6 +104,26 @@ def minmax_decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.float() * steps + zeros
 
 
+def absmax_encode(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(codes [n, group] int32, scales [n, 1] fp16)``: a step for each group, counted from 0.
+
+    Codes are the count of steps plus its most, ``2^(bits - 1) - 1``, so that none is negative.
+    """
+    x = groups.float()
+    finite = (x.abs() < float("inf")).all(1, keepdim=True)
+    x = x.masked_fill(~finite, 0.0)
+    most = (1 << (bits - 1)) - 1
+    steps = (x.abs().amax(1, keepdim=True) / most).clamp_max(HALF_MAX).half()
+    divisors = steps.float()
+    counts = (x * torch.where(divisors > 0, 1 / divisors, 0.0)).round().clamp(-most, most)
+    return counts.int() + most, steps.masked_fill(~finite, float("nan"))
+
+
+def absmax_decode(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """``[n, group]`` fp32 of ``codes [n, group]`` and ``scales [n, 1]`` fp16."""
+    return (codes - ((1 << (bits - 1)) - 1)).float() * scales.float()
+
+
 def pack(codes: torch.Tensor, code_bits: int) -> torch.Tensor:
     """``[..., n * code_bits / 8]`` uint8 of the rows ``codes [..., n]``.
 

@@ -326,10 +326,13 @@ def test_where_nothing_is_held_out_there_are_no_figures() -> None:
         assert len(figures) >= 6 and set(figures.values()) == {None}
 
 
-def test_min_max_is_another_backbone() -> None:
+@pytest.mark.parametrize(
+    ("backbone", "cls"), [("minmax", higgs.MinMaxCodec), ("absmax", higgs.AbsMaxCodec)]
+)
+def test_round_to_nearest_is_another_backbone(backbone: str, cls: type[higgs.Codec]) -> None:
     chain = Chain.of(1)
-    result = chain.study(backbone="minmax")[0]
-    codec = higgs.MinMaxCodec(4, WIDTH)
+    result = chain.study(backbone=backbone)[0]
+    codec = cls(4, WIDTH)
     for side, name in enumerate(("key", "value")):
         exact = chain.rows(0, side)
         expected = codec.decode(*codec.encode(exact), torch.float32)
