@@ -1,10 +1,11 @@
 """What the parts of A2ATS are worth, and what they rest on. switches: recall of the exact top-k
 with and without windowed RoPE and query-aware codebooks (the paper's table 2), and with windowed
 RoPE and no codebooks. errors: score error of held-out text by layer (figure 3). alike: how alike
-codebooks are that different inputs have of their own, before RoPE and after it (figure 1). It
-makes the four artifacts that it needs, from --calibration-text or from the start of --text, and
-measures on text that none of them has seen. Without --text the model reads documents of needles,
-which is what --model needle speaks.
+codebooks are that different inputs have of their own, before RoPE and after it (figure 1). layers:
+table 2's four rows in some --layers, with as many codewords as time allows, beside the artifact in
+the model's own folder if there is one. It makes the four artifacts that it needs, from
+--calibration-text or from the start of --text, and measures on text that none of them has seen.
+Without --text the model reads documents of needles, which is what --model needle speaks.
 
     python examples/studies/a2ats_ablation.py --text novel.txt --json a.json --plot a.png
     python examples/studies/a2ats_ablation.py --model needle --parts switches,errors
@@ -30,6 +31,8 @@ from ablation import (
     layers_table,
     made,
     parts_option,
+    rows_tables,
+    values_option,
 )
 from calibrated import CalibratedAblation
 from follower import Follower
@@ -37,9 +40,11 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.contracts.index import ColdTokens, Estimates
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, Estimates, Scoring
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.k_means import k_means
+from hf_kvret.lab.calibrate.runner import learn_at_once
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices
@@ -50,11 +55,16 @@ from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table, share
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
-from hf_kvret.models.compatibility import model_layers
-from hf_kvret.observe.recall import exact_scores
+from hf_kvret.methods.a2ats.learned import SPACES, LearnedLayer, learned_layer
+from hf_kvret.models.compatibility import model_layers, retrieval_layers
+from hf_kvret.observe.recall import Recall, exact_scores, measure_recall
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret_kernels import codebook
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.top_k import top_k
 from hf_kvret_model_patches.decoders import decoder_of
+from hf_kvret_model_patches.rope_check import check_rope
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 
@@ -160,10 +170,30 @@ def _codebooks(
     return dict(sorted(books.items()))
 
 
-PARTS = ("switches", "errors", "alike")
+PARTS = ("switches", "errors", "alike", "layers")
 FULL_METHOD = "windowed, query-aware"
 # A row beside those of the table, which shows what codewords cost and what windowed RoPE does.
 EXACT_KEYS = "windowed, exact keys"
+
+
+# The finished artifact in the model's own folder, beside the rows that the study learns.
+OWN = "the model's artifact"
+
+
+def measure(quantizer: LearnedLayer, tokens: LayerTokens, length: int, budget: int) -> Recall:
+    """How much of the exact top ``budget`` of the first ``length`` tokens codewords select.
+
+    Each of the later queries selects by itself, for a KV head. The scale is the usual one.
+    """
+    keys, query = tokens.key[:, :, :length], tokens.query[:, :, length:]
+    where, scale = torch.arange(tokens.key.shape[2])[None], query.shape[3] ** -0.5
+    store = PagedStore(DeviceMemory(keys.device))
+    store.append(TokenBlock(keys, keys, 0))
+    table = quantizer.table(query, where[:, length:], scale, None)
+    scores = codebook.lookup(table, quantizer.encode(keys, where[:, :length]))
+    ids = top_k(group_relevance(scores, keys.shape[1]), budget)
+    scoring = Scoring(torch.ones(1, length, dtype=torch.bool), scale, None)
+    return measure_recall(query, ids, ColdTokens(store, scoring, budget))
 
 
 # By name: space, query-aware, what the paper calls it, and its mean accuracy in table 2, of another
@@ -175,6 +205,7 @@ SWITCHES: dict[str, tuple[str, bool, str, str]] = {
     "rotated, plain": ("rotated", False, "Baseline", "81.4"),
 }
 PLACES = {"before RoPE": False, "after RoPE": True}
+_FIGURES = ("overlap", "mass", "best_mass")
 _KINDS = ("recall", "mass", "tokens equal", "rows read")
 
 
@@ -187,6 +218,16 @@ def _switches_table(cells: CellResults) -> str:
         wide.append([cache, name, method, *figures, paper])
     header = ["cache", "codebooks", "in the paper", *columns, "paper's accuracy, table 2"]
     return f"{markdown_table(header, wide)}\n\n{_recall_table(cells)}"
+
+
+def _layers_tables(cells: CellResults) -> str:
+    """The rows of table 2 layer by layer."""
+    titles = {"overlap": "recall", "mass": "mass", "best_mass": "mass of the exact top-k"}
+    titles["score_error"] = "score error"
+    return "\n\n".join(
+        rows_tables(result, {name: f"{titles[name]} at {cell['length']}" for name in titles})
+        for cell, result in cells
+    )
 
 
 def _recall_table(cells: CellResults) -> str:
@@ -267,6 +308,7 @@ TABLES: dict[str, Table] = {
     "switches": _switches_table,
     "errors": _errors_table,
     "alike": _alike_table,
+    "layers": _layers_tables,
 }
 PLOTS: dict[str, Plot] = {
     "switches": bars_of("A2ATS: codebooks", wrapped=True),
@@ -285,7 +327,8 @@ class A2ATSAblation(CalibratedAblation):
     chosen = ("artifact", "revision")
     described = (
         *("windows", "new_tokens", "step", "calibration_tokens", "calibration_length"),
-        *("codewords", "rounds", "rope_window", "inputs", "input_tokens", "input_codewords"),
+        *("codewords", "rounds", "distance", "inputs", "input_tokens", "input_codewords"),
+        "layers",
     )
     # What the artifacts and the inputs alone decide.
     apart = ("errors", "alike")
@@ -296,7 +339,7 @@ class A2ATSAblation(CalibratedAblation):
     smallest = (
         "--model needle --context 256 --windows 1 --new-tokens 16 --calibration-tokens 1K "
         "--calibration-length 256 --codewords 8 --rounds 2 --inputs 2 --input-tokens 128 "
-        "--input-codewords 8 --caches a2ats:dense_below=0:recent=16:flush=16"
+        "--input-codewords 8 --layers 0,2 --caches a2ats:dense_below=0:recent=16:flush=16"
     )
 
     caches: str | None = caches_option("a2ats")
@@ -305,9 +348,10 @@ class A2ATSAblation(CalibratedAblation):
     uuid_tokens: int = option(8192, "of random UUIDs beside text", kind=length_or_none)
     codewords: int = count_option(1024, "of each KV head")
     rounds: int = option(30, "of k-means at most, for inputs too", kind=whole_number(0))
-    rope_window: int = option(2048, "position that queries are seen at, b", kind=whole_number(0))
+    distance: int = option(2048, "b, at which all tokens are seen", kind=whole_number(0))
     inputs: int = option(3, "texts whose own codebooks are compared", kind=whole_number(2))
     input_tokens: int = option(4096, "of each", kind=length)
+    layers: tuple[int, ...] = values_option((), "of the part layers; default: all", whole_number(0))
     # The paper has 4096 of some 32K tokens.
     input_codewords: int = count_option(512, "of each of their KV heads")
 
@@ -327,12 +371,16 @@ class A2ATSAblation(CalibratedAblation):
             "switches": [*SWITCHES, EXACT_KEYS],
             "errors": list(SWITCHES),
             "alike": list(PLACES),
+            "layers": ["all rows"],
         }[part]
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
         if any(cell["part"] == "alike" for cell in cells):
             self.pieces(subject, self.inputs, self.input_tokens)
+        known = retrieval_layers(subject.model.config)
+        if not set(self.layers) <= set(known):
+            raise ValueError(f"--layers {self.layers}: the layers that retrieve are {known}")
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, name = cell["part"], cell["variant"]
@@ -348,12 +396,59 @@ class A2ATSAblation(CalibratedAblation):
             return {"inputs": list(inputs), "layers": result}
         # A text that is too short is found before the work, not after it.
         windows = self.contexts(subject, part, cell["length"])
+        if part == "layers":
+            return {"rows": self.rows_by_layer(subject, windows, cell["length"])}
         follower = Follower(subject, self._choice(name, subject, choice), self.method)
         for window in windows:
             follower.follow(window, cell["length"], self.pace)
         measured = follower.result()
         numbers = ("overlap", "mass", "best_mass", "equal", "read_ratio")
         return {**{name: measured[name] for name in numbers}, "layers": follower.layers()}
+
+    def rows_by_layer(
+        self, subject: Subject, windows: Sequence[torch.Tensor], length: int
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Recall and score error of each row of table 2, and of the model's own artifact."""
+        budget = self.top_k if isinstance(self.top_k, int) else max(1, int(self.top_k * length))
+        quantizers = self._quantizers(subject)
+        recalls: dict[tuple[str, int], list[Recall]] = {}
+
+        def take(layer: int, tokens: LayerTokens) -> None:
+            for name, own in quantizers.items():
+                if layer in own:
+                    recall = measure(own[layer][0], tokens, length, budget)
+                    recalls.setdefault((name, layer), []).append(recall)
+
+        for window in tqdm(windows, desc="measuring", leave=False):
+            with torch.no_grad(), tap_attention(subject.model, take):
+                decoder_of(subject.model)(window[None].to(subject.device), use_cache=False)
+        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in quantizers}
+        for (name, layer), own in recalls.items():
+            means = {key: fmean(getattr(one, key) for one in own) for key in _FIGURES}
+            error = quantizers[name][layer][1]
+            rows[name].append({"layer": layer, **means, "score_error": error})
+        return rows
+
+    def _quantizers(self, subject: Subject) -> dict[str, dict[int, tuple[LearnedLayer, Any]]]:
+        """By row and layer the codewords, and their score error on held-out text."""
+        model, device = subject.model, subject.device
+        layers = self.layers or tuple(retrieval_layers(model.config))
+        calibrations = {row: self.calibration(row) for row in SWITCHES}
+        ropes = check_rope(model)
+        results: dict[str, dict[int, tuple[LearnedLayer, Any]]] = {}
+        learned = learn_at_once(model, self.corpus(subject), calibrations, layers)
+        for row, findings in learned.items():
+            results[row] = {}
+            for layer, one in findings.items():
+                space = SPACES[SWITCHES[row][0]](ropes[layer], self.distance)
+                words, metric = one.tensors["codewords"], one.tensors["metric"]
+                quantizer = LearnedLayer(words, metric, space).to(device)
+                results[row][layer] = quantizer, one.quality["score_error"]
+        if (folder := self.own_folder(subject)) is not None:
+            artifact = CalibrationArtifact.from_pretrained(folder, method=self.method)
+            errors = {one["layer"]: one["score_error"] for one in artifact.quality}
+            results[OWN] = {n: (learned_layer(artifact, n, device), errors[n]) for n in layers}
+        return results
 
     def artifact(self, name: str, subject: Subject) -> tuple[str, CalibrationArtifact]:
         """The folder of the artifact of a row of ``SWITCHES``, made where it is missing; and it."""
@@ -365,7 +460,7 @@ class A2ATSAblation(CalibratedAblation):
         space, aware, *_ = SWITCHES[name]
         options: dict[str, Any] = {"space": space, "query_aware": aware, "seed": self.seed}
         options["compare"] = False
-        return A2ATSCalibration(self.codewords, self.rope_window, self.rounds, **options)
+        return A2ATSCalibration(self.codewords, self.distance, self.rounds, **options)
 
     def _choice(self, name: str, subject: Subject, base: CacheChoice) -> CacheChoice:
         """The cache ``base`` with the artifact of a row."""

@@ -87,6 +87,18 @@ def layers_table(title: str, lines: Lines, form: str = ".3f") -> str:
     return markdown_table([title, *lines], rows)
 
 
+def rows_tables(result: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+    """A table by layer for each of ``titles``, with a column for each of a result's ``rows``."""
+    tables = []
+    for name, title in titles.items():
+        lines = {
+            row: {one["layer"]: one[name] for one in layers if one.get(name) is not None}
+            for row, layers in result["rows"].items()
+        }
+        tables.append(layers_table(f"{title}, layer", lines, ".4f"))
+    return "\n\n".join(tables)
+
+
 def layers_of(lines: Callable[[CellResults], Lines], title: str, y: str, **bounds: float) -> Plot:
     """A picture: lines over layers; ``bounds`` are ``low`` and ``high`` of y."""
 

@@ -1,9 +1,11 @@
 """What AQUA-KV's predictors are worth. bits: perplexity of aqua, of HIGGS without predictors, of
-round-to-nearest and KIVI-style codes, at 2, 3 and 4 bits (the paper's table 2). parts: other
-predictors, bits of the first layer, sinks, RoPE, anchors, inputs of the predictors, at 2 bits
-(tables 1 and 5). variance: what predictors explain, by layer (figure 2). It makes the artifacts
-that it needs, from --calibration-text or from the start of --text, and reads text that none of
-them has seen.
+round-to-nearest (min-max, and absmax as the paper's Quanto) and KIVI-style codes, at 2, 3 and 4
+bits (the paper's table 2). parts: other predictors, bits of the first layer, sinks, RoPE, anchors,
+inputs of the predictors, at 2 bits (tables 1 and 5). variance: what predictors explain, by layer
+(figures 2 and 5). depth: what two layers below explain beside one (table 5). pruned: perplexity
+and first choices of H2O with AQUA-KV's rows (tables 3 and 12), with the artifact in the model's
+own folder if there is one. It makes the artifacts that it needs, from --calibration-text or from
+the start of --text, and reads text that none of them has seen.
 
     python examples/studies/aqua_ablation.py --text wiki.test.raw --calibration-text novel.txt \\
         --json ablation.json --plot ablation.png
@@ -29,8 +31,8 @@ from ablation import (
     layers_of,
     layers_table,
     made,
-    not_here,
     parts_option,
+    rows_tables,
     shown,
 )
 from calibrated import CalibratedAblation
@@ -38,7 +40,9 @@ from tqdm import tqdm
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration, AquaStudy
+from hf_kvret.lab.calibrate.runner import learn_at_once
+from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, Progress
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
@@ -50,12 +54,18 @@ from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
+from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.models.compatibility import retrieval_layers, retrieval_shapes
+from hf_kvret_model_patches.rope import Rope
 
 FULL, USUAL = "full", "aqua"
+_SIDES = ("key", "value")
+_SHARES = ("kept", "needed")
 BITS = (2, 3, 4)
 # Bits of the paper's table 1, which the ablations of this command use too.
 _FEW = 2
+# The share of cold tokens that H2O keeps in the part "pruned".
+_KEPT = 0.2
 
 
 @dataclass(frozen=True)
@@ -121,11 +131,16 @@ ABLATIONS: dict[str, dict[str, Variant]] = {
         "with 2 bits": _AQUA,
         "without a codec": _changed(7.13, cache={"first_bits": 4}, **_AGNOSTIC),
     },
+    # The paper's Quanto is absmax.
     "codec": {
         "HIGGS": _AQUA,
-        "round-to-nearest": _changed(10.90, backbone="minmax", cache={"backbone": "minmax"}),
-        "round-to-nearest, after RoPE": _changed(
-            10.33, backbone="minmax", space="after", cache={"backbone": "minmax"}
+        "min-max": _changed(backbone="minmax", cache={"backbone": "minmax"}),
+        "min-max, after RoPE": _changed(
+            backbone="minmax", space="after", cache={"backbone": "minmax"}
+        ),
+        "absmax": _changed(10.90, backbone="absmax", cache={"backbone": "absmax"}),
+        "absmax, after RoPE": _changed(
+            10.33, backbone="absmax", space="after", cache={"backbone": "absmax"}
         ),
     },
 }
@@ -140,7 +155,7 @@ EXPLAINED: dict[str, Mapping[str, Any]] = {
 """By what predictors read: the layer below as it is, or as so many bits leave it; and for values
 which of the two, from 2 bits."""
 
-_BACKBONES = {"higgs": "higgs", "round-to-nearest": "minmax", "kivi": "kivi"}
+_BACKBONES = {"higgs": "higgs", "min-max": "minmax", "absmax": "absmax", "kivi": "kivi"}
 # Perplexities of Llama 3.1 8B (table 2).
 PAPER_8B = {
     "full": 5.61,
@@ -148,6 +163,52 @@ PAPER_8B = {
     **{"higgs, 2 bits": 5.89, "higgs, 3 bits": 5.66, "higgs, 4 bits": 5.62},
     **{"kivi, 2 bits": 7.37, "kivi, 3 bits": 6.04, "kivi, 4 bits": 5.64},
 }
+
+
+PRUNED: dict[str, tuple[Mapping[str, Any], float]] = {
+    "h2o": ({"bits": 16, "predictor": "none"}, 38.82),
+    "h2o + higgs, 2 bits": ({"bits": 2, "predictor": "none"}, 37.02),
+    "h2o + aqua, 2 bits": ({"bits": 2}, 38.43),
+    "h2o + aqua, 3 bits": ({"bits": 3}, 38.76),
+    "h2o + aqua, 4 bits": ({"bits": 4}, 38.85),
+}
+"""Options of ``PrunedCache``, and LongBench of Llama 3.2 3B (tables 3 and 12, 20% of tokens)."""
+
+
+class PrunedCache(AquaKVCache):
+    """H2O chooses which tokens are attended to, of rows as AQUA-KV codes them (section 4.3).
+
+    Their weights are counted by the reconstructed keys. Rows of evicted tokens stay in the store:
+    it shows what both do to quality, and saves no memory beside that of the codes.
+    """
+
+    @classmethod
+    def make_index(cls, options: AquaConfig, layer: int) -> H2OIndex:  # type: ignore[override]
+        """A new, empty index of heavy hitters, ``top_k`` of them for each KV head."""
+        return H2OIndex(H2OConfig(sink=options.sink, max_draft=options.max_draft))
+
+
+class TwoLayerStudy(AquaStudy):
+    """Predictors read the two layers below, not one (table 5). No cache reads such predictors."""
+
+    def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
+        findings = super().finish(progress, carried)
+        older = {f"{name} below": (carried or {}).get(name) for name in _SIDES}
+        kept = {name: x for name, x in older.items() if x is not None}
+        return replace(findings, carried={**(findings.carried or {}), **kept})
+
+    def _inputs(
+        self, name: str, below: Carried, reconstructions: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        inputs, older = super()._inputs(name, below, reconstructions), below.get(f"{name} below")
+        return inputs if older is None else [*inputs, older]
+
+
+class TwoLayerCalibration(AquaCalibration):
+    """Makes ``TwoLayerStudy``."""
+
+    def study(self, layer: int, rope: Rope, device: torch.device) -> AquaStudy:
+        return TwoLayerStudy(self, layer, rope, device)
 
 
 def bit_variants() -> dict[str, Variant]:
@@ -176,7 +237,6 @@ def ablation_rows() -> list[tuple[str, str, str, float | None]]:
     ]
 
 
-_SIDES = ("key", "value")
 # Shares of the rise in HIGGS's perplexity that are left, by the paper's table 2.
 _PAPER_SHARES = "the paper: 10% on 3B, 39% on 8B, 35% on 70B"
 
@@ -271,10 +331,28 @@ def _parts_table(cells: CellResults) -> str:
 
 
 def _variance_tables(cells: CellResults) -> str:
-    """Explained variance by layer (figure 2), and what is missed with predictors and without."""
+    """Explained variance by layer (figure 5), and what is missed with predictors and without."""
     titles = {"key": "keys explained, layer", "value": "values explained, layer"}
     tables = [layers_table(title, _explained_by(cells, side)) for side, title in titles.items()]
     return "\n\n".join([*tables, layers_table("error, layer", _errors(cells), ".4f")])
+
+
+def _pruned_table(cells: CellResults) -> str:
+    """The rows of table 3."""
+    rows = []
+    for (cache, context), results in _by_place(cells).items():
+        for name, result in results.items():
+            row = [cache, str(context), name, *(shown(result.get(x), ".1%") for x in _SHARES)]
+            row += [f"{result['ppl']:.3f}", _shown_rise(result, results.get(FULL))]
+            rows.append([*row, f"{PRUNED[name][1] if name in PRUNED else 44.61:.2f}"])
+    header = ["cache", "context", "method", "tokens that a head keeps", "rows that are needed"]
+    return markdown_table([*header, "perplexity", "rise", "LongBench in the paper, 3B"], rows)
+
+
+def _depth_tables(cells: CellResults) -> str:
+    """What one layer below predicts, and two (table 5, "Inputs from layers")."""
+    titles = {f"{side}_{x}": f"{side}s: {x}" for x in ("explained", "error") for side in _SIDES}
+    return rows_tables(cells[0][1], titles)
 
 
 def _explained_by(cells: CellResults, side: str) -> dict[str, dict[int, float]]:
@@ -345,6 +423,8 @@ TABLES: dict[str, Table] = {
     "bits": _bits_table,
     "parts": _parts_table,
     "variance": _variance_tables,
+    "depth": _depth_tables,
+    "pruned": _pruned_table,
 }
 PLOTS: dict[str, Plot] = {
     "bits": _plot_bits,
@@ -355,7 +435,7 @@ PLOTS: dict[str, Plot] = {
 }
 
 
-PARTS = ("bits", "parts", "variance")
+PARTS = ("bits", "parts", "variance", "depth", "pruned")
 # The paper's 256 of 1024 numbers of a token's keys.
 _RANK_SHARE = 4
 
@@ -372,15 +452,16 @@ class AquaAblation(CalibratedAblation):
         *("anchor_every", "sink"),
     )
     described = (
-        *("windows", "step", "calibration_tokens", "calibration_length", "rank", "hidden"),
-        *("mlp_steps", "ridge"),
+        *("windows", "new_tokens", "step", "calibration_tokens", "calibration_length", "rank"),
+        *("hidden", "mlp_steps", "ridge"),
     )
-    # It looks at artifacts alone.
-    apart = ("variance",)
+    # They look at predictors alone.
+    apart = ("variance", "depth")
     tables = TABLES
     plots = PLOTS
     smallest = (
-        "--model needle --context 256 --windows 1 --parts bits,variance --step 16 "
+        "--model needle --context 256 --windows 1 --parts bits,variance,depth,pruned --step 16 "
+        "--new-tokens 8 "
         "--calibration-tokens 1K --calibration-length 256 --caches aqua:recent=16:flush=16"
     )
 
@@ -389,7 +470,7 @@ class AquaAblation(CalibratedAblation):
     context: tuple[int, ...] = context_option((2048,), "tokens of a window")
     windows: int = count_option(3, "at most this many of each length")
     parts: tuple[str, ...] = parts_option(PARTS)
-    new_tokens: int = not_here()
+    new_tokens: int = count_option(128, "after a window, one a pass: of the part pruned")
     step: int = count_option(32, "tokens a forward pass, from the first one on")
     calibration_length: int = option(2048, "most tokens of a sequence", kind=length)
     rank: int | None = option(
@@ -418,19 +499,50 @@ class AquaAblation(CalibratedAblation):
     def asking(self, part: str, length: int) -> int:
         return length // 4
 
+    def following(self, part: str) -> int:
+        return self.new_tokens if part == "pruned" else 0
+
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, name = cell["part"], cell["variant"]
         if part == "variance":
             quality = self.artifact(EXPLAINED[name], subject)[1].quality
             return {"layers": [dict(one) for one in quality]}
+        if part == "depth":
+            return {"rows": self.depths(subject)}
         # A text that is too short is found before the work, not after it.
         windows = self.contexts(subject, part, cell["length"])
-        variant, base = _variants(part)[name], choice.options
+        base = choice.options
         assert isinstance(base, AquaConfig)
         if "dense_below" not in choice.name:
             base = base.replace(dense_below=0)
-        chosen = self._choice(variant, name, subject, base)
+        if part == "pruned":
+            chosen = self._pruned(name, subject, base)
+            return read_through(subject, chosen, windows, 1, cell["length"])
+        chosen = self._choice(_variants(part)[name], name, subject, base)
         return read_through(subject, chosen, windows, self.step)
+
+    def depths(self, subject: Subject) -> dict[str, list[dict[str, Any]]]:
+        """Figures by layer of predictors that read one layer or two, exact ones or in 2 bits."""
+        learned: dict[str, Calibration] = {}
+        for bits, name in ((16, "exact"), (_FEW, f"{_FEW} bits")):
+            for layers, cls in (("1 layer", AquaCalibration), ("2 layers", TwoLayerCalibration)):
+                calibration = cls(bits=bits, first_bits=max(4, bits), ridge=self.ridge)
+                learned[f"{layers}, {name}"] = calibration
+        found = learn_at_once(subject.model, self.corpus(subject), learned)
+        return {
+            name: [{"layer": layer, **one.quality} for layer, one in findings.items()]
+            for name, findings in found.items()
+        }
+
+    def _pruned(self, name: str, subject: Subject, base: AquaConfig) -> CacheChoice:
+        """Full attention, or a fifth of the cold tokens; predictors of the model's own artifact."""
+        if name == FULL:
+            return choose_cache(FULL, device=str(subject.device))
+        options = {"top_k": _KEPT, "keep": "rows", **PRUNED[name][0]}
+        if "predictor" not in options:
+            folder = self.own_folder(subject) or self.artifact({"bits": _FEW}, subject)[0]
+            options["artifact"] = str(folder)
+        return made(name, PrunedCache, base.replace(**options))
 
     def artifact(
         self, changes: Mapping[str, Any], subject: Subject
@@ -474,24 +586,33 @@ class AquaAblation(CalibratedAblation):
 
 def _variants(part: str) -> dict[str, Any]:
     """The variants of a part by name."""
-    if part == "variance":
-        return dict(EXPLAINED)
+    if part in ("variance", "depth"):
+        return dict(EXPLAINED) if part == "variance" else {"all rows": None}
+    if part == "pruned":
+        return {FULL: None, **PRUNED}
     return ablation_variants() if part == "parts" else bit_variants()
 
 
 def read_through(
-    subject: Subject, choice: CacheChoice, windows: Sequence[torch.Tensor], step: int
+    subject: Subject,
+    choice: CacheChoice,
+    windows: Sequence[torch.Tensor],
+    step: int,
+    prompt_len: int = 0,
 ) -> dict[str, Any]:
     """Perplexity over ``windows [n]``, alike in length, each read ``step`` tokens a forward pass.
 
     They are read from their start, so that a token attends to what the cache has made of those
-    before it, as the paper has it; all but the first token of a window count. Returns ``ppl``,
+    before it, as the paper has it; all but the first token of a window count. With ``prompt_len``
+    so many tokens enter at once, as a prompt, and those after it count. Returns ``ppl``,
     ``nats``, ``tokens``, ``window_nats`` of each window, ``seconds`` of all forward passes, and of
     the last window's end:
 
     ``bits`` that a number of a key or value takes in the cold part (``value_bits``), ``full_bits``
     that it takes in the model's dtype; ``held_ratio``, all bytes as a share of full keys and
-    values, spare room and predictors included; ``predictor_bytes``.
+    values, spare room and predictors included; ``predictor_bytes``. Of ``PrunedCache`` there are
+    ``kept``, the share of cold tokens that a KV head still attends to, and ``needed``: that of rows
+    which some head of the layer, or of one above it, does, as a row is predicted from those below.
 
     Raises:
         ValueError: nothing was cold; a step that the cache would not take as drafted tokens.
@@ -500,7 +621,7 @@ def read_through(
     for window in tqdm(windows, leave=False, unit="window", desc=choice.name):
         reader = Reader(subject.model, choice, len(window))
         reader.check_step(step)
-        losses = _losses(reader, window, step)
+        losses = _losses(reader, window, step, prompt_len)
         means.append(losses.double().mean().item())
         count += len(losses)
         seconds += reader.seconds
@@ -518,7 +639,21 @@ def read_through(
         "held_ratio": (usage.device_bytes + usage.host_bytes) / usage.full_bytes,
         "predictor_bytes": shared,
         "seconds": seconds,
+        **(kept_shares(cache) if isinstance(cache, PrunedCache) else {}),
     }
+
+
+def kept_shares(cache: PrunedCache) -> dict[str, float]:
+    """``kept`` and ``needed`` of ``read_through``."""
+    shares: dict[str, list[float]] = {name: [] for name in _SHARES}
+    above: torch.Tensor | bool = False
+    for layer in reversed(cache.retrieval_layers):
+        assert layer.kv is not None and isinstance(layer.kv.index, H2OIndex)
+        kept = layer.kv.index._scores.rows[:, :, : layer.kv.cold_len] > float("-inf")
+        above = kept.any(1) | above
+        shares["kept"].append(kept.double().mean().item())
+        shares["needed"].append(above.double().mean().item())
+    return {name: fmean(values) for name, values in shares.items()}
 
 
 def value_bits(reader: Reader) -> float:
@@ -546,11 +681,12 @@ def value_bits(reader: Reader) -> float:
     return 8.0 * reader.model.dtype.itemsize
 
 
-def _losses(reader: Reader, window: torch.Tensor, step: int) -> torch.Tensor:
-    """``[len(window) - 1]`` in nats."""
-    results, last = [], None
-    chunks = tqdm(window.split(step), leave=False, desc=reader.choice.name, mininterval=1)
-    for tokens in chunks:
+def _losses(reader: Reader, window: torch.Tensor, step: int, prompt_len: int = 0) -> torch.Tensor:
+    """``[len(window) - max(1, prompt_len)]`` in nats."""
+    results = []
+    last = reader.prefill(window[:prompt_len]) if prompt_len else None
+    chunks = window[prompt_len:].split(step)
+    for tokens in tqdm(chunks, leave=False, desc=reader.choice.name, mininterval=1):
         new = reader.feed(tokens, keep=len(tokens))
         # The logits before a step foretell the first of its tokens, its own all others.
         foretold = new[:-1] if last is None else torch.cat([last, new[:-1]])

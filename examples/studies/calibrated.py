@@ -120,6 +120,11 @@ class CalibratedAblation(Ablation):
         self._found[name] = result
         return result
 
+    def own_folder(self, subject: Subject) -> Path | None:
+        """The finished artifact in the model's own folder, if there is one."""
+        folder = Path(subject.model.config._name_or_path) / self.method
+        return folder if (folder / DESCRIPTION).is_file() else None
+
     def folders(self) -> dict[str, Path]:
         return {} if self.artifacts is None else {"--artifacts": self.artifacts}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,44 @@ def calibrate(
         artifact.save_pretrained(folder)
         finished.remove()
     return artifact
+
+
+def learn_at_once(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    calibrations: Mapping[str, Calibration],
+    layers: Sequence[int] | None = None,
+) -> dict[str, dict[int, LayerFindings]]:
+    """What several calibrations find in one pass over the texts, by name and layer; for studies.
+
+    Nothing is written. All tokens of ``layers`` are held for each calibration; None: of all layers
+    that retrieve. ``model`` is as of ``calibrate``, which checks it; here it is not.
+    """
+    kinds, studies = (
+        model_layers(model.config),
+        {name: dict[int, LayerStudy]() for name in calibrations},
+    )
+    ropes = {n: rope for n, rope in check_rope(model).items() if type(kinds[n]) is DynamicLayer}
+    chosen = set(ropes if layers is None else layers)
+    for index, ids in enumerate(tqdm(corpus.sequences, desc="reading", leave=False)):
+        held_out = index >= len(corpus.sequences) - corpus.held_out
+
+        def take(layer: int, tokens: LayerTokens, held_out: bool = held_out) -> None:
+            for name, calibration in calibrations.items() if layer in chosen else ():
+                if layer not in studies[name]:
+                    study = calibration.study(layer, ropes[layer], tokens.key.device)
+                    studies[name][layer] = study
+                studies[name][layer].add(tokens, held_out)
+
+        with torch.no_grad(), tap_attention(model, take):
+            decoder_of(model)(ids[None].to(input_device(model)), use_cache=False)
+    findings: dict[str, dict[int, LayerFindings]] = {name: {} for name in calibrations}
+    for name, own in studies.items():
+        carried = None
+        for layer in tqdm(sorted(own), desc=name, leave=False):
+            result = own.pop(layer).finish(lambda units: None, carried)
+            carried, findings[name][layer] = result.carried, replace(result, carried=None)
+    return findings
 
 
 def _read(

@@ -9,8 +9,8 @@ from typing import Any
 import misses
 import pytest
 import torch
-from a2ats_ablation import A2ATSAblation, similarity
-from aqua_ablation import AquaAblation
+from a2ats_ablation import OWN, A2ATSAblation, measure, similarity
+from aqua_ablation import AquaAblation, PrunedCache, TwoLayerCalibration, kept_shares
 from ctkvr_ablation import CTkvrAblation, Recalled, centroid_count, changed
 from distances import follow, read_contexts
 from latent_heads import LatentHeads, at, counted
@@ -28,13 +28,17 @@ from paris_ablation import (
 from paris_stages import ALPHA, ParisStages, drawn_keys, products
 from rest_tokens import MeanTokens, follow_all, rest_options
 
-from hf_kvret import FlatKVCache, TokenBlock
+from hf_kvret import FlatKVCache, H2OCache, RetrievalCache, TokenBlock
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import learn_at_once
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.recording import RecordedLayer
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import read_text, token_ids
 from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.methods.a2ats.learned import KeySpace, LearnedLayer
 from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.lrqk import LRQKConfig
@@ -43,6 +47,8 @@ from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
 from hf_kvret.testing.cold import cold_tokens
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens
 
 GROUP, HEADS, LENGTH, LAST, DIM = 2, 2, 60, 8, 16
 
@@ -347,6 +353,66 @@ def test_a2ats(smallest: Run) -> None:
     assert layer["alike"][0][0] == pytest.approx(1.0, abs=1e-5)
     assert 0.0 < layer["alike"][0][1] < 1.0
     assert "paper's accuracy, table 2" in table and "before RoPE: needles / needles" in table
+    layers = rows["layers", "all rows", 256]["rows"]
+    assert [len(own) for own in layers.values()] == [2] * 5 and OWN in layers
+    assert all(one["mass"] <= one["best_mass"] + 1e-6 for own in layers.values() for one in own)
+    assert "recall at 256, layer" in table
+
+
+def test_a_codeword_for_every_key_loses_nothing() -> None:
+    keys, query = _draw(3, 1, HEADS, LENGTH, DIM), _draw(4, 1, HEADS * GROUP, LENGTH, DIM)
+    tokens = LayerTokens(query, keys, query, keys, keys, None, None, None, None)
+    eye = torch.eye(DIM).expand(HEADS, -1, -1)
+    space = KeySpace(Rope(torch.zeros(0), layout="none"), 0)
+    length = LENGTH - LAST
+
+    def recall(words: torch.Tensor) -> float:
+        return measure(LearnedLayer(words, eye, space), tokens, length, 5).overlap
+
+    assert recall(keys[0, :, :length].contiguous()) == 1.0
+    assert 0.0 < recall(keys[0, :, : length // 2].contiguous()) < 1.0
+
+
+def test_pruned_rows_are_those_that_h2o_keeps() -> None:
+    """Uncoded the cache is H2O's; coded, rows that are kept decoded give the same as codes."""
+    model = load_subject("needle").model
+    tokens = torch.randint(0, NeedleLanguage().vocab_size, (1, 150))
+    usual = {"top_k": 0.2, "recent": 16, "flush": 16, "dense_below": 0, "sink": 4}
+    plain = {"predictor": "none", **usual}
+
+    def logits(cache: RetrievalCache) -> torch.Tensor:
+        passes = [tokens[:, :120], *tokens[:, 120:].split(1, dim=1)]
+        with torch.inference_mode():
+            return torch.cat([model(x, past_key_values=cache).logits[:, -1] for x in passes])
+
+    h2o = logits(H2OCache(config=model.config, **usual))
+    pruned = PrunedCache(config=model.config, bits=16, **plain)
+    torch.testing.assert_close(logits(pruned), h2o, rtol=0, atol=1e-4)
+    shares = kept_shares(pruned)
+    assert 0.15 < shares["kept"] < 0.3 and shares["kept"] < shares["needed"] <= 1.0
+    for options in ({"bits": 2, **plain}, {"bits": 2, **usual}):
+        codes, rows = (
+            logits(PrunedCache(config=model.config, keep=keep, **options))
+            for keep in ("codes", "rows")
+        )
+        torch.testing.assert_close(codes, rows, rtol=0, atol=1e-4)
+        assert (codes - h2o).abs().max() > 1e-3
+
+
+def test_predictors_of_two_layers_read_two_layers() -> None:
+    """From the second predicted layer on: one more input of keys, and one more of values."""
+    model, ids = load_subject("needle").model, torch.randint(0, 100, (400,))
+    corpus = Corpus([ids[:200], ids[200:300], ids[300:]], 1, {})
+    options: dict[str, Any] = {"bits": 16, "first_bits": 16}
+    learned = learn_at_once(
+        model,
+        corpus,
+        {"one": AquaCalibration(**options), "two": TwoLayerCalibration(**options)},
+    )
+    one, two = ({n: x.tensors for n, x in learned[name].items()} for name in ("one", "two"))
+    width = one[1]["key.weight"].shape[1]
+    assert two[1]["key.weight"].shape[1] == width and two[2]["key.weight"].shape[1] == 2 * width
+    assert two[2]["value.weight"].shape[1] == 3 * width == one[2]["value.weight"].shape[1] + width
 
 
 def test_aqua(smallest: Run) -> None:
@@ -362,6 +428,10 @@ def test_aqua(smallest: Run) -> None:
     explained = rows["variance", "exact"]["layers"]
     assert all(one["key_explained"] <= 1.0 for one in explained if one.get("key_explained"))
     assert "bits a value" in table and "keys explained, layer" in table
+    pruned = {name: row for (part, name, *_), row in rows.items() if part == "pruned"}
+    assert len(pruned) == 6 and "kept" not in pruned["full"]
+    assert 0.0 < pruned["h2o"]["kept"] <= pruned["h2o"]["needed"] <= 1.0
+    assert len(rows["depth", "all rows"]["rows"]) == 4 and "values: error, layer" in table
 
 
 def test_lrqk(smallest: Run) -> None:

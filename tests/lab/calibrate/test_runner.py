@@ -18,7 +18,7 @@ from hf_kvret.lab.calibrate import runner
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.runner import calibrate, learn_at_once
 from hf_kvret.lab.calibrate.study import (
     Calibration,
     Carried,
@@ -32,7 +32,7 @@ from hf_kvret.testing.models import REFUSED
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
-SMALL = A2ATSCalibration(codewords=8, window=32, rounds=3)
+SMALL = A2ATSCalibration(codewords=8, distance=32, rounds=3)
 
 
 class Recorder(Calibration):
@@ -152,6 +152,21 @@ def test_the_artifact_is_saved_and_belongs_to_the_model(tmp_path: Path) -> None:
         assert 0 < loaded.quality[layer]["score_error"] < 1
     named = json.loads((out / "config.json").read_text())["files"]["tensors"]
     assert {file.name for file in out.iterdir()} == {"README.md", "config.json", named}
+
+
+def test_several_calibrations_at_once_learn_what_each_learns_alone(tmp_path: Path) -> None:
+    model, texts = MODELS["llama"].build(), corpus(40, 40)
+    calibrations = {"a2ats": SMALL, "aqua": AquaCalibration()}
+    learned = learn_at_once(model, texts, calibrations)
+    for name, calibration in calibrations.items():
+        alone = calibrate(model, texts, calibration, tmp_path / name, progress=False).tensors
+        own = {
+            f"layers.{layer}.{key}": x
+            for layer, one in learned[name].items()
+            for key, x in one.tensors.items()
+        }
+        assert own.keys() == alone.keys() and all(torch.equal(own[key], alone[key]) for key in own)
+    assert list(learn_at_once(model, texts, {"aqua": AquaCalibration()}, [1])["aqua"]) == [1]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 7])
