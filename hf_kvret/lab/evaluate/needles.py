@@ -30,7 +30,7 @@ from hf_kvret.lab.evaluate.texts import encode, first_tokens, read_text
 LEAST_HAYSTACK = 16
 
 # RULER's wording, in the singular as RULER puts it where one value is asked for.
-_HEADS = (
+HEADS = (
     "A special magic number is hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the number afterwards.",
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
@@ -326,7 +326,7 @@ def magic_wording(subject: Subject, task: str, essays: Path | None, answer_len: 
         return facts
 
     bos = first_tokens(tokenizer)
-    heads = (bos + encode(tokenizer, _HEADS[0]), bos + encode(tokenizer, _HEADS[1]))
+    heads = (bos + encode(tokenizer, HEADS[0]), bos + encode(tokenizer, HEADS[1]))
     return text_wording("magic", subject, heads, essays, draw, answer_len)
 
 

@@ -7,6 +7,7 @@ import argparse
 from hf_kvret.lab.evaluate.measurement import add_measurement
 from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.tasks.agreement import Agreement
+from hf_kvret.lab.evaluate.tasks.facts import FactList
 from hf_kvret.lab.evaluate.tasks.longgen import LongGeneration
 from hf_kvret.lab.evaluate.tasks.multiturn import MultiTurn
 from hf_kvret.lab.evaluate.tasks.niah import NeedleInHaystack
@@ -19,6 +20,7 @@ TASKS: dict[str, type[Task]] = {
         Perplexity,
         Ruler,
         NeedleInHaystack,
+        FactList,
         MultiTurn,
         Agreement,
         LongGeneration,
