@@ -24,7 +24,7 @@ from hf_kvret.methods.aqua.decoded import (
     check_shape,
     spans,
 )
-from hf_kvret.stores import Store
+from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import PageMemory
 
 
@@ -233,6 +233,9 @@ class AquaStore(DecodedStore):
         """Whether rows are stored in full, as attention reads them."""
         has_codes = self._coder is not None and self._coder.bits != NOT_CODED
         return not has_codes or self.plan.options.keep == "rows"
+
+    def _dense(self, ids: torch.Tensor) -> tuple[PagedStore, torch.Tensor]:
+        return (self._pages, ids) if self._full else super()._dense(ids)
 
     def _encode(self, coder: RowCoder, block: TokenBlock) -> None:
         # For later blocks ``chunks`` reconstructs all tokens, later in the same pass.
