@@ -1,4 +1,4 @@
-"""The tutorial "calibrate, load, share" runs: commands and code in order, against the fake hub."""
+"""Tutorials of calibration run: commands and code in order, against the fake hub."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ...docs.pages import blocks
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "tutorials" / "calibrate-share-load.md"
+AQUA = ROOT / "docs" / "tutorials" / "two-bits.md"
 # Words of the blocks that ask no hub; all of them but the last come before the first that does.
 OFFLINE = (
     "hf-kvret calibrate", "from-python", "--plot", "def ask", "LlamaForCausalLM(shape)", "tuned =",
@@ -66,19 +67,35 @@ class Reader:
             assert main(words) == 0, command
 
 
-def test_the_tutorial_does_what_it_says(
-    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
+@pytest.fixture
+def here(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in; "me" is logged in."""
     hub.users["hf_me"] = "me"
     monkeypatch.setenv("HF_TOKEN", "hf_me")
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
+    return here
+
+
+def read(page: Path, hub: Any) -> Reader:
+    """Do what ``page`` says."""
     reader = Reader(hub)
-    for block in blocks(PAGE):
+    for block in blocks(page):
         if block.runs:
             reader.block(block.language, block.line, block.text)
+    return reader
+
+
+def test_the_tutorial_of_aqua_does_what_it_says(hub: Any, here: Path) -> None:
+    reader = read(AQUA, hub)
+    assert set(hub.repositories) == {"me/needle-aqua"}
+    assert reader.requests("hf-kvret calibrate") == reader.requests("def ask") == []
+
+
+def test_the_tutorial_does_what_it_says(hub: Any, here: Path) -> None:
+    pytest.importorskip("matplotlib")
+    reader = read(PAGE, hub)
 
     # The same model, text and options: the same codebooks by command and from Python.
     made = [
