@@ -109,7 +109,7 @@ def layers_of(lines: Callable[[CellResults], Lines], title: str, y: str, **bound
     return plot
 
 
-def bars_of(title: str, *, wrapped: bool = False) -> Plot:
+def bars_of(title: str, *, wrapped: bool = False, y: str = "recall") -> Plot:
     """A picture: recall by variant, a colour for each cache and length.
 
     ``wrapped`` is for long names of neighbours, which would run into each other.
@@ -122,7 +122,7 @@ def bars_of(title: str, *, wrapped: bool = False) -> Plot:
             heights = bars.setdefault(f"{cell['cache']}, {cell['length']}", [None] * len(groups))
             heights[groups.index(cell["variant"])] = result["overlap"]
         labels = [name.replace(", ", ",\n") if wrapped else name for name in groups]
-        plot_groups(path, labels, bars, title=title, y="recall")
+        plot_groups(path, labels, bars, title=title, y=y)
 
     return plot
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -276,6 +277,11 @@ def _layers_table(cells: CellResults) -> str:
     return markdown_table(["cache", cells[0][0]["part"], "context", *titles], rows)
 
 
+def _dedup_plot(path: Path, cells: CellResults) -> None:
+    means = [(cell, {"overlap": fmean(x["alpha"] for x in row["layers"])}) for cell, row in cells]
+    bars_of("CTkvr: different tokens, of all that lists name", y="alpha")(path, means)
+
+
 TABLES: dict[str, Table] = {
     **dict.fromkeys(PLAIN, _plain_table),
     "update": _turns_table,
@@ -285,6 +291,7 @@ TABLES: dict[str, Table] = {
 PLOTS: dict[str, Plot] = {
     **{part: bars_of(f"CTkvr: {title}") for part, title in PLAIN.items()},
     "rerank": curves_of("CTkvr: how recalled tokens are compared", *CANDIDATES),
+    "dedup": _dedup_plot,
     "update": stretches_of("CTkvr: new centroids over turns", x="turn", numbered=True),
 }
 

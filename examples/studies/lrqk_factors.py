@@ -200,8 +200,9 @@ def _alternating(study: LayerStudy, rank: int, options: LRQKConfig, *, start: st
     starts = start_sketches(start, of_queries, of_keys, rank)
     assert of_queries.gram is not None and of_keys.gram is not None
     grams = of_queries.gram, of_keys.gram
-    rounds, penalty, tolerance = options.iterations, options.penalty, options.tolerance
-    factors = alternating(*grams, *starts, rounds, penalty, tolerance, of_keys.count)
+    factors = alternating(
+        *grams, *starts, options.iterations, options.penalty, options.tolerance, of_keys.count
+    )
     return study.proxies(Factors(factors.to_query[0], factors.to_key[0]))
 
 

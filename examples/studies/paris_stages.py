@@ -47,6 +47,7 @@ _PIECE = 512
 _DIM, _GROUP, _STRONG, _TOPIC_LEN = 256, 4, 8, 256
 _PAPER_OPTIONS = {"schedule": ParisConfig.presets["paper"]["schedule"], "per_selected": 1.0}
 _WIDE_SCHEDULE = tuple((length, beta, 0.75) for length, beta, _ in _PAPER_OPTIONS["schedule"])
+PARTS = ("model", "drawn", "model-alpha", "drawn-alpha")
 # By name the options, and whether the mean is that of the first piece of the prompt only.
 VARIANTS: MappingProxyType[str, tuple[dict[str, Any], bool]] = MappingProxyType(
     {
@@ -201,25 +202,16 @@ def _filled(index: ParisIndex, keys: Keys, count: int, cut: int) -> ColdTokens:
     return ColdTokens(store, Scoring(valid, keys.scale, keys.softcap), count)
 
 
-def _alpha_table(cells: CellResults) -> str:
+def _table(cells: CellResults) -> str:
     lines = [
         [cell["part"], str(cell["length"]), cell["variant"]]
         + [f"{fmean(one[name] for one in row['layers']):.3f}" for name in row["layers"][0]]
         for cell, row in cells
     ]
-    header = ["keys", "tokens", "variant", "relative error of the products", "slope", "recall"]
-    return markdown_table(header, lines)
-
-
-def _table(cells: CellResults) -> str:
-    columns = ("candidates", "first", "second", "recall", "mass", "best_mass")
-    lines = [
-        [cell["part"], str(cell["length"]), cell["variant"]]
-        + [f"{fmean(layer[name] for layer in row['layers']):.3f}" for name in columns]
-        for cell, row in cells
-    ]
-    header = ["keys", "tokens", "variant", "candidates", "recall of stage 1", "of stage 2 alone"]
-    return markdown_table([*header, "of both", "mass", "best mass"], lines)
+    names = ["candidates", "recall of stage 1", "of stage 2 alone", "of both", "mass", "best mass"]
+    if cells[0][0]["part"].endswith("alpha"):
+        names = ["relative error of the products", "slope", "recall"]
+    return markdown_table(["keys", "tokens", "variant", *names], lines)
 
 
 def _plot(path: Path, cells: CellResults) -> None:
@@ -238,15 +230,13 @@ class ParisStages(Ablation):
     method = "paris"
     example = "subspace_dim=4"
     described = ("queries",)
-    tables = MappingProxyType(
-        {"model": _table, "drawn": _table, "model-alpha": _alpha_table, "drawn-alpha": _alpha_table}
-    )
-    plots = MappingProxyType({"model": _plot, "drawn": _plot})
+    tables = MappingProxyType(dict.fromkeys(PARTS, _table))
+    plots = MappingProxyType(dict.fromkeys(PARTS, _plot))
     smallest = "--model needle --context 600 --top-k 20 --queries 8"
 
     caches: str | None = caches_option("paris")
     top_k: int | float = budget_option(0.03)
-    parts: tuple[str, ...] = parts_option(("model", "drawn", "model-alpha", "drawn-alpha"))
+    parts: tuple[str, ...] = parts_option(PARTS)
     windows: int = not_here(1)
     new_tokens: int = not_here()
     step: int = not_here(1)
