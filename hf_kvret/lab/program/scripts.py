@@ -28,6 +28,7 @@ SCRIPTS = {
     "eval misses": "studies/misses.py",
     "eval latent-heads": "studies/latent_heads.py",
     "eval rest-tokens": "studies/rest_tokens.py",
+    "eval assumptions": "studies/assumptions.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
     "bench launch": "benchmarks/bench_launch.py",

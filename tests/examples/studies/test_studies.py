@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from a2ats_ablation import OWN, A2ATSAblation, measure, similarity
 from aqua_ablation import AquaAblation, PrunedCache, TwoLayerCalibration, kept_shares
+from assumptions import AFTER, BEFORE, Assumptions, drift, energies, explained, query_cosines
 from ctkvr_ablation import CTkvrAblation, Recalled, centroid_count, changed
 from distances import follow, read_contexts
 from latent_heads import LatentHeads, at, counted
@@ -461,6 +463,75 @@ def test_rest_tokens(smallest: Run) -> None:
     assert nothing["rows"] == pytest.approx(0.05, abs=0.01) and 0.0 < nothing["lost"] < 1.0
     assert mean["kl"] < nothing["kl"] and mean["step_bytes"] < mean["full_bytes"]
     assert "5%: KL +- s.e., equal" in table and "5%: mass of the cold ones lost" in table
+
+
+def _layer(seed: int, count: int = 256) -> dict[str, torch.Tensor]:
+    queries, keys, values = (_draw(seed + n, HEADS, count, DIM) for n in range(3))
+    places = {f"queries {place}": queries for place in (AFTER, BEFORE)}
+    return {**places, f"keys {AFTER}": keys, f"keys {BEFORE}": keys, "values": values}
+
+
+def test_queries_that_turn_with_their_distance_are_less_alike() -> None:
+    turns = torch.arange(256)[None, :, None] * 0.01
+    queries = torch.cat([turns.cos(), turns.sin()], dim=-1)
+    layer = _layer(1) | {f"keys {AFTER}": _draw(4, 1, 256, 2), f"queries {AFTER}": queries}
+    means = query_cosines([[layer]], 0, AFTER)
+    for distance in (1, 4, 16, 64):
+        assert means[str(distance)] == pytest.approx(math.cos(0.01 * distance), abs=1e-5)
+    assert "256" not in means and means["correlation"] > 0.8
+
+
+def test_energies_are_those_of_the_singular_values() -> None:
+    layer = _layer(5)
+    queries, keys = (layer[f"{name} {AFTER}"] for name in ("queries", "keys"))
+    means = energies([[layer]], 0, AFTER)
+    for name, matrix in (("keys", keys), ("scores", queries @ keys.mT)):
+        squares = torch.linalg.svdvals(matrix.double()).square()
+        share = squares[:, : DIM // 4].sum(-1) / squares.sum(-1)
+        assert means[f"{name}, 1/4"] == pytest.approx(float(share.mean()), abs=1e-4)
+
+
+def test_what_follows_from_the_layer_below_is_explained() -> None:
+    texts = []
+    for seed in (10, 20):
+        below = _layer(seed)
+        noise = 0.5 * _draw(seed + 5, HEADS, 256, DIM)
+        texts.append([below, _layer(seed + 6) | {f"keys {BEFORE}": below["values"] + noise}])
+        texts[-1][0] |= {f"keys {BEFORE}": below["values"]}
+    shares = explained(texts, 1, "keys")
+    assert shares["layer -1"] == pytest.approx(0.8, abs=0.1)
+    assert max(shares["token -1"], shares["own values"]) < 0.1 and "layer -2" not in shares
+    for text in texts:
+        text[1][f"keys {BEFORE}"] = _walk(text[1]["values"])
+    assert explained(texts, 1, "keys")["token -1"] > 0.6
+
+
+def _walk(draws: torch.Tensor) -> torch.Tensor:
+    """A random walk that forgets a tenth of itself a step."""
+    rows = [draws[:, 0]]
+    for step in range(1, draws.shape[1]):
+        rows.append(0.9 * rows[-1] + 0.3 * draws[:, step])
+    return torch.stack(rows, dim=1)
+
+
+def test_centroids_of_a_prompt_miss_keys_of_another_kind() -> None:
+    layer = _layer(30)
+    layer[f"keys {AFTER}"] = _draw(31, HEADS, 256, DIM) + torch.arange(256)[:, None].ge(128) * 5.0
+    errors = drift([[layer]], 0, AFTER)
+    later, prompt = (errors[f"centroids of prompt, {keys} keys"] for keys in ("later", "prompt"))
+    assert later > 1.1 * prompt and errors["centroids of all, later keys"] < later
+    assert max(errors["ParisKV, prompt keys"], errors["ParisKV, later keys"]) < prompt / 2
+
+
+def test_assumptions(smallest: Run, refused: Callable[..., str], tiny_text: Path) -> None:
+    rows, table = smallest(Assumptions)
+    assert all(len(row["layers"]) == 3 for row in rows.values()) and len(rows) == 9
+    before, after = (rows["a2ats", place, 300]["layers"] for place in (BEFORE, AFTER))
+    assert all(one["own"] < one["other"] for one in before + after)
+    assert "layer -1" not in rows["aqua", "keys", 300]["layers"][0]
+    assert "| ctkvr: cosine of two queries, after RoPE, 300 tokens; layer | 1 " in table
+    words = ["--model", "reference", "--text", str(tiny_text), "--context", "4K"]
+    assert "--windows 9: --text has" in refused(Assumptions, *words, "--windows", "9")
 
 
 def test_misses(smallest: Run) -> None:
