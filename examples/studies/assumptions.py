@@ -220,6 +220,12 @@ def _lines(cells: CellResults) -> dict[str, dict[int, float]]:
     return lines
 
 
+def _drawn(cells: CellResults) -> dict[str, dict[int, float]]:
+    """The lines of all variants, or of the first where there would be too many."""
+    lines = _lines(cells)
+    return lines if len(lines) <= 2 * len(DISTANCES) else _lines(cells[:1])
+
+
 def _tables(cells: CellResults) -> str:
     """A table a variant: a row a layer, and the means."""
     tables = []
@@ -238,7 +244,7 @@ class Assumptions(Ablation):
     method = "full"
     described = ("windows",)
     tables = MappingProxyType(dict.fromkeys(PARTS, _tables))
-    plots = MappingProxyType({part: layers_of(_lines, part, y) for part, (*_, y) in PARTS.items()})
+    plots = MappingProxyType({part: layers_of(_drawn, part, y) for part, (*_, y) in PARTS.items()})
     smallest = "--model needle --context 300 --windows 2"
 
     caches: str | None = not_here("full")
