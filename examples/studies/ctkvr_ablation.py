@@ -116,7 +116,7 @@ def changed(part: str, name: str, base: CTkvrConfig, length: int) -> CTkvrConfig
         changes = {"list_ratio": float(name[4:])} if part == "dedup" else {}
     elif part == "rerank":
         rerank, ratio = name.split(", ratio ")
-        changes = {"rerank": rerank, "list_ratio": float(ratio)}
+        changes = {"rerank": rerank.replace("none", "off"), "list_ratio": float(ratio)}
     else:
         changes = {"top_k": int(name) if name.isdigit() else float(name)}
     return base.replace(**{"questions": False, **changes})

@@ -73,12 +73,13 @@ class ArtifactConfig(RetrievalConfig):
         folder, advice = Path(home) / self.method, ""
         commit = None if Path(home).is_dir() else cached_commit(home)
         if commit is not None:
-            try:
-                folder = _folder_on_hub(home, commit, self.method)
-            except OSError as error:
+            result = _folder_on_hub(home, commit, self.method)
+            if isinstance(result, Path):
+                folder = result
+            else:
                 advice = (
-                    f". Its repository was asked for one, too ({error}): name an artifact that "
-                    "others publish apart from the model"
+                    f". Its repository was looked at, too ({result}): name an artifact that others "
+                    "publish apart from the model, with its revision"
                 )
         if not home or not folder.is_dir():
             raise ValueError(
@@ -104,13 +105,24 @@ class ArtifactConfig(RetrievalConfig):
 
 
 @functools.cache
-def _folder_on_hub(repo_id: str, commit: str, name: str) -> Path:
-    """The folder ``name`` of a repository, once a process; FileNotFoundError where it lacks it."""
-    folder = find_folder(repo_id, revision=commit, subfolder=name)
-    if not (folder / DESCRIPTION).is_file():
-        offline = ", as far as the cache has it: try once while online" if is_offline_mode() else ""
-        raise FileNotFoundError(f"{repo_id} has no folder {name} at commit {commit[:8]}{offline}")
-    return folder
+def _folder_on_hub(repo_id: str, commit: str, name: str) -> Path | str:
+    """The folder ``name`` of a repository, or why there is none; looked for once a process.
+
+    The hub is asked for what the cache lacks only.
+    """
+    for local in (True,) if is_offline_mode() else (True, False):
+        try:
+            folder = find_folder(repo_id, revision=commit, subfolder=name, local_files_only=local)
+        except OSError as error:
+            reason = str(error)
+            continue
+        if (folder / DESCRIPTION).is_file() and any(folder.glob("*.safetensors")):
+            return folder
+        # The hub's client gives what is cached where it gets no answer.
+        reason = f"{repo_id} has no folder {name} at commit {commit[:8]}, or gave no answer"
+    if is_offline_mode():
+        return f"no folder {name} of {repo_id} is cached at commit {commit[:8]}: try once online"
+    return reason
 
 
 def shared_artifact(

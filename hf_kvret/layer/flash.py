@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch.nn.functional import pad
 
 from hf_kvret.contracts.index import Scoring
@@ -18,19 +19,27 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def flash_attn() -> Any:
-    """The functions of flash-attn 2; None where they are not installed, or can't be imported."""
+    """The functions of flash-attn 2.8 or newer; None where these can't be had."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
     try:
-        if importlib.util.find_spec("flash_attn") is not None:
-            return importlib.import_module("flash_attn.flash_attn_interface")
+        functions = importlib.import_module("flash_attn.flash_attn_interface")
+        found = importlib.import_module("flash_attn").__version__
     except ImportError as error:
         _log.warning("flash_attn is installed, but can't be imported and is not used: %s", error)
-    return None
+        return None
+    if Version(found) < Version("2.8"):
+        _log.warning(
+            "flash_attn %s is not used: pip install --no-build-isolation 'flash-attn>=2.8'", found
+        )
+        return None
+    return functions
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether flash-attn serves these: 16 bits, one head dim, Ampere or newer, several queries."""
     dims, halves = {x.shape[3] for x in (query, key, value)}, (torch.float16, torch.bfloat16)
-    # Of a single query, its varlen form wants one in every sequence.
+    # The varlen form wants as many queries as valid tokens; a single query has no such mask.
     if query.shape[2] == 1 or query.dtype not in halves or len(dims) > 1 or max(dims) > 256:
         return False
     ampere = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -55,13 +64,13 @@ def attend_flash(
     if valid is None:
         out, lse, _ = flash_attn().flash_attn_func(q, k, v, **options, return_attn_probs=True)
     else:
-        asking = valid if causal else valid.new_ones(q.shape[:2])
-        starts = (pad(x.sum(1).cumsum(0), (1, 0)).int() for x in (asking, valid))
-        tokens = (q[asking], k[valid], v[valid], *starts, q.shape[1], k.shape[1])
+        has_query = valid if causal else valid.new_ones(q.shape[:2])
+        starts = (pad(x.sum(1).cumsum(0), (1, 0)).int() for x in (has_query, valid))
+        tokens = (q[has_query], k[valid], v[valid], *starts, q.shape[1], k.shape[1])
         varlen = flash_attn().flash_attn_varlen_func
         some, log, _ = varlen(*tokens, **options, return_attn_probs=True)
         out, lse = torch.zeros_like(q), log.new_full(q.shape[:3], float("-inf"))
-        out[asking], lse[asking] = some, log.T
+        out[has_query], lse[has_query] = some, log.T
         lse = lse.transpose(1, 2)
     # Where a query sees no key, flash-attn says +inf.
     return out.transpose(1, 2), lse.masked_fill(lse == float("inf"), float("-inf"))

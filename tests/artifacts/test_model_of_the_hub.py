@@ -75,17 +75,42 @@ def test_offline_the_cache_alone_is_looked_at(
         assert Path(AquaKVCache(model.config).options.artifact).is_dir()
     else:
         with pytest.raises(
-            ValueError, match=r"aqua needs a .* as far as the cache has it: try once"
+            ValueError, match=r"aqua needs a .*no folder aqua of .* is cached .*: try once online"
         ):
             AquaKVCache(model.config)
     assert not hub.requests
 
 
+def test_what_is_cached_needs_no_request(hub: Any) -> None:
+    hub.add(REPO, files("aqua"))
+    model = load()
+    AquaKVCache(model.config)
+    shared._folder_on_hub.cache_clear()
+    hub.requests.clear()
+    AquaKVCache(model.config)
+    assert not hub.requests
+
+
+def test_a_download_that_broke_off_is_finished(hub: Any) -> None:
+    hub.add(REPO, files("aqua"))
+    model = load()
+    folder = Path(AquaKVCache(model.config).options.artifact)
+    shared._folder_on_hub.cache_clear()
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    AquaKVCache(model.config).options.load()
+
+
 def test_a_repository_without_one_names_the_ways_out(hub: Any) -> None:
     hub.add(REPO, files("a2ats"))
     model = load()
-    with pytest.raises(ValueError, match=r"calibrate aqua .*no folder aqua at .*publish apart"):
+    message = r"calibrate aqua .*no folder aqua at .*publish apart"
+    with pytest.raises(ValueError, match=message):
         AquaKVCache(model.config)
+    hub.requests.clear()
+    with pytest.raises(ValueError, match=message):
+        AquaKVCache(model.config)
+    assert not hub.requests
     # One that others publish apart is named.
     apart = {name.removeprefix("aqua/"): x for name, x in files("aqua").items() if "/" in name}
     hub.add("bob/needles-aqua", apart)

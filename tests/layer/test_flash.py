@@ -173,14 +173,24 @@ def test_it_fits_tensors_that_its_kernels_take(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("content", "works"), [("name = 'it'", True), ("import no_such_library_", False)]
+    ("content", "version", "logged"),
+    [
+        ("name = 'it'", "2.8.3", ""),
+        ("import no_such_library_", "2.8.3", "no_such_library_"),
+        ("name = 'it'", "2.5.9", "2.5.9 is not used: pip install --no-build-isolation"),
+    ],
 )
-def test_the_package_is_found_and_a_broken_one_is_logged(
-    content: str, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+def test_the_package_is_found_and_a_broken_or_old_one_is_logged(
+    content: str,
+    version: str,
+    logged: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     folder = tmp_path / "flash_attn"
     folder.mkdir()
-    (folder / "__init__.py").touch()
+    (folder / "__init__.py").write_text(f"__version__ = {version!r}", encoding="utf-8")
     (folder / "flash_attn_interface.py").write_text(content, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
@@ -188,5 +198,5 @@ def test_the_package_is_found_and_a_broken_one_is_logged(
     flash.flash_attn.cache_clear()
     package = flash.flash_attn()
     flash.flash_attn.cache_clear()
-    assert (package is not None) == works
-    assert ("no_such_library_" in caplog.text) != works
+    assert (package is None) == bool(logged)
+    assert logged in caplog.text

@@ -285,13 +285,14 @@ def _step_bytes(layer: RetrievalLayer) -> int:
     read = keys.nbytes + values.nbytes
     if not kv.cold_len:
         return read
-    selected = layer.config.budget(kv.cold_len)
+    cost = kv.search_cost()
+    selected = cost.selected or layer.config.budget(kv.cold_len)
     row = (keys.shape[3] + values.shape[3]) * keys.element_size()
     if kv.store is not None:
         row = kv.store.row_nbytes(row)
     rows = keys.shape[0] * keys.shape[1] * selected
     means = 0 if kv.sums is None else kv.sums.means_nbytes()
-    return read + kv.search_cost().nbytes + rows * row + means
+    return read + cost.nbytes + rows * row + means
 
 
 def _layer_bytes(layer: Any) -> int:

@@ -71,7 +71,10 @@ def chat_parts(tokenizer: PreTrainedTokenizerBase) -> Chat:
     )
     before, place, after = shown.partition(_PLACE)
     if not place or _PLACE in after:
-        raise ValueError("--chat: the chat template doesn't show a message once and as it is")
+        raise ValueError(
+            "the chat template doesn't show a message once and as it is: measure without it (leave "
+            "--chat out), or give the tokenizer another template"
+        )
     bos = tokenizer.bos_token
     # BOS is put in front of all texts later.
     return (before.removeprefix(bos) if bos else before), after

@@ -267,7 +267,9 @@ def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
     window, cold_len = kv.window, layer.cold_len
     # One step has counted the rows to choose from, summed over heads.
     heads = counters_of(layer).cold_rows / cold_len
-    count = cold_len if kv.index is None else layer.config.budget(cold_len)
+    count = cold_len
+    if kv.index is not None:
+        count = kv.search_cost().selected or layer.config.budget(cold_len)
     row = kv.store.row_nbytes(window.row_dim * window.keys.element_size())
     return heads * count * row, kv.store.bus_share > 0
 

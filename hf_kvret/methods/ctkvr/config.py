@@ -19,7 +19,7 @@ from hf_kvret.options.config import (
 _LARGEST_HEAD = 256
 _CHOICES = {
     "choice": ("mixed", "last", "random", "first", "even"),
-    "rerank": ("auto", "cpu", "device", "codes", "lists", "none"),
+    "rerank": ("auto", "cpu", "device", "codes", "lists", "off"),
     "update_lists": ("all", "recalled"),
 }
 
@@ -38,7 +38,7 @@ class CTkvrConfig(RetrievalConfig):
         rerank: how the recalled tokens are compared: ``"auto"``, by their keys, where the store
             attends; ``"cpu"``, the same, for ``store="cpu"`` alone; ``"device"``, by their keys,
             fetched to the queries' device where they are elsewhere; ``"codes"``, by compact codes
-            on the device; ``"lists"``, by their rank in the lists. ``"none"``: they are not, and
+            on the device; ``"lists"``, by their rank in the lists. ``"off"``: they are not, and
             all are attended to (the paper's system without its rerank, section 4.2.2). Then
             ``top_k`` bounds the length of a list, ``list_ratio * top_k``, and a query reads the
             tokens of its ``nprobe`` lists and the pending ones, each once.
@@ -104,6 +104,7 @@ class CTkvrConfig(RetrievalConfig):
                 f"rerank='cpu' with store={self.store!r}: the CPU compares keys where it attends "
                 "to them, so take store='cpu', or rerank='auto'"
             )
+        self._check_slots()
         check_flag("causal", self.causal)
         check_flag("questions", self.questions)
         check_number(
@@ -115,6 +116,17 @@ class CTkvrConfig(RetrievalConfig):
         check_number(
             "coverage", self.coverage, lambda x: 0.0 <= x <= 1.0, "a share from 0 (never) to 1"
         )
+
+    def _check_slots(self) -> None:
+        """ValueError for fewer ``slots`` than a query reads without a rerank."""
+        if self.rerank != "off" or self.store != "resident" or not isinstance(self.top_k, int):
+            return
+        most = self.nprobe * math.ceil(self.list_ratio * self.top_k)
+        if isinstance(self.slots, int) and self.slots < most:
+            raise ValueError(
+                f"slots={self.slots} with rerank='off': a query reads up to {most} listed tokens "
+                "and the pending ones; take slots=1.0, which grows as needed, or a smaller top_k"
+            )
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for codes of heads that have none."""

@@ -150,7 +150,7 @@ class CTkvrIndex(Index):
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         """See ``Index.search``; fewer tokens than the budget if the recalled lists have fewer.
 
-        With ``rerank="none"`` all tokens of the recalled lists, whatever the budget.
+        With ``rerank="off"`` all tokens of the recalled lists, whatever the budget.
 
         RuntimeError before ``on_forward`` and ``build``, and for a budget below the length if
         ``build`` was called with one that covers everything.
@@ -232,7 +232,8 @@ class CTkvrIndex(Index):
             return SearchCost(n, self._recall_nbytes())
         candidates = self._candidates(queue, n)
         keys_read = candidates if self._rerank.reads_keys else 0
-        return SearchCost(candidates, self._recall_nbytes(), keys_read)
+        selected = candidates if self._rerank.keeps_all else None
+        return SearchCost(candidates, self._recall_nbytes(), keys_read, selected)
 
     def _candidates(self, queue: CentroidQueue, n: int) -> int:
         return min(n, self.options.nprobe * queue.width + self._file.pending(n))
@@ -339,7 +340,7 @@ class CTkvrIndex(Index):
 def _make_rerank(options: CTkvrConfig) -> Rerank:
     if options.rerank == "codes":
         return KeyCodes(options.seed)
-    if options.rerank in ("lists", "none"):
+    if options.rerank in ("lists", "off"):
         return ListOrder() if options.rerank == "lists" else NoRerank()
     if options.rerank == "device" and options.store == "cpu":
         return FetchedKeys()

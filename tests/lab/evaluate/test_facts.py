@@ -11,7 +11,7 @@ import torch
 
 from hf_kvret.lab.evaluate.needles import Document
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.tasks.facts import FactList, list_wording
+from hf_kvret.lab.evaluate.tasks.facts import FactList, list_wording, listed_share
 from hf_kvret.lab.evaluate.texts import encode
 from hf_kvret.lab.report.results import Results
 
@@ -84,12 +84,16 @@ def test_a_chat_template_stands_around_text_and_question(
     assert prefix.startswith("now: The special magic numbers") and prefix.endswith("are:\n-")
 
 
+def test_a_number_within_a_longer_one_does_not_count() -> None:
+    assert listed_share("123 456 789 12", " 123\n- 45678, 789.") == 0.5
+
+
 def test_shares_of_facts_and_of_complete_lists_are_counted(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = iter([True, True, True, False, False, False, True, True])
+    shares = iter([1.0, 0.5, 0.0, 1.0])
     module = "hf_kvret.lab.evaluate.tasks.facts"
-    monkeypatch.setattr(f"{module}.contains", lambda number, reply: next(found))
+    monkeypatch.setattr(f"{module}.listed_share", lambda answer, reply: next(shares))
     path, arguments = tmp_path / "f.json", ["--context", "400", "--facts", "2", "--samples", "4"]
     (cell,) = _run(path, "--model", str(tiny_model_dir), *arguments, "--caches", "full")
     assert cell["result"]["score"] == 0.625 and cell["result"]["complete"] == 0.5

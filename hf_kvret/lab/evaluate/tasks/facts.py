@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.needles import HEADS, Document, Fact, Wording, contains, text_wording
+from hf_kvret.lab.evaluate.needles import HEADS, Document, Fact, Wording, text_wording
 from hf_kvret.lab.evaluate.reader import UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.ruler.texts import adjective_noun_pairs
 from hf_kvret.lab.evaluate.subject import Subject
@@ -71,7 +72,7 @@ class FactList(Task):
             reader, logits = begin(subject.model, choice, *texts, count, whole=True)
             reply = wording.text(reader.answer(logits, count, wording.stop))
             answers.append({"expected": fact.answer, "given": reply})
-            shares.append(fmean(contains(number, reply) for number in fact.answer.split()))
+            shares.append(listed_share(fact.answer, reply))
             used.add(reader)
         complete = fmean(share == 1 for share in shares)
         return {"score": fmean(shares), "complete": complete, "answers": answers, **used.row()}
@@ -105,6 +106,12 @@ class FactList(Task):
     @classmethod
     def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
         return mean_points(results, "score")
+
+
+def listed_share(answer: str, reply: str) -> float:
+    """Share of the numbers of ``answer`` that stand in ``reply``, each as a number of its own."""
+    listed = set(re.findall(r"\d+", reply))
+    return fmean(number in listed for number in answer.split())
 
 
 def list_wording(subject: Subject, essays: Path | None, count: int) -> Wording:
