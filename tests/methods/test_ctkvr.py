@@ -275,6 +275,17 @@ def test_lists_that_cover_everything_give_full_attention(store: str, more: dict[
         assert full["selected"] == ours["selected"] > 20 * 6 * 2
 
 
+def test_slots_that_can_not_hold_what_is_recalled_are_refused() -> None:
+    model = MODELS["llama"].build()
+    attach(model)
+    options = {**COVERING_OPTIONS, "store": "resident", "top_k": 6, "slots": 12}
+    cache = CTkvrCache(model.config, rerank="off", **options)
+    with torch.no_grad():
+        model(prompt(1, 120), past_key_values=cache)
+        with pytest.raises(ValueError, match=r"slots=12, and a query selects .*as slots=1\.0"):
+            model(prompt(1, 1), past_key_values=cache)
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_codes_choose_nearly_what_keys_choose(softcap: float | None) -> None:
     queries, keys = _prompt(600)

@@ -25,11 +25,6 @@ from hf_kvret.methods.ctkvr.sampler import CentroidSampler, make_sampler
         ({"update_lists": "some"}, ValueError, "'all' or 'recalled'"),
         ({"rerank": "exact"}, ValueError, "'device', 'codes', 'lists' or 'off'"),
         ({"rerank": "cpu"}, ValueError, "store='cpu'"),
-        (
-            {"rerank": "off", "store": "resident", "top_k": 6, "slots": 12},
-            ValueError,
-            "slots=12 with rerank='off': a query reads up to 60 .*slots=1.0",
-        ),
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"list_ratio": 0.5}, ValueError, "list_ratio=0.5"),
         ({"list_ratio": "much"}, TypeError, "list_ratio must be a number"),

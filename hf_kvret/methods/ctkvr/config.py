@@ -104,7 +104,6 @@ class CTkvrConfig(RetrievalConfig):
                 f"rerank='cpu' with store={self.store!r}: the CPU compares keys where it attends "
                 "to them, so take store='cpu', or rerank='auto'"
             )
-        self._check_slots()
         check_flag("causal", self.causal)
         check_flag("questions", self.questions)
         check_number(
@@ -116,17 +115,6 @@ class CTkvrConfig(RetrievalConfig):
         check_number(
             "coverage", self.coverage, lambda x: 0.0 <= x <= 1.0, "a share from 0 (never) to 1"
         )
-
-    def _check_slots(self) -> None:
-        """ValueError for fewer ``slots`` than a query reads without a rerank."""
-        if self.rerank != "off" or self.store != "resident" or not isinstance(self.top_k, int):
-            return
-        most = self.nprobe * math.ceil(self.list_ratio * self.top_k)
-        if isinstance(self.slots, int) and self.slots < most:
-            raise ValueError(
-                f"slots={self.slots} with rerank='off': a query reads up to {most} listed tokens "
-                "and the pending ones; take slots=1.0, which grows as needed, or a smaller top_k"
-            )
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for codes of heads that have none."""
