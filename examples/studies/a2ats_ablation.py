@@ -29,6 +29,7 @@ from ablation import (
     caches_option,
     layers_of,
     layers_table,
+    lines_of,
     made,
     parts_option,
     rows_tables,
@@ -314,6 +315,7 @@ PLOTS: dict[str, Plot] = {
     "switches": bars_of("A2ATS: codebooks", wrapped=True),
     "errors": layers_of(_errors, "A2ATS: held-out text", "score error", low=0.0),
     "alike": layers_of(_alike, "A2ATS: codebooks of different inputs", "mean largest cosine"),
+    "layers": layers_of(lambda cells: lines_of(cells[0][1], "overlap"), "A2ATS", "recall"),
 }
 
 

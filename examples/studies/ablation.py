@@ -87,15 +87,17 @@ def layers_table(title: str, lines: Lines, form: str = ".3f") -> str:
     return markdown_table([title, *lines], rows)
 
 
+def lines_of(result: Mapping[str, Any], name: str) -> dict[str, dict[int, float]]:
+    """A figure by row and layer, of a result with ``rows``."""
+    return {
+        row: {one["layer"]: one[name] for one in layers if one.get(name) is not None}
+        for row, layers in result["rows"].items()
+    }
+
+
 def rows_tables(result: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     """A table by layer for each of ``titles``, with a column for each of a result's ``rows``."""
-    tables = []
-    for name, title in titles.items():
-        lines = {
-            row: {one["layer"]: one[name] for one in layers if one.get(name) is not None}
-            for row, layers in result["rows"].items()
-        }
-        tables.append(layers_table(f"{title}, layer", lines, ".4f"))
+    tables = (layers_table(f"{x}, layer", lines_of(result, n), ".4f") for n, x in titles.items())
     return "\n\n".join(tables)
 
 

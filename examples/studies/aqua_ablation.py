@@ -30,6 +30,7 @@ from ablation import (
     caches_option,
     layers_of,
     layers_table,
+    lines_of,
     made,
     parts_option,
     rows_tables,
@@ -345,8 +346,9 @@ def _pruned_table(cells: CellResults) -> str:
             row = [cache, str(context), name, *(shown(result.get(x), ".1%") for x in _SHARES)]
             row += [f"{result['ppl']:.3f}", _shown_rise(result, results.get(FULL))]
             rows.append([*row, f"{PRUNED[name][1] if name in PRUNED else 44.61:.2f}"])
-    header = ["cache", "context", "method", "tokens that a head keeps", "rows that are needed"]
-    return markdown_table([*header, "perplexity", "rise", "LongBench in the paper, 3B"], rows)
+    header = ["cache", "context", "method", "tokens that a head keeps", "rows that predictors need"]
+    table = markdown_table([*header, "perplexity", "rise", "LongBench in the paper, 3B"], rows)
+    return f"{table}\n\nAfter the context this table's tokens enter one a forward pass."
 
 
 def _depth_tables(cells: CellResults) -> str:
@@ -431,6 +433,9 @@ PLOTS: dict[str, Plot] = {
     "parts": _plot_parts,
     "variance": layers_of(
         _both_explained, "AQUA-KV: held-out tokens", "explained variance", high=1.0
+    ),
+    "depth": layers_of(
+        lambda cells: lines_of(cells[0][1], "key_explained"), "AQUA-KV: keys", "explained variance"
     ),
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from hf_kvret.artifacts.files import read_description
+from hf_kvret.artifacts.files import DESCRIPTION, read_description
 from hf_kvret.artifacts.hub import find_folder
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.bundled import default_model
@@ -169,7 +169,7 @@ def artifact_sha256(choice: CacheChoice, subject: Subject) -> str | None:
     if not hasattr(choice.options, "artifact"):
         return None
     home = Path(subject.model.config._name_or_path)
-    if choice.lacks_artifact and not (home / choice.method).is_dir():
+    if choice.lacks_artifact and not (home / choice.method / DESCRIPTION).is_file():
         return None
     cache = choice.make(subject.model.config, 1)
     assert isinstance(cache, RetrievalCache)
