@@ -330,7 +330,6 @@ class A2ATSAblation(CalibratedAblation):
     described = (
         *("windows", "new_tokens", "step", "calibration_tokens", "calibration_length"),
         *("codewords", "rounds", "distance", "inputs", "input_tokens", "input_codewords"),
-        "layers",
     )
     # What the artifacts and the inputs alone decide.
     apart = ("errors", "alike")
@@ -366,7 +365,8 @@ class A2ATSAblation(CalibratedAblation):
             )
 
     def details(self) -> dict[str, Any]:
-        return {**super().details(), "uuid_tokens": self.uuid_tokens if self.text else 0}
+        details = {**super().details(), "uuid_tokens": self.uuid_tokens if self.text else 0}
+        return details | ({"layers": self.layers} if self.layers else {})
 
     def variants(self, part: str) -> Sequence[str]:
         return {

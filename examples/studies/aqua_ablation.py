@@ -457,7 +457,7 @@ class AquaAblation(CalibratedAblation):
         *("anchor_every", "sink"),
     )
     described = (
-        *("windows", "new_tokens", "step", "calibration_tokens", "calibration_length", "rank"),
+        *("windows", "step", "calibration_tokens", "calibration_length", "rank"),
         *("hidden", "mlp_steps", "ridge"),
     )
     # They look at predictors alone.
@@ -492,6 +492,11 @@ class AquaAblation(CalibratedAblation):
         if self.rank is not None:
             # Refused now rather than when the first such predictor is learned.
             replace(self.usual, rank=self.rank)
+
+    def details(self) -> dict[str, Any]:
+        # Named where they are not the usual ones, so that other parts can be added to old results.
+        usual = self.new_tokens == type(self).new_tokens
+        return super().details() | ({} if usual else {"new_tokens": self.new_tokens})
 
     @property
     def usual(self) -> AquaCalibration:
