@@ -31,7 +31,7 @@ MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
     ("tests", ".py"): 63_300,
-    ("examples", ".py"): 11_960,
+    ("examples", ".py"): 11_965,
     ("kernels/csrc", ".cpp"): 1_580,
     ("kernels/csrc", ".h"): 2_660,
 }
