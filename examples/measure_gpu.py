@@ -111,7 +111,7 @@ PLAN = (
         "lrqk:top_k=2048:store=host,offloaded "
         "--fill random --warmup 6 --steps 32 --rounds 2 --limit 10",
     ),
-    # What a2ats and aqua learn is made of random tokens first, for this shape.
+    # The artifacts of a2ats and aqua are made first, from random tokens, for this shape.
     Part(
         "methods",
         600,

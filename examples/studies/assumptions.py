@@ -41,7 +41,7 @@ from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 AFTER, BEFORE = "after RoPE", "before RoPE"
 DISTANCES = (1, 4, 16, 64, 256, 1024)
-# Of the head dim; LRQK's usual rank is a quarter.
+# These are shares of the head dim. LRQK's usual rank is a quarter.
 RANKS = {"1/8": 8, "1/4": 4, "1/2": 2}
 # Caches keep these tokens apart, and their keys are unlike all others.
 _SINKS = 4
@@ -254,7 +254,7 @@ class Assumptions(Ablation):
     parts: tuple[str, ...] = parts_option(PARTS)
     new_tokens: int = not_here()
     step: int = not_here(1)
-    # Of the last length.
+    # The texts of the last length are kept, for all parts.
     _read: dict[int, Texts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def variants(self, part: str) -> Sequence[str]:

@@ -120,7 +120,7 @@ class Misses(Task):
     _plain: dict[Any, Generation] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    # What has read the last context into the last cache, by store and slots, and its last logits.
+    # Readers keep the last context of the last cache, by store and slots, with its last logits.
     _read: dict[Any, tuple[Reader, torch.Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

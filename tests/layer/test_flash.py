@@ -117,8 +117,8 @@ def test_prompts_go_through_it_and_steps_do_not(
 ) -> None:
     results = _passes(name, base, padded, torch.bfloat16)
     new = "varlen causal" if padded else "dense causal"
-    # Of two layers: the prompt; the second one, with the window and a chunk of the store, where
-    # sinks are hidden from one of them.
+    # Two layers each read the prompt, the second prompt, the window and a chunk of the store. The
+    # last two are ragged calls, as sinks are hidden from one of them.
     assert sorted(calls) == sorted(2 * [new, new, "varlen", "varlen"])
     monkeypatch.undo()
     expected = _passes(name, base, padded, torch.float32)
