@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret_kernels.prompt_attention import naive, prompt_attention
+from hf_kvret_kernels.prompt_attention import flash, naive, prompt_attention
 
 from .draws import HALF_ULP, Place, attention_inputs
 
 # Sums of a few hundred fp32 products of size 1: some hundred roundings of 6e-8 each.
 FP32_ERROR = 1e-5
+# For 16-bit inputs torch's flash attention takes exponentials of some 14 bits.
+FAST_EXP_ERROR = 2e-4
+# These round softmax weights to the inputs' dtype, and torch's flash attention results, too.
+ROUNDS_WEIGHTS = {"triton": 1.0, "auto": 4.0}
 
 
 def reference(
@@ -76,9 +80,11 @@ def check(
     assert torch.equal(lse == float("-inf"), empty)
     assert (out[empty] == 0).all()
     largest = value.abs().nan_to_num(0).max().item() if value.numel() else 0.0
-    rounding = HALF_ULP[query.dtype] * largest if place[0] == "triton" else 0.0
+    rounding = ROUNDS_WEIGHTS.get(place[0], 0.0) * HALF_ULP[query.dtype] * largest
     torch.testing.assert_close(out.double(), want_out, rtol=0, atol=FP32_ERROR + rounding)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=FP32_ERROR)
+    fast_exp = place[0] == "auto" and query.dtype != torch.float32
+    lse_error = FAST_EXP_ERROR if fast_exp else FP32_ERROR
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=lse_error)
     return out, lse
 
 
@@ -268,6 +274,66 @@ def test_torch_never_forms_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(sizes) <= naive._SCORES
     # Blocks above the diagonal are left out: not much more than half the matrix is computed.
     assert sum(sizes) < 0.7 * 2 * 1100 * 1100
+
+
+LONG = ("auto", "cpu")
+
+
+@pytest.fixture
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each call of torch's operator: whether it is causal."""
+    calls = []
+    plain = flash._flash
+
+    def watched(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(arguments[3])
+        return plain(*arguments)
+
+    monkeypatch.setattr(flash, "_flash", watched)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal_offset", [None, -5, 0, 3, 40, 90])
+def test_long_passes_on_a_cpu_run_through_flash_attention(
+    flash_calls: list[bool], causal_offset: int | None, dtype: torch.dtype
+) -> None:
+    tensors = attention_inputs(LONG, queries=50, tokens=90, dtype=dtype)
+    check(LONG, *tensors, causal_offset=causal_offset)
+    seen_by_all = causal_offset is None or causal_offset > 0
+    triangle = causal_offset is not None and causal_offset < 90
+    assert flash_calls == [False] * seen_by_all + [True] * triangle
+
+
+@pytest.mark.parametrize("causal_offset", [None, -7, 0, 60])
+def test_flash_attention_leaves_padding_out(
+    flash_calls: list[bool], causal_offset: int | None
+) -> None:
+    query, key, value = attention_inputs(LONG, batch=5, queries=40, tokens=100)
+    valid = torch.zeros(5, 100, dtype=torch.bool)
+    for row, (start, stop) in enumerate([(0, 100), (30, 100), (0, 70), (80, 95), (0, 0)]):
+        valid[row, start:stop] = True
+    dirty = ~valid[:, None, :, None]
+    clean = check(LONG, query, key, value, causal_offset=causal_offset, valid=valid)
+    poisoned = (tensor.masked_fill(dirty, float("nan")) for tensor in (key, value))
+    again = check(LONG, query, *poisoned, causal_offset=causal_offset, valid=valid)
+    assert flash_calls
+    torch.testing.assert_close(again, clean, rtol=0, atol=0)
+
+
+def test_what_flash_attention_cannot_do_runs_in_blocks(
+    flash_calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = attention_inputs(LONG, queries=40, tokens=100)
+    holes = torch.ones(2, 100, dtype=torch.bool)
+    holes[1, 50] = False
+    check(LONG, query, key, value, causal_offset=60, valid=holes)
+    check(LONG, query, key, value, causal_offset=60, softcap=2.0)
+    check(LONG, query[:, :, :15], key, value, causal_offset=85)
+    check(LONG, *attention_inputs(LONG, queries=40, dims=(40, 24)), causal_offset=23)
+    monkeypatch.setattr(flash, "_NAME", "an_operator_that_torch_has_not")
+    check(LONG, query, key, value, causal_offset=60)
+    assert not flash_calls
 
 
 def bad_calls() -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from hf_kvret_kernels._dispatch import (
     launching_on,
 )
 from hf_kvret_kernels.merge import Partials
-from hf_kvret_kernels.prompt_attention import naive
+from hf_kvret_kernels.prompt_attention import flash, naive
 
 __all__ = ["FEW_ROWS", "prompt_attention", "prompt_partials"]
 
@@ -42,12 +42,13 @@ def prompt_attention(
             stands in rows that are not valid never matters, not even NaN.
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
         out_dtype: dtype of out; None means the query's.
-        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``. On a CPU ``"auto"`` is torch's flash
+            attention where that fits.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32 (natural log). A query that sees no key
-        has out 0 and lse -inf. Softmax and sums are fp32; the Triton kernel rounds softmax
-        weights to the input dtype before they meet the values.
+        has out 0 and lse -inf. Softmax and sums are fp32; the Triton kernel and torch's flash
+        attention round softmax weights to the input dtype before they meet the values.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
@@ -57,6 +58,8 @@ def prompt_attention(
     out_dtype = query.dtype if out_dtype is None else out_dtype
     arguments = (query, key, value, scale, causal_offset, valid, softcap, out_dtype)
     if choose_backend(backend, query) == "naive":
+        if backend == "auto" and flash.fits(query, value, valid, softcap):
+            return flash.prompt_attention(*arguments[:6], out_dtype)
         return naive.prompt_attention(*arguments)
     from hf_kvret_kernels.prompt_attention import triton
 
