@@ -194,7 +194,8 @@ class RetrievalCache(Cache):
         """
         self._stores.expect(tokens, chunk, new_tokens)
         for layer in self.retrieval_layers:
-            layer.final_len = layer.get_seq_length() + tokens + new_tokens
+            layer.prompt_end = layer.get_seq_length() + tokens
+            layer.final_len = layer.prompt_end + new_tokens
 
     def reset(self) -> None:
         """Forget all tokens and counts of every layer, and an announced prompt."""

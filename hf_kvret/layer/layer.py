@@ -15,18 +15,22 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Index, Scoring
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.layer_kv import LayerKV, MakeStore, kv_to_save, load_kv, saved_rows
+from hf_kvret.layer.prompt_groups import PromptPass, joined
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import Subscriber
 from hf_kvret.layer.step import attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.prompt import PromptRecipe
 
 HANDLE = "hf_kvret_layer"
+_SPANS = "prompt.spans"
 
 _Owner = TypeVar("_Owner")
 _Result = TypeVar("_Result")
@@ -115,10 +119,14 @@ class RetrievalLayer(CacheLayerMixin):
         below: the retrieval layer before this one in the model; set by the cache.
         edits: goes up with everything that is done to the layer, but for a replayed step.
         final_len: tokens that were announced, held ones included; 0: none.
+        prompt_end: length at which the announced prompt ends; 0: none was announced.
         needs_positions: see ``RetrievalCache.needs_positions``.
         layer_info: which layer of the model this is; set by the cache.
         subscribers: called after each step; set by the cache.
         exact_rows: rows read by exact attention of long second prompts.
+        retrieved_spans: first token and the one behind the last of what was read by retrieval.
+        prompt_lost_mass: mean share of the attention of probes that such reading left out, one for
+            each group; a device's numbers, in order.
     """
 
     is_sliding = False
@@ -138,9 +146,11 @@ class RetrievalLayer(CacheLayerMixin):
         self.config = config
         self.subscribers: tuple[Subscriber, ...] = ()
         self.exact_rows = 0
+        self.retrieved_spans: list[tuple[int, int]] = []
+        self.prompt_lost_mass: list[torch.Tensor] = []
         self.pending_attention = False
         self.below: RetrievalLayer | None = None
-        self.edits = self.final_len = 0
+        self.edits = self.final_len = self.prompt_end = 0
         self.layer_info = LayerInfo()
         self._update_key: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
@@ -316,6 +326,9 @@ class RetrievalLayer(CacheLayerMixin):
         """Every query attends to all ``past`` tokens and, causally, to the new ones."""
         kv = self.kv
         assert kv is not None, "see attend"
+        recipe, end = self.config.prompt_recipe, max(self.prompt_end, past + query.shape[2])
+        if recipe is not None and end > recipe.above:
+            return self._attend_in_groups(query, key, value, past, call, recipe, end)
         as_it_is = not past or call.expands(query.shape[2])
         watched = self.pending_attention and kv.watches
         row_query = call.to_rows(query) if watched or not as_it_is else query
@@ -333,6 +346,37 @@ class RetrievalLayer(CacheLayerMixin):
             return attend_exactly(kv, query, key, value, past, call).to(query.dtype)
         out = attend_exactly(kv, row_query, key, value, past, call.of_rows())
         return call.from_rows(out.to(query.dtype))
+
+    def _attend_in_groups(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        past: int,
+        call: AttentionCall,
+        recipe: PromptRecipe,
+        end: int,
+    ) -> torch.Tensor:
+        """Groups of queries attend to what their probes choose of the tokens before them."""
+        kv = self.kv
+        assert kv is not None, "see attend"
+        row_query = call.to_rows(query)
+        if self.pending_attention and kv.watches:
+            self._on_forward(row_query, key, call)
+        self._scoring = call.scoring
+        keys, values = key, value
+        if past:
+            past_keys, past_values = kv.rows(past)
+            keys = torch.cat([past_keys, key], dim=2)
+            values = torch.cat([past_values, value], dim=2)
+        groups = PromptPass(query, row_query, keys, values, call, recipe, end)
+        out = groups.attend()
+        if self.pending_attention:
+            self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
+            kv.take_prompt(key, value, call.scoring.valid)
+            self.prompt_lost_mass += groups.missed
+            self.retrieved_spans = joined(self.retrieved_spans + groups.spans)
+        return out
 
     def _on_forward(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
         """Pass tokens to an index that watches, and to a store that needs their positions."""
@@ -364,6 +408,9 @@ class RetrievalLayer(CacheLayerMixin):
             raise ValueError(f"crop({tokens_to_remove}): only {self.kv.length} tokens held")
         self.edits += 1
         self.kv.crop(-tokens_to_remove)
+        length = self.kv.length
+        spans = self.retrieved_spans
+        self.retrieved_spans = [(a, min(b, length)) for a, b in spans if a < length]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
@@ -389,8 +436,8 @@ class RetrievalLayer(CacheLayerMixin):
         self.edits += 1
         self.kv = self._scoring = None
         self.is_initialized = self.pending_attention = False
-        self.final_len = 0
-        self.exact_rows = 0
+        self.final_len = self.prompt_end = self.exact_rows = 0
+        self.retrieved_spans, self.prompt_lost_mass = [], []
         for subscriber in self.subscribers:
             subscriber.reset()
 
@@ -407,6 +454,7 @@ class RetrievalLayer(CacheLayerMixin):
         options = self._make_index, self.make_store, self.needs_positions, self._value_in_key
         twin = type(self)(self.config, *options)
         twin.layer_info = self.layer_info
+        twin.retrieved_spans = list(self.retrieved_spans)
         self._settle()
         if self.kv is not None:
             own = LayerReference(twin)
@@ -428,6 +476,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index | None]) -> None:
         """Go on with other options, which must fit the tokens held."""
+        self._check_spans(config)
         self.edits += 1
         self.config, self._make_index = config, make_index
         if self.kv is not None:
@@ -441,7 +490,10 @@ class RetrievalLayer(CacheLayerMixin):
         if self.pending_attention:
             raise RuntimeError("save between update and attention: finish the forward pass first")
         self._settle()
-        return {} if self.kv is None else kv_to_save(self.kv)
+        if self.kv is None:
+            return {}
+        spans = torch.tensor(self.retrieved_spans, dtype=torch.int64)
+        return kv_to_save(self.kv) | ({_SPANS: spans} if len(spans) else {})
 
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
@@ -451,7 +503,30 @@ class RetrievalLayer(CacheLayerMixin):
         rows = saved_rows(state, self.config.sink, self._value_in_key, device)
         self.lazy_initialization(*rows)
         if self.kv is not None:
-            load_kv(self.kv, state, device, self._query_heads(rows[0]))
+            others = {name: tensor for name, tensor in state.items() if name != _SPANS}
+            load_kv(self.kv, others, device, self._query_heads(rows[0]))
+            self._load_spans(state.get(_SPANS))
+
+    def _load_spans(self, spans: torch.Tensor | None) -> None:
+        """Take over what was read by retrieval; ValueError where the options want exact rows."""
+        if spans is None:
+            return
+        Schema(spans.dtype, {}).check(_SPANS, spans, "n 2", torch.int64)
+        assert self.kv is not None, "rows are loaded first"
+        ends = spans.flatten().tolist()
+        if ends != sorted(ends) or not ends or ends[0] < 0 or ends[-1] > self.kv.length:
+            raise damaged(f"{_SPANS} are no spans of {self.kv.length} tokens in order")
+        self.retrieved_spans = list(zip(ends[::2], ends[1::2], strict=True))
+        self._check_spans(self.config)
+
+    def _check_spans(self, config: RetrievalConfig) -> None:
+        """ValueError where options want exact rows, and some were read by retrieval."""
+        count = sum(stop - start for start, stop in self.retrieved_spans)
+        if count and config.prompt_recipe is None:
+            raise ValueError(
+                f"{count:,} tokens of this cache were read with prompt='retrieve', and "
+                "prompt='exact' is asked for: leave the option as it was, or read the text again"
+            )
 
     def _query_heads(self, keys: torch.Tensor) -> int | None:
         """Query heads for ``keys [B, Hkv, *, D]`` of a saved layer; None where nobody knows.

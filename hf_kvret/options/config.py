@@ -8,10 +8,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import UnionType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+
+from hf_kvret.options.prompt import PromptOption, PromptRecipe
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,10 @@ class RetrievalConfig:
             ``"auto"``: one pass if it takes at most a quarter of the free device memory (on a CPU
             8 GiB), else chunks that take up to 2 GiB beside their rows. A prompt whose chunks would
             not be exact goes in one pass, and the log says why.
+        prompt: ``"exact"``: every token of a prompt attends to everything before it;
+            ``"retrieve"``: in long prompts, groups of tokens attend to near tokens and to what a
+            few of them find; or a dictionary of how, see ``PromptRecipe``. What was read so stays
+            an approximation in the cache.
         store: ``"device"``, ``"host"``, ``"resident"`` (the host, with slots on the device for rows
             in use), ``"cpu"`` (the host, where the CPU attends to them), ``"higgs"`` and
             ``"higgs-host"`` (in ``bits`` a number, on the device and on the host), ``"split"`` (on
@@ -79,6 +86,7 @@ class RetrievalConfig:
     dense_below: int | None = None
     max_draft: int = 32
     prefill_chunk: int | Literal["auto"] | None = "auto"
+    prompt: PromptOption = "exact"
     store: str = "auto"
     slots: int | float = 1.0
     bits: int = 4
@@ -108,6 +116,7 @@ class RetrievalConfig:
         if self.dense_below is not None:
             check_int("dense_below", self.dense_below, 0, "tokens")
         check_prefill_chunk(self.prefill_chunk, self.max_draft)
+        PromptRecipe.of(self.prompt)
         check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
         if self.warn_lost_mass is not None:
             check_number(
@@ -175,6 +184,11 @@ class RetrievalConfig:
         """A copy with ``options`` changed, validated like a new one."""
         changes = self.written_out(options)
         return type(self).from_options(**{**dataclasses.asdict(self), **changes})
+
+    @cached_property
+    def prompt_recipe(self) -> PromptRecipe | None:
+        """How long prompts are read; None: every token attends to everything."""
+        return PromptRecipe.of(self.prompt)
 
     @classmethod
     def takes_store(cls, store: str) -> bool:
@@ -437,7 +451,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 _STORE_OPTIONS = {"store", "slots", "device_budget"}
 _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"),
-    *("warn_lost_mass", "rest", "rest_blocks"),
+    *("warn_lost_mass", "rest", "rest_blocks", "prompt"),
 }
 _FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
 FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)

@@ -1,0 +1,211 @@
+"""A long prompt in groups of queries: each attends to near tokens and to blocks of earlier ones.
+
+Some queries of a group, the probes, score all earlier keys. What is chosen for the group are the
+blocks that hold the largest share of the attention of any probe and head of a KV head. Attention
+over the near tokens and the chosen blocks is exact. Groups begin at multiples of ``GROUP``, so the
+same tokens in other passes give the same cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvret.contracts.chunks import chunk_len
+from hf_kvret.contracts.store import AttentionResult
+from hf_kvret.layer.exact_attention import attend_dense, merge
+from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.options.prompt import PromptRecipe
+
+GROUP = 512
+"""Queries that share a choice, and the tokens before them that they all attend to."""
+BLOCK = 64
+"""Tokens that are chosen together."""
+# Scores of a KV head that are worked on at once, in elements: they pass through a cache.
+_SCORES = 1 << 22
+
+
+@dataclass(eq=False)
+class PromptPass:
+    """A pass of a prompt over the tokens of a layer, the new ones last.
+
+    Attributes:
+        query: ``[B, Hq, Q, Dk]`` of the new tokens, as they attend to ``call.keys_and_values``.
+        row_query: the same, as it is compared with rows.
+        keys: ``[B, Hkv, T, D]`` of all tokens; ``values`` likewise.
+        call: of the attention; ``scoring.valid [B, T]``.
+        recipe: how groups choose.
+        end: length of the whole prompt, of which this may be a chunk.
+        missed: share of the probes' attention that was left out, one mean for each group.
+        spans: first token and the one behind the last of groups that did not attend to everything.
+    """
+
+    query: torch.Tensor
+    row_query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    call: AttentionCall
+    recipe: PromptRecipe
+    end: int
+
+    def __post_init__(self) -> None:
+        self.missed: list[torch.Tensor] = []
+        self.spans: list[tuple[int, int]] = []
+        self.past = self.keys.shape[2] - self.query.shape[2]
+
+    def attend(self) -> torch.Tensor:
+        """``[B, Hq, Q, Dv]`` in the query's dtype."""
+        outs = [self._attend_group(first, last) for first, last in self._groups()]
+        return torch.cat(outs, dim=2)
+
+    def _groups(self) -> Iterator[tuple[int, int]]:
+        """First token of each group, and the one behind its last."""
+        first, total = self.past, self.keys.shape[2]
+        while first < total:
+            last = min(total, (first // GROUP + 1) * GROUP)
+            yield first, last
+            first = last
+
+    def _attend_group(self, first: int, last: int) -> torch.Tensor:
+        near = max(0, first - GROUP) // BLOCK * BLOCK
+        count = -(-self.recipe.budget(first) // BLOCK)
+        query = self.query[:, :, first - self.past : last - self.past]
+        if last > self.end - self.recipe.exact or count >= near // BLOCK:
+            parts = [self._attend_span(query, first, start, last) for start in self._spans(0, last)]
+        else:
+            blocks = self._choose(first, last, near, count)
+            parts = [
+                self._attend_span(query, first, start, last) for start in self._spans(near, last)
+            ]
+            parts.append(self._attend_blocks(query, blocks))
+            self.spans.append((first, last))
+        return merge(parts, self.call.sink_logits, query.dtype)[0]
+
+    def _spans(self, start: int, last: int) -> Iterator[slice]:
+        """The tokens from ``start`` to ``last``, as many at a time as may be made of rows."""
+        step = last - start
+        if self.call.makes_rows:
+            elements = self.call.row_elements(self.keys, self.values)
+            step = chunk_len(GROUP, self.keys, elements)
+        for begin in range(start, last, step):
+            yield slice(begin, min(begin + step, last))
+
+    def _attend_span(
+        self, query: torch.Tensor, first: int, span: slice, last: int
+    ) -> AttentionResult:
+        """Causal attention of the group that begins at ``first`` to the tokens of ``span``."""
+        scoring = self.call.scoring
+        valid = None if scoring.valid is None else scoring.valid[:, span]
+        rows = self.call.keys_and_values(self.keys[:, :, span], self.values[:, :, span])
+        return attend_dense(query, *rows, scoring.of(valid), causal_offset=first - span.start)
+
+    def _attend_blocks(self, query: torch.Tensor, blocks: torch.Tensor) -> AttentionResult:
+        """Attention to the tokens of ``blocks [B, Hkv, n]``, which all queries see."""
+        batch, heads, _ = blocks.shape
+        keys, values = (_gather_blocks(side, blocks) for side in (self.keys, self.values))
+        scoring, valid = self.call.scoring, None
+        if scoring.valid is not None:
+            last = scoring.valid.shape[1] // BLOCK * BLOCK
+            by_block = (
+                scoring.valid[:, None, :last].unflatten(2, (-1, BLOCK)).expand(-1, heads, -1, -1)
+            )
+            index = blocks.unsqueeze(3).expand(-1, -1, -1, BLOCK)
+            valid = by_block.gather(2, index).flatten(2).flatten(0, 1)
+        # A KV head's blocks are its own, and so is what is valid: it is a sequence of its own.
+        folded = query.unflatten(1, (heads, -1)).flatten(0, 1)
+        rows = self.call.keys_and_values(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None])
+        out, lse = attend_dense(folded, *rows, scoring.of(valid))
+        return tuple(part.unflatten(0, (batch, heads)).flatten(1, 2) for part in (out, lse))
+
+    def _choose(self, first: int, last: int, near: int, count: int) -> torch.Tensor:
+        """``[B, Hkv, count]`` blocks before ``near``, in order; the first is always one of them."""
+        probes, positions = self._probes(first, last)
+        step = max(1, _SCORES // last)
+        shares = torch.cat(
+            [
+                self._shares(
+                    probes[:, :, start : start + step],
+                    positions[:, start : start + step],
+                    near,
+                    last,
+                )
+                for start in range(0, probes.shape[2], step)
+            ],
+            dim=2,
+        )
+        relevance = shares.amax(2)
+        relevance[..., 0] = float("inf")
+        blocks = relevance.topk(count, dim=2).indices.sort(dim=2).values
+        chosen = blocks.unsqueeze(2).expand(-1, -1, shares.shape[2], -1)
+        self.missed.append((shares.sum(3) - shares.gather(3, chosen).sum(3)).mean())
+        return blocks
+
+    def _probes(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scaled probes ``[B, Hkv, G * P, D]`` fp32 of a group, and their slots ``[B, G * P]``.
+
+        They are evenly spaced among the valid queries, of which the last is always one.
+        """
+        query = self.row_query[:, :, first - self.past : last - self.past]
+        batch, heads = len(query), self.keys.shape[1]
+        count = (
+            last - first if self.recipe.probes == "all" else min(self.recipe.probes, last - first)
+        )
+        parts = torch.arange(1, count + 1, device=query.device)
+        valid = self.call.scoring.valid
+        if valid is None:
+            slots = ((parts * (last - first) - 1) // count).expand(batch, -1)
+        else:
+            order = valid[:, first:last].cumsum(1)
+            ranks = (parts * order[:, -1:] + count - 1) // count
+            slots = torch.searchsorted(order, ranks.clamp(min=1)).clamp(max=last - first - 1)
+        index = slots[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+        probes = query.gather(2, index).float() * self.call.scoring.scale
+        group = query.shape[1] // heads
+        return probes.unflatten(1, (heads, group)).flatten(2, 3), (first + slots).repeat(1, group)
+
+    def _shares(
+        self, probes: torch.Tensor, positions: torch.Tensor, near: int, last: int
+    ) -> torch.Tensor:
+        """``[B, Hkv, P, near / BLOCK]``: of each probe's attention, the share on each block."""
+        scores = self._scores(probes, last)
+        later = torch.arange(near, last, device=probes.device) > positions[:, None, :, None]
+        near_lse = scores[..., near:].masked_fill(later, float("-inf")).logsumexp(3)
+        blocks = scores[..., :near].unflatten(3, (-1, BLOCK)).logsumexp(4)
+        total = torch.logaddexp(blocks.logsumexp(3), near_lse)
+        return (blocks - total.unsqueeze(3)).exp().nan_to_num_(0.0)
+
+    def _scores(self, probes: torch.Tensor, last: int) -> torch.Tensor:
+        """``[B, Hkv, P, last]`` of scaled probes and the first ``last`` keys; -inf: not valid."""
+        scoring = self.call.scoring
+        scores = probes @ self.keys[:, :, :last].float().transpose(2, 3)
+        if scoring.softcap is not None:
+            scores = scoring.softcap * (scores / scoring.softcap).tanh()
+        if scoring.valid is not None:
+            scores = scores.masked_fill(~scoring.valid[:, None, None, :last], float("-inf"))
+        return scores
+
+
+def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """``spans`` in order, those that meet made one."""
+    result: list[tuple[int, int]] = []
+    for first, last in spans:
+        if result and result[-1][1] == first:
+            first = result.pop()[0]
+        result.append((first, last))
+    return result
+
+
+def _gather_blocks(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """``[B, Hkv, n * BLOCK, D]`` of ``rows [B, Hkv, T, D]`` and ``blocks [B, Hkv, n]``.
+
+    Head by head: ``gather`` over all of them takes ten times as long.
+    """
+    length = rows.shape[2] // BLOCK * BLOCK
+    by_block = rows[:, :, :length].unflatten(2, (-1, BLOCK))
+    picked = [
+        torch.stack([own.index_select(0, ids) for own, ids in zip(*pair, strict=True)])
+        for pair in zip(by_block, blocks, strict=True)
+    ]
+    return torch.stack(picked).flatten(2, 3)

@@ -1,0 +1,81 @@
+"""How long prompts are read: attending to everything, or to what probes of a group choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+PromptOption = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptRecipe:
+    """Which of the earlier tokens a group of 512 queries of a long prompt attends to.
+
+    Attributes:
+        top_k: of the tokens before a group, a count or a share, per KV head.
+        floor: tokens that ``top_k`` never goes below.
+        above: prompts of more tokens are read so; shorter ones attend to everything.
+        exact: last tokens of a prompt that attend to everything, as what is asked stands there.
+        probes: queries of a group that choose for it, or ``"all"``, which also finds what a
+            single query inside the prompt looks for, and costs half of attending to everything.
+    """
+
+    top_k: int | float = 0.125
+    floor: int = 4096
+    above: int = 16_384
+    exact: int = 512
+    probes: int | Literal["all"] = 16
+
+    def __post_init__(self) -> None:
+        share = isinstance(self.top_k, float) and 0.0 < self.top_k <= 1.0
+        if not share and not _is_count(self.top_k, 1):
+            raise ValueError(f"prompt: top_k={self.top_k!r} must be a share in (0, 1], or a count")
+        for name in ("floor", "above", "exact"):
+            if not _is_count(getattr(self, name), 0):
+                raise ValueError(
+                    f"prompt: {name}={getattr(self, name)!r} must be tokens, an int of at least 0"
+                )
+        if self.probes != "all" and not _is_count(self.probes, 1):
+            raise ValueError(
+                f"prompt: probes={self.probes!r} must be queries, an int of at least 1, or 'all'"
+            )
+
+    @classmethod
+    def of(cls, option: Any) -> PromptRecipe | None:
+        """What the option ``prompt`` asks for; None where prompts attend to everything.
+
+        Raises:
+            TypeError: neither a name nor a dictionary.
+            ValueError: an unknown name, key or value.
+        """
+        if isinstance(option, Mapping):
+            names = [field.name for field in fields(cls)]
+            for name in option:
+                if name not in names:
+                    raise ValueError(f"prompt has no {name!r}: choose among {', '.join(names)}")
+            return cls(**option)
+        if not isinstance(option, str):
+            raise TypeError(
+                f"prompt must be 'exact', 'retrieve' or a dictionary, got {type(option).__name__}"
+            )
+        if option not in ("exact", "retrieve"):
+            raise ValueError(
+                f"prompt={option!r}: choose 'exact' or 'retrieve', or give a dictionary with "
+                f"any of {', '.join(field.name for field in fields(cls))}"
+            )
+        return cls() if option == "retrieve" else None
+
+    def budget(self, before: int) -> int:
+        """Tokens that a group attends to among the ``before`` ones before it, at most all."""
+        count = self.top_k if isinstance(self.top_k, int) else -(-before * self.top_k // 1)
+        return min(before, max(int(count), self.floor))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the option is written."""
+        return asdict(self)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

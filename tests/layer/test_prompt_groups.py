@@ -1,0 +1,189 @@
+"""A prompt in groups, against the same choice made with whole matrices of attention."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret.contracts.index import Scoring
+from hf_kvret.lab.evaluate.bundled import load_bundled_model
+from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.layer.prompt_groups import BLOCK, GROUP, PromptPass, joined
+from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.options.prompt import PromptRecipe
+
+TOKENS = 1700
+SCALE = 0.3
+NOTHING_KEPT: dict[str, Any] = {"top_k": 0.125, "floor": 0, "above": 0, "exact": 0}
+
+
+def reference(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    recipe: PromptRecipe,
+    softcap: float | None,
+) -> torch.Tensor:
+    """``[Hq, T, D]`` of one sequence, whose prompt is all of its tokens."""
+    per_head, tokens = len(query) // len(keys), keys.shape[1]
+    scores = torch.stack(
+        [
+            _capped(SCALE * query[h] @ keys[h // per_head].T, softcap).masked_fill(
+                ~(torch.ones(tokens, tokens).tril().bool() & valid), float("-inf")
+            )
+            for h in range(len(query))
+        ]
+    )
+    seen = torch.ones(len(keys), tokens, tokens, dtype=torch.bool)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    for first in range(0, tokens, GROUP):
+        last, near = min(first + GROUP, tokens), max(0, first - GROUP) // BLOCK * BLOCK
+        count = -(-recipe.budget(first) // BLOCK)
+        if last > tokens - recipe.exact or count >= near // BLOCK:
+            continue
+        queries = (first + valid[first:last].nonzero().flatten()).tolist()
+        wanted = len(range(first, last)) if recipe.probes == "all" else recipe.probes
+        wanted = min(wanted, last - first)
+        ranks = {max(1, math.ceil((i + 1) * len(queries) / wanted)) - 1 for i in range(wanted)}
+        probes = [queries[rank] for rank in sorted(ranks)] if queries else [last - 1]
+        for head in range(len(keys)):
+            own = weights[head * per_head : (head + 1) * per_head, probes, :near]
+            share = own.unflatten(2, (-1, BLOCK)).sum(3).amax((0, 1))
+            share[0] = 2.0
+            left_out = torch.ones(near // BLOCK, dtype=torch.bool)
+            left_out[share.topk(count).indices] = False
+            seen[head, first:last, :near] &= ~left_out.repeat_interleave(BLOCK)
+    scores = scores.masked_fill(~seen.repeat_interleave(per_head, 0), float("-inf"))
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return weights @ values.repeat_interleave(per_head, 0)
+
+
+def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
+
+
+@pytest.mark.factor("softcap", [None, 3.0])
+@pytest.mark.factor("past", [0, 700])
+@pytest.mark.factor("probes", [16, "all"])
+@pytest.mark.factor("padding", [0, 350])
+def test_groups_attend_to_near_tokens_and_what_probes_choose(
+    padding: int, probes: Any, past: int, softcap: float | None
+) -> None:
+    torch.manual_seed(0)
+    query, keys = torch.randn(2, 6, TOKENS, 16), torch.randn(2, 2, TOKENS, 16)
+    values = torch.randn(2, 2, TOKENS, 16)
+    valid = torch.ones(2, TOKENS, dtype=torch.bool)
+    valid[1, :padding] = False
+    recipe = PromptRecipe(**NOTHING_KEPT | {"probes": probes})
+    scoring = Scoring(valid if padding else None, SCALE, softcap)
+    # A pass that begins within a group chooses by the queries that it has.
+    past = past // GROUP * GROUP
+    new = query[:, :, past:]
+    groups = PromptPass(new, new, keys, values, AttentionCall(scoring, lambda: new), recipe, TOKENS)
+    out = groups.attend()
+    assert joined(groups.spans) == [(max(past, 2 * GROUP), TOKENS)]
+    assert all(0.0 < float(missed) < 1.0 for missed in groups.missed)
+    for row in range(2):
+        rows = query[row], keys[row], values[row], valid[row]
+        want = reference(*rows, recipe, softcap)[:, past:]
+        seen = valid[row, past:]
+        torch.testing.assert_close(out[row][:, seen], want[:, seen], rtol=0, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return load_bundled_model()
+
+
+@pytest.fixture(scope="module")
+def document() -> tuple[torch.Tensor, torch.Tensor]:
+    """A text of 2,900 tokens that ends with a question, and its answer."""
+    language, rng = NeedleLanguage(), np.random.default_rng(0)
+    keys, values = language.pairs(rng, 8)
+    tokens, _ = language.document(rng, 2_896, keys, values)
+    text = np.concatenate([tokens, language.questions(keys)[0]])
+    return torch.from_numpy(text)[None], torch.from_numpy(values[0])
+
+
+def answer(model: PreTrainedModel, text: torch.Tensor, **options: Any) -> Any:
+    cache = hf_kvret.ParisKVCache(config=model.config, top_k=64, **options)
+    out = model.generate(text, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    return cache, out[0, text.shape[1] :]
+
+
+# The last 512 tokens attend to everything, with the group, or the part of it in a pass, that they
+# begin in; so do the first, which have no choice.
+@pytest.mark.parametrize(("chunk", "stop"), [(None, 2048), (700, 2100)])
+def test_a_needle_is_found_behind_a_prompt_that_retrieved(
+    model: PreTrainedModel,
+    document: tuple[torch.Tensor, torch.Tensor],
+    chunk: int | None,
+    stop: int,
+) -> None:
+    text, value = document
+    recipe = {"above": 0, "floor": 0}
+    cache, out = answer(model, text, prompt=recipe, prefill_chunk=chunk)
+    assert out.tolist() == value.tolist()
+    for layer in cache.retrieval_layers:
+        assert layer.retrieved_spans == [(2 * GROUP, stop)]
+    assert 0.0 < cache.stats()["layers"][0]["prompt_lost_mass"] < 1.0
+
+
+def test_short_prompts_and_large_shares_attend_to_everything(
+    model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    text, _ = document
+    plain, _ = answer(model, text)
+    for recipe in ("retrieve", {"above": 0, "floor": 0, "top_k": 1.0}):
+        cache, _ = answer(model, text, prompt=recipe)
+        assert not cache.retrieval_layers[0].retrieved_spans
+        for layer, other in zip(cache.retrieval_layers, plain.retrieval_layers, strict=True):
+            torch.testing.assert_close(layer.keys[:], other.keys[:], rtol=0, atol=1e-4)
+
+
+def test_spans_follow_forks_crops_and_saves(
+    model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor], tmp_path: Path
+) -> None:
+    recipe = {"above": 0, "floor": 0}
+    cache, _ = answer(model, document[0], prompt=recipe)
+    fork = cache.fork()
+    fork.crop(1500 - fork.get_seq_length())
+    assert fork.retrieval_layers[0].retrieved_spans == [(2 * GROUP, 1500)]
+    assert cache.retrieval_layers[0].retrieved_spans == [(2 * GROUP, 2048)]
+    cache.save_pretrained(tmp_path)
+    loaded = hf_kvret.ParisKVCache.from_pretrained(tmp_path, config=model.config)
+    assert loaded.retrieval_layers[0].retrieved_spans == [(2 * GROUP, 2048)]
+    with pytest.raises(ValueError, match="1,024 tokens of this cache were read with prompt="):
+        hf_kvret.ParisKVCache.from_pretrained(tmp_path, config=model.config, prompt="exact")
+    with pytest.raises(ValueError, match="read the text again"):
+        cache.fork(prompt="exact")
+    cache.reset()
+    assert not cache.retrieval_layers[0].retrieved_spans
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("sparse", "choose 'exact' or 'retrieve'"),
+        ({"share": 0.1}, "no 'share': choose among top_k, floor"),
+        ({"top_k": 0.0}, "share in \\(0, 1\\], or a count"),
+        ({"floor": -1}, "floor=-1 must be tokens"),
+        ({"probes": 0}, "at least 1, or 'all'"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(option: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_kvret.ParisKVCache.Config(prompt=option)
+
+
+def test_neither_name_nor_dictionary_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="'exact', 'retrieve' or a dictionary"):
+        hf_kvret.ParisKVCache.Config(prompt=True)  # type: ignore[arg-type]
