@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret_kernels.prompt_attention import flash, naive, prompt_attention
+from hf_kvret_kernels.prompt_attention import naive, prompt_attention, torch_flash
 
 from .draws import HALF_ULP, Place, attention_inputs
 
@@ -283,13 +283,13 @@ LONG = ("auto", "cpu")
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One entry for each call of torch's operator: whether it is causal."""
     calls = []
-    plain = flash._flash
+    plain = torch_flash._flash
 
     def watched(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append(arguments[3])
         return plain(*arguments)
 
-    monkeypatch.setattr(flash, "_flash", watched)
+    monkeypatch.setattr(torch_flash, "_flash", watched)
     return calls
 
 
@@ -331,7 +331,7 @@ def test_what_flash_attention_cannot_do_runs_in_blocks(
     check(LONG, query, key, value, causal_offset=60, softcap=2.0)
     check(LONG, query[:, :, :15], key, value, causal_offset=85)
     check(LONG, *attention_inputs(LONG, queries=40, dims=(40, 24)), causal_offset=23)
-    monkeypatch.setattr(flash, "_NAME", "an_operator_that_torch_has_not")
+    monkeypatch.setattr(torch_flash, "_NAME", "an_operator_that_torch_has_not")
     check(LONG, query, key, value, causal_offset=60)
     assert not flash_calls
 

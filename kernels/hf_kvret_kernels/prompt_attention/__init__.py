@@ -10,7 +10,7 @@ from hf_kvret_kernels._dispatch import (
     launching_on,
 )
 from hf_kvret_kernels.merge import Partials
-from hf_kvret_kernels.prompt_attention import flash, naive
+from hf_kvret_kernels.prompt_attention import naive, torch_flash
 
 __all__ = ["FEW_ROWS", "prompt_attention", "prompt_partials"]
 
@@ -58,8 +58,8 @@ def prompt_attention(
     out_dtype = query.dtype if out_dtype is None else out_dtype
     arguments = (query, key, value, scale, causal_offset, valid, softcap, out_dtype)
     if choose_backend(backend, query) == "naive":
-        if backend == "auto" and flash.fits(query, value, valid, softcap):
-            return flash.prompt_attention(*arguments[:6], out_dtype)
+        if backend == "auto" and torch_flash.fits(query, value, valid, softcap):
+            return torch_flash.prompt_attention(*arguments[:6], out_dtype)
         return naive.prompt_attention(*arguments)
     from hf_kvret_kernels.prompt_attention import triton
 
