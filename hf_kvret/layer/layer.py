@@ -20,7 +20,7 @@ from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.layer_kv import LayerKV, MakeStore, kv_to_save, load_kv, saved_rows
-from hf_kvret.layer.prompt_groups import PromptPass, joined
+from hf_kvret.layer.prompt_groups import SPANS, PromptPass, joined
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import Subscriber
 from hf_kvret.layer.step import attend_step
@@ -30,7 +30,6 @@ from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.options.prompt import PromptRecipe
 
 HANDLE = "hf_kvret_layer"
-_SPANS = "prompt.spans"
 
 _Owner = TypeVar("_Owner")
 _Result = TypeVar("_Result")
@@ -493,7 +492,7 @@ class RetrievalLayer(CacheLayerMixin):
         if self.kv is None:
             return {}
         spans = torch.tensor(self.retrieved_spans, dtype=torch.int64)
-        return kv_to_save(self.kv) | ({_SPANS: spans} if len(spans) else {})
+        return kv_to_save(self.kv) | ({SPANS: spans} if len(spans) else {})
 
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
@@ -503,19 +502,19 @@ class RetrievalLayer(CacheLayerMixin):
         rows = saved_rows(state, self.config.sink, self._value_in_key, device)
         self.lazy_initialization(*rows)
         if self.kv is not None:
-            others = {name: tensor for name, tensor in state.items() if name != _SPANS}
+            others = {name: tensor for name, tensor in state.items() if name != SPANS}
             load_kv(self.kv, others, device, self._query_heads(rows[0]))
-            self._load_spans(state.get(_SPANS))
+            self._load_spans(state.get(SPANS))
 
     def _load_spans(self, spans: torch.Tensor | None) -> None:
         """Take over what was read by retrieval; ValueError where the options want exact rows."""
         if spans is None:
             return
-        Schema(spans.dtype, {}).check(_SPANS, spans, "n 2", torch.int64)
+        Schema(spans.dtype, {}).check(SPANS, spans, "n 2", torch.int64)
         assert self.kv is not None, "rows are loaded first"
         ends = spans.flatten().tolist()
         if ends != sorted(ends) or not ends or ends[0] < 0 or ends[-1] > self.kv.length:
-            raise damaged(f"{_SPANS} are no spans of {self.kv.length} tokens in order")
+            raise damaged(f"{SPANS} are no spans of {self.kv.length} tokens in order")
         self.retrieved_spans = list(zip(ends[::2], ends[1::2], strict=True))
         self._check_spans(self.config)
 

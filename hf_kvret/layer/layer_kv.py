@@ -301,7 +301,10 @@ class LayerKV:
         return self._retrievable if valid is None else self._retrievable & valid[:, :cold]
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the first ``count`` keys ``[B, Hkv, count, Dk]`` and values, by slot."""
+        """Copies of the first ``count`` keys ``[B, Hkv, count, Dk]`` and values, by slot.
+
+        Sinks are as they came, also where the store keeps codes.
+        """
         window, device = self.window, self.window.keys.device
         cold = min(count, self.cold_len)
         parts = [tuple(side[:, :, : count - cold] for side in window.recent())]
@@ -311,6 +314,8 @@ class LayerKV:
             keys, values = (torch.cat(side, dim=2)[:, :, :cold] for side in zip(*read, strict=True))
             parts.insert(0, (keys.to(device), values.to(device)))
         keys, values = (torch.cat(side, dim=2) for side in zip(*parts, strict=True))
+        if self.store is not None and self.store.codes_rows:
+            window.put_sinks(keys, values)
         return keys, values
 
     @_keeps_tensors

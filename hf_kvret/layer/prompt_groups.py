@@ -23,6 +23,8 @@ GROUP = 512
 """Queries that share a choice, and the tokens before them that they all attend to."""
 BLOCK = 64
 """Tokens that are chosen together."""
+SPANS = "prompt.spans"
+"""Tensor ``[n, 2]`` of a saved layer: first slots, and those behind the last, of what was read so."""
 # Scores of a KV head that are worked on at once, in elements: they pass through a cache.
 _SCORES = 1 << 22
 
@@ -70,9 +72,11 @@ class PromptPass:
 
     def _attend_group(self, first: int, last: int) -> torch.Tensor:
         near = max(0, first - GROUP) // BLOCK * BLOCK
-        count = -(-self.recipe.budget(first) // BLOCK)
+        valid = self.call.scoring.valid
+        before = first if valid is None else int(valid[:, :first].sum(1).max())
+        count = -(-self.recipe.budget(before) // BLOCK)
         query = self.query[:, :, first - self.past : last - self.past]
-        if last > self.end - self.recipe.exact or count >= near // BLOCK:
+        if self._reads_all(last, near, count):
             parts = [self._attend_span(query, first, start, last) for start in self._spans(0, last)]
         else:
             blocks = self._choose(first, last, near, count)
@@ -82,6 +86,10 @@ class PromptPass:
             parts.append(self._attend_blocks(query, blocks))
             self.spans.append((first, last))
         return merge(parts, self.call.sink_logits, query.dtype)[0]
+
+    def _reads_all(self, last: int, near: int, count: int) -> bool:
+        """Whether the group that ends before ``last`` attends to all tokens before it."""
+        return last > self.end - self.recipe.exact or count >= near // BLOCK
 
     def _spans(self, start: int, last: int) -> Iterator[slice]:
         """The tokens from ``start`` to ``last``, as many at a time as may be made of rows."""
@@ -174,6 +182,11 @@ class PromptPass:
         near_lse = scores[..., near:].masked_fill(later, float("-inf")).logsumexp(3)
         blocks = scores[..., :near].unflatten(3, (-1, BLOCK)).logsumexp(4)
         total = torch.logaddexp(blocks.logsumexp(3), near_lse)
+        sinks = self.call.sink_logits
+        if sinks is not None:
+            of_heads = sinks.float().unflatten(0, (self.keys.shape[1], -1))
+            per_head = total.shape[2] // of_heads.shape[1]
+            total = torch.logaddexp(total, of_heads.repeat_interleave(per_head, 1))
         return (blocks - total.unsqueeze(3)).exp().nan_to_num_(0.0)
 
     def _scores(self, probes: torch.Tensor, last: int) -> torch.Tensor:

@@ -182,6 +182,14 @@ class Window(State):
         whole = block.valid is None and len(block) >= self.sink
         self.sinks_full = whole or bool((self.sink_slots >= 0).all())
 
+    def put_sinks(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite the sinks among the rows ``[B, Hkv, n, D]`` of the first n slots."""
+        for row, slots in enumerate(self.sink_slots.tolist()):
+            columns = [i for i, slot in enumerate(slots) if 0 <= slot < keys.shape[2]]
+            places = [slots[i] for i in columns]
+            keys[row, :, places] = self.keys[row, :, columns]
+            values[row, :, places] = self.values[row, :, columns]
+
     def recent(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the recent keys ``[B, Hkv, n, Dk]`` and values, oldest first."""
         part = slice(self.sink, self.sink + self.length)

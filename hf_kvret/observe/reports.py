@@ -114,7 +114,8 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     not computed exactly, as the index estimates it, mean over queries, heads and steps; None: not
     measured, as it is with ``warn_lost_mass`` and ``track_recall``. With the latter
     ``exact_lost_mass`` is the same from all keys. ``prompt_lost_mass`` is the share of the probes'
-    attention that a prompt read with ``prompt="retrieve"`` left out, where one was.
+    attention that a prompt read with ``prompt="retrieve"`` left out, and ``prompt_retrieved`` the
+    number of tokens that were read so, where there were some.
     """
     counters, selected = counters_of(layer), layer.selected
     rows = selected + layer.exact_rows
@@ -136,6 +137,8 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     stats["lost_mass"] = None if missed is None else missed.mean()
     if missed is not None and missed.mean(exact=True) is not None:
         stats["exact_lost_mass"] = missed.mean(exact=True)
+    if layer.retrieved_spans:
+        stats["prompt_retrieved"] = sum(last - first for first, last in layer.retrieved_spans)
     if layer.prompt_lost_mass:
         stats["prompt_lost_mass"] = float(torch.stack(layer.prompt_lost_mass).mean())
     return stats if recall is None else stats | recall.means()

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 import transformers
 
+from hf_kvret.layer.prompt_groups import SPANS
 from hf_kvret.saved import strict_json
 from hf_kvret.saved.folder import VERSION_LEN
 from hf_kvret.saved.shards import SUFFIX, SavedTensors
@@ -133,6 +134,8 @@ def verify_cache(directory: Path) -> list[str]:
     content, tensors = description.content, description.tensors(directory)
     names = tensors.names()
     nbytes = sum(tensors.read(name).nbytes for name in names)
+    spans = [tensors.read(name).flatten() for name in names if name.endswith(f".{SPANS}")]
+    retrieved = max((int(ends[1::2].sum() - ends[::2].sum()) for ends in spans), default=0)
     records = [name for name in ("identity", "tokens") if content[name] is not None]
     versions = [f"{str(name)[:80]} {str(value)[:80]}" for name, value in content["library"].items()]
     return [
@@ -140,6 +143,7 @@ def verify_cache(directory: Path) -> list[str]:
         f"tensors  {len(names)}, {nbytes / 2**20:.2f} MiB: whole",
         f"made by  {', '.join(versions)}",
         f"records  {' and '.join(records) or 'neither identity nor tokens'}",
+        *([f"prompt   {retrieved:,} tokens were read by retrieval"] if retrieved else []),
     ]
 
 

@@ -155,3 +155,22 @@ def test_rows_of_what_was_dropped_are_refused(
     change(cache)
     with pytest.raises(RuntimeError, match=r"has dropped some of these 31 keys since"):
         keys.clone()
+
+
+def test_sinks_are_as_they_came_where_a_store_codes_rows(llama: PreTrainedModel) -> None:
+    ids = prompt(2, 70)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    caches = []
+    hf_kvret.attach(llama)
+    for store in ("device", "higgs"):
+        cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS | {"store": store})
+        with torch.no_grad():
+            llama(ids, attention_mask=mask, past_key_values=cache)
+        caches.append(cache)
+    plain, coded = (cache.layers[0] for cache in caches)
+    for got, want in ((coded.keys[:], plain.keys[:]), (coded.values[:], plain.values[:])):
+        for row, first in enumerate((0, 9)):
+            sinks = slice(first, first + COVERING_OPTIONS["sink"])
+            assert torch.equal(got[row, :, sinks], want[row, :, sinks])
+        assert not torch.equal(got, want)

@@ -18,6 +18,7 @@ from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.layer.prompt_groups import BLOCK, GROUP, PromptPass, joined
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.options.prompt import PromptRecipe
+from hf_kvret.saved.description import verify_cache
 
 TOKENS = 1700
 SCALE = 0.3
@@ -31,8 +32,13 @@ def reference(
     valid: torch.Tensor,
     recipe: PromptRecipe,
     softcap: float | None,
+    sinks: torch.Tensor | None,
+    fewest: int,
 ) -> torch.Tensor:
-    """``[Hq, T, D]`` of one sequence, whose prompt is all of its tokens."""
+    """``[Hq, T, D]`` of one sequence, whose prompt is all of its tokens.
+
+    The batch has at least ``fewest`` of padding in each row.
+    """
     per_head, tokens = len(query) // len(keys), keys.shape[1]
     scores = torch.stack(
         [
@@ -43,10 +49,10 @@ def reference(
         ]
     )
     seen = torch.ones(len(keys), tokens, tokens, dtype=torch.bool)
-    weights = scores.softmax(-1).nan_to_num(0.0)
+    weights = _weights(scores, sinks)
     for first in range(0, tokens, GROUP):
         last, near = min(first + GROUP, tokens), max(0, first - GROUP) // BLOCK * BLOCK
-        count = -(-recipe.budget(first) // BLOCK)
+        count = -(-recipe.budget(max(0, first - fewest)) // BLOCK)
         if last > tokens - recipe.exact or count >= near // BLOCK:
             continue
         queries = (first + valid[first:last].nonzero().flatten()).tolist()
@@ -62,38 +68,48 @@ def reference(
             left_out[share.topk(count).indices] = False
             seen[head, first:last, :near] &= ~left_out.repeat_interleave(BLOCK)
     scores = scores.masked_fill(~seen.repeat_interleave(per_head, 0), float("-inf"))
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    return weights @ values.repeat_interleave(per_head, 0)
+    return _weights(scores, sinks) @ values.repeat_interleave(per_head, 0)
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention of ``scores [Hq, T, T]``, of which a learned sink takes a part."""
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(scores[0]), 1)], dim=2)
+    return scores.softmax(-1).nan_to_num(0.0)[:, :, : scores.shape[1]]
 
 
 def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
+@pytest.mark.factor("sinks", [None, 4.0])
 @pytest.mark.factor("softcap", [None, 3.0])
 @pytest.mark.factor("past", [0, 700])
 @pytest.mark.factor("probes", [16, "all"])
-@pytest.mark.factor("padding", [0, 350])
+@pytest.mark.factor("padding", [(0, 0), (0, 350), (200, 350)])
 def test_groups_attend_to_near_tokens_and_what_probes_choose(
-    padding: int, probes: Any, past: int, softcap: float | None
+    padding: tuple[int, int], probes: Any, past: int, softcap: float | None, sinks: float | None
 ) -> None:
     torch.manual_seed(0)
     query, keys = torch.randn(2, 6, TOKENS, 16), torch.randn(2, 2, TOKENS, 16)
     values = torch.randn(2, 2, TOKENS, 16)
     valid = torch.ones(2, TOKENS, dtype=torch.bool)
-    valid[1, :padding] = False
+    for row, count in enumerate(padding):
+        valid[row, :count] = False
     recipe = PromptRecipe(**NOTHING_KEPT | {"probes": probes})
-    scoring = Scoring(valid if padding else None, SCALE, softcap)
+    scoring = Scoring(valid if any(padding) else None, SCALE, softcap)
     # A pass that begins within a group chooses by the queries that it has.
     past = past // GROUP * GROUP
     new = query[:, :, past:]
-    groups = PromptPass(new, new, keys, values, AttentionCall(scoring, lambda: new), recipe, TOKENS)
+    logits = None if sinks is None else sinks + torch.randn(6)
+    call = AttentionCall(scoring, lambda: new, logits)
+    groups = PromptPass(new, new, keys, values, call, recipe, TOKENS)
     out = groups.attend()
     assert joined(groups.spans) == [(max(past, 2 * GROUP), TOKENS)]
     assert all(0.0 < float(missed) < 1.0 for missed in groups.missed)
     for row in range(2):
         rows = query[row], keys[row], values[row], valid[row]
-        want = reference(*rows, recipe, softcap)[:, past:]
+        want = reference(*rows, recipe, softcap, logits, min(padding))[:, past:]
         seen = valid[row, past:]
         torch.testing.assert_close(out[row][:, seen], want[:, seen], rtol=0, atol=2e-6)
 
@@ -134,7 +150,9 @@ def test_a_needle_is_found_behind_a_prompt_that_retrieved(
     assert out.tolist() == value.tolist()
     for layer in cache.retrieval_layers:
         assert layer.retrieved_spans == [(2 * GROUP, stop)]
-    assert 0.0 < cache.stats()["layers"][0]["prompt_lost_mass"] < 1.0
+    stats = cache.stats()["layers"][0]
+    assert 0.0 < stats["prompt_lost_mass"] < 1.0
+    assert stats["prompt_retrieved"] == stop - 2 * GROUP
 
 
 def test_short_prompts_and_large_shares_attend_to_everything(
@@ -159,6 +177,7 @@ def test_spans_follow_forks_crops_and_saves(
     assert fork.retrieval_layers[0].retrieved_spans == [(2 * GROUP, 1500)]
     assert cache.retrieval_layers[0].retrieved_spans == [(2 * GROUP, 2048)]
     cache.save_pretrained(tmp_path)
+    assert "prompt   1,024 tokens were read by retrieval" in verify_cache(tmp_path)
     loaded = hf_kvret.ParisKVCache.from_pretrained(tmp_path, config=model.config)
     assert loaded.retrieval_layers[0].retrieved_spans == [(2 * GROUP, 2048)]
     with pytest.raises(ValueError, match="1,024 tokens of this cache were read with prompt="):

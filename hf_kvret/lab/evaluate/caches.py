@@ -2,14 +2,15 @@
 
 A name may carry options, separated by colons: ``paris:top_k=100:store=host``,
 ``paris:preset=paper``, ``quantized:backend=quanto:nbits=2``,
-``kvpress:SnapKV:compression_ratio=0.5``.
+``kvpress:SnapKV:compression_ratio=0.5``. A dot names an entry of an option that is a dictionary:
+``paris:prompt.above=0:prompt.top_k=0.25``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,7 @@ def choose_cache(
     name, *words = [word.strip() for word in text.split(":")]
     if name == "kvpress":
         return _press(text, words)
-    options = dict(parse_option(text, word) for word in words)
+    options = _nested(parse_option(text, word) for word in words)
     if name in registered_methods():
         cache_class = registered_methods()[name]
         config = cache_class.Config
@@ -187,6 +188,18 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def _nested(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """``options`` as a dictionary; those with a dot in their name are entries of another one."""
+    result: dict[str, Any] = {}
+    for name, value in options:
+        outer, dot, inner = name.partition(".")
+        if dot and isinstance(result.setdefault(outer, {}), dict):
+            result[outer][inner] = value
+        else:
+            result[name] = value
+    return result
 
 
 def parse_option(text: str, word: str) -> tuple[str, Any]:

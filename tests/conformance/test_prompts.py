@@ -1,0 +1,51 @@
+"""Prompts that retrieve: where a group chooses all blocks before it, what full attention gives."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+import torch
+
+from hf_kvret import registered_methods
+from hf_kvret.layer import prompt_groups
+from hf_kvret.layer.prompt_groups import PromptPass
+from hf_kvret.testing import COVERING_OPTIONS, MODES, Case, run_case
+
+from .cases import STORES, expect_passed
+
+RECIPE = {"above": 0, "floor": 0, "exact": 0, "probes": 3}
+# A cap on logits, learned sinks, sliding layers, pictures, latents that heads share.
+MODELS = ("llama", "gemma2", "gpt_oss", "gemma3", "qwen2_vl", "deepseek_v3")
+METHODS = ("paris", "flat", "lrqk", "ctkvr", "h2o")
+# A token at a time is no group.
+_MODES = [mode for mode in MODES if mode != "prefill_by_token"]
+# Each mode with two models; these meet every method and store in turn.
+CASES = list(zip(sorted(_MODES * 2), cycle(MODELS), cycle(METHODS), cycle(STORES)))
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts of blocks that groups chose, of 16 queries and 4 tokens: all that there were."""
+    counts = []
+    choose = PromptPass._choose
+
+    def all_of_them(self: PromptPass, first: int, last: int, near: int, count: int) -> torch.Tensor:
+        counts.append(near // prompt_groups.BLOCK)
+        return choose(self, first, last, near, counts[-1])
+
+    monkeypatch.setattr(prompt_groups, "GROUP", 16)
+    monkeypatch.setattr(prompt_groups, "BLOCK", 4)
+    monkeypatch.setattr(PromptPass, "_choose", all_of_them)
+    return counts
+
+
+@pytest.mark.parametrize(("mode", "model", "method", "store"), CASES)
+def test_all_blocks_are_full_attention(
+    mode: str, model: str, method: str, store: str, chosen: list[int]
+) -> None:
+    options = {**COVERING_OPTIONS, "store": store, "prompt": RECIPE}
+    cache_class = registered_methods()[method]
+    result = run_case(Case(model, mode), lambda model: cache_class(config=model.config, **options))
+    expect_passed(result, {"early_exit", "guidance"})
+    assert min(chosen) > 0
