@@ -18,7 +18,7 @@ from hf_kvret.layer.latent import LatentCall, LatentLayer, ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.replay.warm_up import warming_up
-from hf_kvret_kernels.prompt_attention import prompt_attention
+from hf_kvret_kernels.prompt_attention import compiled, prompt_attention
 
 # Keywords that models pass beside the tensors. Those in the second set do not change attention.
 _ATTENTION_KEYWORDS = {"softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"}
@@ -103,7 +103,7 @@ def retrieval_attention(
         plain = base in ("sdpa", "eager") and info is not None and info.causal
         if plain and fits(query, keys, values):
             part = attend_flash(query, keys, values, scoring, causal_offset=0)
-        elif _base_builds_matrix(base, query, key, attention_mask):
+        elif _base_builds_matrix(base, query, key, attention_mask) or (plain and compiled(query)):
             part = prompt_attention(
                 query, keys, values, scale=scale, causal_offset=0, valid=valid, softcap=softcap
             )

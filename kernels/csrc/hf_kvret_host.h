@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 9
+#define HFK_VERSION 10
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -69,6 +69,40 @@ struct hfk_request {
     int32_t path;
     int32_t threads;        // at most; the calling thread is one of them
     int32_t reserved;
+};
+
+// Attention of many queries over rows that lie side by side; last dimensions are contiguous.
+struct hfk_prompt {
+    const void *query;      // [batch, query_heads, queries, key_dim]
+    const void *keys;       // [batch, kv_heads, tokens, key_dim]
+    const void *values;     // [batch, kv_heads, tokens, value_dim]
+    const uint8_t *valid;   // [batch, tokens], 0 for rows that no query sees; null: all are seen
+    float *out;             // [batch, query_heads, queries, value_dim], contiguous
+    float *lse;             // [batch, query_heads, queries], contiguous, natural log
+    int64_t batch;
+    int64_t query_heads;    // a multiple of kv_heads
+    int64_t kv_heads;
+    int64_t queries;
+    int64_t tokens;
+    int64_t key_dim;
+    int64_t value_dim;
+    int64_t query_batch;    // strides in elements
+    int64_t query_head;
+    int64_t query_row;
+    int64_t key_batch;
+    int64_t key_head;
+    int64_t key_row;
+    int64_t value_batch;
+    int64_t value_head;
+    int64_t value_row;
+    int64_t valid_stride;   // elements from one batch row of `valid` to the next
+    int64_t causal_offset;  // query i sees the first causal_offset + i + 1 tokens, where `causal`
+    double scale;           // factor of the dot products
+    double softcap;         // c of c * tanh(scale * q.k / c); 0 for none
+    int32_t causal;
+    int32_t dtype;          // of query, keys and values
+    int32_t path;
+    int32_t threads;        // at most; the calling thread is one of them
 };
 
 // What the best tokens are chosen from; all arrays are contiguous.
@@ -239,6 +273,10 @@ HFK_API int32_t hfk_scores(const struct hfk_request *request);
 // largest of the softmax weights that the query heads of its ids give it; of equal ones the first in
 // `ids` comes first. Tokens whose score is NaN or -inf are never chosen.
 HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
+
+// Softmax attention of each query to the tokens that it sees: `out` 0 and `lse` -inf where there is
+// none. Products, softmax and sums are fp32.
+HFK_API int32_t hfk_prompt_attention(const struct hfk_prompt *request);
 
 // The step: `out` as of hfk_attend, over the window and the ids; `lse` may be null. Queries of a KV
 // head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY. A mean

@@ -68,6 +68,16 @@ struct ProxyScores {
     int64_t stride;
 };
 
+// Queries `first .. last` of the heads that share a KV head.
+struct PromptTile {
+    const hfk_prompt *request;
+    int64_t batch;
+    int64_t kv_head;
+    int64_t first;
+    int64_t last;
+    float *scratch; // prompt_floats() of as many queries
+};
+
 struct Kernel {
     // Floats that attend, score and dense_scores need to work in, for a request of any dtype.
     int64_t (*scratch_floats)(const hfk_request &request);
@@ -120,6 +130,11 @@ struct Kernel {
     // The ids of the k most relevant of n, in their order, then -1; of equal ones the first, of -inf
     // and NaN none. `ids` null: the places themselves. `relevance` goes on for 16 elements.
     void (*best)(float *relevance, int64_t n, const int32_t *ids, int64_t k, int32_t *out);
+
+    // Floats that `prompt` works in, for a tile of so many queries.
+    int64_t (*prompt_floats)(const hfk_prompt &request, int64_t queries);
+
+    void (*prompt)(const PromptTile &tile);
 };
 
 // The code of `path`; null where it was not compiled or the processor lacks its instructions.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "numbers.h"
+#include "prompt_kernel.h"
 #include "select_kernel.h"
 
 namespace {
@@ -335,4 +336,5 @@ template <class I> void rerank(const Rerank &work) {
                          Entry<I>::exp_all,       sign_points,                                     \
                          HFK_PARIS_SCAN,          candidates<I>,                                   \
                          rerank<I>,               relevance<I>,                                    \
-                         best<I>}
+                         best<I>,                                                                  \
+                         PromptWork<I>::floats,   PromptWork<I>::attend}

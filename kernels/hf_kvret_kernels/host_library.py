@@ -20,7 +20,7 @@ FILE_NAME = "libhf_kvret_host.so"
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 9
+VERSION = 10
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
@@ -34,6 +34,8 @@ BAD_ID = 4
 # path, threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field
 # takes so long that it shows where few rows are read.
 _REQUEST = struct.Struct("@6P14q2d4i")
+# hfk_prompt: six addresses, eighteen numbers, scale and softcap, causal, dtype, path and threads.
+_PROMPT = struct.Struct("@6P18q2d4i")
 # hfk_ranking: three addresses, six sizes, threads and path.
 _RANKING = struct.Struct("@3P6q2i")
 
@@ -164,6 +166,48 @@ def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: i
     call("hfk_rank", threads, _RANKING.pack(*addresses, *sizes, threads, path_number(None)))
 
 
+def attend_prompt(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+    threads: int | None = None,
+    path: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``prompt_attention``; ``out`` is fp32. The arguments were checked by the caller.
+
+    Errors as of ``run``, but for wrong ids.
+    """
+    batch, query_heads, queries, key_dim = query.shape
+    heads, tokens, value_dim = value.shape[1:]
+    out = query.new_empty(batch, query_heads, queries, value_dim, dtype=torch.float32)
+    lse = query.new_empty(batch, query_heads, queries, dtype=torch.float32)
+    # It must live until the call is over, as all others do.
+    valid = None if valid is None else valid.contiguous()
+    threads = thread_count(threads)
+    request = _PROMPT.pack(
+        *(tensor.data_ptr() for tensor in (query, key, value)),
+        0 if valid is None else valid.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        *(batch, query_heads, heads, queries, tokens, key_dim, value_dim),
+        *(stride for tensor in (query, key, value) for stride in tensor.stride()[:3]),
+        tokens,
+        causal_offset or 0,
+        scale,
+        softcap or 0.0,
+        int(causal_offset is not None),
+        DTYPES[query.dtype],
+        path_number(path),
+        threads,
+    )
+    call("hfk_prompt_attention", threads, request)
+    return out, lse
+
+
 def path_number(path: str | None) -> int:
     """The library's number of an instruction set; of None, that of the variable, or of the best.
 
@@ -267,7 +311,10 @@ def _open(override: str | None) -> ctypes.CDLL | str:
         return f"{file} could not be loaded ({error}): {remedy}"
     if version != VERSION:
         return f"{file} has version {version}, this code needs {VERSION}: {remedy}"
-    for name in ("hfk_attend", "hfk_scores", "hfk_rank", "hfk_run_step"):
+    for name in (
+        *("hfk_attend", "hfk_scores", "hfk_rank", "hfk_run_step"),
+        "hfk_prompt_attention",
+    ):
         getattr(library, name).argtypes = [ctypes.c_char_p]
     library.hfk_search_ids.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     library.hfk_exp.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]

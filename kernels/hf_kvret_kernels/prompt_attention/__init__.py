@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import (
     check_dense_inputs,
     choose_backend,
     launching_on,
+    preferred,
 )
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention import naive, torch_flash
 
-__all__ = ["FEW_ROWS", "prompt_attention", "prompt_partials"]
+__all__ = ["FEW_ROWS", "compiled", "prompt_attention", "prompt_partials"]
 
 FEW_ROWS = 64
 """Query rows ``Q * G`` of a KV head up to which a call looks up what was measured."""
@@ -42,8 +44,9 @@ def prompt_attention(
             stands in rows that are not valid never matters, not even NaN.
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
         out_dtype: dtype of out; None means the query's.
-        backend: ``"auto"``, ``"naive"`` or ``"triton"``. On a CPU ``"auto"`` is torch's flash
-            attention where that fits.
+        backend: ``"auto"``, ``"naive"``, ``"cpp"`` (the compiled library, on a CPU) or
+            ``"triton"``. On a CPU ``"auto"`` is the fastest of torch's flash attention, where it
+            fits, and the compiled library, where it is there.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32 (natural log). A query that sees no key
@@ -52,19 +55,36 @@ def prompt_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
-        ImportError: ``"triton"`` without Triton.
+        ImportError: ``"triton"`` without Triton, or ``"cpp"`` without the library.
+        MemoryError: ``"cpp"`` has no room for its work space.
     """
     check_dense_inputs(query, key, value, valid, softcap)
     out_dtype = query.dtype if out_dtype is None else out_dtype
     arguments = (query, key, value, scale, causal_offset, valid, softcap, out_dtype)
+    if backend == "cpp" and not query.is_cpu:
+        raise ValueError(f"backend='cpp' with a tensor on {query.device}: leave backend out")
+    on_cpu = backend == "auto" and query.is_cpu and preferred() is None
+    if on_cpu and not compiled(query) and torch_flash.fits(query, value, valid, softcap):
+        return torch_flash.prompt_attention(*arguments[:6], out_dtype)
+    if backend == "cpp" or (on_cpu and not host_library.why_not()):
+        out, lse = host_library.attend_prompt(*arguments[:-1])
+        return out.to(out_dtype), lse
     if choose_backend(backend, query) == "naive":
-        if backend == "auto" and torch_flash.fits(query, value, valid, softcap):
-            return torch_flash.prompt_attention(*arguments[:6], out_dtype)
         return naive.prompt_attention(*arguments)
     from hf_kvret_kernels.prompt_attention import triton
 
     with launching_on(query):
         return triton.prompt_attention(*arguments)
+
+
+def compiled(query: torch.Tensor) -> bool:
+    """Whether the compiled library is the fastest for a long prompt of such queries on a CPU.
+
+    In fp32 it is. In 16 bits torch is faster where the processor multiplies bf16.
+    """
+    if not query.is_cpu or preferred() is not None or host_library.why_not():
+        return False
+    return query.dtype == torch.float32 or "avx512_bf16" not in host_library.paths()
 
 
 def prompt_partials(

@@ -1,0 +1,80 @@
+// Attention of many queries over rows that lie side by side, on several threads.
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "kernel.h"
+#include "pool.h"
+
+namespace {
+
+constexpr int32_t kMostThreads = 1024;
+// Rows of queries that share a packed block of keys: fewer repeat the packing more often, and more
+// outgrow the second cache.
+constexpr int64_t kMostRows = 512, kLeastRows = 48;
+constexpr int64_t kItemsPerThread = 4;
+
+class PromptJob {
+  public:
+    PromptJob(const hfk_prompt &request, const Kernel &kernel)
+        : request_(request), kernel_(kernel), threads_(std::clamp(request.threads, 1, kMostThreads)) {
+        const int64_t heads = request.query_heads / request.kv_heads;
+        const int64_t groups = request.batch * request.kv_heads;
+        const int64_t fair = request.queries * groups / (kItemsPerThread * threads_) + 1;
+        const int64_t least = std::max<int64_t>(1, kLeastRows / heads);
+        const int64_t most = std::max<int64_t>(1, kMostRows / heads);
+        step_ = std::min(std::clamp(fair, std::min(least, most), most), request.queries);
+        tiles_ = step_ == 0 ? 0 : (request.queries + step_ - 1) / step_;
+    }
+
+    void run() {
+        const int64_t items = request_.batch * request_.kv_heads * tiles_;
+        if (items == 0) return;
+        // A gap of a cache line keeps the slots of two threads apart.
+        floats_ = kernel_.prompt_floats(request_, step_) + 16;
+        scratch_.resize(floats_ * std::min<int64_t>(threads_, items));
+        Pool::instance().run(items, static_cast<int>(std::min<int64_t>(threads_, items)),
+                             &PromptJob::work, this);
+    }
+
+  private:
+    static void work(void *job, int64_t item, int slot) {
+        static_cast<PromptJob *>(job)->work(item, slot);
+    }
+
+    void work(int64_t item, int slot) {
+        const int64_t groups = request_.batch * request_.kv_heads;
+        // The last queries see most keys: they come first.
+        const int64_t first = (tiles_ - 1 - item / groups) * step_, group = item % groups;
+        kernel_.prompt(PromptTile{&request_, group / request_.kv_heads, group % request_.kv_heads,
+                                  first, std::min(first + step_, request_.queries),
+                                  scratch_.data() + slot * floats_});
+    }
+
+    const hfk_prompt &request_;
+    const Kernel &kernel_;
+    const int threads_;
+    int64_t step_ = 0, tiles_ = 0, floats_ = 0;
+    std::vector<float> scratch_;
+};
+
+bool is_good(const hfk_prompt &request) {
+    return request.dtype >= HFK_FLOAT32 && request.dtype <= HFK_BFLOAT16 && request.batch >= 0 &&
+           request.queries >= 0 && request.tokens >= 0 && request.key_dim > 0 &&
+           request.value_dim > 0 && request.kv_heads > 0 && request.query_heads > 0 &&
+           request.query_heads % request.kv_heads == 0;
+}
+
+} // namespace
+
+int32_t hfk_prompt_attention(const hfk_prompt *request) {
+    if (!is_good(*request)) return HFK_BAD_REQUEST;
+    const Kernel *kernel = find_kernel(request->path);
+    if (kernel == nullptr) return HFK_NO_PATH;
+    try {
+        PromptJob(*request, *kernel).run();
+    } catch (const std::bad_alloc &) {
+        return HFK_NO_MEMORY;
+    }
+    return HFK_OK;
+}

@@ -1,0 +1,245 @@
+// Attention of many queries over rows that lie side by side: products of blocks in fp32, with an
+// online softmax between them. See rows.h on linkage.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "numbers.h"
+#include "rows.h"
+#include "tiles.h"
+#include "vector_math.h"
+
+namespace {
+
+// Keys whose scores are held at once.
+constexpr int64_t kKeys = 64;
+
+template <class I> class PromptWork {
+    typedef typename I::V V;
+    static constexpr int kRows = I::few_registers ? 6 : 12; // of queries, whose sums fill registers
+    static constexpr int64_t kPanel = 2 * I::lanes;         // columns that are worked on together
+    static constexpr float kInf = std::numeric_limits<float>::infinity();
+
+  public:
+    static int64_t floats(const hfk_prompt &request, int64_t queries) {
+        const int64_t rows = padded(queries * heads_of(request), kRows);
+        const int64_t value_dim = padded(request.value_dim, kPanel);
+        const int64_t of_row = request.key_dim + value_dim + kKeys + 2;
+        // The packed keys and values, and a line that is widened.
+        return rows * of_row + kKeys * (request.key_dim + value_dim) +
+               padded(std::max(request.key_dim, value_dim), kPanel);
+    }
+
+    static void attend(const PromptTile &tile) { PromptWork(tile).run(); }
+
+  private:
+    explicit PromptWork(const PromptTile &tile)
+        : tile_(tile), request_(*tile.request), heads_(heads_of(request_)),
+          queries_(tile.last - tile.first), rows_(padded(heads_ * queries_, kRows)),
+          key_dim_(request_.key_dim), value_dim_(padded(request_.value_dim, kPanel)),
+          query_(tile.scratch), out_(query_ + rows_ * key_dim_),
+          scores_(out_ + rows_ * value_dim_), keys_(scores_ + rows_ * kKeys),
+          values_(keys_ + kKeys * key_dim_), top_(values_ + kKeys * value_dim_),
+          sum_(top_ + rows_), line_(sum_ + rows_) {}
+
+    void run() {
+        read_queries();
+        std::fill(out_, out_ + rows_ * value_dim_, 0.0f);
+        std::fill(top_, top_ + rows_, -kInf);
+        std::fill(sum_, sum_ + rows_, 0.0f);
+        // Keys that the last query sees.
+        const int64_t seen = request_.causal ? request_.causal_offset + tile_.last : request_.tokens;
+        const int64_t end = std::min(request_.tokens, seen);
+        for (int64_t start = 0; start < end; start += kKeys) {
+            const int64_t count = std::min(kKeys, end - start);
+            if (!pack(start, count)) continue;
+            multiply(query_, key_dim_, keys_, key_dim_, scores_, kKeys, kKeys, false);
+            for (int64_t row = 0; row < heads_ * queries_; ++row) soften(row, start, count);
+            multiply(scores_, kKeys, values_, kKeys, out_, value_dim_, value_dim_, true);
+        }
+        for (int64_t row = 0; row < heads_ * queries_; ++row) finish(row);
+    }
+
+    static int64_t heads_of(const hfk_prompt &request) {
+        return request.query_heads / request.kv_heads;
+    }
+
+    static int64_t padded(int64_t number, int64_t multiple) {
+        return (number + multiple - 1) / multiple * multiple;
+    }
+
+    // `count` numbers in fp32, with zeros up to a whole panel behind them.
+    void widen(const void *from, int64_t first, int64_t count, float *to) const {
+        switch (request_.dtype) {
+        case HFK_FLOAT32:
+            return widen(static_cast<const float *>(from) + first, count, to);
+        case HFK_FLOAT16:
+            return widen(static_cast<const Half *>(from) + first, count, to);
+        default:
+            return widen(static_cast<const Bf16 *>(from) + first, count, to);
+        }
+    }
+
+    template <class T> static void widen(const T *from, int64_t count, float *to) {
+        int64_t i = 0;
+        for (; i + I::lanes <= count; i += I::lanes) I::store(to + i, I::load(from + i));
+        if (i < count) I::store(to + i, I::load_some(from + i, static_cast<int>(count - i)));
+    }
+
+    // Scaled, head by head; what fills up the rows is zero.
+    void read_queries() {
+        for (int64_t row = 0; row < heads_ * queries_; ++row) {
+            const int64_t head = tile_.kv_head * heads_ + row / queries_;
+            const int64_t query = tile_.first + row % queries_;
+            widen(request_.query,
+                  tile_.batch * request_.query_batch + head * request_.query_head +
+                      query * request_.query_row,
+                  key_dim_, line_);
+            const float scale = static_cast<float>(request_.scale);
+            float *to = query_ + row * key_dim_;
+            for (int64_t d = 0; d < key_dim_; ++d) to[d] = line_[d] * scale;
+        }
+        std::fill(query_ + heads_ * queries_ * key_dim_, query_ + rows_ * key_dim_, 0.0f);
+        std::fill(scores_ + heads_ * queries_ * kKeys, scores_ + rows_ * kKeys, 0.0f);
+    }
+
+    bool is_valid(int64_t token) const {
+        return request_.valid == nullptr ||
+               request_.valid[tile_.batch * request_.valid_stride + token] != 0;
+    }
+
+    // Keys and values in panels of columns: a key is a column, a number of the values is one. Rows
+    // that are not valid are zeros. False where none is valid.
+    bool pack(int64_t start, int64_t count) {
+        all_valid_ = true;
+        bool any = false;
+        for (int64_t j = 0; j < kKeys; ++j) {
+            valid_[j] = j < count && is_valid(start + j);
+            all_valid_ &= valid_[j] || j >= count;
+            any |= valid_[j];
+        }
+        if (!any) return false;
+        const int64_t keys = tile_.batch * request_.key_batch + tile_.kv_head * request_.key_head;
+        const int64_t values =
+            tile_.batch * request_.value_batch + tile_.kv_head * request_.value_head;
+        for (int64_t j = 0; j < kKeys; ++j) {
+            float *column = keys_ + j / kPanel * kPanel * key_dim_ + j % kPanel;
+            float *row = values_ + j * kPanel;
+            if (!valid_[j]) {
+                for (int64_t d = 0; d < key_dim_; ++d) column[d * kPanel] = 0.0f;
+                std::fill(line_, line_ + value_dim_, 0.0f);
+            } else {
+                widen(request_.keys, keys + (start + j) * request_.key_row, key_dim_, line_);
+                for (int64_t d = 0; d < key_dim_; ++d) column[d * kPanel] = line_[d];
+                std::fill(line_ + value_dim_ - kPanel, line_ + value_dim_, 0.0f);
+                widen(request_.values, values + (start + j) * request_.value_row,
+                      request_.value_dim, line_);
+            }
+            for (int64_t d = 0; d < value_dim_; d += kPanel) {
+                std::copy(line_ + d, line_ + d + kPanel, row + d * kKeys);
+            }
+        }
+        return true;
+    }
+
+    // c [rows, columns] = a [rows, depth] b, or that much more; b in panels of columns.
+    void multiply(const float *a, int64_t a_row, const float *b, int64_t depth, float *c,
+                  int64_t c_row, int64_t columns, bool adds) const {
+        for (int64_t column = 0; column < columns; column += kPanel) {
+            for (int64_t row = 0; row < rows_; row += kRows) {
+                multiply_panel(a + row * a_row, a_row, b + column * depth, depth,
+                               c + row * c_row + column, c_row, adds);
+            }
+        }
+    }
+
+    static void multiply_panel(const float *a, int64_t a_row, const float *b, int64_t depth,
+                               float *c, int64_t c_row, bool adds) {
+        V sums[kRows][2];
+        HFK_UNROLL for (int r = 0; r < kRows; ++r) {
+            sums[r][0] = adds ? I::load(c + r * c_row) : I::set1(0.0f);
+            sums[r][1] = adds ? I::load(c + r * c_row + I::lanes) : I::set1(0.0f);
+        }
+        for (int64_t k = 0; k < depth; ++k) {
+            const V left = I::load(b + k * kPanel), right = I::load(b + k * kPanel + I::lanes);
+            HFK_UNROLL for (int r = 0; r < kRows; ++r) {
+                const V factor = I::set1(a[r * a_row + k]);
+                sums[r][0] = I::fma(factor, left, sums[r][0]);
+                sums[r][1] = I::fma(factor, right, sums[r][1]);
+            }
+        }
+        HFK_UNROLL for (int r = 0; r < kRows; ++r) {
+            I::store(c + r * c_row, sums[r][0]);
+            I::store(c + r * c_row + I::lanes, sums[r][1]);
+        }
+    }
+
+    // Scores of a row to weights under its new largest score, and its sums so far to the same.
+    void soften(int64_t row, int64_t start, int64_t count) {
+        float *scores = scores_ + row * kKeys;
+        if (request_.softcap != 0.0) {
+            const V cap = I::set1(static_cast<float>(request_.softcap));
+            for (int64_t j = 0; j < kKeys; j += I::lanes) {
+                I::store(scores + j, cap * tanh<I>(I::load(scores + j) / cap));
+            }
+        }
+        if (request_.causal) {
+            const int64_t last = request_.causal_offset + tile_.first + row % queries_ - start;
+            count = std::clamp<int64_t>(last + 1, 0, count);
+        }
+        if (count < kKeys || !all_valid_) {
+            for (int64_t j = 0; j < kKeys; ++j) {
+                if (j >= count || !valid_[j]) scores[j] = -kInf;
+            }
+        }
+        V largest = I::load(scores);
+        for (int64_t j = I::lanes; j < kKeys; j += I::lanes) {
+            largest = I::max(largest, I::load(scores + j));
+        }
+        const float top = std::max(top_[row], I::largest(largest));
+        // Without a key so far all weights are 0, but for NaN, which stay.
+        const V base = I::set1(top == -kInf ? 0.0f : top);
+        V sum = I::set1(0.0f);
+        for (int64_t j = 0; j < kKeys; j += I::lanes) {
+            const V weight = exp_of_nonpositive<I>(I::load(scores + j) - base);
+            I::store(scores + j, weight);
+            sum = sum + weight;
+        }
+        float parts[I::lanes], total = 0.0f;
+        I::store(parts, sum);
+        for (float part : parts) total += part;
+        if (top != top_[row]) {
+            const float shrink = std::exp(top_[row] - top);
+            const V factor = I::set1(shrink);
+            float *out = out_ + row * value_dim_;
+            for (int64_t d = 0; d < value_dim_; d += I::lanes) {
+                I::store(out + d, I::load(out + d) * factor);
+            }
+            sum_[row] *= shrink;
+            top_[row] = top;
+        }
+        sum_[row] += total;
+    }
+
+    void finish(int64_t row) const {
+        const int64_t head = tile_.kv_head * heads_ + row / queries_;
+        const int64_t place = (tile_.batch * request_.query_heads + head) * request_.queries +
+                              tile_.first + row % queries_;
+        const float inverse = sum_[row] == 0.0f ? 0.0f : 1.0f / sum_[row];
+        const float *out = out_ + row * value_dim_;
+        float *to = request_.out + place * request_.value_dim;
+        for (int64_t d = 0; d < request_.value_dim; ++d) to[d] = out[d] * inverse;
+        request_.lse[place] = sum_[row] == 0.0f ? -kInf : top_[row] + std::log(sum_[row]);
+    }
+
+    const PromptTile &tile_;
+    const hfk_prompt &request_;
+    const int64_t heads_, queries_, rows_, key_dim_, value_dim_;
+    float *const query_, *const out_, *const scores_, *const keys_, *const values_;
+    float *const top_, *const sum_, *const line_;
+    bool valid_[kKeys], all_valid_ = true;
+};
+
+} // namespace

@@ -1,0 +1,105 @@
+// Attention of many queries to rows that lie side by side.
+#include "fuzz.h"
+
+namespace {
+
+struct Case {
+    hfk_prompt request{};
+    Numbers query, keys, values;
+    std::vector<uint8_t> valid;
+    std::vector<float> out, lse;
+
+    explicit Case(Random &random) {
+        const auto pick = [&random](int64_t low, int64_t high) { return random.pick(low, high); };
+        hfk_prompt &r = request;
+        r.batch = pick(1, 2);
+        r.kv_heads = pick(1, 3);
+        r.query_heads = r.kv_heads * pick(1, 5);
+        r.queries = pick(0, 3) == 0 ? pick(0, 4) : pick(0, 90);
+        r.tokens = pick(0, 3) == 0 ? pick(0, 4) : pick(0, 200);
+        r.key_dim = pick(1, 3) == 1 ? 64 : pick(1, 70);
+        r.value_dim = pick(1, 3) == 1 ? 64 : pick(1, 70);
+        r.causal = pick(0, 2) != 0;
+        r.causal_offset = pick(-10, r.tokens + 5);
+        r.scale = 0.1;
+        r.softcap = pick(0, 2) == 0 ? 1.5 : 0.0;
+        r.dtype = static_cast<int32_t>(pick(0, 2));
+        r.threads = static_cast<int32_t>(pick(1, 8));
+        r.path = random.path();
+        // Rows of several heads may lie between two of one head.
+        r.query_row = r.key_dim + pick(0, 3);
+        r.query_head = r.queries * r.query_row;
+        r.query_batch = r.query_heads * r.query_head;
+        r.key_row = r.kv_heads * r.key_dim;
+        r.key_head = r.key_dim;
+        r.key_batch = r.tokens * r.key_row;
+        r.value_row = r.value_dim;
+        r.value_head = r.tokens * r.value_row;
+        r.value_batch = r.kv_heads * r.value_head;
+        query = Numbers(r.batch * r.query_batch, r.dtype);
+        keys = Numbers(r.batch * r.key_batch, r.dtype);
+        values = Numbers(r.batch * r.value_batch, r.dtype);
+        query.fill(random);
+        keys.fill(random);
+        values.fill(random);
+        r.valid_stride = r.tokens;
+        if (pick(0, 1)) {
+            valid.resize(r.batch * r.tokens + 1);
+            for (uint8_t &token : valid) token = pick(0, 2) != 0;
+            r.valid = valid.data();
+        }
+        const int64_t rows = r.batch * r.query_heads * r.queries;
+        const float poison = std::numeric_limits<float>::quiet_NaN();
+        out.assign(rows * r.value_dim, poison);
+        lse.assign(rows, poison);
+        r.query = query.data();
+        r.keys = keys.data();
+        r.values = values.data();
+        r.out = out.data();
+        r.lse = lse.data();
+    }
+
+    bool is_right(int64_t b, int64_t h, int64_t q) const {
+        const hfk_prompt &r = request;
+        const int64_t row = (b * r.query_heads + h) * r.queries + q;
+        const int64_t kv_head = h / (r.query_heads / r.kv_heads);
+        const int64_t at = b * r.query_batch + h * r.query_head + q * r.query_row;
+        std::vector<double> want(r.value_dim);
+        double total = 0.0;
+        for (int64_t t = 0; t < r.tokens; ++t) {
+            if (r.causal && t > r.causal_offset + q) continue;
+            if (r.valid != nullptr && valid[b * r.tokens + t] == 0) continue;
+            double product = 0.0;
+            for (int64_t d = 0; d < r.key_dim; ++d) {
+                product += query[at + d] *
+                           keys[b * r.key_batch + kv_head * r.key_head + t * r.key_row + d];
+            }
+            const double weight = std::exp(capped(r.scale * product, r.softcap));
+            total += weight;
+            const int64_t value = b * r.value_batch + kv_head * r.value_head + t * r.value_row;
+            for (int64_t d = 0; d < r.value_dim; ++d) want[d] += weight * values[value + d];
+        }
+        bool right = is_close(lse[row], std::log(total));
+        for (int64_t d = 0; d < r.value_dim; ++d) {
+            const double mean = total > 0.0 ? want[d] / total : 0.0;
+            right = right && is_close(out[row * r.value_dim + d], mean);
+        }
+        return right;
+    }
+};
+
+} // namespace
+
+const char *fuzz_prompt(Random &random) {
+    const Case made(random);
+    const hfk_prompt &r = made.request;
+    if (hfk_prompt_attention(&r) != HFK_OK) return "status of hfk_prompt_attention";
+    for (int64_t b = 0; b < r.batch; ++b) {
+        for (int64_t h = 0; h < r.query_heads; ++h) {
+            for (int64_t q = 0; q < r.queries; ++q) {
+                if (!made.is_right(b, h, q)) return "attention of a prompt";
+            }
+        }
+    }
+    return nullptr;
+}

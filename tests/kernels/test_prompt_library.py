@@ -1,0 +1,140 @@
+"""prompt_attention in the compiled library, on each of its instruction sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels import prompt_attention as package
+from hf_kvret_kernels._dispatch import prefer
+from hf_kvret_kernels.prompt_attention import prompt_attention
+
+from .draws import attention_inputs
+from .test_prompt_attention import check
+
+LIBRARY = ("cpp", "cpu")
+NOT_FASTEST = "avx512_bf16"
+
+pytestmark = [
+    pytest.mark.usefixtures("compiled"),
+    pytest.mark.factor("isa", library.PATHS, indirect=True),
+]
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An instruction set, which the library then uses."""
+    if request.param not in library.paths():
+        pytest.skip(f"the processor has no {request.param}")
+    monkeypatch.setenv(library.ISA_VARIABLE, request.param)
+    return str(request.param)
+
+
+# A tile has 512 rows of queries or fewer, a block 64 keys.
+@pytest.mark.factor("threads", [1, 3])
+@pytest.mark.factor("softcap", [None, 2.0])
+@pytest.mark.factor("padded", [False, True])
+@pytest.mark.factor("causal_offset", [None, -7, 0, 60])
+@pytest.mark.factor("queries", [1, 40, 300])
+@pytest.mark.factor("heads", [2, 6, 8])
+@pytest.mark.factor("dims", [(8, 8), (40, 24), (7, 130), (128, 128)], ids=str)
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_it_is_attention(
+    isa: str,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    heads: int,
+    queries: int,
+    causal_offset: int | None,
+    padded: bool,
+    softcap: float | None,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(library, "thread_count", lambda count: threads)
+    tensors = attention_inputs(
+        LIBRARY, heads=heads, queries=queries, tokens=330, dims=dims, dtype=dtype
+    )
+    valid = None
+    if padded:
+        valid = torch.rand(2, 330) > 0.3
+        valid[1, :200] = False
+    check(
+        LIBRARY,
+        *tensors,
+        causal_offset=causal_offset,
+        valid=valid,
+        softcap=softcap,
+        scale=dims[0] ** -0.5,
+    )
+
+
+def test_what_no_query_sees_may_hold_anything(isa: str) -> None:
+    query, key, value = attention_inputs(LIBRARY, queries=40, tokens=200)
+    valid = torch.rand(2, 200) > 0.4
+    clean = check(LIBRARY, query, key, value, causal_offset=None, valid=valid)
+    dirty = ~valid[:, None, :, None]
+    for poison in (float("nan"), float("inf")):
+        poisoned = (tensor.masked_fill(dirty, poison) for tensor in (key, value))
+        again = check(LIBRARY, query, *poisoned, causal_offset=None, valid=valid)
+        torch.testing.assert_close(again, clean, rtol=0, atol=0)
+
+
+def test_numbers_that_are_not_finite_stay_in_their_queries(isa: str) -> None:
+    query, key, value = attention_inputs(LIBRARY, queries=40, tokens=200)
+    query[1, 2, 7] = float("nan")
+    out, lse = prompt_attention(
+        query, key, value, scale=0.3, causal_offset=160, backend=LIBRARY[0]
+    )
+    assert out[1, 2, 7].isnan().all() and lse[1, 2, 7].isnan()
+    out[1, 2, 7], lse[1, 2, 7] = 0.0, 0.0
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
+def test_views_are_read_in_place(isa: str) -> None:
+    query, key, value = attention_inputs(LIBRARY, queries=5, tokens=40)
+    expected = check(LIBRARY, query, key, value, causal_offset=35)
+    rows = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.ones(2, 80, dtype=torch.bool)
+    wide[:, 1::2] = False
+    again = check(
+        LIBRARY,
+        query.transpose(1, 2).contiguous().transpose(1, 2),
+        rows[..., :40],
+        rows[..., 40:],
+        causal_offset=35,
+        valid=wide[:, ::2],
+    )
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-6)
+
+
+def test_no_keys_and_no_queries(isa: str) -> None:
+    query, key, value = attention_inputs(LIBRARY, tokens=0)
+    check(LIBRARY, query, key, value, causal_offset=None)
+    query, key, value = attention_inputs(LIBRARY, queries=0)
+    assert check(LIBRARY, query, key, value, causal_offset=None)[0].shape == (2, 4, 0, 40)
+
+
+def test_auto_takes_the_fastest(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    plain = library.attend_prompt
+
+    def watched(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(arguments[0].dtype)
+        return plain(*arguments)
+
+    monkeypatch.setattr(library, "attend_prompt", watched)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = attention_inputs(LIBRARY, queries=40, dtype=dtype)
+        for paths in (["avx2"], [NOT_FASTEST, "avx2"]):
+            monkeypatch.setattr(library, "paths", lambda paths=paths: paths)
+            prompt_attention(*tensors, scale=1.0, causal_offset=0)
+        # Where a backend was named, that one is meant.
+        with prefer("naive"):
+            assert not package.compiled(tensors[0])
+            prompt_attention(*tensors, scale=1.0, causal_offset=0)
+    # Processors that multiply bf16 are left to torch in bf16.
+    assert calls == [torch.float32, torch.float32, torch.bfloat16]
