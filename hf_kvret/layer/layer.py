@@ -359,6 +359,13 @@ class RetrievalLayer(CacheLayerMixin):
         """Groups of queries attend to what their probes choose of the tokens before them."""
         kv = self.kv
         assert kv is not None, "see attend"
+        if not call.is_causal():
+            # Nothing was stored yet.
+            self.pending_attention = False
+            raise ValueError(
+                "prompt='retrieve' is for plain causal attention, and this prompt has tokens that "
+                "see later ones (those of an image, or of a prefix): take prompt='exact'"
+            )
         row_query = call.to_rows(query)
         if self.pending_attention and kv.watches:
             self._on_forward(row_query, key, call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
@@ -21,6 +21,8 @@ class AttentionCall:
             ``() -> [B, Hq, Q, Dv]``.
         sink_logits: ``[Hq]`` learned attention sinks, or None.
         positions: ``[B, Q]`` integers, RoPE positions of the new tokens; None if not passed.
+        is_causal: whether a new token sees exactly what stands before it, padding left out; it may
+            have to build a mask to tell.
     """
 
     # Whether ``keys_and_values`` makes tensors with memory of their own.
@@ -30,6 +32,7 @@ class AttentionCall:
     prompt: Callable[[], torch.Tensor]
     sink_logits: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    is_causal: Callable[[], bool] = field(default=lambda: True)
 
     def to_rows(self, query: torch.Tensor) -> torch.Tensor:
         """``query [B, Hq, Q, *]`` as rows are compared with it, ``[B, Hq, Q, Dk]``."""

@@ -71,13 +71,18 @@ def test_long_prompts_keep_the_dtype_of_a_model_with_sinks(
     assert out.shape == (3, 43) and blocks
 
 
-def test_sdpa_without_padding_keeps_its_own_fast_path(blocks: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_without_padding_the_fastest_attention_takes_a_prompt(
+    compiled: bool, blocks: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is sdpa's own, or on a CPU the compiled library."""
+    monkeypatch.setattr(attention, "compiled", lambda query: compiled)
     model = MODELS["llama"].build()
     hf_kvret.attach(model)
     ids = _padded()["input_ids"][:1]
     with torch.no_grad():
         model(input_ids=ids, past_key_values=FlatKVCache(model.config, **SMALL))
-    assert blocks == []
+    assert len(blocks) == compiled * len(MODELS["llama"].full_attention)
 
 
 def _call(layer_cache: RetrievalCache, **keywords: Any) -> Any:

@@ -112,6 +112,7 @@ def test_the_prompt_goes_through_the_models_own_attention(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr("hf_kvret.attention.attention.attend_with_base", noting)
+    monkeypatch.setattr("hf_kvret.attention.attention.compiled", lambda query: False)
     cache = FlatKVCache(model.config, **SMALL)
     inputs = _prompt()
     expected = model.generate(**inputs, **RUN)

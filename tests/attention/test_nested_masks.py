@@ -164,6 +164,15 @@ def test_token_types_change_the_text() -> None:
     assert float((logits[0] - logits[1]).abs().max()) > 100 * TOLERANCE
 
 
+def test_prompts_with_tokens_that_see_later_ones_do_not_retrieve() -> None:
+    model = _model("paligemma")
+    cache = FlatKVCache(model.config, prompt={"above": 0}, **COVERING_OPTIONS)
+    inputs = _inputs(model, _token_types(model)[-1], padded=False)
+    with pytest.raises(ValueError, match="take prompt='exact'"):
+        model.generate(**inputs, **as_argument(cache), max_new_tokens=1)
+    assert cache.get_seq_length() == 0
+
+
 def test_the_search_finds_paligemma() -> None:
     assert "paligemma" in _candidates()
 
