@@ -14,7 +14,7 @@
 namespace {
 
 // Keys whose scores are held at once.
-constexpr int64_t kKeys = 64;
+constexpr int64_t kKeys = 128;
 
 template <class I> class PromptWork {
     typedef typename I::V V;

@@ -33,7 +33,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-# A tile has 512 rows of queries or fewer, a block 64 keys.
+# A tile has 512 rows of queries or fewer, a block 128 keys.
 @pytest.mark.factor("threads", [1, 3])
 @pytest.mark.factor("softcap", [None, 2.0])
 @pytest.mark.factor("padded", [False, True])
@@ -86,9 +86,7 @@ def test_what_no_query_sees_may_hold_anything(isa: str) -> None:
 def test_numbers_that_are_not_finite_stay_in_their_queries(isa: str) -> None:
     query, key, value = attention_inputs(LIBRARY, queries=40, tokens=200)
     query[1, 2, 7] = float("nan")
-    out, lse = prompt_attention(
-        query, key, value, scale=0.3, causal_offset=160, backend=LIBRARY[0]
-    )
+    out, lse = prompt_attention(query, key, value, scale=0.3, causal_offset=160, backend=LIBRARY[0])
     assert out[1, 2, 7].isnan().all() and lse[1, 2, 7].isnan()
     out[1, 2, 7], lse[1, 2, 7] = 0.0, 0.0
     assert out.isfinite().all() and lse.isfinite().all()
