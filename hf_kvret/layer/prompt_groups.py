@@ -24,7 +24,7 @@ GROUP = 512
 BLOCK = 64
 """Tokens that are chosen together."""
 SPANS = "prompt.spans"
-"""Tensor ``[n, 2]`` of a saved layer: first slots, and those behind the last, of what was read so."""
+"""Tensor ``[n, 2]`` of a saved layer: where spans that were read so begin, and where they end."""
 # Scores of a KV head that are worked on at once, in elements: they pass through a cache.
 _SCORES = 1 << 22
 
