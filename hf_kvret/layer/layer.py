@@ -15,14 +15,14 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Index, Scoring
-from hf_kvret.contracts.schema import Schema, damaged
-from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.layer_kv import LayerKV, MakeStore, kv_to_save, load_kv, saved_rows
-from hf_kvret.layer.prompt_groups import SPANS, PromptPass, joined
+from hf_kvret.layer.prompt_groups import PromptPass
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import Subscriber
+from hf_kvret.layer.reference import LayerReference, new_store, store_below
+from hf_kvret.layer.retrieved import SPANS, RetrievedTokens
 from hf_kvret.layer.step import attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
@@ -48,38 +48,6 @@ class LayerInfo(NamedTuple):
 
     number: int = 0
     shape: AttentionShape | None = None
-
-
-class LayerReference:
-    """A layer, not kept alive; unlike a weak reference it can be pickled."""
-
-    def __init__(self, layer: RetrievalLayer | None) -> None:
-        self._reference = None if layer is None else weakref.ref(layer)
-
-    def __call__(self) -> RetrievalLayer | None:
-        return None if self._reference is None else self._reference()
-
-    def __reduce__(self) -> tuple[type[LayerReference], tuple[RetrievalLayer | None]]:
-        return LayerReference, (self(),)
-
-
-def new_store(own: LayerReference, first: FirstRows) -> Store:
-    """The store of a layer, which knows the one of the layer below."""
-    layer = own()
-    if layer is None:
-        raise RuntimeError(
-            "the cache of this layer was dropped: keep it as long as anything of it is used"
-        )
-    store = layer.make_store(first)
-    store.below = partial(store_below, own)
-    return store
-
-
-def store_below(own: LayerReference) -> Store | None:
-    """The store of the layer below; None where there is none, or where it is empty."""
-    layer = own()
-    below = None if layer is None or layer.below is None else layer.below.kv
-    return None if below is None else below.store
 
 
 def without_autocast(
@@ -123,9 +91,7 @@ class RetrievalLayer(CacheLayerMixin):
         layer_info: which layer of the model this is; set by the cache.
         subscribers: called after each step; set by the cache.
         exact_rows: rows read by exact attention of long second prompts.
-        retrieved_spans: first token and the one behind the last of what was read by retrieval.
-        prompt_lost_mass: mean share of the attention of probes that such reading left out, one for
-            each group; a device's numbers, in order.
+        retrieved: tokens that were read with ``prompt="retrieve"``.
     """
 
     is_sliding = False
@@ -145,8 +111,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.config = config
         self.subscribers: tuple[Subscriber, ...] = ()
         self.exact_rows = 0
-        self.retrieved_spans: list[tuple[int, int]] = []
-        self.prompt_lost_mass: list[torch.Tensor] = []
+        self.retrieved = RetrievedTokens()
         self.pending_attention = False
         self.below: RetrievalLayer | None = None
         self.edits = self.final_len = self.prompt_end = 0
@@ -380,8 +345,7 @@ class RetrievalLayer(CacheLayerMixin):
         if self.pending_attention:
             self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
             kv.take_prompt(key, value, call.scoring.valid)
-            self.prompt_lost_mass += groups.missed
-            self.retrieved_spans = joined(self.retrieved_spans + groups.spans)
+            self.retrieved.add(groups.spans, groups.missed)
         return out
 
     def _on_forward(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
@@ -414,9 +378,7 @@ class RetrievalLayer(CacheLayerMixin):
             raise ValueError(f"crop({tokens_to_remove}): only {self.kv.length} tokens held")
         self.edits += 1
         self.kv.crop(-tokens_to_remove)
-        length = self.kv.length
-        spans = self.retrieved_spans
-        self.retrieved_spans = [(a, min(b, length)) for a, b in spans if a < length]
+        self.retrieved.crop(self.kv.length)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
@@ -443,7 +405,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.kv = self._scoring = None
         self.is_initialized = self.pending_attention = False
         self.final_len = self.prompt_end = self.exact_rows = 0
-        self.retrieved_spans, self.prompt_lost_mass = [], []
+        self.retrieved = RetrievedTokens()
         for subscriber in self.subscribers:
             subscriber.reset()
 
@@ -460,7 +422,7 @@ class RetrievalLayer(CacheLayerMixin):
         options = self._make_index, self.make_store, self.needs_positions, self._value_in_key
         twin = type(self)(self.config, *options)
         twin.layer_info = self.layer_info
-        twin.retrieved_spans = list(self.retrieved_spans)
+        twin.retrieved = self.retrieved.fork()
         self._settle()
         if self.kv is not None:
             own = LayerReference(twin)
@@ -482,7 +444,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index | None]) -> None:
         """Go on with other options, which must fit the tokens held."""
-        self._check_spans(config)
+        self.retrieved.check(config)
         self.edits += 1
         self.config, self._make_index = config, make_index
         if self.kv is not None:
@@ -496,10 +458,7 @@ class RetrievalLayer(CacheLayerMixin):
         if self.pending_attention:
             raise RuntimeError("save between update and attention: finish the forward pass first")
         self._settle()
-        if self.kv is None:
-            return {}
-        spans = torch.tensor(self.retrieved_spans, dtype=torch.int64)
-        return kv_to_save(self.kv) | ({SPANS: spans} if len(spans) else {})
+        return {} if self.kv is None else kv_to_save(self.kv) | self.retrieved.state_dict()
 
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
@@ -509,30 +468,10 @@ class RetrievalLayer(CacheLayerMixin):
         rows = saved_rows(state, self.config.sink, self._value_in_key, device)
         self.lazy_initialization(*rows)
         if self.kv is not None:
-            others = {name: tensor for name, tensor in state.items() if name != SPANS}
-            load_kv(self.kv, others, device, self._query_heads(rows[0]))
-            self._load_spans(state.get(SPANS))
-
-    def _load_spans(self, spans: torch.Tensor | None) -> None:
-        """Take over what was read by retrieval; ValueError where the options want exact rows."""
-        if spans is None:
-            return
-        Schema(spans.dtype, {}).check(SPANS, spans, "n 2", torch.int64)
-        assert self.kv is not None, "rows are loaded first"
-        ends = spans.flatten().tolist()
-        if ends != sorted(ends) or not ends or ends[0] < 0 or ends[-1] > self.kv.length:
-            raise damaged(f"{SPANS} are no spans of {self.kv.length} tokens in order")
-        self.retrieved_spans = list(zip(ends[::2], ends[1::2], strict=True))
-        self._check_spans(self.config)
-
-    def _check_spans(self, config: RetrievalConfig) -> None:
-        """ValueError where options want exact rows, and some were read by retrieval."""
-        count = sum(stop - start for start, stop in self.retrieved_spans)
-        if count and config.prompt_recipe is None:
-            raise ValueError(
-                f"{count:,} tokens of this cache were read with prompt='retrieve', and "
-                "prompt='exact' is asked for: leave the option as it was, or read the text again"
-            )
+            rest = {name: tensor for name, tensor in state.items() if name != SPANS}
+            load_kv(self.kv, rest, device, self._query_heads(rows[0]))
+            self.retrieved.load_state_dict(state, self.kv.length)
+            self.retrieved.check(self.config)
 
     def _query_heads(self, keys: torch.Tensor) -> int | None:
         """Query heads for ``keys [B, Hkv, *, D]`` of a saved layer; None where nobody knows.

@@ -8,7 +8,7 @@ same tokens in other passes give the same cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,6 @@ GROUP = 512
 """Queries that share a choice, and the tokens before them that they all attend to."""
 BLOCK = 64
 """Tokens that are chosen together."""
-SPANS = "prompt.spans"
-"""Tensor ``[n, 2]`` of a saved layer: where spans that were read so begin, and where they end."""
 # Scores of a KV head that are worked on at once, in elements: they pass through a cache.
 _SCORES = 1 << 22
 
@@ -198,16 +196,6 @@ class PromptPass:
         if scoring.valid is not None:
             scores = scores.masked_fill(~scoring.valid[:, None, None, :last], float("-inf"))
         return scores
-
-
-def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """``spans`` in order, those that meet made one."""
-    result: list[tuple[int, int]] = []
-    for first, last in spans:
-        if result and result[-1][1] == first:
-            first = result.pop()[0]
-        result.append((first, last))
-    return result
 
 
 def _gather_blocks(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

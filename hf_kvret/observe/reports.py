@@ -137,10 +137,7 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     stats["lost_mass"] = None if missed is None else missed.mean()
     if missed is not None and missed.mean(exact=True) is not None:
         stats["exact_lost_mass"] = missed.mean(exact=True)
-    if layer.retrieved_spans:
-        stats["prompt_retrieved"] = sum(last - first for first, last in layer.retrieved_spans)
-    if layer.prompt_lost_mass:
-        stats["prompt_lost_mass"] = float(torch.stack(layer.prompt_lost_mass).mean())
+    stats |= layer.retrieved.stats()
     return stats if recall is None else stats | recall.means()
 
 

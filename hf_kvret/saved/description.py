@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 import transformers
 
-from hf_kvret.layer.prompt_groups import SPANS
+from hf_kvret.layer.retrieved import SPANS
 from hf_kvret.saved import strict_json
 from hf_kvret.saved.folder import VERSION_LEN
 from hf_kvret.saved.shards import SUFFIX, SavedTensors

@@ -15,8 +15,9 @@ import hf_kvret
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.layer.prompt_groups import BLOCK, GROUP, PromptPass, joined
+from hf_kvret.layer.prompt_groups import BLOCK, GROUP, PromptPass
 from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.retrieved import RetrievedTokens
 from hf_kvret.options.prompt import PromptRecipe
 from hf_kvret.saved.description import verify_cache
 
@@ -105,7 +106,9 @@ def test_groups_attend_to_near_tokens_and_what_probes_choose(
     call = AttentionCall(scoring, lambda: new, logits)
     groups = PromptPass(new, new, keys, values, call, recipe, TOKENS)
     out = groups.attend()
-    assert joined(groups.spans) == [(max(past, 2 * GROUP), TOKENS)]
+    read = RetrievedTokens()
+    read.add(groups.spans, groups.missed)
+    assert read.spans == [(max(past, 2 * GROUP), TOKENS)]
     assert all(0.0 < float(missed) < 1.0 for missed in groups.missed)
     for row in range(2):
         rows = query[row], keys[row], values[row], valid[row]
@@ -149,7 +152,7 @@ def test_a_needle_is_found_behind_a_prompt_that_retrieved(
     cache, out = answer(model, text, prompt=recipe, prefill_chunk=chunk)
     assert out.tolist() == value.tolist()
     for layer in cache.retrieval_layers:
-        assert layer.retrieved_spans == [(2 * GROUP, stop)]
+        assert layer.retrieved.spans == [(2 * GROUP, stop)]
     stats = cache.stats()["layers"][0]
     assert 0.0 < stats["prompt_lost_mass"] < 1.0
     assert stats["prompt_retrieved"] == stop - 2 * GROUP
@@ -162,7 +165,7 @@ def test_short_prompts_and_large_shares_attend_to_everything(
     plain, _ = answer(model, text)
     for recipe in ("retrieve", {"above": 0, "floor": 0, "top_k": 1.0}):
         cache, _ = answer(model, text, prompt=recipe)
-        assert not cache.retrieval_layers[0].retrieved_spans
+        assert not cache.retrieval_layers[0].retrieved.spans
         for layer, other in zip(cache.retrieval_layers, plain.retrieval_layers, strict=True):
             torch.testing.assert_close(layer.keys[:], other.keys[:], rtol=0, atol=1e-4)
 
@@ -174,18 +177,18 @@ def test_spans_follow_forks_crops_and_saves(
     cache, _ = answer(model, document[0], prompt=recipe)
     fork = cache.fork()
     fork.crop(1500 - fork.get_seq_length())
-    assert fork.retrieval_layers[0].retrieved_spans == [(2 * GROUP, 1500)]
-    assert cache.retrieval_layers[0].retrieved_spans == [(2 * GROUP, 2048)]
+    assert fork.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 1500)]
+    assert cache.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 2048)]
     cache.save_pretrained(tmp_path)
     assert "prompt   1,024 tokens were read by retrieval" in verify_cache(tmp_path)
     loaded = hf_kvret.ParisKVCache.from_pretrained(tmp_path, config=model.config)
-    assert loaded.retrieval_layers[0].retrieved_spans == [(2 * GROUP, 2048)]
+    assert loaded.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 2048)]
     with pytest.raises(ValueError, match="1,024 tokens of this cache were read with prompt="):
         hf_kvret.ParisKVCache.from_pretrained(tmp_path, config=model.config, prompt="exact")
     with pytest.raises(ValueError, match="read the text again"):
         cache.fork(prompt="exact")
     cache.reset()
-    assert not cache.retrieval_layers[0].retrieved_spans
+    assert not cache.retrieval_layers[0].retrieved.spans
 
 
 @pytest.mark.parametrize(
