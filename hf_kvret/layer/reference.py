@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol, Self
 
 from hf_kvret.contracts.store import FirstRows, Store
+from hf_kvret.layer.layer_kv import LayerKV, MakeStore
 
-if TYPE_CHECKING:
-    from hf_kvret.layer.layer import RetrievalLayer
+
+class StoringLayer(Protocol):
+    """What a ``RetrievalLayer`` has of this."""
+
+    kv: LayerKV | None
+    make_store: MakeStore
+
+    @property
+    def below(self) -> Self | None:
+        """The layer before it."""
 
 
 class LayerReference:
     """A layer, not kept alive; unlike a weak reference it can be pickled."""
 
-    def __init__(self, layer: RetrievalLayer | None) -> None:
+    def __init__(self, layer: StoringLayer | None) -> None:
         self._reference = None if layer is None else weakref.ref(layer)
 
-    def __call__(self) -> RetrievalLayer | None:
+    def __call__(self) -> StoringLayer | None:
         return None if self._reference is None else self._reference()
 
-    def __reduce__(self) -> tuple[type[LayerReference], tuple[RetrievalLayer | None]]:
+    def __reduce__(self) -> tuple[type[LayerReference], tuple[StoringLayer | None]]:
         return LayerReference, (self(),)
 
 
