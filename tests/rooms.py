@@ -36,7 +36,7 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room(KERNELS, 14_270),
+    Room(KERNELS, 14_560),
     Room(PATCHES, 1_470),
     Room("hf_kvret.version", 10),
     Room("hf_kvret.options", 610),

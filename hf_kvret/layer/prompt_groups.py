@@ -18,13 +18,12 @@ from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_dense, merge
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.options.prompt import PromptRecipe
+from hf_kvret_kernels.block_lse import block_lse
 
 GROUP = 512
 """Queries that share a choice, and the tokens before them that they all attend to."""
 BLOCK = 64
 """Tokens that are chosen together."""
-# Scores of a KV head that are worked on at once, in elements: they pass through a cache.
-_SCORES = 1 << 22
 
 
 @dataclass(eq=False)
@@ -127,20 +126,7 @@ class PromptPass:
 
     def _choose(self, first: int, last: int, near: int, count: int) -> torch.Tensor:
         """``[B, Hkv, count]`` blocks before ``near``, in order; the first is always one of them."""
-        probes, positions = self._probes(first, last)
-        step = max(1, _SCORES // last)
-        shares = torch.cat(
-            [
-                self._shares(
-                    probes[:, :, start : start + step],
-                    positions[:, start : start + step],
-                    near,
-                    last,
-                )
-                for start in range(0, probes.shape[2], step)
-            ],
-            dim=2,
-        )
+        shares = self._shares(first, last, near)
         relevance = shares.amax(2)
         relevance[..., 0] = float("inf")
         blocks = relevance.topk(count, dim=2).indices.sort(dim=2).values
@@ -149,53 +135,43 @@ class PromptPass:
         return blocks
 
     def _probes(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scaled probes ``[B, Hkv, G * P, D]`` fp32 of a group, and their slots ``[B, G * P]``.
+        """Probes ``[B, Hq, P, D]`` of a group, and their slots ``[B, P]``.
 
         They are evenly spaced among the valid queries, of which the last is always one.
         """
         query = self.row_query[:, :, first - self.past : last - self.past]
-        batch, heads = len(query), self.keys.shape[1]
-        count = (
-            last - first if self.recipe.probes == "all" else min(self.recipe.probes, last - first)
-        )
+        count = last - first
+        if self.recipe.probes != "all":
+            count = min(self.recipe.probes, count)
         parts = torch.arange(1, count + 1, device=query.device)
         valid = self.call.scoring.valid
         if valid is None:
-            slots = ((parts * (last - first) - 1) // count).expand(batch, -1)
+            slots = ((parts * (last - first) - 1) // count).expand(len(query), -1)
         else:
             order = valid[:, first:last].cumsum(1)
             ranks = (parts * order[:, -1:] + count - 1) // count
             slots = torch.searchsorted(order, ranks.clamp(min=1)).clamp(max=last - first - 1)
         index = slots[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-        probes = query.gather(2, index).float() * self.call.scoring.scale
-        group = query.shape[1] // heads
-        return probes.unflatten(1, (heads, group)).flatten(2, 3), (first + slots).repeat(1, group)
+        return query.gather(2, index), first + slots
 
-    def _shares(
-        self, probes: torch.Tensor, positions: torch.Tensor, near: int, last: int
-    ) -> torch.Tensor:
-        """``[B, Hkv, P, near / BLOCK]``: of each probe's attention, the share on each block."""
-        scores = self._scores(probes, last)
-        later = torch.arange(near, last, device=probes.device) > positions[:, None, :, None]
-        near_lse = scores[..., near:].masked_fill(later, float("-inf")).logsumexp(3)
-        blocks = scores[..., :near].unflatten(3, (-1, BLOCK)).logsumexp(4)
-        total = torch.logaddexp(blocks.logsumexp(3), near_lse)
-        sinks = self.call.sink_logits
+    def _shares(self, first: int, last: int, near: int) -> torch.Tensor:
+        """``[B, Hkv, G * P, near / BLOCK]``: of a probe's attention, the share on each block."""
+        scoring, sinks = self.call.scoring, self.call.sink_logits
+        probes, slots = self._probes(first, last)
+        lse = block_lse(
+            probes,
+            self.keys[:, :, :last],
+            slots,
+            scale=scoring.scale,
+            block=BLOCK,
+            valid=None if scoring.valid is None else scoring.valid[:, :last],
+            softcap=scoring.softcap,
+        )
+        total = lse.logsumexp(3)
         if sinks is not None:
-            of_heads = sinks.float().unflatten(0, (self.keys.shape[1], -1))
-            per_head = total.shape[2] // of_heads.shape[1]
-            total = torch.logaddexp(total, of_heads.repeat_interleave(per_head, 1))
-        return (blocks - total.unsqueeze(3)).exp().nan_to_num_(0.0)
-
-    def _scores(self, probes: torch.Tensor, last: int) -> torch.Tensor:
-        """``[B, Hkv, P, last]`` of scaled probes and the first ``last`` keys; -inf: not valid."""
-        scoring = self.call.scoring
-        scores = probes @ self.keys[:, :, :last].float().transpose(2, 3)
-        if scoring.softcap is not None:
-            scores = scoring.softcap * (scores / scoring.softcap).tanh()
-        if scoring.valid is not None:
-            scores = scores.masked_fill(~scoring.valid[:, None, None, :last], float("-inf"))
-        return scores
+            total = torch.logaddexp(total, sinks.float()[:, None])
+        shares = (lse[..., : near // BLOCK] - total.unsqueeze(3)).exp().nan_to_num_(0.0)
+        return shares.unflatten(1, (self.keys.shape[1], -1)).flatten(2, 3)
 
 
 def _gather_blocks(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,14 @@ template <class I> class PromptWork {
                padded(std::max(request.key_dim, value_dim), kPanel);
     }
 
-    static void attend(const PromptTile &tile) { PromptWork(tile).run(); }
+    static void attend(const PromptTile &tile) {
+        PromptWork work(tile);
+        if (tile.request->block_lse == nullptr) {
+            work.attend();
+        } else {
+            work.sum_blocks();
+        }
+    }
 
   private:
     explicit PromptWork(const PromptTile &tile)
@@ -44,7 +51,7 @@ template <class I> class PromptWork {
           values_(keys_ + kKeys * key_dim_), top_(values_ + kKeys * value_dim_),
           sum_(top_ + rows_), line_(sum_ + rows_) {}
 
-    void run() {
+    void attend() {
         read_queries();
         std::fill(out_, out_ + rows_ * value_dim_, 0.0f);
         std::fill(top_, top_ + rows_, -kInf);
@@ -60,6 +67,62 @@ template <class I> class PromptWork {
             multiply(scores_, kKeys, values_, kKeys, out_, value_dim_, value_dim_, true);
         }
         for (int64_t row = 0; row < heads_ * queries_; ++row) finish(row);
+    }
+
+    // The log-sum-exp of each block's scores. The values of the rows are not read.
+    void sum_blocks() {
+        read_queries();
+        const int64_t length = request_.block_len;
+        for (int64_t start = 0; start < request_.tokens; start += kKeys) {
+            const int64_t count = std::min(kKeys, request_.tokens - start);
+            const bool any = pack(start, count);
+            if (any) multiply(query_, key_dim_, keys_, key_dim_, scores_, kKeys, kKeys, false);
+            for (int64_t row = 0; row < heads_ * queries_; ++row) {
+                float *scores = scores_ + row * kKeys;
+                if (any) mask(row, start, count);
+                float *to = request_.block_lse + place_of(row) * blocks() + start / length;
+                for (int64_t first = 0; first < count; first += length) {
+                    *to++ = any ? log_sum(scores + first, length) : -kInf;
+                }
+            }
+        }
+    }
+
+    int64_t blocks() const { return (request_.tokens + request_.block_len - 1) / request_.block_len; }
+
+    // Of scores that are weights behind it.
+    static float log_sum(float *scores, int64_t count) {
+        const float top = largest(scores, count);
+        const float sum = to_weights(scores, count, top);
+        return sum == 0.0f ? -kInf : top + std::log(sum);
+    }
+
+    static float largest(const float *scores, int64_t count) {
+        V top = I::load(scores);
+        for (int64_t j = I::lanes; j < count; j += I::lanes) top = I::max(top, I::load(scores + j));
+        return I::largest(top);
+    }
+
+    // Their exponentials under `top`, and the sum of these. Without a key all are 0, but for NaN,
+    // which stay.
+    static float to_weights(float *scores, int64_t count, float top) {
+        const V base = I::set1(top == -kInf ? 0.0f : top);
+        V sum = I::set1(0.0f);
+        for (int64_t j = 0; j < count; j += I::lanes) {
+            const V weight = exp_of_nonpositive<I>(I::load(scores + j) - base);
+            I::store(scores + j, weight);
+            sum = sum + weight;
+        }
+        float parts[I::lanes], total = 0.0f;
+        I::store(parts, sum);
+        for (float part : parts) total += part;
+        return total;
+    }
+
+    int64_t place_of(int64_t row) const {
+        const int64_t head = tile_.kv_head * heads_ + row / queries_;
+        return (tile_.batch * request_.query_heads + head) * request_.queries + tile_.first +
+               row % queries_;
     }
 
     static int64_t heads_of(const hfk_prompt &request) {
@@ -121,6 +184,7 @@ template <class I> class PromptWork {
             any |= valid_[j];
         }
         if (!any) return false;
+        const bool attends = request_.block_lse == nullptr;
         const int64_t keys = tile_.batch * request_.key_batch + tile_.kv_head * request_.key_head;
         const int64_t values =
             tile_.batch * request_.value_batch + tile_.kv_head * request_.value_head;
@@ -133,6 +197,7 @@ template <class I> class PromptWork {
             } else {
                 widen(request_.keys, keys + (start + j) * request_.key_row, key_dim_, line_);
                 for (int64_t d = 0; d < key_dim_; ++d) column[d * kPanel] = line_[d];
+                if (!attends) continue;
                 std::fill(line_ + value_dim_ - kPanel, line_ + value_dim_, 0.0f);
                 widen(request_.values, values + (start + j) * request_.value_row,
                       request_.value_dim, line_);
@@ -176,8 +241,8 @@ template <class I> class PromptWork {
         }
     }
 
-    // Scores of a row to weights under its new largest score, and its sums so far to the same.
-    void soften(int64_t row, int64_t start, int64_t count) {
+    // Scores of a row, capped, and -inf for tokens that its query does not see.
+    void mask(int64_t row, int64_t start, int64_t count) {
         float *scores = scores_ + row * kKeys;
         if (request_.softcap != 0.0) {
             const V cap = I::set1(static_cast<float>(request_.softcap));
@@ -185,31 +250,26 @@ template <class I> class PromptWork {
                 I::store(scores + j, cap * tanh<I>(I::load(scores + j) / cap));
             }
         }
-        if (request_.causal) {
-            const int64_t last = request_.causal_offset + tile_.first + row % queries_ - start;
+        const int64_t query = tile_.first + row % queries_;
+        if (request_.positions != nullptr) {
+            const int64_t last = request_.positions[tile_.batch * request_.queries + query] - start;
+            count = std::clamp<int64_t>(last + 1, 0, count);
+        } else if (request_.causal) {
+            const int64_t last = request_.causal_offset + query - start;
             count = std::clamp<int64_t>(last + 1, 0, count);
         }
-        if (count < kKeys || !all_valid_) {
-            for (int64_t j = 0; j < kKeys; ++j) {
-                if (j >= count || !valid_[j]) scores[j] = -kInf;
-            }
+        if (count == kKeys && all_valid_) return;
+        for (int64_t j = 0; j < kKeys; ++j) {
+            if (j >= count || !valid_[j]) scores[j] = -kInf;
         }
-        V largest = I::load(scores);
-        for (int64_t j = I::lanes; j < kKeys; j += I::lanes) {
-            largest = I::max(largest, I::load(scores + j));
-        }
-        const float top = std::max(top_[row], I::largest(largest));
-        // Without a key so far all weights are 0, but for NaN, which stay.
-        const V base = I::set1(top == -kInf ? 0.0f : top);
-        V sum = I::set1(0.0f);
-        for (int64_t j = 0; j < kKeys; j += I::lanes) {
-            const V weight = exp_of_nonpositive<I>(I::load(scores + j) - base);
-            I::store(scores + j, weight);
-            sum = sum + weight;
-        }
-        float parts[I::lanes], total = 0.0f;
-        I::store(parts, sum);
-        for (float part : parts) total += part;
+    }
+
+    // Scores of a row to weights under its new largest score, and its sums so far to the same.
+    void soften(int64_t row, int64_t start, int64_t count) {
+        mask(row, start, count);
+        float *scores = scores_ + row * kKeys;
+        const float top = std::max(top_[row], largest(scores, kKeys));
+        const float total = to_weights(scores, kKeys, top);
         if (top != top_[row]) {
             const float shrink = std::exp(top_[row] - top);
             const V factor = I::set1(shrink);
@@ -224,9 +284,7 @@ template <class I> class PromptWork {
     }
 
     void finish(int64_t row) const {
-        const int64_t head = tile_.kv_head * heads_ + row / queries_;
-        const int64_t place = (tile_.batch * request_.query_heads + head) * request_.queries +
-                              tile_.first + row % queries_;
+        const int64_t place = place_of(row);
         const float inverse = sum_[row] == 0.0f ? 0.0f : 1.0f / sum_[row];
         const float *out = out_ + row * value_dim_;
         float *to = request_.out + place * request_.value_dim;

@@ -34,8 +34,8 @@ BAD_ID = 4
 # path, threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field
 # takes so long that it shows where few rows are read.
 _REQUEST = struct.Struct("@6P14q2d4i")
-# hfk_prompt: six addresses, eighteen numbers, scale and softcap, causal, dtype, path and threads.
-_PROMPT = struct.Struct("@6P18q2d4i")
+# hfk_prompt: eight addresses, nineteen numbers, scale and softcap, causal, dtype, path and threads.
+_PROMPT = struct.Struct("@8P19q2d4i")
 # hfk_ranking: three addresses, six sizes, threads and path.
 _RANKING = struct.Struct("@3P6q2i")
 
@@ -181,20 +181,57 @@ def attend_prompt(
 
     Errors as of ``run``, but for wrong ids.
     """
+    shape = query.shape[:3]
+    out = query.new_empty(*shape, value.shape[3], dtype=torch.float32)
+    lse = query.new_empty(shape, dtype=torch.float32)
+    where = None, out, lse, None, 0
+    _run_prompt((query, key, value), where, scale, causal_offset, valid, softcap, threads, path)
+    return out, lse
+
+
+def sum_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    block: int,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+    threads: int | None = None,
+    path: str | None = None,
+) -> torch.Tensor:
+    """See ``block_lse``; its caller checked the arguments. Errors as of ``attend_prompt``."""
+    blocks = -(-key.shape[2] // block)
+    lse = query.new_empty(*query.shape[:3], blocks, dtype=torch.float32)
+    where = positions.contiguous(), None, None, lse, block
+    _run_prompt((query, key, key), where, scale, None, valid, softcap, threads, path)
+    return lse
+
+
+def _run_prompt(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    where: tuple[
+        torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int
+    ],
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+    threads: int | None,
+    path: str | None,
+) -> None:
+    """Call ``hfk_prompt_attention``; ``where``: its positions, results, and a block's length."""
+    query, _, value = rows
     batch, query_heads, queries, key_dim = query.shape
     heads, tokens, value_dim = value.shape[1:]
-    out = query.new_empty(batch, query_heads, queries, value_dim, dtype=torch.float32)
-    lse = query.new_empty(batch, query_heads, queries, dtype=torch.float32)
     # It must live until the call is over, as all others do.
     valid = None if valid is None else valid.contiguous()
     threads = thread_count(threads)
     request = _PROMPT.pack(
-        *(tensor.data_ptr() for tensor in (query, key, value)),
-        0 if valid is None else valid.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (*rows, valid, *where[:4])),
+        where[4],
         *(batch, query_heads, heads, queries, tokens, key_dim, value_dim),
-        *(stride for tensor in (query, key, value) for stride in tensor.stride()[:3]),
+        *(stride for tensor in rows for stride in tensor.stride()[:3]),
         tokens,
         causal_offset or 0,
         scale,
@@ -205,7 +242,6 @@ def attend_prompt(
         threads,
     )
     call("hfk_prompt_attention", threads, request)
-    return out, lse
 
 
 def path_number(path: str | None) -> int:

@@ -26,7 +26,7 @@ CASES = list(zip(sorted(_MODES * 2), cycle(MODELS), cycle(METHODS), cycle(STORES
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts of blocks that groups chose, of 16 queries and 4 tokens: all that there were."""
+    """Counts of blocks of 16 tokens that groups of 8 queries chose: all that there were."""
     counts = []
     choose = PromptPass._choose
 
@@ -34,8 +34,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(near // prompt_groups.BLOCK)
         return choose(self, first, last, near, counts[-1])
 
-    monkeypatch.setattr(prompt_groups, "GROUP", 16)
-    monkeypatch.setattr(prompt_groups, "BLOCK", 4)
+    monkeypatch.setattr(prompt_groups, "GROUP", 8)
+    monkeypatch.setattr(prompt_groups, "BLOCK", 16)
     monkeypatch.setattr(PromptPass, "_choose", all_of_them)
     return counts
 

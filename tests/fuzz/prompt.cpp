@@ -7,7 +7,8 @@ struct Case {
     hfk_prompt request{};
     Numbers query, keys, values;
     std::vector<uint8_t> valid;
-    std::vector<float> out, lse;
+    std::vector<float> out, lse, block_lse;
+    std::vector<int64_t> positions;
 
     explicit Case(Random &random) {
         const auto pick = [&random](int64_t low, int64_t high) { return random.pick(low, high); };
@@ -59,6 +60,35 @@ struct Case {
         r.lse = lse.data();
     }
 
+    // Sums of blocks in place of attention, with a position for each query.
+    void ask_for_blocks(Random &random) {
+        hfk_prompt &r = request;
+        r.block_len = 16 << random.pick(0, 3);
+        block_lse.assign(r.batch * r.query_heads * r.queries * blocks(),
+                         std::numeric_limits<float>::quiet_NaN());
+        positions.resize(r.batch * r.queries + 1);
+        for (int64_t &position : positions) position = random.pick(-2, r.tokens + 2);
+        r.block_lse = block_lse.data();
+        r.positions = positions.data();
+        r.values = nullptr;
+        r.out = r.lse = nullptr;
+    }
+
+    int64_t blocks() const { return (request.tokens + request.block_len - 1) / request.block_len; }
+
+    int64_t last_token(int64_t b, int64_t q) const {
+        if (!positions.empty()) return positions[b * request.queries + q];
+        return request.causal ? request.causal_offset + q : request.tokens;
+    }
+
+    double sum_of_blocks(int64_t row) const {
+        double total = 0.0;
+        for (int64_t i = 0; i < blocks(); ++i) {
+            total += std::exp(double(block_lse[row * blocks() + i]));
+        }
+        return std::log(total);
+    }
+
     bool is_right(int64_t b, int64_t h, int64_t q) const {
         const hfk_prompt &r = request;
         const int64_t row = (b * r.query_heads + h) * r.queries + q;
@@ -67,7 +97,7 @@ struct Case {
         std::vector<double> want(r.value_dim);
         double total = 0.0;
         for (int64_t t = 0; t < r.tokens; ++t) {
-            if (r.causal && t > r.causal_offset + q) continue;
+            if (t > last_token(b, q)) continue;
             if (r.valid != nullptr && valid[b * r.tokens + t] == 0) continue;
             double product = 0.0;
             for (int64_t d = 0; d < r.key_dim; ++d) {
@@ -79,6 +109,7 @@ struct Case {
             const int64_t value = b * r.value_batch + kv_head * r.value_head + t * r.value_row;
             for (int64_t d = 0; d < r.value_dim; ++d) want[d] += weight * values[value + d];
         }
+        if (!block_lse.empty()) return is_close(sum_of_blocks(row), std::log(total));
         bool right = is_close(lse[row], std::log(total));
         for (int64_t d = 0; d < r.value_dim; ++d) {
             const double mean = total > 0.0 ? want[d] / total : 0.0;
@@ -91,7 +122,8 @@ struct Case {
 } // namespace
 
 const char *fuzz_prompt(Random &random) {
-    const Case made(random);
+    Case made(random);
+    if (random.one_in(3) && made.request.tokens > 0) made.ask_for_blocks(random);
     const hfk_prompt &r = made.request;
     if (hfk_prompt_attention(&r) != HFK_OK) return "status of hfk_prompt_attention";
     for (int64_t b = 0; b < r.batch; ++b) {

@@ -10,6 +10,7 @@ import torch
 
 def calls(operation: str) -> Iterator[partial]:
     """Calls of every launcher of ``operation``, in bf16 where it takes that."""
+    from hf_kvret_kernels.block_lse import triton as blocks
     from hf_kvret_kernels.gather_attention import triton as gather
     from hf_kvret_kernels.gather_scores import triton as scores_of
     from hf_kvret_kernels.paged import PagedRows
@@ -85,6 +86,12 @@ def calls(operation: str) -> Iterator[partial]:
             key = torch.zeros(1, 2, 512, dim, dtype=half)
             arguments = (query, key, key, 0.1, 512 - queries, valid, None, torch.float32)
             yield partial(prompt.prompt_attention, *arguments)
+    elif operation == "block_lse":
+        for dim, valid in ((128, None), (64, torch.ones(1, 512).bool()), (576, None)):
+            query = torch.zeros(1, 8, 16, dim, dtype=half)
+            key = torch.zeros(1, 2, 512, dim, dtype=half)
+            slots = torch.zeros(1, 16, dtype=torch.int64)
+            yield partial(blocks.block_lse, query, key, slots, 0.1, 64, valid, None)
     elif operation == "step_attention":
         yield from _calls_of_steps()
     elif operation == "mean_tokens":

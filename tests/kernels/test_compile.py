@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).with_name("compile_target.py")
 TARGETS = ("sm80", "sm90")
 # Kernels by operation; the compiler knows ``best`` as ``_best_kernel``.
 EXPECTED = {
+    "block_lse": "block_lse",
     "centroid": "denominators relevance similarity take mark keep",
     "codebook": "encode merge count share denominator table lookup scores",
     "gather_attention": "attend copy",

@@ -34,6 +34,7 @@ OTHERS = {
     *("codebook.encode", "codebook.merge", "paris.encode", "paris.count", "paris.rotate"),
     "paris.rerank_wide",
     "mean_tokens.logits",
+    "block_lse.block_lse",
     *("higgs.higgs", "higgs.minmax", "higgs.decode"),
     *("paged_triton.gather", "paged_triton.copy", "gather_attention.copy"),
 }

@@ -1,0 +1,69 @@
+"""How much of a query's attention lies on each block of keys."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels import host_library
+from hf_kvret_kernels._dispatch import (
+    check_dense_inputs,
+    choose_backend,
+    launching_on,
+    preferred,
+)
+from hf_kvret_kernels.block_lse import naive
+
+__all__ = ["BLOCKS", "block_lse"]
+
+BLOCKS = (16, 32, 64, 128)
+"""Tokens that a block may have."""
+
+
+def block_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scale: float,
+    block: int,
+    valid: torch.Tensor | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Log-sum-exp of a query's scores in each block of keys: ``[B, Hq, Q, ceil(T / block)]`` fp32.
+
+    Args:
+        query: ``[B, Hq, Q, D]``; key ``[B, Hkv, T, D]``; as of ``prompt_attention``.
+        positions: ``[B, Q]`` int64, the last key that a query sees.
+        scale: factor of the dot products.
+        block: keys of a block, one of ``BLOCKS``.
+        valid: ``[B, T]`` bool, False for padding and holes; None: all are valid.
+        softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
+        backend: ``"auto"``, ``"naive"``, ``"cpp"`` (the compiled library, on a CPU) or
+            ``"triton"``.
+
+    Returns:
+        Natural logarithms; -inf where a query sees no key of a block. Sums are fp32.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
+        ImportError: ``"triton"`` without Triton, or ``"cpp"`` without the library.
+        MemoryError: ``"cpp"`` has no room for its work space.
+    """
+    check_dense_inputs(query, key, key, valid, softcap)
+    size = len(query), query.shape[2]
+    if positions.shape != size or positions.dtype != torch.int64 or block not in BLOCKS:
+        raise ValueError(
+            f"positions is {positions.dtype} {tuple(positions.shape)} and block {block}: pass "
+            f"int64 {list(size)}, and one of {', '.join(map(str, BLOCKS))}"
+        )
+    arguments = query, key, positions, scale, block, valid, softcap
+    on_cpu = backend == "auto" and query.is_cpu and preferred() is None
+    if backend == "cpp" or (on_cpu and not host_library.why_not()):
+        return host_library.sum_blocks(*arguments)
+    if choose_backend(backend, query) == "naive":
+        return naive.block_lse(*arguments)
+    from hf_kvret_kernels.block_lse import triton
+
+    with launching_on(query):
+        return triton.block_lse(*arguments)

@@ -1,0 +1,130 @@
+"""block_lse against whole matrices in float64, in every place it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels.block_lse import block_lse, naive
+
+from .draws import Place, attention_inputs
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    block: int,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    tokens = key.shape[2]
+    keys = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = query.double() @ keys.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    seen = torch.arange(tokens, device=key.device) <= positions[:, None, :, None]
+    if valid is not None:
+        seen = seen & valid[:, None, None]
+    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = torch.nn.functional.pad(scores, (0, -tokens % block), value=float("-inf"))
+    return scores.unflatten(3, (-1, block)).logsumexp(4)
+
+
+def check(
+    place: Place,
+    *,
+    heads: int = 4,
+    queries: int = 5,
+    tokens: int = 330,
+    dims: int = 40,
+    dtype: torch.dtype = torch.float32,
+    block: int = 64,
+    padded: bool = True,
+    softcap: float | None = None,
+) -> None:
+    query, key, _ = attention_inputs(
+        place, heads=heads, queries=queries, tokens=tokens, dims=(dims, dims), dtype=dtype
+    )
+    positions = torch.randint(-1, tokens + 3, (2, queries), device=place[1])
+    valid = None
+    if padded:
+        valid = torch.rand(2, tokens, device=place[1]) > 0.3
+        valid[1, :200] = False
+    arguments = (0.2, block, valid, softcap)
+    got = block_lse(
+        query,
+        key if valid is None else key.masked_fill(~valid[:, None, :, None], float("nan")),
+        positions,
+        scale=0.2,
+        block=block,
+        valid=valid,
+        softcap=softcap,
+        backend=place[0],
+    )
+    want = reference(query, key, positions, *arguments)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.factor("softcap", [None, 2.0])
+@pytest.mark.factor("padded", [False, True])
+@pytest.mark.factor("block", [16, 64, 128])
+@pytest.mark.factor("queries", [1, 33])
+@pytest.mark.factor("heads", [2, 6])
+@pytest.mark.factor("dims", [8, 40, 128])
+def test_it_is_the_sum_of_each_block(
+    place: Place,
+    dims: int,
+    heads: int,
+    queries: int,
+    block: int,
+    padded: bool,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    options: dict[str, Any] = {"dims": dims, "heads": heads, "queries": queries, "dtype": dtype}
+    check(place, block=block, padded=padded, softcap=softcap, **options)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.factor("isa", library.PATHS)
+@pytest.mark.factor("block", [16, 64])
+@pytest.mark.factor("queries", [1, 40, 300])
+@pytest.mark.factor("padded", [False, True])
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_library_does_it_too(
+    dtype: torch.dtype,
+    padded: bool,
+    queries: int,
+    block: int,
+    isa: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if isa not in library.paths():
+        pytest.skip(f"the processor has no {isa}")
+    monkeypatch.setenv(library.ISA_VARIABLE, isa)
+    check(("cpp", "cpu"), queries=queries, block=block, padded=padded, dtype=dtype, softcap=3.0)
+
+
+def test_nothing_to_sum(place: Place) -> None:
+    check(place, tokens=0, padded=False)
+    check(place, queries=0)
+
+
+def test_torch_holds_few_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(naive, "_SCORES", 100)
+    check(("naive", "cpu"))
+
+
+@pytest.mark.parametrize("wrong", [{"block": 48}, {"positions": torch.zeros(2, 4).long()}])
+def test_mistakes_are_refused(wrong: dict[str, Any]) -> None:
+    query, key, _ = attention_inputs(("naive", "cpu"), queries=5)
+    arguments: dict[str, Any] = {"positions": torch.zeros(2, 5).long(), "block": 64} | wrong
+    with pytest.raises(ValueError, match=r"pass int64 \[2, 5\], and one of 16, 32"):
+        block_lse(query, key, scale=1.0, **arguments)
