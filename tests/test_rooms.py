@@ -25,15 +25,15 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 24_450
+MOST_LIBRARY_LINES = 24_490
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 63_600,
+    ("tests", ".py"): 63_700,
     ("examples", ".py"): 11_965,
     ("kernels/csrc", ".cpp"): 1_665,
-    ("kernels/csrc", ".h"): 2_960,
+    ("kernels/csrc", ".h"): 3_025,
 }
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
 LAB = "hf_kvret.lab"

@@ -329,23 +329,20 @@ class RetrievalLayer(CacheLayerMixin):
             self.pending_attention = False
             raise ValueError(
                 "prompt='retrieve' is for plain causal attention, and this prompt has tokens that "
-                "see later ones (those of an image, or of a prefix): take prompt='exact'"
+                "see later ones (those of an image, or of a prefix): take prompt='exact', in a new "
+                "cache where some layers slide"
             )
-        row_query = call.to_rows(query)
         if self.pending_attention and kv.watches:
-            self._on_forward(row_query, key, call)
+            self._on_forward(call.to_rows(query), key, call)
         self._scoring = call.scoring
-        keys, values = key, value
-        if past:
-            past_keys, past_values = kv.rows(past)
-            keys = torch.cat([past_keys, key], dim=2)
-            values = torch.cat([past_values, value], dim=2)
-        groups = PromptPass(query, row_query, keys, values, call, recipe, end)
+        rows = kv.rows(past, key, value) if past else (key, value)
+        groups = PromptPass(query, *rows, call, recipe, end)
         out = groups.attend()
         if self.pending_attention:
             self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
             kv.take_prompt(key, value, call.scoring.valid)
-            self.retrieved.add(groups.spans, groups.missed)
+            self.retrieved.add(groups.retrieved)
+            self.retrieved.warn(self.config.warn_lost_mass)
         return out
 
     def _on_forward(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
@@ -379,6 +376,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.edits += 1
         self.kv.crop(-tokens_to_remove)
         self.retrieved.crop(self.kv.length)
+        self.prompt_end = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""

@@ -300,10 +300,11 @@ class LayerKV:
             self._retrievable = marks[:, :cold]
         return self._retrievable if valid is None else self._retrievable & valid[:, :cold]
 
-    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, count: int, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the first ``count`` keys ``[B, Hkv, count, Dk]`` and values, by slot.
 
-        Sinks are as they came, also where the store keeps codes.
+        Sinks are as they came, also where the store keeps codes. ``new`` keys and values, if there
+        are some, stand behind them.
         """
         window, device = self.window, self.window.keys.device
         cold = min(count, self.cold_len)
@@ -313,6 +314,7 @@ class LayerKV:
             read = [(keys, values) for _, keys, values in chunks]
             keys, values = (torch.cat(side, dim=2)[:, :, :cold] for side in zip(*read, strict=True))
             parts.insert(0, (keys.to(device), values.to(device)))
+        parts += [new] if new else []
         keys, values = (torch.cat(side, dim=2) for side in zip(*parts, strict=True))
         if self.store is not None and self.store.codes_rows:
             window.put_sinks(keys, values)

@@ -17,6 +17,7 @@ from hf_kvret.contracts.chunks import chunk_len
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_dense, merge
 from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.retrieved import Group
 from hf_kvret.options.prompt import PromptRecipe
 from hf_kvret_kernels.block_lse import block_lse
 
@@ -32,17 +33,14 @@ class PromptPass:
 
     Attributes:
         query: ``[B, Hq, Q, Dk]`` of the new tokens, as they attend to ``call.keys_and_values``.
-        row_query: the same, as it is compared with rows.
         keys: ``[B, Hkv, T, D]`` of all tokens; ``values`` likewise.
         call: of the attention; ``scoring.valid [B, T]``.
         recipe: how groups choose.
         end: length of the whole prompt, of which this may be a chunk.
-        missed: share of the probes' attention that was left out, one mean for each group.
-        spans: first token and the one behind the last of groups that did not attend to everything.
+        retrieved: groups so far that did not attend to everything.
     """
 
     query: torch.Tensor
-    row_query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     call: AttentionCall
@@ -50,8 +48,7 @@ class PromptPass:
     end: int
 
     def __post_init__(self) -> None:
-        self.missed: list[torch.Tensor] = []
-        self.spans: list[tuple[int, int]] = []
+        self.retrieved: list[Group] = []
         self.past = self.keys.shape[2] - self.query.shape[2]
 
     def attend(self) -> torch.Tensor:
@@ -69,95 +66,120 @@ class PromptPass:
 
     def _attend_group(self, first: int, last: int) -> torch.Tensor:
         near = max(0, first - GROUP) // BLOCK * BLOCK
-        valid = self.call.scoring.valid
-        before = first if valid is None else int(valid[:, :first].sum(1).max())
-        count = -(-self.recipe.budget(before) // BLOCK)
         query = self.query[:, :, first - self.past : last - self.past]
-        if self._reads_all(last, near, count):
-            parts = [self._attend_span(query, first, start, last) for start in self._spans(0, last)]
+        count = self._count(first, near)
+        if last > self.end - self.recipe.exact or not count:
+            results = [self._attend_span(query, first, span) for span in self._spans(0, last)]
         else:
-            blocks = self._choose(first, last, near, count)
-            parts = [
-                self._attend_span(query, first, start, last) for start in self._spans(near, last)
-            ]
-            parts.append(self._attend_blocks(query, blocks))
-            self.spans.append((first, last))
-        return merge(parts, self.call.sink_logits, query.dtype)[0]
+            blocks, lost_mass = self._choose(first, last, near, count)
+            results = [self._attend_span(query, first, span) for span in self._spans(near, last)]
+            results += self._attend_blocks(query, blocks)
+            self.retrieved.append(Group(first, last, lost_mass))
+        return merge(results, self.call.sink_logits, query.dtype)[0]
 
-    def _reads_all(self, last: int, near: int, count: int) -> bool:
-        """Whether the group that ends before ``last`` attends to all tokens before it."""
-        return last > self.end - self.recipe.exact or count >= near // BLOCK
+    def _count(self, first: int, near: int) -> int:
+        """Blocks that a KV head chooses before ``near``; 0 where the budget covers them all.
+
+        It is the same for all sequences: that of the one with most valid tokens.
+        """
+        valid, before, blocks = self.call.scoring.valid, first, near // BLOCK
+        if valid is not None:
+            before = int(valid[:, :first].sum(1).max())
+            blocks = int(valid[:, :near].unflatten(1, (-1, BLOCK)).any(2).sum(1).max())
+        count = -(-self.recipe.budget(before) // BLOCK)
+        return count if count < blocks else 0
 
     def _spans(self, start: int, last: int) -> Iterator[slice]:
         """The tokens from ``start`` to ``last``, as many at a time as may be made of rows."""
-        step = last - start
-        if self.call.makes_rows:
-            elements = self.call.row_elements(self.keys, self.values)
-            step = chunk_len(GROUP, self.keys, elements)
+        step = self._most_tokens() or last - start
         for begin in range(start, last, step):
             yield slice(begin, min(begin + step, last))
 
-    def _attend_span(
-        self, query: torch.Tensor, first: int, span: slice, last: int
-    ) -> AttentionResult:
+    def _most_tokens(self) -> int | None:
+        """Tokens whose keys and values may be made at once; None where they are there."""
+        if not self.call.makes_rows:
+            return None
+        return chunk_len(GROUP, self.keys, self.call.row_elements(self.keys, self.values))
+
+    def _attend_span(self, query: torch.Tensor, first: int, span: slice) -> AttentionResult:
         """Causal attention of the group that begins at ``first`` to the tokens of ``span``."""
         scoring = self.call.scoring
         valid = None if scoring.valid is None else scoring.valid[:, span]
         rows = self.call.keys_and_values(self.keys[:, :, span], self.values[:, :, span])
         return attend_dense(query, *rows, scoring.of(valid), causal_offset=first - span.start)
 
-    def _attend_blocks(self, query: torch.Tensor, blocks: torch.Tensor) -> AttentionResult:
+    def _attend_blocks(self, query: torch.Tensor, blocks: torch.Tensor) -> list[AttentionResult]:
         """Attention to the tokens of ``blocks [B, Hkv, n]``, which all queries see."""
+        most = self._most_tokens()
+        some = blocks.split(blocks.shape[2] if most is None else max(1, most // BLOCK), dim=2)
+        return [self._attend_some(query, chosen) for chosen in some]
+
+    def _attend_some(self, query: torch.Tensor, blocks: torch.Tensor) -> AttentionResult:
         batch, heads, _ = blocks.shape
-        keys, values = (_gather_blocks(side, blocks) for side in (self.keys, self.values))
+        keys, values = (_gather_blocks(rows, blocks) for rows in (self.keys, self.values))
         scoring, valid = self.call.scoring, None
         if scoring.valid is not None:
             last = scoring.valid.shape[1] // BLOCK * BLOCK
-            by_block = (
-                scoring.valid[:, None, :last].unflatten(2, (-1, BLOCK)).expand(-1, heads, -1, -1)
-            )
+            by_block = scoring.valid[:, None, :last].unflatten(2, (-1, BLOCK))
             index = blocks.unsqueeze(3).expand(-1, -1, -1, BLOCK)
-            valid = by_block.gather(2, index).flatten(2).flatten(0, 1)
-        # A KV head's blocks are its own, and so is what is valid: it is a sequence of its own.
+            valid = by_block.expand(-1, heads, -1, -1).gather(2, index).flatten(2).flatten(0, 1)
+        # The blocks of a KV head, and which of their tokens are valid, are its own: each head is a
+        # sequence of its own.
         folded = query.unflatten(1, (heads, -1)).flatten(0, 1)
         rows = self.call.keys_and_values(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None])
         out, lse = attend_dense(folded, *rows, scoring.of(valid))
         return tuple(part.unflatten(0, (batch, heads)).flatten(1, 2) for part in (out, lse))
 
-    def _choose(self, first: int, last: int, near: int, count: int) -> torch.Tensor:
-        """``[B, Hkv, count]`` blocks before ``near``, in order; the first is always one of them."""
-        shares = self._shares(first, last, near)
-        relevance = shares.amax(2)
-        relevance[..., 0] = float("inf")
+    def _choose(
+        self, first: int, last: int, near: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[B, Hkv, count]`` blocks before ``near``, in order, and the lost mass.
+
+        A sequence's first block with valid tokens is always one of them.
+        """
+        probes, slots = self._probes(first, last)
+        shares = self._shares(probes, slots, near, last)
+        relevance, valid = shares.amax(2), self.call.scoring.valid
+        first_block = torch.zeros_like(slots[:, 0])
+        if valid is not None:
+            first_block = (valid.int().argmax(1) // BLOCK).clamp(max=near // BLOCK - 1)
+        index = first_block[:, None, None].expand(-1, relevance.shape[1], 1)
+        relevance.scatter_(2, index, float("inf"))
         blocks = relevance.topk(count, dim=2).indices.sort(dim=2).values
         chosen = blocks.unsqueeze(2).expand(-1, -1, shares.shape[2], -1)
-        self.missed.append((shares.sum(3) - shares.gather(3, chosen).sum(3)).mean())
-        return blocks
+        lost = (shares.sum(3) - shares.gather(3, chosen).sum(3)).mean(1)
+        if valid is None:
+            return blocks, lost.mean()
+        # Probes that are padding lose nothing, and don't count.
+        counts = valid.gather(1, slots).repeat(1, lost.shape[1] // slots.shape[1])
+        return blocks, (lost * counts).sum() / counts.sum().clamp(min=1)
 
     def _probes(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probes ``[B, Hq, P, D]`` of a group, and their slots ``[B, P]``.
+        """Probes ``[B, Hq, P, D]`` of a group, as rows are compared with them, and their slots.
 
-        They are evenly spaced among the valid queries, of which the last is always one.
+        They are evenly spaced among the valid queries, of which the last is always one. Slots are
+        ``[B, P]``.
         """
-        query = self.row_query[:, :, first - self.past : last - self.past]
+        query = self.query[:, :, first - self.past : last - self.past]
         count = last - first
         if self.recipe.probes != "all":
             count = min(self.recipe.probes, count)
-        parts = torch.arange(1, count + 1, device=query.device)
+        ranks = torch.arange(1, count + 1, device=query.device)
         valid = self.call.scoring.valid
         if valid is None:
-            slots = ((parts * (last - first) - 1) // count).expand(len(query), -1)
+            slots = ((ranks * (last - first) - 1) // count).expand(len(query), -1)
         else:
             order = valid[:, first:last].cumsum(1)
-            ranks = (parts * order[:, -1:] + count - 1) // count
+            ranks = (ranks * order[:, -1:] + count - 1) // count
             slots = torch.searchsorted(order, ranks.clamp(min=1)).clamp(max=last - first - 1)
         index = slots[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-        return query.gather(2, index), first + slots
+        return self.call.to_rows(query.gather(2, index)), first + slots
 
-    def _shares(self, first: int, last: int, near: int) -> torch.Tensor:
+    def _shares(
+        self, probes: torch.Tensor, slots: torch.Tensor, near: int, last: int
+    ) -> torch.Tensor:
         """``[B, Hkv, G * P, near / BLOCK]``: of a probe's attention, the share on each block."""
         scoring, sinks = self.call.scoring, self.call.sink_logits
-        probes, slots = self._probes(first, last)
         lse = block_lse(
             probes,
             self.keys[:, :, :last],

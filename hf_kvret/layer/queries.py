@@ -21,8 +21,8 @@ class AttentionCall:
             ``() -> [B, Hq, Q, Dv]``.
         sink_logits: ``[Hq]`` learned attention sinks, or None.
         positions: ``[B, Q]`` integers, RoPE positions of the new tokens; None if not passed.
-        is_causal: whether a new token sees exactly what stands before it, padding left out; it may
-            have to build a mask to tell.
+        is_causal: whether a new token sees exactly the valid tokens before it. For some masks it
+            builds the whole mask.
     """
 
     # Whether ``keys_and_values`` makes tensors with memory of their own.

@@ -11,7 +11,7 @@ from hf_kvret.layer.layer_kv import LayerKV, MakeStore
 
 
 class StoringLayer(Protocol):
-    """What a ``RetrievalLayer`` has of this."""
+    """The attributes of a ``RetrievalLayer`` that this module uses."""
 
     kv: LayerKV | None
     make_store: MakeStore

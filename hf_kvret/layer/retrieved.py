@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -11,7 +12,20 @@ from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.options.config import RetrievalConfig
 
 SPANS = "prompt.spans"
-"""Tensor ``[n, 2]`` of a saved layer: where the spans begin, and where they end."""
+"""Tensor ``[n, 2]`` int64 of a saved layer: where the spans begin, and where they end."""
+
+
+class Group(NamedTuple):
+    """A group of queries that attended to a part of what came before them.
+
+    Attributes:
+        first: token of the group; ``end``: the one behind its last.
+        lost_mass: mean share of its probes' attention that was left out, on the device.
+    """
+
+    first: int
+    end: int
+    lost_mass: torch.Tensor
 
 
 class RetrievedTokens:
@@ -19,35 +33,51 @@ class RetrievedTokens:
 
     Attributes:
         spans: first token and the one behind the last of each run of them, in order.
-        lost_mass: mean share of the attention of probes that was left out, one for each group of
-            queries; numbers of the device.
+        groups: those that were read in this process, in order.
     """
 
     def __init__(self, spans: Iterable[tuple[int, int]] = ()) -> None:
         self.spans = list(spans)
-        self.lost_mass: list[torch.Tensor] = []
+        self.groups: list[Group] = []
 
     def __len__(self) -> int:
-        return sum(last - first for first, last in self.spans)
+        return sum(end - first for first, end in self.spans)
 
-    def add(self, spans: Iterable[tuple[int, int]], lost_mass: Iterable[torch.Tensor]) -> None:
-        """Add later spans; one that begins where the last one ends goes on with it."""
-        for first, last in spans:
+    def add(self, groups: Iterable[Group]) -> None:
+        """Add later groups; a span grows where the next group begins at its end."""
+        for group in groups:
+            first = group.first
             if self.spans and self.spans[-1][1] == first:
                 first = self.spans.pop()[0]
-            self.spans.append((first, last))
-        self.lost_mass += lost_mass
+            self.spans.append((first, group.end))
+            self.groups.append(group)
 
     def crop(self, length: int) -> None:
         """Forget all from token ``length`` on."""
-        self.spans = [(first, min(last, length)) for first, last in self.spans if first < length]
+        self.spans = [(first, min(end, length)) for first, end in self.spans if first < length]
+        self.groups = [group for group in self.groups if group.first < length]
+
+    def lost_mass(self) -> float | None:
+        """Mean of the groups; None where none was read here. Waits for the device."""
+        if not self.groups:
+            return None
+        return float(torch.stack([group.lost_mass for group in self.groups]).mean())
+
+    def warn(self, limit: float | None) -> None:
+        """Warn where more than ``limit`` was left out; None: never."""
+        if limit is not None and (self.lost_mass() or 0.0) > limit:
+            warnings.warn(
+                f"prompt='retrieve' leaves out more than warn_lost_mass={limit} of the attention "
+                "of some layers, as stats()['layers'][i]['prompt_lost_mass'] says: raise the "
+                "prompt's top_k, or take prompt='exact'",
+                stacklevel=2,
+            )
 
     def stats(self) -> dict[str, Any]:
         """For ``stats()``; nothing where there are no such tokens. Waits for the device."""
         if not self.spans:
             return {}
-        lost = {"prompt_lost_mass": float(torch.stack(self.lost_mass).mean())}
-        return {"prompt_retrieved": len(self), **(lost if self.lost_mass else {})}
+        return {"prompt_retrieved": len(self), "prompt_lost_mass": self.lost_mass()}
 
     def fork(self) -> Self:
         """An independent copy."""
@@ -58,14 +88,14 @@ class RetrievedTokens:
         return {SPANS: torch.tensor(self.spans, dtype=torch.int64)} if self.spans else {}
 
     def load_state_dict(self, state: dict[str, torch.Tensor], length: int) -> None:
-        """Take over the spans in ``state``; ValueError if they are none of ``length`` tokens."""
+        """Take over the spans in ``state``; ValueError if they don't fit ``length`` tokens."""
         spans = state.get(SPANS)
         if spans is None:
             return
         Schema(torch.int64, {}).check(SPANS, spans, "n 2", torch.int64)
         ends = spans.flatten().tolist()
         if ends != sorted(ends) or not ends or ends[0] < 0 or ends[-1] > length:
-            raise damaged(f"{SPANS} are no spans of {length} tokens in order")
+            raise damaged(f"{SPANS} must be ordered spans within {length} tokens")
         self.spans = list(zip(ends[::2], ends[1::2], strict=True))
 
     def check(self, config: RetrievalConfig) -> None:

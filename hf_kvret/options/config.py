@@ -116,7 +116,10 @@ class RetrievalConfig:
         if self.dense_below is not None:
             check_int("dense_below", self.dense_below, 0, "tokens")
         check_prefill_chunk(self.prefill_chunk, self.max_draft)
-        PromptRecipe.of(self.prompt)
+        if isinstance(self.prompt, Mapping):
+            # Not the caller's own, which may change.
+            object.__setattr__(self, "prompt", PromptRecipe.of(self.prompt))
+        _ = self.prompt_recipe
         check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
         if self.warn_lost_mass is not None:
             check_number(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
-
-PromptOption = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -16,7 +14,7 @@ class PromptRecipe:
     Attributes:
         top_k: of the tokens before a group, a count or a share, per KV head.
         floor: tokens that ``top_k`` never goes below.
-        above: prompts of more tokens are read so; shorter ones attend to everything.
+        above: contexts of more tokens are read so; shorter ones attend to everything.
         exact: last tokens of a prompt that attend to everything, as what is asked stands there.
         probes: queries of a group that choose for it, or ``"all"``, which also finds what a
             single query inside the prompt looks for, and costs half of attending to everything.
@@ -50,6 +48,8 @@ class PromptRecipe:
             TypeError: neither a name nor a dictionary.
             ValueError: an unknown name, key or value.
         """
+        if isinstance(option, PromptRecipe):
+            return option
         if isinstance(option, Mapping):
             names = [field.name for field in fields(cls)]
             for name in option:
@@ -72,10 +72,9 @@ class PromptRecipe:
         count = self.top_k if isinstance(self.top_k, int) else -(-before * self.top_k // 1)
         return min(before, max(int(count), self.floor))
 
-    def as_dict(self) -> dict[str, Any]:
-        """As the option is written."""
-        return asdict(self)
-
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+PromptOption = str | Mapping[str, Any] | PromptRecipe

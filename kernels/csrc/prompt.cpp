@@ -9,8 +9,8 @@
 namespace {
 
 constexpr int32_t kMostThreads = 1024;
-// Rows of queries that share a packed block of keys: fewer repeat the packing more often, and more
-// outgrow the second cache.
+// A tile has so many rows of queries. Fewer would pack the same keys more often, and more would not
+// fit into the second-level cache.
 constexpr int64_t kMostRows = 512, kLeastRows = 48;
 constexpr int64_t kItemsPerThread = 4;
 
@@ -32,9 +32,8 @@ class PromptJob {
         if (items == 0) return;
         // A gap of a cache line keeps the slots of two threads apart.
         floats_ = kernel_.prompt_floats(request_, step_) + 16;
-        scratch_.resize(floats_ * std::min<int64_t>(threads_, items));
-        Pool::instance().run(items, static_cast<int>(std::min<int64_t>(threads_, items)),
-                             &PromptJob::work, this);
+        scratch_.resize(floats_ * threads_);
+        Pool::instance().run(items, threads_, &PromptJob::work, this);
     }
 
   private:

@@ -13,7 +13,7 @@
 
 namespace {
 
-// Keys whose scores are held at once.
+// So many keys are packed and scored at once.
 constexpr int64_t kKeys = 128;
 
 template <class I> class PromptWork {
@@ -27,7 +27,7 @@ template <class I> class PromptWork {
         const int64_t rows = padded(queries * heads_of(request), kRows);
         const int64_t value_dim = padded(request.value_dim, kPanel);
         const int64_t of_row = request.key_dim + value_dim + kKeys + 2;
-        // The packed keys and values, and a line that is widened.
+        // Behind them lie the packed keys and values, and a row that was converted to fp32.
         return rows * of_row + kKeys * (request.key_dim + value_dim) +
                padded(std::max(request.key_dim, value_dim), kPanel);
     }
@@ -56,14 +56,14 @@ template <class I> class PromptWork {
         std::fill(out_, out_ + rows_ * value_dim_, 0.0f);
         std::fill(top_, top_ + rows_, -kInf);
         std::fill(sum_, sum_ + rows_, 0.0f);
-        // Keys that the last query sees.
+        // The last query sees the first `end` keys.
         const int64_t seen = request_.causal ? request_.causal_offset + tile_.last : request_.tokens;
         const int64_t end = std::min(request_.tokens, seen);
         for (int64_t start = 0; start < end; start += kKeys) {
             const int64_t count = std::min(kKeys, end - start);
             if (!pack(start, count)) continue;
             multiply(query_, key_dim_, keys_, key_dim_, scores_, kKeys, kKeys, false);
-            for (int64_t row = 0; row < heads_ * queries_; ++row) soften(row, start, count);
+            for (int64_t row = 0; row < heads_ * queries_; ++row) update_softmax(row, start, count);
             multiply(scores_, kKeys, values_, kKeys, out_, value_dim_, value_dim_, true);
         }
         for (int64_t row = 0; row < heads_ * queries_; ++row) finish(row);
@@ -90,7 +90,7 @@ template <class I> class PromptWork {
 
     int64_t blocks() const { return (request_.tokens + request_.block_len - 1) / request_.block_len; }
 
-    // Of scores that are weights behind it.
+    // The log-sum-exp; scores are overwritten.
     static float log_sum(float *scores, int64_t count) {
         const float top = largest(scores, count);
         const float sum = to_weights(scores, count, top);
@@ -103,8 +103,7 @@ template <class I> class PromptWork {
         return I::largest(top);
     }
 
-    // Their exponentials under `top`, and the sum of these. Without a key all are 0, but for NaN,
-    // which stay.
+    // Replaces scores by exp(score - top), and sums these. Without a key all are 0, but NaN stays.
     static float to_weights(float *scores, int64_t count, float top) {
         const V base = I::set1(top == -kInf ? 0.0f : top);
         V sum = I::set1(0.0f);
@@ -133,30 +132,30 @@ template <class I> class PromptWork {
         return (number + multiple - 1) / multiple * multiple;
     }
 
-    // `count` numbers in fp32, with zeros up to a whole panel behind them.
-    void widen(const void *from, int64_t first, int64_t count, float *to) const {
+    // Converts `count` elements to fp32, with zeros behind them up to a whole vector.
+    void to_float(const void *from, int64_t first, int64_t count, float *to) const {
         switch (request_.dtype) {
         case HFK_FLOAT32:
-            return widen(static_cast<const float *>(from) + first, count, to);
+            return to_float(static_cast<const float *>(from) + first, count, to);
         case HFK_FLOAT16:
-            return widen(static_cast<const Half *>(from) + first, count, to);
+            return to_float(static_cast<const Half *>(from) + first, count, to);
         default:
-            return widen(static_cast<const Bf16 *>(from) + first, count, to);
+            return to_float(static_cast<const Bf16 *>(from) + first, count, to);
         }
     }
 
-    template <class T> static void widen(const T *from, int64_t count, float *to) {
+    template <class T> static void to_float(const T *from, int64_t count, float *to) {
         int64_t i = 0;
         for (; i + I::lanes <= count; i += I::lanes) I::store(to + i, I::load(from + i));
         if (i < count) I::store(to + i, I::load_some(from + i, static_cast<int>(count - i)));
     }
 
-    // Scaled, head by head; what fills up the rows is zero.
+    // Reads the queries head by head and scales them. Rows that fill up the last strip are zeros.
     void read_queries() {
         for (int64_t row = 0; row < heads_ * queries_; ++row) {
             const int64_t head = tile_.kv_head * heads_ + row / queries_;
             const int64_t query = tile_.first + row % queries_;
-            widen(request_.query,
+            to_float(request_.query,
                   tile_.batch * request_.query_batch + head * request_.query_head +
                       query * request_.query_row,
                   key_dim_, line_);
@@ -173,8 +172,8 @@ template <class I> class PromptWork {
                request_.valid[tile_.batch * request_.valid_stride + token] != 0;
     }
 
-    // Keys and values in panels of columns: a key is a column, a number of the values is one. Rows
-    // that are not valid are zeros. False where none is valid.
+    // Packs keys and values into panels of columns. A column is a key, or an element of all values.
+    // Tokens that are not valid are packed as zeros. False where none is valid.
     bool pack(int64_t start, int64_t count) {
         all_valid_ = true;
         bool any = false;
@@ -195,11 +194,11 @@ template <class I> class PromptWork {
                 for (int64_t d = 0; d < key_dim_; ++d) column[d * kPanel] = 0.0f;
                 std::fill(line_, line_ + value_dim_, 0.0f);
             } else {
-                widen(request_.keys, keys + (start + j) * request_.key_row, key_dim_, line_);
+                to_float(request_.keys, keys + (start + j) * request_.key_row, key_dim_, line_);
                 for (int64_t d = 0; d < key_dim_; ++d) column[d * kPanel] = line_[d];
                 if (!attends) continue;
                 std::fill(line_ + value_dim_ - kPanel, line_ + value_dim_, 0.0f);
-                widen(request_.values, values + (start + j) * request_.value_row,
+                to_float(request_.values, values + (start + j) * request_.value_row,
                       request_.value_dim, line_);
             }
             for (int64_t d = 0; d < value_dim_; d += kPanel) {
@@ -209,7 +208,7 @@ template <class I> class PromptWork {
         return true;
     }
 
-    // c [rows, columns] = a [rows, depth] b, or that much more; b in panels of columns.
+    // Writes a b to c [rows, columns], or adds it; b lies in panels of columns.
     void multiply(const float *a, int64_t a_row, const float *b, int64_t depth, float *c,
                   int64_t c_row, int64_t columns, bool adds) const {
         for (int64_t column = 0; column < columns; column += kPanel) {
@@ -241,7 +240,7 @@ template <class I> class PromptWork {
         }
     }
 
-    // Scores of a row, capped, and -inf for tokens that its query does not see.
+    // Caps the scores of a row, and writes -inf for tokens that its query does not see.
     void mask(int64_t row, int64_t start, int64_t count) {
         float *scores = scores_ + row * kKeys;
         if (request_.softcap != 0.0) {
@@ -264,20 +263,21 @@ template <class I> class PromptWork {
         }
     }
 
-    // Scores of a row to weights under its new largest score, and its sums so far to the same.
-    void soften(int64_t row, int64_t start, int64_t count) {
+    // A step of the online softmax: turns scores of a row into weights under its new largest score,
+    // and rescales what was summed so far.
+    void update_softmax(int64_t row, int64_t start, int64_t count) {
         mask(row, start, count);
         float *scores = scores_ + row * kKeys;
         const float top = std::max(top_[row], largest(scores, kKeys));
         const float total = to_weights(scores, kKeys, top);
         if (top != top_[row]) {
-            const float shrink = std::exp(top_[row] - top);
-            const V factor = I::set1(shrink);
+            const float rescale = std::exp(top_[row] - top);
+            const V factor = I::set1(rescale);
             float *out = out_ + row * value_dim_;
             for (int64_t d = 0; d < value_dim_; d += I::lanes) {
                 I::store(out + d, I::load(out + d) * factor);
             }
-            sum_[row] *= shrink;
+            sum_[row] *= rescale;
             top_[row] = top;
         }
         sum_[row] += total;

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import cycle
 
 import pytest
-import torch
 
 from hf_kvret import registered_methods
 from hf_kvret.layer import prompt_groups
@@ -28,15 +27,15 @@ CASES = list(zip(sorted(_MODES * 2), cycle(MODELS), cycle(METHODS), cycle(STORES
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts of blocks of 16 tokens that groups of 8 queries chose: all that there were."""
     counts = []
-    choose = PromptPass._choose
 
-    def all_of_them(self: PromptPass, first: int, last: int, near: int, count: int) -> torch.Tensor:
-        counts.append(near // prompt_groups.BLOCK)
-        return choose(self, first, last, near, counts[-1])
+    def all_of_them(self: PromptPass, first: int, near: int) -> int:
+        if near:
+            counts.append(near // prompt_groups.BLOCK)
+        return near // prompt_groups.BLOCK
 
     monkeypatch.setattr(prompt_groups, "GROUP", 8)
     monkeypatch.setattr(prompt_groups, "BLOCK", 16)
-    monkeypatch.setattr(PromptPass, "_choose", all_of_them)
+    monkeypatch.setattr(PromptPass, "_count", all_of_them)
     return counts
 
 

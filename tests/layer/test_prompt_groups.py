@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import hf_kvret
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
+from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.layer.prompt_groups import BLOCK, GROUP, PromptPass
 from hf_kvret.layer.queries import AttentionCall
@@ -54,7 +55,9 @@ def reference(
     for first in range(0, tokens, GROUP):
         last, near = min(first + GROUP, tokens), max(0, first - GROUP) // BLOCK * BLOCK
         count = -(-recipe.budget(max(0, first - fewest)) // BLOCK)
-        if last > tokens - recipe.exact or count >= near // BLOCK:
+        # The other sequence of the batch has as many blocks with tokens, or fewer.
+        blocks = near // BLOCK - fewest // BLOCK
+        if last > tokens - recipe.exact or count >= blocks:
             continue
         queries = (first + valid[first:last].nonzero().flatten()).tolist()
         wanted = len(range(first, last)) if recipe.probes == "all" else recipe.probes
@@ -64,7 +67,7 @@ def reference(
         for head in range(len(keys)):
             own = weights[head * per_head : (head + 1) * per_head, probes, :near]
             share = own.unflatten(2, (-1, BLOCK)).sum(3).amax((0, 1))
-            share[0] = 2.0
+            share[min(int(valid.int().argmax()), near - 1) // BLOCK] = 2.0
             left_out = torch.ones(near // BLOCK, dtype=torch.bool)
             left_out[share.topk(count).indices] = False
             seen[head, first:last, :near] &= ~left_out.repeat_interleave(BLOCK)
@@ -104,12 +107,12 @@ def test_groups_attend_to_near_tokens_and_what_probes_choose(
     new = query[:, :, past:]
     logits = None if sinks is None else sinks + torch.randn(6)
     call = AttentionCall(scoring, lambda: new, logits)
-    groups = PromptPass(new, new, keys, values, call, recipe, TOKENS)
+    groups = PromptPass(new, keys, values, call, recipe, TOKENS)
     out = groups.attend()
     read = RetrievedTokens()
-    read.add(groups.spans, groups.missed)
+    read.add(groups.retrieved)
     assert read.spans == [(max(past, 2 * GROUP), TOKENS)]
-    assert all(0.0 < float(missed) < 1.0 for missed in groups.missed)
+    assert all(0.0 < float(group.lost_mass) < 1.0 for group in groups.retrieved)
     for row in range(2):
         rows = query[row], keys[row], values[row], valid[row]
         want = reference(*rows, recipe, softcap, logits, min(padding))[:, past:]
@@ -187,8 +190,65 @@ def test_spans_follow_forks_crops_and_saves(
         hf_kvret.ParisKVCache.from_pretrained(tmp_path, config=model.config, prompt="exact")
     with pytest.raises(ValueError, match="read the text again"):
         cache.fork(prompt="exact")
+    # What was left out is known in the process that read, and not behind a crop.
+    for other in (fork, loaded):
+        stats = other.stats()["layers"][0]
+        assert stats["prompt_retrieved"] > 400 and stats["prompt_lost_mass"] is None
+    cache.crop(1500 - cache.get_seq_length())
+    assert [group.end for group in cache.retrieval_layers[0].retrieved.groups] == [1536]
     cache.reset()
     assert not cache.retrieval_layers[0].retrieved.spans
+
+
+def test_what_was_announced_ends_with_a_crop_and_with_another_prompt(
+    model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """The last 512 tokens of a pass that nobody announced attend to everything."""
+    cache, _ = answer(model, document[0], prompt={"above": 0, "floor": 0})
+    cache.crop(1500 - cache.get_seq_length())
+    with torch.no_grad():
+        model(document[0][:, 1500:2200], past_key_values=cache)
+    assert cache.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 1536)]
+    fresh = hf_kvret.ParisKVCache(model.config, prompt={"above": 0, "floor": 0})
+    fresh.expect(4000, 4000)
+    with torch.no_grad():
+        for start, stop in ((0, 4000), (0, 700)):
+            model(document[0].repeat(1, 2)[:, start:stop], past_key_values=fresh)
+    assert fresh.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 3072), (4000, 4096)]
+
+
+def test_padding_alone_is_no_reason_to_retrieve() -> None:
+    """All tokens before the last groups fit the budget, but for padding."""
+    query, keys = torch.randn(1, 2, 2048, 16), torch.randn(1, 2, 2048, 16)
+    valid = torch.ones(1, 2048, dtype=torch.bool)
+    valid[:, :1500] = False
+    recipe = PromptRecipe(**NOTHING_KEPT | {"floor": 512})
+    call = AttentionCall(Scoring(valid, SCALE), lambda: query)
+    groups = PromptPass(query, keys, keys, call, recipe, 2048)
+    groups.attend()
+    assert not groups.retrieved
+
+
+def test_a_prompt_that_leaves_out_much_warns(
+    model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    recipe = {"above": 0, "floor": 0, "top_k": 64}
+    with pytest.warns(UserWarning, match="leaves out more than warn_lost_mass=0.0001"):
+        answer(model, document[0], prompt=recipe, warn_lost_mass=1e-4)
+
+
+@pytest.mark.parametrize(
+    "words", ["prompt.above=0:prompt=retrieve", "prompt=retrieve:prompt.above=0"]
+)
+def test_entries_of_an_option_with_a_value_are_refused(words: str) -> None:
+    with pytest.raises(ValueError, match="prompt has a value and entries"):
+        choose_cache(f"paris:{words}")
+
+
+def test_a_dot_names_an_entry_of_the_recipe() -> None:
+    options = choose_cache("paris:prompt.above=0:prompt.probes=all:top_k=64").options
+    assert options is not None and options.prompt == PromptRecipe(above=0, probes="all")
+    assert hash(options) == hash(options.replace(prompt={"above": 0, "probes": "all"}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +92,7 @@ def choose_cache(
     name, *words = [word.strip() for word in text.split(":")]
     if name == "kvpress":
         return _press(text, words)
-    options = _nested(parse_option(text, word) for word in words)
+    options = _nested(text, [parse_option(text, word) for word in words])
     if name in registered_methods():
         cache_class = registered_methods()[name]
         config = cache_class.Config
@@ -190,15 +190,16 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _nested(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """``options`` as a dictionary; those with a dot in their name are entries of another one."""
-    result: dict[str, Any] = {}
+def _nested(text: str, options: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The ``options`` in ``text``; ``a.b`` is the entry ``b`` of a dictionary ``a``."""
+    result: dict[str, Any] = {name: value for name, value in options if "." not in name}
     for name, value in options:
         outer, dot, inner = name.partition(".")
-        if dot and isinstance(result.setdefault(outer, {}), dict):
-            result[outer][inner] = value
-        else:
-            result[name] = value
+        if not dot:
+            continue
+        if not isinstance(result.setdefault(outer, {}), dict):
+            raise ValueError(f"{text!r}: {outer} has a value and entries, write one or the other")
+        result[outer][inner] = value
     return result
 
 
