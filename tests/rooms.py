@@ -50,7 +50,7 @@ ROOMS = (
     Room("hf_kvret.cache", 410),
     Room("hf_kvret.methods", 6460),
     Room("hf_kvret.replay", 970),
-    Room("hf_kvret.attention", 1_845),
+    Room("hf_kvret.attention", 1_850),
     Room("hf_kvret.registry", 290),
     Room(FACE, 60),
     Room("hf_kvret.testing", 1_910),

@@ -95,18 +95,17 @@ def retrieval_attention(
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
     heads = ModuleHeads(module) if isinstance(layer, LatentLayer) else None
     scoring = Scoring(valid, scale, softcap)
-    info = mask_info(attention_mask)
-    # Where there is no mask, sdpa goes by what the module says.
-    causal = getattr(module, "is_causal", True)
 
     def is_causal() -> bool:
-        return causal and (info is None or info.lets_see_as_causal)
+        info = mask_info(attention_mask)
+        return _means_causal(module) and (info is None or info.lets_see_as_causal)
 
     def prompt() -> torch.Tensor:
         base = base_name(module, kwargs)
         keys, values = (key, value) if heads is None else heads.expand_new(key, value)
-        part = None
-        plain = base in ("sdpa", "eager") and causal and info is not None and info.causal
+        part, info = None, mask_info(attention_mask)
+        plain = base in ("sdpa", "eager") and info is not None and info.causal
+        plain = plain and _means_causal(module)
         if plain and fits(query, keys, values):
             part = attend_flash(query, keys, values, scoring, causal_offset=0)
         elif _base_builds_matrix(base, query, key, attention_mask) or (plain and compiled(query)):
@@ -136,6 +135,11 @@ def retrieval_attention(
     with warming_up(layer, query, call) if query.is_cuda else nullcontext():
         out = layer.attend(query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _means_causal(module: torch.nn.Module) -> bool:
+    """What sdpa takes from ``module`` where there is no mask."""
+    return getattr(module, "is_causal", True)
 
 
 def _base_builds_matrix(

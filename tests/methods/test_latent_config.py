@@ -25,6 +25,7 @@ MEANINGLESS: dict[str, Any] = {
     "bits": 2,
     "device_budget": "1GB",
     "track_recall": True,
+    "prompt": "retrieve",
     "rest": "mean",
 }
 # Refused by what they need, which has no meaning here either.
