@@ -44,7 +44,7 @@ ROOMS = (
     Room("hf_kvret.models", 970),
     Room("hf_kvret.stores", 2125),
     Room("hf_kvret.layer", 3_180),
-    Room("hf_kvret.observe", 710),
+    Room("hf_kvret.observe", 720),
     Room("hf_kvret.saved", 1_845),
     Room("hf_kvret.artifacts", 1_710),
     Room("hf_kvret.cache", 410),

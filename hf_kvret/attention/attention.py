@@ -138,7 +138,7 @@ def retrieval_attention(
 
 
 def _means_causal(module: torch.nn.Module) -> bool:
-    """What sdpa takes from ``module`` where there is no mask."""
+    """Whether sdpa is causal for ``module`` where it gets no mask."""
     return getattr(module, "is_causal", True)
 
 

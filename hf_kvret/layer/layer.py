@@ -329,8 +329,8 @@ class RetrievalLayer(CacheLayerMixin):
             self.pending_attention = False
             raise ValueError(
                 "prompt='retrieve' is for plain causal attention, and this prompt has tokens that "
-                "see later ones (those of an image, or of a prefix): take prompt='exact', in a new "
-                "cache where some layers slide"
+                "see later ones (those of an image, or of a prefix): take prompt='exact', and a "
+                "new cache where some layers slide"
             )
         if self.pending_attention and kv.watches:
             self._on_forward(call.to_rows(query), key, call)
@@ -342,7 +342,6 @@ class RetrievalLayer(CacheLayerMixin):
             self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
             kv.take_prompt(key, value, call.scoring.valid)
             self.retrieved.add(groups.retrieved)
-            self.retrieved.warn(self.config.warn_lost_mass)
         return out
 
     def _on_forward(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
@@ -401,9 +400,9 @@ class RetrievalLayer(CacheLayerMixin):
         """Forget all tokens and counts."""
         self.edits += 1
         self.kv = self._scoring = None
+        self.retrieved.crop(0)
         self.is_initialized = self.pending_attention = False
         self.final_len = self.prompt_end = self.exact_rows = 0
-        self.retrieved = RetrievedTokens()
         for subscriber in self.subscribers:
             subscriber.reset()
 
@@ -420,7 +419,7 @@ class RetrievalLayer(CacheLayerMixin):
         options = self._make_index, self.make_store, self.needs_positions, self._value_in_key
         twin = type(self)(self.config, *options)
         twin.layer_info = self.layer_info
-        twin.retrieved = self.retrieved.fork()
+        twin.retrieved.copy_spans(self.retrieved)
         self._settle()
         if self.kv is not None:
             own = LayerReference(twin)

@@ -1,9 +1,9 @@
 """A long prompt in groups of queries: each attends to near tokens and to blocks of earlier ones.
 
 Some queries of a group, the probes, score all earlier keys. What is chosen for the group are the
-blocks that hold the largest share of the attention of any probe and head of a KV head. Attention
-over the near tokens and the chosen blocks is exact. Groups begin at multiples of ``GROUP``, so the
-same tokens in other passes give the same cache.
+blocks that hold the largest share of the attention of any probe and head of a KV head, and beside
+them the first block. Attention over the near tokens and the chosen blocks is exact. Groups begin at
+multiples of ``GROUP``, so passes that end there give the same cache as one.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ class PromptPass:
     def _choose(
         self, first: int, last: int, near: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[B, Hkv, count]`` blocks before ``near``, in order, and the lost mass.
+        """``[B, Hkv, count + 1]`` blocks before ``near``, in order, and the lost mass.
 
-        A sequence's first block with valid tokens is always one of them.
+        One more is a sequence's first block with valid tokens.
         """
         probes, slots = self._probes(first, last)
         shares = self._shares(probes, slots, near, last)
@@ -145,7 +145,7 @@ class PromptPass:
             first_block = (valid.int().argmax(1) // BLOCK).clamp(max=near // BLOCK - 1)
         index = first_block[:, None, None].expand(-1, relevance.shape[1], 1)
         relevance.scatter_(2, index, float("inf"))
-        blocks = relevance.topk(count, dim=2).indices.sort(dim=2).values
+        blocks = relevance.topk(count + 1, dim=2).indices.sort(dim=2).values
         chosen = blocks.unsqueeze(2).expand(-1, -1, shares.shape[2], -1)
         lost = (shares.sum(3) - shares.gather(3, chosen).sum(3)).mean(1)
         if valid is None:

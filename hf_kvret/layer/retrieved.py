@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
@@ -33,11 +32,11 @@ class RetrievedTokens:
 
     Attributes:
         spans: first token and the one behind the last of each run of them, in order.
-        groups: those that were read in this process, in order.
+        groups: of queries that this process read, in order.
     """
 
-    def __init__(self, spans: Iterable[tuple[int, int]] = ()) -> None:
-        self.spans = list(spans)
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
         self.groups: list[Group] = []
 
     def __len__(self) -> int:
@@ -58,20 +57,10 @@ class RetrievedTokens:
         self.groups = [group for group in self.groups if group.first < length]
 
     def lost_mass(self) -> float | None:
-        """Mean of the groups; None where none was read here. Waits for the device."""
+        """Mean over the groups; None where there are none. Waits for the device."""
         if not self.groups:
             return None
         return float(torch.stack([group.lost_mass for group in self.groups]).mean())
-
-    def warn(self, limit: float | None) -> None:
-        """Warn where more than ``limit`` was left out; None: never."""
-        if limit is not None and (self.lost_mass() or 0.0) > limit:
-            warnings.warn(
-                f"prompt='retrieve' leaves out more than warn_lost_mass={limit} of the attention "
-                "of some layers, as stats()['layers'][i]['prompt_lost_mass'] says: raise the "
-                "prompt's top_k, or take prompt='exact'",
-                stacklevel=2,
-            )
 
     def stats(self) -> dict[str, Any]:
         """For ``stats()``; nothing where there are no such tokens. Waits for the device."""
@@ -79,9 +68,9 @@ class RetrievedTokens:
             return {}
         return {"prompt_retrieved": len(self), "prompt_lost_mass": self.lost_mass()}
 
-    def fork(self) -> Self:
-        """An independent copy."""
-        return type(self)(self.spans)
+    def copy_spans(self, other: Self) -> None:
+        """Have the spans of ``other``."""
+        self.spans = list(other.spans)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors to be saved; none where there are no such tokens."""

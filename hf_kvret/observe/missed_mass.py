@@ -9,6 +9,7 @@ import torch
 from hf_kvret.contracts.index import ColdTokens, Estimates, makes_estimates
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.record import StepRecord, Subscriber
+from hf_kvret.layer.retrieved import RetrievedTokens
 from hf_kvret.observe.recall import exact_scores, slot_marks
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.mean_tokens import BlockMeans
@@ -106,11 +107,13 @@ class MissedMassWarning:
 
     Attributes:
         layers: what its layers miss, by their numbers.
+        prompts: tokens that they read with ``prompt="retrieve"``, likewise.
     """
 
     def __init__(self, options: RetrievalConfig) -> None:
         self._options = options
         self.layers: dict[int, MissedMass] = {}
+        self.prompts: dict[int, RetrievedTokens] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -121,6 +124,17 @@ class MissedMassWarning:
         """Warn if the mean share that a layer missed is above ``warn_lost_mass``."""
         limit = self._options.warn_lost_mass
         if limit is None or self._is_done:
+            return
+        lost = {number: read.lost_mass() or 0.0 for number, read in self.prompts.items()}
+        worst = max(lost, key=lambda number: lost[number])
+        if lost[worst] > limit:
+            self._is_done = True
+            warnings.warn(
+                f"layer {worst} left out {lost[worst]:.0%} of the attention of a prompt's probes, "
+                f"more than warn_lost_mass={limit}: raise top_k of the option prompt, or take "
+                "prompt='exact'",
+                stacklevel=2,
+            )
             return
         shares = {number: layer.mean() or 0.0 for number, layer in self.layers.items()}
         worst = max(shares, key=lambda number: shares[number])

@@ -129,6 +129,7 @@ def subscribe(layers: Sequence[RetrievalLayer], options: RetrievalConfig) -> Mis
             last = layer is layers[-1]
             missed = MissedMass(options.track_recall, warning if last else None)
             warning.layers[layer.layer_info.number] = missed
+            warning.prompts[layer.layer_info.number] = layer.retrieved
             subscribers.append(missed)
         layer.subscribers = tuple(subscribers)
     return warning

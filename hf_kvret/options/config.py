@@ -117,9 +117,9 @@ class RetrievalConfig:
             check_int("dense_below", self.dense_below, 0, "tokens")
         check_prefill_chunk(self.prefill_chunk, self.max_draft)
         if isinstance(self.prompt, Mapping):
-            # Not the caller's own, which may change.
-            object.__setattr__(self, "prompt", PromptRecipe.of(self.prompt))
-        _ = self.prompt_recipe
+            # A copy, since the caller may change its own.
+            object.__setattr__(self, "prompt", dict(self.prompt))
+        PromptRecipe.of(self.prompt)
         check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
         if self.warn_lost_mass is not None:
             check_number(

@@ -12,9 +12,10 @@ class PromptRecipe:
     """Which of the earlier tokens a group of 512 queries of a long prompt attends to.
 
     Attributes:
-        top_k: of the tokens before a group, a count or a share, per KV head.
+        top_k: of the tokens before a group, a count or a share, per KV head, beside the first block
+            and the 512 tokens before it.
         floor: tokens that ``top_k`` never goes below.
-        above: contexts of more tokens are read so; shorter ones attend to everything.
+        above: only longer contexts are read by retrieval.
         exact: last tokens of a prompt that attend to everything, as what is asked stands there.
         probes: queries of a group that choose for it, or ``"all"``, which also finds what a
             single query inside the prompt looks for, and costs half of attending to everything.
@@ -48,8 +49,6 @@ class PromptRecipe:
             TypeError: neither a name nor a dictionary.
             ValueError: an unknown name, key or value.
         """
-        if isinstance(option, PromptRecipe):
-            return option
         if isinstance(option, Mapping):
             names = [field.name for field in fields(cls)]
             for name in option:
@@ -77,4 +76,4 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-PromptOption = str | Mapping[str, Any] | PromptRecipe
+PromptOption = str | Mapping[str, Any]

@@ -80,9 +80,9 @@ struct hfk_prompt {
     const int64_t *positions; // [batch, queries]: the last token that a query sees; null: `causal`
     float *out;             // [batch, query_heads, queries, value_dim], contiguous
     float *lse;             // [batch, query_heads, queries], contiguous, natural log
-    float *block_lse;       // null, or written in place of `out` and `lse`: of each block of tokens,
-                            // [batch, query_heads, queries, blocks], contiguous
-    int64_t block_len;      // tokens of a block: 16, 32, 64 or 128
+    float *block_lse;       // log-sum-exp of each block of tokens, [batch, query_heads, queries, blocks],
+                            // contiguous; written in place of `out` and `lse` where block_len is not 0
+    int64_t block_len;      // tokens of a block: 16, 32, 64 or 128; 0: attention
     int64_t batch;
     int64_t query_heads;    // a multiple of kv_heads
     int64_t kv_heads;
@@ -279,8 +279,8 @@ HFK_API int32_t hfk_scores(const struct hfk_request *request);
 HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
 
 // Softmax attention of each query to the tokens that it sees: `out` 0 and `lse` -inf where there is
-// none. Products, softmax and sums are fp32. With `block_lse` the log-sum-exps of scores alone, for
-// which `values` and `out` may be null.
+// none. Products, softmax and sums are fp32. With `block_len` it computes log-sum-exps of scores
+// alone, and `values`, `out` and `lse` may be null.
 HFK_API int32_t hfk_prompt_attention(const struct hfk_prompt *request);
 
 // The step: `out` as of hfk_attend, over the window and the ids; `lse` may be null. Queries of a KV

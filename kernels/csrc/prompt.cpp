@@ -62,7 +62,7 @@ bool is_good(const hfk_prompt &request) {
            request.queries >= 0 && request.tokens >= 0 && request.key_dim > 0 &&
            request.value_dim > 0 && request.kv_heads > 0 && request.query_heads > 0 &&
            request.query_heads % request.kv_heads == 0 &&
-           (request.block_lse == nullptr || request.block_len == 16 || request.block_len == 32 ||
+           (request.block_len == 0 || request.block_len == 16 || request.block_len == 32 ||
             request.block_len == 64 || request.block_len == 128);
 }
 

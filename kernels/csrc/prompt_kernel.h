@@ -34,7 +34,7 @@ template <class I> class PromptWork {
 
     static void attend(const PromptTile &tile) {
         PromptWork work(tile);
-        if (tile.request->block_lse == nullptr) {
+        if (tile.request->block_len == 0) {
             work.attend();
         } else {
             work.sum_blocks();
@@ -183,7 +183,7 @@ template <class I> class PromptWork {
             any |= valid_[j];
         }
         if (!any) return false;
-        const bool attends = request_.block_lse == nullptr;
+        const bool attends = request_.block_len == 0;
         const int64_t keys = tile_.batch * request_.key_batch + tile_.kv_head * request_.key_head;
         const int64_t values =
             tile_.batch * request_.value_batch + tile_.kv_head * request_.value_head;
@@ -251,8 +251,9 @@ template <class I> class PromptWork {
         }
         const int64_t query = tile_.first + row % queries_;
         if (request_.positions != nullptr) {
-            const int64_t last = request_.positions[tile_.batch * request_.queries + query] - start;
-            count = std::clamp<int64_t>(last + 1, 0, count);
+            const int64_t last = request_.positions[tile_.batch * request_.queries + query];
+            const int64_t seen = std::clamp<int64_t>(last, -1, request_.tokens - 1) + 1;
+            count = std::clamp<int64_t>(seen - start, 0, count);
         } else if (request_.causal) {
             const int64_t last = request_.causal_offset + query - start;
             count = std::clamp<int64_t>(last + 1, 0, count);

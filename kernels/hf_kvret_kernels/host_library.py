@@ -203,6 +203,8 @@ def sum_blocks(
     """See ``block_lse``; its caller checked the arguments. Errors as of ``attend_prompt``."""
     blocks = -(-key.shape[2] // block)
     lse = query.new_empty(*query.shape[:3], blocks, dtype=torch.float32)
+    if not lse.numel():
+        return lse
     where = positions.contiguous(), None, None, lse, block
     _run_prompt((query, key, key), where, scale, None, valid, softcap, threads, path)
     return lse

@@ -31,7 +31,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def all_of_them(self: PromptPass, first: int, near: int) -> int:
         if near:
             counts.append(near // prompt_groups.BLOCK)
-        return near // prompt_groups.BLOCK
+        # One more is the first block.
+        return near // prompt_groups.BLOCK - 1 if near > prompt_groups.BLOCK else 0
 
     monkeypatch.setattr(prompt_groups, "GROUP", 8)
     monkeypatch.setattr(prompt_groups, "BLOCK", 16)

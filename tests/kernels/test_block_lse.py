@@ -78,8 +78,8 @@ def check(
 @pytest.mark.factor("queries", [1, 33])
 @pytest.mark.factor("heads", [2, 6])
 @pytest.mark.factor("dims", [8, 40, 128])
-def test_it_is_the_sum_of_each_block(
-    place: Place,
+def test_each_block_has_its_log_sum_exp(
+    where: Place,
     dims: int,
     heads: int,
     queries: int,
@@ -89,7 +89,7 @@ def test_it_is_the_sum_of_each_block(
     dtype: torch.dtype,
 ) -> None:
     options: dict[str, Any] = {"dims": dims, "heads": heads, "queries": queries, "dtype": dtype}
-    check(place, block=block, padded=padded, softcap=softcap, **options)
+    check(where, block=block, padded=padded, softcap=softcap, **options)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -98,7 +98,7 @@ def test_it_is_the_sum_of_each_block(
 @pytest.mark.factor("queries", [1, 40, 300])
 @pytest.mark.factor("padded", [False, True])
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_library_does_it_too(
+def test_the_library_computes_them_with_each_instruction_set(
     dtype: torch.dtype,
     padded: bool,
     queries: int,
@@ -112,19 +112,39 @@ def test_the_library_does_it_too(
     check(("cpp", "cpu"), queries=queries, block=block, padded=padded, dtype=dtype, softcap=3.0)
 
 
-def test_nothing_to_sum(place: Place) -> None:
-    check(place, tokens=0, padded=False)
-    check(place, queries=0)
+def test_no_keys_and_no_queries(where: Place) -> None:
+    check(where, tokens=0, padded=False)
+    check(where, queries=0)
 
 
-def test_torch_holds_few_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_dims_in_two_parts(where: Place) -> None:
+    check(where, dims=192, tokens=150)
+
+
+def test_positions_far_outside(where: Place) -> None:
+    query, key, _ = attention_inputs(where, batch=1, queries=2, tokens=210)
+    ends = torch.iinfo(torch.int64)
+    positions = torch.tensor([[ends.min, ends.max]], device=where[1])
+    got = block_lse(query, key, positions, scale=0.2, block=64, backend=where[0])
+    want = reference(query, key, positions, 0.2, 64, None, None)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_torch_in_several_chunks_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(naive, "_SCORES", 100)
     check(("naive", "cpu"))
 
 
-@pytest.mark.parametrize("wrong", [{"block": 48}, {"positions": torch.zeros(2, 4).long()}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block": 48},
+        {"positions": torch.zeros(2, 4).long()},
+        {"positions": torch.zeros(2, 5, device="meta").long()},
+    ],
+)
 def test_mistakes_are_refused(wrong: dict[str, Any]) -> None:
     query, key, _ = attention_inputs(("naive", "cpu"), queries=5)
     arguments: dict[str, Any] = {"positions": torch.zeros(2, 5).long(), "block": 64} | wrong
-    with pytest.raises(ValueError, match=r"pass int64 \[2, 5\], and one of 16, 32"):
+    with pytest.raises(ValueError, match=r"pass int64 \[2, 5\] on cpu, and one of 16, 32"):
         block_lse(query, key, scale=1.0, **arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hf_kvret.contracts.index import Scoring
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.tune.variants import _fork
 from hf_kvret.layer.prompt_groups import BLOCK, GROUP, PromptPass
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.retrieved import RetrievedTokens
@@ -69,7 +71,7 @@ def reference(
             share = own.unflatten(2, (-1, BLOCK)).sum(3).amax((0, 1))
             share[min(int(valid.int().argmax()), near - 1) // BLOCK] = 2.0
             left_out = torch.ones(near // BLOCK, dtype=torch.bool)
-            left_out[share.topk(count).indices] = False
+            left_out[share.topk(count + 1).indices] = False
             seen[head, first:last, :near] &= ~left_out.repeat_interleave(BLOCK)
     scores = scores.masked_fill(~seen.repeat_interleave(per_head, 0), float("-inf"))
     return _weights(scores, sinks) @ values.repeat_interleave(per_head, 0)
@@ -233,7 +235,7 @@ def test_a_prompt_that_leaves_out_much_warns(
     model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     recipe = {"above": 0, "floor": 0, "top_k": 64}
-    with pytest.warns(UserWarning, match="leaves out more than warn_lost_mass=0.0001"):
+    with pytest.warns(UserWarning, match="a prompt's probes, more than warn_lost_mass=0.0001"):
         answer(model, document[0], prompt=recipe, warn_lost_mass=1e-4)
 
 
@@ -247,8 +249,20 @@ def test_entries_of_an_option_with_a_value_are_refused(words: str) -> None:
 
 def test_a_dot_names_an_entry_of_the_recipe() -> None:
     options = choose_cache("paris:prompt.above=0:prompt.probes=all:top_k=64").options
-    assert options is not None and options.prompt == PromptRecipe(above=0, probes="all")
-    assert hash(options) == hash(options.replace(prompt={"above": 0, "probes": "all"}))
+    assert options is not None and options.prompt_recipe == PromptRecipe(above=0, probes="all")
+    assert options == options.replace(prompt={"above": 0, "probes": "all"})
+
+
+def test_a_tuned_prompt_is_measured_with_its_own_rows() -> None:
+    """Variants that read the prompt in another way share no filled cache."""
+    names = ("paris:top_k=64", "paris:prompt.above=0:top_k=64", "paris:prompt.above=0:top_k=32")
+    bases: dict[str, Any] = {}
+    variants = [_fork(choose_cache(name), bases) for name in names]
+    assert list(bases) == ["paris", "paris:prompt.above=0"]
+    assert [variant.base.name for variant in variants] == [*bases, "paris:prompt.above=0"]
+    assert all("prompt" not in variant.changes for variant in variants)
+    assert choose_cache(variants[1].base.name).options is not None
+    json.dumps([variant.cache_config for variant in variants])
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def _fork(choice: CacheChoice, bases: dict[str, CacheChoice]) -> Variant:
     """The variant of ``choice``, as a fork of one of ``bases``, to which a new base is added."""
     options = choice.options
     assert options is not None
-    free = FORK_OPTIONS.difference(_ALWAYS_FILLED.get(choice.method, ()))
+    free = FORK_OPTIONS.difference(_ALWAYS_FILLED.get(choice.method, ()), ("prompt",))
     # The length from which on a cache retrieves makes no difference to one that does.
     fixed = {
         field.name: getattr(options, field.name)
@@ -204,10 +204,13 @@ def _fork(choice: CacheChoice, bases: dict[str, CacheChoice]) -> Variant:
         if field.name not in free and field.name != "dense_below"
     }
     own = type(options)()
-    text = ":".join(
-        [choice.method]
-        + [f"{name}={value}" for name, value in fixed.items() if value != getattr(own, name)]
-    )
+    words = [
+        f"{name}.{entry}={each}" if entry else f"{name}={each}"
+        for name, value in fixed.items()
+        if value != getattr(own, name)
+        for entry, each in (value.items() if isinstance(value, dict) else [("", value)])
+    ]
+    text = ":".join([choice.method, *words])
     if text not in bases:
         filled = options.replace(dense_below=options.dense_len)
         cls = registered_methods()[choice.method]

@@ -52,11 +52,15 @@ def block_lse(
     """
     check_dense_inputs(query, key, key, valid, softcap)
     size = len(query), query.shape[2]
-    if positions.shape != size or positions.dtype != torch.int64 or block not in BLOCKS:
+    fits = positions.shape == size and positions.device == query.device
+    if not fits or positions.dtype != torch.int64 or block not in BLOCKS:
         raise ValueError(
-            f"positions is {positions.dtype} {tuple(positions.shape)} and block {block}: pass "
-            f"int64 {list(size)}, and one of {', '.join(map(str, BLOCKS))}"
+            f"positions is {positions.dtype} {tuple(positions.shape)} on {positions.device} and "
+            f"block {block}: pass int64 {list(size)} on {query.device}, and one of "
+            f"{', '.join(map(str, BLOCKS))}"
         )
+    if backend == "cpp" and not query.is_cpu:
+        raise ValueError(f"backend='cpp' with a tensor on {query.device}: leave backend out")
     arguments = query, key, positions, scale, block, valid, softcap
     on_cpu = backend == "auto" and query.is_cpu and preferred() is None
     if backend == "cpp" or (on_cpu and not host_library.why_not()):
