@@ -192,7 +192,7 @@ def test_spans_follow_forks_crops_and_saves(
         hf_kvret.ParisKVCache.from_pretrained(tmp_path, config=model.config, prompt="exact")
     with pytest.raises(ValueError, match="read the text again"):
         cache.fork(prompt="exact")
-    # What was left out is known in the process that read, and not behind a crop.
+    # Only the cache that read the prompt knows what was left out, and a crop forgets it.
     for other in (fork, loaded):
         stats = other.stats()["layers"][0]
         assert stats["prompt_retrieved"] > 400 and stats["prompt_lost_mass"] is None
