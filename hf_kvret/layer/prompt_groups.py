@@ -96,7 +96,7 @@ class PromptPass:
             yield slice(begin, min(begin + step, last))
 
     def _most_tokens(self) -> int | None:
-        """Tokens whose keys and values may be made at once; None where rows are these themselves."""
+        """Tokens whose keys and values may be made at once; None where they exist."""
         if not self.call.makes_rows:
             return None
         return chunk_len(GROUP, self.keys, self.call.row_elements(self.keys, self.values))
