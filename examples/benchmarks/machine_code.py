@@ -384,9 +384,9 @@ def _launches(compiled: Sequence[_Compiled], part: str, context: int, batch: int
 
 def main() -> None:
     """Print the launches of the parts named on the command line."""
-    from step_kernels import PARTS, WIDE_PARTS, StepShape
+    from step_kernels import PARTS, PROMPT_PARTS, WIDE_PARTS, StepShape
 
-    parts = PARTS | WIDE_PARTS
+    parts = PARTS | WIDE_PARTS | PROMPT_PARTS
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="+", choices=tuple(parts), metavar="PART")
     parser.add_argument("--context", type=int, required=True)

@@ -269,6 +269,15 @@ def _window(shape: StepShape) -> None:
     triton.prompt_partials(shape.query(), keys, values, shape.scale, None, mask, None)
 
 
+def _probes(shape: StepShape) -> None:
+    from hf_kvret_kernels.block_lse import triton
+
+    query = shape.query().expand(-1, -1, 16, -1)
+    slots = torch.empty(shape.batch, 16, dtype=torch.long, device=_META)
+    keys = shape.tokens(shape.head_dim, dtype=_HALF)
+    triton.block_lse(query, keys, slots, shape.scale, PAGE_LEN, None, None)
+
+
 def _merge(shape: StepShape) -> None:
     from hf_kvret_kernels.merge import triton
 
@@ -307,6 +316,9 @@ WIDE_PARTS: dict[str, Callable[[StepShape], None]] = {
     "paris-288x40": lambda shape: _wide_paris(shape, 1, 40, 288),
 }
 """By the numbers of a row and the query heads of one: compiled too, but no step has them."""
+
+PROMPT_PARTS: dict[str, Callable[[StepShape], None]] = {"probes": _probes}
+"""Of a prompt that is read by retrieval: the probes of a group score all blocks before it."""
 
 
 # Tokens of a program of the selecting kernels, of a sum of proxies' scores, of a log-sum-exp.

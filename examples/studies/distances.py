@@ -105,7 +105,7 @@ def follow(
     chunks = window[start.length :].split(step)
     bar = tqdm(chunks, leave=False, desc=reader.choice.name, mininterval=1)
     logits = torch.cat([reader.feed(chunk, keep=len(chunk)) for chunk in bar])
-    expected = _full_attention(reader.model, window, start.length)
+    expected = full_attention(reader.model, window, start.length)
     return reader, (logits.float().log_softmax(-1), expected)
 
 
@@ -125,7 +125,7 @@ def distance(places: Sequence[Logits]) -> dict[str, float]:
     }
 
 
-def _full_attention(model: PreTrainedModel, window: torch.Tensor, length: int) -> torch.Tensor:
+def full_attention(model: PreTrainedModel, window: torch.Tensor, length: int) -> torch.Tensor:
     """Log-probabilities ``[n, vocab]`` of full attention after ``window[length:]``."""
 
     def make() -> torch.Tensor:

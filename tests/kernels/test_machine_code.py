@@ -19,7 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from machine_code import COUNTS, Launch, check_tools, compile_parts, label_of, tool_versions
-from step_kernels import PARTS, WIDE_PARTS, StepShape, moved_bytes
+from step_kernels import MULTIPROCESSORS, PARTS, PROMPT_PARTS, WIDE_PARTS, StepShape, moved_bytes
 
 LIMITS = Path(__file__).with_name("machine_code_limits.json")
 CHEAP = ("merge", "count", "flat", "attend-100")
@@ -71,6 +71,14 @@ def test_long_rows_and_large_groups_spill_nothing(part: str) -> None:
     for launch in launches:
         assert launch.spill_bytes == 0, launch.kernel
         assert launch.ctas_at_once >= 2, launch.kernel
+
+
+@pytest.mark.parametrize("part", PROMPT_PARTS)
+def test_the_probes_of_a_prompt_fill_a_device_and_spill_nothing(part: str) -> None:
+    pytest.importorskip("triton", reason="Triton compiles on Linux only")
+    for launch in compile_parts((part,), 32_768, 1):
+        assert launch.spill_bytes == 0 and "16" in launch.load_widths, launch.kernel
+        assert launch.ctas >= 4 * MULTIPROCESSORS and launch.ctas_at_once >= 4, launch.kernel
 
 
 def test_every_limit_can_be_broken(launches: list[Launch]) -> None:

@@ -29,6 +29,7 @@ SCRIPTS = {
     "eval latent-heads": "studies/latent_heads.py",
     "eval rest-tokens": "studies/rest_tokens.py",
     "eval assumptions": "studies/assumptions.py",
+    "eval prompts": "studies/prompts.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
     "bench launch": "benchmarks/bench_launch.py",

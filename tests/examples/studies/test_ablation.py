@@ -32,6 +32,7 @@ PAGES = {
     "eval lrqk-factors": "lrqk_factors_needle",
     "eval latent-heads": "latent_heads",
     "eval rest-tokens": "rest_tokens",
+    "eval prompts": "smollm2_prompts",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from paris_ablation import (
     variant,
 )
 from paris_stages import ALPHA, ParisStages, drawn_keys, products
+from prompts import Prompts, Recipe, mean_scores
 from rest_tokens import MeanTokens, follow_all, rest_options
 
 from hf_kvret import FlatKVCache, H2OCache, RetrievalCache, TokenBlock
@@ -40,15 +42,18 @@ from hf_kvret.lab.evaluate.recording import RecordedLayer
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import read_text, token_ids
 from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.layer.prompt_groups import attended_share
 from hf_kvret.methods.a2ats.learned import KeySpace, LearnedLayer
 from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.lrqk import LRQKConfig
 from hf_kvret.methods.paris import ParisConfig
+from hf_kvret.options.prompt import PromptRecipe
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
 from hf_kvret.testing.cold import cold_tokens
+from hf_kvret_kernels.block_lse import block_lse
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
@@ -463,6 +468,35 @@ def test_rest_tokens(smallest: Run) -> None:
     assert nothing["rows"] == pytest.approx(0.05, abs=0.01) and 0.0 < nothing["lost"] < 1.0
     assert mean["kl"] < nothing["kl"] and mean["step_bytes"] < mean["full_bytes"]
     assert "5%: KL +- s.e., equal" in table and "5%: mass of the cold ones lost" in table
+
+
+def test_prompts(smallest: Run) -> None:
+    rows, table = smallest(Prompts)
+    for part in ("text", "needles"):
+        # Three groups of 512 have something to choose of, and the last one attends to everything.
+        share = attended_share(PromptRecipe(0.1, floor=0, above=0, exact=128), 2048)
+        assert rows[part, "top_k=0.1:exact=128", 2048]["pairs"] == pytest.approx(share)
+        assert rows[part, "mass=0.5", 2048]["pairs"] < rows[part, "mass=0.99", 2048]["pairs"]
+        assert rows[part, "top_k=1.0", 2048]["pairs"] == 1.0
+    text, needles = (rows[part, "top_k=1.0", 2048] for part in ("text", "needles"))
+    assert abs(text["kl behind"]) + abs(text["kl inside"]) < 1e-5 and needles["found"] == 1.0
+    chosen = rows["text", "top_k=0.1:exact=128", 2048]
+    assert chosen["kl inside"] > chosen["kl behind"] and chosen["lost"] > 0.0
+    assert "| KL behind +- s.e. " in table and "| found inside " in table
+
+
+def test_blocks_of_equal_keys_are_scored_alike_by_their_means() -> None:
+    query, slots = _draw(1, 1, 4, 3, DIM), torch.tensor([[130, 140, 200]])
+    key = _draw(2, 1, 2, 4, DIM).repeat_interleave(64, dim=2)[:, :, :201]
+    options: dict[str, Any] = {"scale": 0.3, "block": 64, "valid": None, "softcap": None}
+    exact = block_lse(query, key, slots, **options)
+    torch.testing.assert_close(mean_scores(query, key, slots, **options), exact)
+
+
+@pytest.mark.parametrize("text", ["top=1", "top_k", "score="])
+def test_a_recipe_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give name=value, of top_k, exact"):
+        Recipe.of(text)
 
 
 def _layer(seed: int, count: int = 256) -> dict[str, torch.Tensor]:
