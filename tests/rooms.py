@@ -54,7 +54,7 @@ ROOMS = (
     Room("hf_kvret.registry", 290),
     Room(FACE, 60),
     Room("hf_kvret.testing", 1_910),
-    Room("hf_kvret.lab", 15_985),
+    Room("hf_kvret.lab", 16_000),
     Room("hf_kvret.cli", 80),
     Room("hf_kvret.__main__", 10),
     Room("hf_kvret_cli", 80),

@@ -186,25 +186,18 @@ def reading_by(recipe: Recipe) -> Iterator[list[float]]:
         yield pairs
 
 
-def spread_questions(length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A document ``[length]`` of needles, then of questions with their answers.
-
-    Also the slots ``[_QUESTIONS, value_len]`` of the answers, all in the second half.
-    """
+def spread_questions(length: int, seed: int) -> torch.Tensor:
+    """A document ``[length]`` of needles, then of questions with their answers between noise."""
     language, rng = NeedleLanguage(), np.random.default_rng(seed)
     keys, values = language.pairs(rng, 2 * _QUESTIONS)
     half, asked = length // 2, rng.permutation(len(keys))[:_QUESTIONS]
     document, _ = language.document(rng, length - half, keys, values)
     turns = np.concatenate([language.questions(keys[asked]), values[asked]], axis=1)
-    rest = language.noise(rng, half)
-    stretch = half // _QUESTIONS
-    starts = np.arange(_QUESTIONS) * stretch + rng.integers(
-        stretch - turns.shape[1], size=_QUESTIONS
-    )
-    places = starts[:, None] + np.arange(turns.shape[1])
-    rest[places] = turns
-    answers = length - half + places[:, -language.value_len :]
-    return torch.from_numpy(np.concatenate([document, rest])), torch.from_numpy(answers)
+    stretches = language.noise(rng, half // _QUESTIONS * _QUESTIONS).reshape(_QUESTIONS, -1)
+    starts = rng.integers(stretches.shape[1] - turns.shape[1], size=(_QUESTIONS, 1))
+    np.put_along_axis(stretches, starts + np.arange(turns.shape[1]), turns, axis=1)
+    rest = language.noise(rng, half - stretches.size)
+    return torch.from_numpy(np.concatenate([document, stretches.reshape(-1), rest]))
 
 
 def _surprise(logits: torch.Tensor, tokens: torch.Tensor) -> float:
@@ -213,11 +206,21 @@ def _surprise(logits: torch.Tensor, tokens: torch.Tensor) -> float:
 
 
 def _compared(
-    logits: torch.Tensor, expected: torch.Tensor, tokens: torch.Tensor
+    place: str, logits: torch.Tensor, expected: torch.Tensor, tokens: torch.Tensor
 ) -> dict[str, float]:
-    """``distance``, and ``perplexity`` as a share of full attention's."""
+    """``distance`` by place, and ``perplexity`` as a share of full attention's."""
+    logits = logits.float().log_softmax(-1)
     ratio = math.exp(_surprise(logits, tokens) - _surprise(expected, tokens))
-    return distance([(logits, expected)]) | {"perplexity": ratio}
+    row = distance([(logits, expected)]) | {"perplexity": ratio}
+    return {f"{name} {place}": value for name, value in row.items()}
+
+
+def _found(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+    """Share of the questions in ``tokens [n]`` whose answers' tokens are each the best one."""
+    language = NeedleLanguage()
+    arrows = (tokens == language.arrow).nonzero()
+    before = arrows + torch.arange(language.value_len)
+    return float((logits[before].argmax(-1) == tokens[before + 1]).all(1).double().mean())
 
 
 _FIRST: Columns = {
@@ -295,61 +298,34 @@ class Prompts(Ablation):
             return super().contexts(subject, part, length)
         check_needles(subject)
         seeds = range(self.seed, self.seed + self.windows)
-        return [spread_questions(length, seed)[0] for seed in seeds]
+        return [spread_questions(length, seed) for seed in seeds]
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         recipe, length = Recipe.of(cell["variant"]), cell["length"]
         cache, options = cache_of(subject, choice)
         options = options.replace(top_k=1.0, prompt=recipe.option())
         read = made(cell["cache"], type(cache), options)
-        measure = self._behind_and_inside if cell["part"] == "text" else self._found
         contexts = self.contexts(subject, cell["part"], length)
         rows: list[dict[str, float]] = []
-        for number, tokens in enumerate(tqdm(contexts, leave=False, desc=cell["variant"])):
+        for tokens in tqdm(contexts, leave=False, desc=cell["variant"]):
             reader = Reader(subject.model, read, len(tokens))
             with reading_by(recipe) as pairs:
                 logits = reader.prefill(tokens[:length], keep=length - length // 2)
+            # Of the places in the second half, and of those behind the prompt.
             expected = full_attention(subject.model, tokens, length // 2)
-            found = measure(reader, tokens, logits.log_softmax(-1), expected, self.seed + number)
+            expected, later = expected.split([len(logits), len(tokens) - length])
+            own = tokens[length // 2 : length]
             lost = [one.get("prompt_lost_mass", 0.0) for one in reader.cache.stats()["layers"]]
-            rows.append({"pairs": fmean(pairs), "lost": fmean(lost), **found})
+            row = {"pairs": fmean(pairs), "lost": fmean(lost)}
+            if cell["part"] == "needles":
+                row |= {"found": _found(logits, own), "full": _found(expected, own)}
+            else:
+                new = tokens[length:]
+                behind = reader.fork(prompt=_EXACT).feed(new, keep=len(new))
+                row |= _compared("inside", logits, expected, own)
+                row |= _compared("behind", behind, later, new)
+            rows.append(row)
         return {name: fmean(row[name] for row in rows) for name in rows[0]}
-
-    def _behind_and_inside(
-        self,
-        reader: Reader,
-        tokens: torch.Tensor,
-        inside: torch.Tensor,
-        expected: torch.Tensor,
-        seed: int,
-    ) -> dict[str, float]:
-        new, count = tokens[reader.length :], len(inside)
-        behind = reader.fork(prompt=_EXACT).feed(new, keep=len(new)).log_softmax(-1)
-        prompt = tokens[reader.length - count : reader.length]
-        results = {}
-        for name, place in (
-            ("inside", (inside, expected[:count], prompt)),
-            ("behind", (behind, expected[count:], new)),
-        ):
-            results |= {f"{key} {name}": value for key, value in _compared(*place).items()}
-        return results
-
-    def _found(
-        self,
-        reader: Reader,
-        tokens: torch.Tensor,
-        inside: torch.Tensor,
-        expected: torch.Tensor,
-        seed: int,
-    ) -> dict[str, float]:
-        """Shares of the questions whose answers' tokens are each the best one."""
-        answers = spread_questions(len(tokens), seed)[1]
-        before = answers - 1 - (len(tokens) - len(inside))
-        right = {
-            name: (logits[before].argmax(-1) == tokens[answers]).all(1).double().mean()
-            for name, logits in (("found", inside), ("full", expected))
-        }
-        return {name: float(share) for name, share in right.items()}
 
 
 MEASUREMENT = Prompts
