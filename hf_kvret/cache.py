@@ -28,6 +28,7 @@ from hf_kvret.models.compatibility import (
     latent_rank,
     model_layers,
     model_shape,
+    reading_layers,
     retrieval_shapes,
 )
 from hf_kvret.models.compiled import not_compiled
@@ -125,6 +126,13 @@ class RetrievalCache(Cache):
             options.check_model(dim)
         if rank := latent_rank(config):
             RetrievalConfig.check_model(options, rank)
+        readers = reading_layers(config)
+        if readers and options.learns_from_queries:
+            raise ValueError(
+                f"{readers} layers of {config.model_type} read the keys of another layer with "
+                f"queries of their own, and {cls.__name__} learns from the queries of one layer: "
+                "take flat, paris or a2ats"
+            )
         return options
 
     @classmethod

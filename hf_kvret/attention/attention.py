@@ -101,16 +101,18 @@ def retrieval_attention(
         return _means_causal(module) and (info is None or info.lets_see_as_causal)
 
     def prompt() -> torch.Tensor:
+        # A layer that reads another's keys may have the newest queries alone.
+        older = key.shape[2] - query.shape[2]
         base = base_name(module, kwargs)
         keys, values = (key, value) if heads is None else heads.expand_new(key, value)
         part, info = None, mask_info(attention_mask)
         plain = base in ("sdpa", "eager") and info is not None and info.causal
         plain = plain and _means_causal(module)
         if plain and fits(query, keys, values):
-            part = attend_flash(query, keys, values, scoring, causal_offset=0)
+            part = attend_flash(query, keys, values, scoring, causal_offset=older)
         elif _base_builds_matrix(base, query, key, attention_mask) or (plain and compiled(query)):
             part = prompt_attention(
-                query, keys, values, scale=scale, causal_offset=0, valid=valid, softcap=softcap
+                query, keys, values, scale=scale, causal_offset=older, valid=valid, softcap=softcap
             )
         if part is not None:
             if sink_logits is not None:
@@ -156,10 +158,11 @@ def _base_builds_matrix(
 
 
 def _positions(position_ids: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """``[B, Q]`` of the new tokens; None if not passed, or with several parts (mrope)."""
+    """``[B, Q]`` of the queries; None if not passed, or with several parts (mrope)."""
     if position_ids is None or position_ids.ndim != 2:
         return None
-    return position_ids.to(query.device).expand(query.shape[0], query.shape[2])
+    batch, _, queries, _ = query.shape
+    return position_ids[:, -queries:].to(query.device).expand(batch, queries)
 
 
 def _check_keywords(kwargs: dict[str, Any], dropout: float) -> None:

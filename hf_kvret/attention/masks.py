@@ -14,7 +14,7 @@ second call has the effect here that it has on the base's mask.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -54,26 +54,41 @@ class MaskInfo:
         padding: ``[B, T]`` bool as the caller gave it, or None when nothing is padded.
         causal: True when the mask function is that of plain causal attention, plus padding.
         arguments: what transformers passed to the mask function.
+        newest: queries that the mask was cut to; None: it has all.
     """
 
     padding: torch.Tensor | None
     causal: bool
     arguments: dict[str, Any]
+    newest: int | None = None
     _base_masks: dict[tuple[str, torch.device], torch.Tensor | None] = field(default_factory=dict)
 
     def for_base(self, base: str, device: torch.device) -> torch.Tensor | None:
         """The mask that ``base`` expects, on ``device``; made once per forward pass."""
         if (base, device) not in self._base_masks:
             make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
-            mask = None if make is None else make(**self.arguments)
+            mask = None if make is None else make(**self._arguments_of_base())
+            if self.newest is not None and isinstance(mask, torch.Tensor) and mask.ndim == 4:
+                mask = mask[:, :, -self.newest :]
             moved = mask.to(device) if isinstance(mask, torch.Tensor) else mask
             self._base_masks[base, device] = moved
         return self._base_masks[base, device]
 
+    def _arguments_of_base(self) -> dict[str, Any]:
+        # Without a mask, queries that were left out would be taken to be there.
+        return self.arguments | ({} if self.newest is None else {"allow_is_causal_skip": False})
+
     @cached_property
     def layout(self) -> MaskLayout:
         """The layout of the mask that the model's own attention would have made."""
-        return base_layout(self.arguments)
+        if self.newest is None:
+            return base_layout(self.arguments)
+        batch, total = (self.arguments[name] for name in ("batch_size", "kv_length"))
+        return MaskLayout((batch, 1, self.newest, total))
+
+    def of_newest(self, count: int) -> MaskInfo:
+        """The mask of the newest ``count`` queries alone."""
+        return replace(self, newest=count, _base_masks={})
 
     @cached_property
     def lets_see_as_causal(self) -> bool:
@@ -169,7 +184,8 @@ class MaskCarrier(torch.Tensor):
     """A ``[B, T]`` mask whose copies keep the ``MaskInfo``: device maps copy it between devices.
 
     It stands for a mask that depends on the base, so computing with it can't be right: every
-    operation other than copying it or reading its shape and the like raises ValueError. Its shape
+    operation other than copying it, cutting it to the newest queries, or reading its shape and the
+    like raises ValueError. Its shape
     is that of the base's mask where that is finished: by its four dims transformers, and models,
     know a mask that they have to pass on as it is.
     """
@@ -180,13 +196,17 @@ class MaskCarrier(torch.Tensor):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = _operation(func)
+        source = args[0] if args else None
+        if name == "__getitem__":
+            cut = _cut_to_newest(source, args[1])
+            if cut is not None:
+                return cut
         if name not in _COPIES and name not in _METADATA:
             raise ValueError(
                 f"this model computes with its attention mask ({name}), which a retrieval cache "
                 "replaces by its own format: use cache_implementation='dynamic', after "
                 "hf_kvret.restore(model) where the model was attached, and report the model"
             )
-        source = args[0] if args else None
         # torch.compile needs the dims that the memory of a tensor has.
         is_traced = torch.compiler.is_compiling() or TracingContext.try_get() is not None
         info = mask_info(source) if name in _DIMS and not is_traced else None
@@ -216,6 +236,23 @@ _METADATA = _DIMS | frozenset(
         *("_is_view", "_base", "is_conj", "is_neg", "record_stream"),
     }
 )
+
+
+def _cut_to_newest(mask: Any, index: Any) -> torch.Tensor | None:
+    """``mask[:, :, -count:]``; None for another index."""
+    info, everything = mask_info(mask), slice(None)
+    if info is None or not isinstance(index, tuple) or len(index) not in (3, 4):
+        return None
+    *others, queries = index[:2] + index[3:] + index[2:3]
+    if not isinstance(queries, slice) or any(one != everything for one in others):
+        return None
+    length = info.arguments["q_length"] if info.newest is None else info.newest
+    start, stop, step = queries.indices(length)
+    if stop != length or step != 1 or start == stop:
+        return None
+    cut = mask.detach()
+    setattr(cut, _INFO, info.of_newest(length - start))
+    return cut
 
 
 def _operation(func: Callable) -> str:

@@ -131,8 +131,9 @@ class Index(State):
     which are then reordered, cropped, forked, saved and loaded with the cache.
 
     Tokens arrive in order and keep their slot number, which is what ``search`` returns.
-    Hooks do nothing by default: ``on_forward`` at each forward pass, ``build`` at the end of a
-    prompt, ``before_search`` and ``after_search``. An index keeps its state in preallocated
+    Hooks do nothing by default: ``on_forward`` at each forward pass, ``on_reader`` where another
+    layer reads the same keys, ``build`` at the end of a prompt, ``before_search`` and
+    ``after_search``. An index keeps its state in preallocated
     tensors on the device, and decoding one token never synchronizes the host, unless a block left
     the window just before.
 
@@ -240,6 +241,13 @@ class Index(State):
             valid: ``[B, q]`` bool, False for padding; None when all are valid.
             positions: ``[B, q]`` integers, RoPE positions of the tokens; None where the model does
                 not pass any.
+        """
+
+    def on_reader(self, positions: torch.Tensor | None) -> None:
+        """Called before a layer that reads the keys of this one searches for queries of its own.
+
+        ``on_forward`` has seen the pass; ``positions [B, q]`` as there, of these queries, which may
+        be the newest alone.
         """
 
     def build(self, cold: ColdTokens) -> None:

@@ -86,7 +86,8 @@ def attend_exactly(
 ) -> torch.Tensor:
     """Attention of new tokens to all before slot ``past`` and, causally, to each other.
 
-    ``query [B, Hq, Q, Dk]``, ``key`` and ``value [B, Hkv, Q, D]`` are those of the new tokens.
+    ``key`` and ``value [B, Hkv, n, D]`` are those of the new tokens, ``query [B, Hq, Q, Dk]`` of
+    the newest.
     Returns ``[B, Hq, Q, Dv]`` fp32, of parts in the query's dtype where flash-attn fits.
 
     Raises:
@@ -102,7 +103,8 @@ def attend_exactly(
     new_valid = None if valid is None else valid[:, past:]
     new = call.keys_and_values(key, value)
     attend = attend_flash if fits(query, *new) else attend_dense
-    total = attend(query, *new, scoring.of(new_valid), causal_offset=0)
+    older = key.shape[2] - query.shape[2]
+    total = attend(query, *new, scoring.of(new_valid), causal_offset=older)
     del new
     near_keys, near_values = window.tokens()
     near_valid = window.validity(valid, past)

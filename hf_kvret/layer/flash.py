@@ -55,8 +55,9 @@ def attend_flash(
 ) -> AttentionResult:
     """As ``attend_dense``, with ``out`` in the query's dtype; see ``fits``.
 
-    ``causal_offset`` is None, or 0 for as many queries as keys; queries that are padding get 0
-    then. With ``scoring.valid`` valid tokens alone enter, which waits for the device.
+    ``causal_offset`` is None, or as many as there are keys more than queries, the newest ones;
+    queries that are padding get 0 then. With ``scoring.valid`` valid tokens alone enter, which
+    waits for the device.
     """
     causal, valid = causal_offset is not None, scoring.valid
     q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
@@ -64,7 +65,7 @@ def attend_flash(
     if valid is None:
         out, lse, _ = flash_attn().flash_attn_func(q, k, v, **options, return_attn_probs=True)
     else:
-        has_query = valid if causal else valid.new_ones(q.shape[:2])
+        has_query = valid[:, -q.shape[1] :] if causal else valid.new_ones(q.shape[:2])
         starts = (pad(x.sum(1).cumsum(0), (1, 0)).int() for x in (has_query, valid))
         tokens = (q[has_query], k[valid], v[valid], *starts, q.shape[1], k.shape[1])
         varlen = flash_attn().flash_attn_varlen_func

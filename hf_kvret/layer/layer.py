@@ -234,9 +234,10 @@ class RetrievalLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Attention of ``query [B, Hq, Q, Dk]``, the queries of the Q newest tokens.
 
-        ``key`` and ``value [B, Hkv, Q, D]`` are what ``update`` was given. The first call after an
-        update takes the tokens in; more calls (layers that share their cache) only attend. Under
-        autocast, too, all is computed in the dtypes of these tensors.
+        ``key`` and ``value [B, Hkv, n, D]`` are what ``update`` was given. The first call after an
+        update takes the tokens in, and Q is n; more calls, of layers that read this one's keys,
+        only attend, and may have fewer queries. Under autocast, too, all is computed in the dtypes
+        of these tensors.
         Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
         """
         if self.kv is None:
@@ -251,7 +252,7 @@ class RetrievalLayer(CacheLayerMixin):
             # The call's mask is of this step alone; that of ``capture`` is filled for each.
             call = dataclasses.replace(call, scoring=call.scoring.of(capture.slots))
         rows = self.rows_of(key, value)
-        new = query.shape[2]
+        new = key.shape[2]
         past = self.kv.length - (0 if self.pending_attention else new)
         if past and new <= self.config.max_draft:
             out = self._attend_few(query, *rows, call)
@@ -274,6 +275,8 @@ class RetrievalLayer(CacheLayerMixin):
             if kv.watches:
                 self._on_forward(row_query, key, call)
             kv.take_step(key, value, call.scoring.valid)
+        elif kv.index is not None:
+            kv.index.on_reader(call.positions)
         self._scoring = call.scoring
         out = attend_step(kv, row_query, call, self.subscribers, self.layer_info.number)
         out = out.to(query.dtype)
@@ -290,7 +293,7 @@ class RetrievalLayer(CacheLayerMixin):
         """Every query attends to all ``past`` tokens and, causally, to the new ones."""
         kv = self.kv
         assert kv is not None, "see attend"
-        recipe, end = self.config.prompt_recipe, max(self.prompt_end, past + query.shape[2])
+        recipe, end = self.config.prompt_recipe, max(self.prompt_end, past + key.shape[2])
         if recipe is not None and end > recipe.above:
             return self._attend_in_groups(query, key, value, past, call, recipe, end)
         as_it_is = not past or call.expands(query.shape[2])

@@ -50,9 +50,8 @@ def check_config(config: PreTrainedConfig) -> None:
 
     Raises:
         TypeError: no configuration of a model.
-        ValueError: encoder-decoders, encoders, latent attention (MLA) of some types, keys that
-            layers share, models without a full-attention layer of its own; the message says why
-            and what to use instead.
+        ValueError: encoder-decoders, encoders, latent attention (MLA) of some types, models
+            without a full-attention layer of its own; the message says why and what to use instead.
     """
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config must be the model's config, got {type(config).__name__}")
@@ -81,12 +80,6 @@ def check_config(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"{name} has latent attention (kv_lora_rank={ranks[0]}) of a kind that retrieval does "
             f"not serve, as where an indexer of the model chooses tokens; {_OWN_CACHE}"
-        )
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise ValueError(
-            f"{name} shares keys and values between layers (num_kv_shared_layers="
-            f"{text.num_kv_shared_layers}) and cuts their masks by query: not supported yet; "
-            f"{_OWN_CACHE}"
         )
     _check_layers(config)
 
@@ -254,6 +247,13 @@ def retrieval_layers(config: PreTrainedConfig) -> list[int]:
     """Numbers of the layers that retrieve: those whose attention is full."""
     layers = enumerate(model_layers(config))
     return [number for number, layer in layers if type(layer) is DynamicLayer]
+
+
+def reading_layers(config: PreTrainedConfig) -> int:
+    """Layers of full attention that read the keys and values of another layer (Gemma-3n)."""
+    text = config.get_text_config(decoder=True)
+    shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    return text.layer_types[-shared:].count("full_attention") if shared else 0
 
 
 def _encodes(text: PreTrainedConfig) -> bool:

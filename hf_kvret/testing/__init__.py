@@ -21,7 +21,13 @@ from hf_kvret.testing.conformance import (
     run_case,
     run_conformance,
 )
-from hf_kvret.testing.models import GEMMA4_MODELS, LATENT_MODELS, MODELS, REFUSED
+from hf_kvret.testing.models import (
+    GEMMA4_MODELS,
+    LATENT_MODELS,
+    MODELS,
+    REFUSED,
+    SHARED_MODELS,
+)
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import Outcome, Scenario
 from hf_kvret.testing.tiny import TinyModel
@@ -34,6 +40,7 @@ __all__ = [
     "MODELS",
     "MODES",
     "REFUSED",
+    "SHARED_MODELS",
     "Case",
     "Mode",
     "Outcome",

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.registry import attach
-from hf_kvret.testing.models import GEMMA4_MODELS, LATENT_MODELS, MODELS
+from hf_kvret.testing.models import GEMMA4_MODELS, LATENT_MODELS, MODELS, SHARED_MODELS
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import FAILURES, CacheMaker, Outcome, describe
 
@@ -39,7 +39,7 @@ LOGIT_TOLERANCE = 3e-4
 moved them by at most 3e-5 in any mode; a budget of a single token by 0.1 and more."""
 
 
-_ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS
+_ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS | SHARED_MODELS
 
 # How configurations call the tokens that a layer works on together.
 _SPANS = (
@@ -259,7 +259,7 @@ def run_conformance(
 
     Args:
         make_cache_for: returns a new, empty cache for a model.
-        models: names in ``MODELS``, all by default, in ``LATENT_MODELS`` or ``GEMMA4_MODELS``.
+        models: names in ``MODELS``, all by default, or in those of other kinds.
         modes: names in ``MODES``, all by default.
         **options: as for ``run_case``.
 

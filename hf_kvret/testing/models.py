@@ -503,3 +503,51 @@ _GEMMA4_ZOO = (
 
 GEMMA4_MODELS: dict[str, TinyModel] = {model.name: model for model in _GEMMA4_ZOO}
 """Relatives of ``MODELS["gemma4"]`` that a cache with retrieval must serve, by name."""
+
+# The last three layers read the keys of the first two, each of its own kind.
+_SHARED: dict[str, Any] = {
+    **_SMALL,
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "sliding_window": 16,
+    "head_dim": 16,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+_GEMMA3N = {
+    "intermediate_size": [96] * 5,
+    "activation_sparsity_pattern": [0.0] * 5,
+    "laurel_rank": 8,
+}
+_GEMMA4_SHARED = {**GEMMA4, **_SHARED}
+
+
+def _gemma4_shared_composite() -> PreTrainedConfig:
+    return AutoConfig.for_model("gemma4", text_config=_GEMMA4_SHARED, vision_config=None, **_MARKS)
+
+
+_SHARED_ZOO = (
+    _relative(
+        "gemma3n",
+        lambda: AutoConfig.for_model("gemma3n_text", **{**_SHARED, **_GEMMA3N}),
+        "layers that read another's keys with all queries",
+        full_attention=(1,),
+    ),
+    _relative(
+        "gemma4_shared",
+        lambda: AutoConfig.for_model("gemma4_text", **_GEMMA4_SHARED),
+        "layers that read another's keys, of a prompt with its last query alone",
+        full_attention=(1,),
+    ),
+    _relative(
+        "gemma4_shared_composite",
+        _gemma4_shared_composite,
+        "the same in a model for images",
+        full_attention=(1,),
+        architecture="Gemma4ForConditionalGeneration",
+    ),
+)
+
+SHARED_MODELS: dict[str, TinyModel] = {model.name: model for model in _SHARED_ZOO}
+"""Models some of whose layers read keys and values of another layer, by name."""

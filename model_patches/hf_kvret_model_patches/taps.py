@@ -93,7 +93,7 @@ def tap_attention(model: PreTrainedModel, callback: Callback) -> Iterator[None]:
     The call comes from the thread that runs the model, right before the layer attends. Errors of
     the callback break off the forward pass. Whatever happens inside, nothing stays behind. Other
     models that run meanwhile are not seen. Layers without attention (linear, convolutional) aren't
-    either. Does not work on compiled models.
+    either, nor those that read another layer's keys. Does not work on compiled models.
 
     Args:
         model: a transformers model with a decoder; in a multimodal one, its text decoder is tapped.
@@ -143,6 +143,8 @@ def _attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or _INTERFACE not in _names_in_forward(module):
             continue
+        if _reads_another(module):
+            continue
         if layer in layers:
             raise ValueError(
                 f"{type(model).__name__} has two attention modules for layer {layer}, "
@@ -156,6 +158,11 @@ def _attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
             "functions, so its queries and keys can't be seen: use another model"
         )
     return layers
+
+
+def _reads_another(module: nn.Module) -> bool:
+    """Whether an attention module has no keys of its own (Gemma-3n, Gemma-4)."""
+    return getattr(module, "is_kv_shared_layer", False)
 
 
 def _is_latent(module: nn.Module) -> bool:

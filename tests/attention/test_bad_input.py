@@ -398,10 +398,6 @@ def test_float64_is_refused_with_the_way_out(llama: PreTrainedModel) -> None:
 
 
 def test_models_whose_cache_is_not_what_they_attend_to_are_refused() -> None:
-    shared = LlamaConfig(num_hidden_layers=2)
-    shared.num_kv_shared_layers = 1
-    with pytest.raises(ValueError, match="shares keys and values between layers"):
-        FlatKVCache(shared)
     split = LlamaConfig(num_hidden_layers=2)
     split.model_type = "diffllama"
     with pytest.raises(ValueError, match="splits its values after the cache"):

@@ -49,7 +49,7 @@ def draw(seed: int, heads: int, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("offset", [0, None])
+@pytest.mark.parametrize("offset", [0, 5, None])
 def test_it_gives_what_our_own_attention_gives(
     offset: int | None, padded: bool, softcap: float | None, calls: list[str]
 ) -> None:
@@ -71,12 +71,12 @@ def test_it_gives_what_our_own_attention_gives(
     scoring = Scoring(valid, 0.3, softcap)
     out, lse = flash.attend_flash(query, keys, values, scoring, offset)
     wanted, wanted_lse = attend_dense(query, keys, values, scoring, offset)
-    assert calls == [("varlen" if padded else "dense") + (" causal" if offset == 0 else "")]
+    assert calls == [("varlen" if padded else "dense") + ("" if offset is None else " causal")]
     assert out.shape == wanted.shape and out.dtype == torch.bfloat16
     assert lse.shape == wanted_lse.shape and lse.dtype == torch.float32
-    if padded and offset == 0:
+    if padded and offset is not None:
         # Queries that are padding get nothing here, and something there.
-        asking = valid[:, None].expand(lse.shape)
+        asking = valid[:, None, -count:].expand(lse.shape)
         assert (out[~asking] == 0).all() and (lse[~asking] == -INF).all()
         out, lse, wanted, wanted_lse = (x[asking] for x in (out, lse, wanted, wanted_lse))
     elif padded:

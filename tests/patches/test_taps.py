@@ -19,7 +19,8 @@ from transformers import (
 )
 
 import hf_kvret
-from hf_kvret.testing.models import GEMMA4, MODELS, REFUSED
+from hf_kvret.testing.models import MODELS, REFUSED, SHARED_MODELS
+from hf_kvret_model_patches import taps
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 # Layers that have attention without RoPE.
@@ -340,12 +341,12 @@ def test_a_rotation_with_other_arguments_is_refused(monkeypatch: pytest.MonkeyPa
         tap_attention(model, Seen()).__enter__()
 
 
-def test_a_layer_with_keys_of_another_is_refused() -> None:
-    layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    changes = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": layers}
-    changes |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
-    config = AutoConfig.for_model("gemma4_text", **{**GEMMA4, **changes})
-    model = AutoModelForCausalLM.from_config(config)
+def test_layers_with_keys_of_another_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = SHARED_MODELS["gemma4_shared"].build(), Seen()
+    with tap_attention(model, seen):
+        model(**prompt(), use_cache=False)
+    assert seen.layers == {0, 1}
+    monkeypatch.setattr(taps, "_reads_another", lambda module: False)
     with (
         pytest.raises(ValueError, match=r"layer 2 \(Gemma4TextAttention\) rotates queries and no"),
         tap_attention(model, Seen()),

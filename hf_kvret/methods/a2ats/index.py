@@ -78,7 +78,7 @@ class A2ATSIndex(Index):
     def __init__(self, options: A2ATSConfig, layer: int) -> None:
         self.options, self.layer = options, layer
         self._quantizer: LearnedLayer | None = None
-        # These are the positions [B, q] of the newest pass, whose queries are about to select.
+        # These are the positions [B, q] of the queries that are about to select.
         self._positions: torch.Tensor | None = None
 
     def on_forward(
@@ -97,6 +97,9 @@ class A2ATSIndex(Index):
             )
         self._codes.put(quantizer.encode(keys, positions), start)
         self._fingerprint = quantizer.fingerprint
+        self._positions = positions
+
+    def on_reader(self, positions: torch.Tensor | None) -> None:
         self._positions = positions
 
     def add(self, block: TokenBlock) -> None:

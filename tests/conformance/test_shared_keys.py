@@ -1,0 +1,159 @@
+"""Models some of whose layers read another's keys: what full attention gives, in every mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, DynamicCache
+
+import hf_kvret
+from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, RetrievalCache
+from hf_kvret.attention.masks import mask_info, retrieval_mask
+from hf_kvret.models.compatibility import reading_layers
+from hf_kvret.testing import COVERING_OPTIONS, MODES, SHARED_MODELS, Case, run_case
+from hf_kvret.testing.scenario import prompt, ragged
+from hf_kvret.testing.tape import taped
+
+from ..pairs import full_product
+from .cases import STORES, ArtifactOptions, caches, expect_passed, name_of
+from .test_gemma4 import is_served, options_for, talk
+
+CACHES = caches("flat", "paris", "a2ats", "aqua")
+# transformers' classes of these have no early exit, and the composite one takes no embeddings.
+IMPOSSIBLE = {"early_exit", "inputs_embeds"}
+
+
+def few_cases() -> list[dict[str, Any]]:
+    """What a prompt's last query, a draft, a chunk, beams and a deep crop ask of readers."""
+    rows = (
+        ("gemma3n", "greedy_ragged", "a2ats", "host"),
+        ("gemma3n", "prompt_lookup", "paris", "resident"),
+        ("gemma4_shared", "chunked_prefill", "paris", "cpu"),
+        ("gemma4_shared", "second_turn_ragged", "a2ats", "device"),
+        ("gemma4_shared", "beams_ragged", "aqua", "host"),
+        ("gemma4_shared_composite", "crop_deep", "flat", "split"),
+    )
+    names = ("model", "mode", "method", "store")
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def all_cases() -> list[dict[str, Any]]:
+    stores = [*STORES, "split", "higgs"]
+    factors = {"model": list(SHARED_MODELS), "mode": list(MODES), "method": list(CACHES)}
+    return [case for case in full_product(factors | {"store": stores}) if is_served(case)]
+
+
+def check(
+    artifact_options: ArtifactOptions, model: str, mode: str, method: str, store: str
+) -> None:
+    options = {**options_for(store), **artifact_options(method, model)}
+    result = run_case(Case(model, mode), lambda built: CACHES[method](built.config, **options))
+    expect_passed(result, IMPOSSIBLE)
+
+
+@pytest.mark.parametrize("case", few_cases(), ids=name_of)
+def test_readers_give_what_full_attention_gives(
+    case: dict[str, Any], artifact_options: ArtifactOptions
+) -> None:
+    check(artifact_options, **case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", all_cases(), ids=name_of)
+def test_all_modes_methods_and_stores(
+    case: dict[str, Any], artifact_options: ArtifactOptions
+) -> None:
+    check(artifact_options, **case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["greedy_ragged", "beams_ragged", "second_turn_ragged"])
+def test_replayed_steps(mode: str) -> None:
+    with taped():
+        result = run_case(
+            Case("gemma4_shared", mode),
+            lambda model: FlatKVCache(config=model.config, **COVERING_OPTIONS),
+        )
+    expect_passed(result)
+
+
+def test_turns_forks_and_saved_caches(tmp_path: Path) -> None:
+    model = SHARED_MODELS["gemma4_shared"].build()
+    options = {**COVERING_OPTIONS, "max_draft": 16}
+    expected = talk(model, DynamicCache(config=model.config), None)
+    answers = talk(model, CACHES["paris"](model.config, **options), tmp_path)
+    for answer, wanted in zip(answers, expected, strict=True):
+        assert torch.equal(answer, wanted)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("recipe", [None, {"above": 0, "floor": 0, "top_k": 1.0}])
+def test_readers_get_as_many_queries_as_logits_are_kept(
+    keep: int, attention: str, recipe: dict[str, Any] | None
+) -> None:
+    model = SHARED_MODELS["gemma4_shared"].build()
+    model.set_attn_implementation(attention)
+    ids, mask = ragged((70, 55))
+    options = {**COVERING_OPTIONS, **({} if recipe is None else {"prompt": recipe})}
+    with torch.no_grad():
+        # Of all queries: transformers' own choice of them depends on what masks are like.
+        expected = model(ids, attention_mask=mask).logits
+        hf_kvret.attach(model)
+        cache = FlatKVCache(model.config, **options)
+        got = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=keep).logits
+    valid = mask[:, -got.shape[1] :].bool()
+    torch.testing.assert_close(got[valid], expected[:, -got.shape[1] :][valid], atol=1e-4, rtol=0)
+
+
+def test_a_reader_retrieves_with_a_small_budget() -> None:
+    model, ids = SHARED_MODELS["gemma4_shared"].build(), prompt(1, 200)
+    cache = FlatKVCache(model.config, **{**COVERING_OPTIONS, "top_k": 8})
+    model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    (layer,) = cache.stats()["layers"]
+    # A layer with keys of its own and two readers, one KV head, four steps.
+    assert layer["selected"] == 3 * 8 * 4
+
+
+@pytest.mark.parametrize("cache_class", [LRQKCache, CTkvrCache, H2OCache])
+def test_methods_that_learn_from_one_layers_queries_are_refused(
+    cache_class: type[RetrievalCache],
+) -> None:
+    config = SHARED_MODELS["gemma3n"].config()
+    with pytest.raises(ValueError, match=r"2 layers of gemma3n_text read .* take flat, paris"):
+        cache_class(config)
+    alone = AutoConfig.for_model("gemma4_text", num_kv_shared_layers=0)
+    assert reading_layers(config) == 2 and not reading_layers(alone)
+
+
+def test_a_mask_that_is_cut_twice_keeps_the_newest_queries() -> None:
+    arguments: dict[str, Any] = {"batch_size": 1, "q_length": 9, "kv_length": 12, "q_offset": 3}
+    whole = retrieval_mask(**arguments, attention_mask=None, device="cpu")
+    mask = whole[:, :, -5:, :]
+    assert mask.shape == (1, 1, 5, 12) and mask[:, :, slice(-0, None)].shape == mask.shape
+    info, first = mask_info(mask[:, :, -2:]), mask_info(whole)
+    assert info is not None and first is not None
+    seen = info.for_base("sdpa", torch.device("cpu"))
+    assert seen is not None and seen[0, 0].sum(1).tolist() == [11, 12]
+    assert first.for_base("sdpa", torch.device("cpu")) is not None
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None), slice(None), slice(0, 4), slice(None)),
+        (slice(None), slice(None), slice(None, None, 2)),
+        (slice(None), slice(0, 1), slice(-1, None)),
+        (slice(None), slice(None), slice(None), slice(3)),
+        (slice(None), slice(None), torch.tensor([1])),
+        0,
+    ],
+)
+def test_other_cuts_of_a_mask_are_refused(index: Any) -> None:
+    arguments: dict[str, Any] = {"batch_size": 1, "q_length": 9, "kv_length": 9, "q_offset": 0}
+    mask = retrieval_mask(**arguments, attention_mask=None, device="cpu")
+    with pytest.raises(ValueError, match="computes with its attention mask"):
+        mask[index]
