@@ -14,17 +14,16 @@ from typing import Any, ClassVar, Self
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from hf_kvret.contracts.index import Index, makes_estimates
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.layer.latent import LatentLayer
+from hf_kvret.layer.hybrid import new_layer
 from hf_kvret.layer.layer import LayerInfo, LayerStack, RetrievalLayer
 from hf_kvret.layer.model_state import ModelState
 from hf_kvret.models.compatibility import (
     check_config,
     head_dims,
-    is_latent,
     latent_rank,
     model_layers,
     model_shape,
@@ -81,23 +80,22 @@ class RetrievalCache(Cache):
         check_config(config)
         options = self.Config.of(options, changes, type(self).__name__)
         self._config = config
-        layer_class = LatentLayer if is_latent(config) else RetrievalLayer
         layers: list[Any] = model_layers(config)
-        ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         options = self.options = self.options_for(options, config)
         self.model_shape = model_shape(config)
         shapes = retrieval_shapes(config)
         widths = [shape.width for shape in shapes.values()]
         self._stores = StoreChoice(
-            options, len(ours), math.gcd(*head_dims(config)), sum(widths) / widths[0]
+            options, len(shapes), math.gcd(*head_dims(config)), sum(widths) / widths[0]
         )
-        for number in ours:
+        for number, shape in shapes.items():
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
             positions, rank = self.needs_positions(options, number), latent_rank(config)
-            layers[number] = layer_class(options, make_index, make_store, positions, rank)
-            layers[number].layer_info = LayerInfo(number, shapes[number])
-        self._check_estimates(options, ours[0])
+            own = options, make_index, make_store, positions, rank
+            layers[number] = new_layer(layers[number], *own)
+            layers[number].layer_info = LayerInfo(number, shape)
+        self._check_estimates(options, next(iter(shapes)))
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
         self.identity: CacheIdentity | None = None

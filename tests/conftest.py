@@ -298,7 +298,7 @@ def artifact_options(
     # Imported here, because the lines above must come before any module with a kernel.
     from hf_kvret import registered_methods
     from hf_kvret.lab.calibrate.tiny import tiny_artifact
-    from hf_kvret.testing import GEMMA4_MODELS, LATENT_MODELS, MODELS, SHARED_MODELS
+    from hf_kvret.testing.conformance import ALL_MODELS
 
     paths: dict[tuple[str, str], str] = {}
 
@@ -307,8 +307,7 @@ def artifact_options(
             return {}
         if (method, model) not in paths:
             folder = tmp_path_factory.mktemp(f"{method}-{model}")
-            one = (MODELS | LATENT_MODELS | GEMMA4_MODELS | SHARED_MODELS)[model]
-            paths[method, model] = tiny_artifact(one.build(), method, folder)
+            paths[method, model] = tiny_artifact(ALL_MODELS[model].build(), method, folder)
         return {"artifact": paths[method, model]}
 
     return find

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.layer import RetrievalLayer
@@ -256,10 +256,8 @@ def forget_chunk(generation_config: Any) -> None:
 
 def recurs(cache: RetrievalCache) -> bool:
     """Whether any layer has state other than keys and values."""
-    plain = (RetrievalLayer, DynamicLayer)
-    return any(
-        isinstance(x, LinearAttentionLayer) or not isinstance(x, plain) for x in cache.layers
-    )
+    plain, linear = (RetrievalLayer, DynamicLayer), LinearAttentionCacheLayerMixin
+    return any(isinstance(x, linear) or not isinstance(x, plain) for x in cache.layers)
 
 
 def expected_new_tokens(generation_config: Any, context_len: int) -> int:

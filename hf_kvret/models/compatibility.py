@@ -7,7 +7,7 @@ import sys
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from hf_kvret_model_patches.decoders import decoder_of
 
@@ -23,6 +23,13 @@ _OBSTACLES = {
     "gemma4_assistant": "drafts for another model, whose cache it reads",
     "gemma4_unified_assistant": "drafts for another model, whose cache it reads",
     "git": "computes attention by itself, whatever implementation is set",
+    **dict.fromkeys(
+        (
+            *("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
+            *("inkling2_loop", "inkling2_loop_text"),
+        ),
+        "adds a learned bias to the scores of the tokens near by",
+    ),
     "jetmoe": "repeats its keys after the cache, where no handle survives",
     "kosmos-2": "hands masks of its own making, of four dimensions, to its attention",
     "minimax_m3_vl": "chooses blocks of tokens with an indexer of its own beside the cache",
@@ -42,6 +49,8 @@ _LATENT = {
 }
 
 
+# Cache layers of full attention; the second has a linear state, too.
+_FULL = {DynamicLayer, LinearAttentionAndFullAttentionLayer}
 _OWN_CACHE = "use cache_implementation='dynamic' or leave it out"
 
 
@@ -87,7 +96,7 @@ def check_config(config: PreTrainedConfig) -> None:
 def _check_layers(config: PreTrainedConfig) -> None:
     """ValueError unless some layer's cache holds full attention and nothing else."""
     types = [type(layer) for layer in model_layers(config)]
-    if DynamicLayer in types:
+    if not _FULL.isdisjoint(types):
         return
     name = config.model_type
     hybrids = [
@@ -245,8 +254,7 @@ def model_layers(config: PreTrainedConfig) -> list:
 
 def retrieval_layers(config: PreTrainedConfig) -> list[int]:
     """Numbers of the layers that retrieve: those whose attention is full."""
-    layers = enumerate(model_layers(config))
-    return [number for number, layer in layers if type(layer) is DynamicLayer]
+    return [number for number, layer in enumerate(model_layers(config)) if type(layer) in _FULL]
 
 
 def reading_layers(config: PreTrainedConfig) -> int:

@@ -140,6 +140,12 @@ def restore(
     _check(layer)
 
 
+def taken_out(layer: Any, state: Tensors) -> Tensors:
+    """What of ``state`` belongs to ``layer`` by its names; it is no longer in ``state``."""
+    names = [name for name in state if name.partition(".")[0] in _attributes(layer)]
+    return {name: state.pop(name) for name in names}
+
+
 def _set_plain(layer: Any, name: str, type_: str, values: Mapping[str, Any], states: int) -> None:
     """Set an attribute that is no tensor; ValueError for a value that no layer has."""
     if name not in values:

@@ -19,6 +19,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.contracts.schema import check_finite
+from hf_kvret.contracts.state import Tensors
+from hf_kvret.layer.hybrid import foreign_parts
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.ranks import check_save
 from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
@@ -68,13 +70,15 @@ def save(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
 
 def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
     """Write the tensors of ``cache``; returns the content of its ``cache.json``."""
-    writer, layers = ShardWriter(replacement), []
+    writer, layers, foreign = ShardWriter(replacement), [], foreign_parts(cache.layers)
     for number, layer in enumerate(cache.layers):
+        tensors: Tensors = {}
         values: dict[str, Any] = {}
         if isinstance(layer, RetrievalLayer):
             tensors = layer.state_dict()
-        else:
-            tensors, values = foreign_layers.layer_state(layer)
+        if number in foreign:
+            more, values = foreign_layers.layer_state(foreign[number])
+            tensors |= more
         writer.add(f"layers.{number}.", tensors)
         layers.append({"type": type(layer).__name__, "values": values})
     origin, tensors = _saved_origin(cache)
@@ -123,14 +127,18 @@ def _fill(
 ) -> None:
     """Give a new ``cache`` what is saved; ``hint``: more to say where a layer won't fit."""
     tensors, content = description.tensors(directory), description.content
+    foreign = foreign_parts(cache.layers)
     for number, layer in enumerate(cache.layers):
         values = content["layers"][number]["values"]
         state = tensors.with_prefix(f"layers.{number}.")
         try:
+            part, own = foreign.get(number), state
+            if part is not None and part is not layer:
+                own = foreign_layers.taken_out(part, state)
             if isinstance(layer, RetrievalLayer):
                 layer.load_state_dict(state, device)
-            else:
-                foreign_layers.restore(layer, values, state, device)
+            if part is not None:
+                foreign_layers.restore(part, values, own, device)
         except KeyError as missing:
             raise ValueError(
                 f"{directory} has no layers.{number}.{missing.args[0]}: it is damaged or from "
@@ -250,10 +258,8 @@ def _check_consistency(directory: Path, cache: FilledCache, config: PreTrainedCo
     indexes = [each.index for each in kv if each is not None]
     if any(index is not None and index.needs_finite for index in indexes):
         # What one layer makes of them reaches the next one.
-        for number, layer in enumerate(cache.layers):
-            if isinstance(layer, RetrievalLayer):
-                continue
-            for name, tensor in foreign_layers.layer_state(layer)[0].items():
+        for number, part in foreign_parts(cache.layers).items():
+            for name, tensor in foreign_layers.layer_state(part)[0].items():
                 if tensor.is_floating_point():
                     check_finite(f"{directory}: layer {number}: {name}", tensor)
 
@@ -274,7 +280,7 @@ def _value_fault(cache: FilledCache, config: PreTrainedConfig) -> str | None:
 def _shape_fault(cache: FilledCache) -> str | None:
     """Why the layers are not of one model; None where nothing tells it."""
     kv = [layer.kv for layer in cache.retrieval_layers]
-    foreign = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
+    foreign = [*foreign_parts(cache.layers).values()]
     batches = {each.batch_size for each in kv if each is not None}
     batches |= {batch for layer in foreign if (batch := foreign_layers.batch_size(layer))}
     if len(batches) > 1:

@@ -23,6 +23,7 @@ from hf_kvret.testing.conformance import (
 )
 from hf_kvret.testing.models import (
     GEMMA4_MODELS,
+    HYBRID_MODELS,
     LATENT_MODELS,
     MODELS,
     REFUSED,
@@ -35,6 +36,7 @@ from hf_kvret.testing.tiny import TinyModel
 __all__ = [
     "COVERING_OPTIONS",
     "GEMMA4_MODELS",
+    "HYBRID_MODELS",
     "LATENT_MODELS",
     "LOGIT_TOLERANCE",
     "MODELS",

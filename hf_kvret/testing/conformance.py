@@ -20,7 +20,13 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.registry import attach
-from hf_kvret.testing.models import GEMMA4_MODELS, LATENT_MODELS, MODELS, SHARED_MODELS
+from hf_kvret.testing.models import (
+    GEMMA4_MODELS,
+    HYBRID_MODELS,
+    LATENT_MODELS,
+    MODELS,
+    SHARED_MODELS,
+)
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import FAILURES, CacheMaker, Outcome, describe
 
@@ -39,7 +45,8 @@ LOGIT_TOLERANCE = 3e-4
 moved them by at most 3e-5 in any mode; a budget of a single token by 0.1 and more."""
 
 
-_ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS | SHARED_MODELS
+ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS | SHARED_MODELS | HYBRID_MODELS
+"""Of every kind, by name."""
 
 # How configurations call the tokens that a layer works on together.
 _SPANS = (
@@ -202,7 +209,7 @@ def conformance_cases(
         ValueError: an unknown name.
     """
     mode_names = _checked(modes, MODES, "mode")
-    for model in list(MODELS) if models is None else _checked(models, _ALL_MODELS, "model"):
+    for model in list(MODELS) if models is None else _checked(models, ALL_MODELS, "model"):
         for mode in mode_names:
             yield Case(model, mode)
 
@@ -293,7 +300,7 @@ def failures(results: Iterable[Result]) -> list[Result]:
 
 
 def _build(name: str) -> PreTrainedModel:
-    return _ALL_MODELS[name].build()
+    return ALL_MODELS[name].build()
 
 
 def _checked(names: Iterable[str] | None, allowed: dict[str, Any], thing: str) -> list[str]:

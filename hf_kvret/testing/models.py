@@ -504,6 +504,44 @@ _GEMMA4_ZOO = (
 GEMMA4_MODELS: dict[str, TinyModel] = {model.name: model for model in _GEMMA4_ZOO}
 """Relatives of ``MODELS["gemma4"]`` that a cache with retrieval must serve, by name."""
 
+_FALCON_H1 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+_ZAMBA2 = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "n_mamba_heads": 4,
+    "mamba_headdim": 32,
+    "mamba_d_state": 16,
+    "mamba_ngroups": 1,
+    "chunk_size": 16,
+    "num_mem_blocks": 1,
+    "attention_head_dim": 32,
+    "use_mem_rope": True,
+}
+
+_ZAYA = {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16}
+
+_HYBRID_ZOO = (
+    TinyModel(
+        "falcon_h1",
+        _config("falcon_h1", head_dim=16, **_FALCON_H1),
+        (0, 1),
+        "a linear state before attention, in each layer",
+        seed=1,
+    ),
+    TinyModel("zamba2", _config("zamba2", **_ZAMBA2), (1, 3), "a linear state behind attention"),
+    TinyModel("zaya", _config("zaya", **_ZAYA), (0, 1), "a convolution of queries and keys"),
+)
+
+HYBRID_MODELS: dict[str, TinyModel] = {model.name: model for model in _HYBRID_ZOO}
+"""Models whose layers of full attention keep a linear state, too, by name."""
+
 # The last three layers read the keys of the first two, each of its own kind.
 _SHARED: dict[str, Any] = {
     **_SMALL,

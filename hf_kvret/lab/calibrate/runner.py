@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
@@ -21,7 +20,7 @@ from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.forecast import Forecast
 from hf_kvret.lab.calibrate.parts import FinishedLayers, alone_in
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy
-from hf_kvret.models.compatibility import check_model, model_layers
+from hf_kvret.models.compatibility import check_model, retrieval_layers
 from hf_kvret.models.ranks import check_calibration
 from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope import Rope
@@ -88,10 +87,9 @@ def calibrate(
     _check_lengths(model, corpus)
     train_count = len(corpus.sequences) - corpus.held_out
     calibration.check([len(ids) for ids in corpus.sequences[:train_count]])
-    ropes = check_rope(model)
-    layers = model_layers(model.config)
     # Layers that slide or are recurrent never retrieve.
-    ropes = {layer: rope for layer, rope in ropes.items() if type(layers[layer]) is DynamicLayer}
+    ours = retrieval_layers(model.config)
+    ropes = {layer: rope for layer, rope in check_rope(model).items() if layer in ours}
     token_nbytes = _check_layers(model, calibration, ropes)
     if layers_at_once is None:
         layers_at_once = max(1, _MOST_HELD // (token_nbytes * corpus.tokens))
@@ -135,11 +133,9 @@ def learn_at_once(
     Nothing is written. All tokens of ``layers`` are held for each calibration; None: of all layers
     that retrieve. ``model`` is as of ``calibrate``, which checks it; here it is not.
     """
-    kinds, studies = (
-        model_layers(model.config),
-        {name: dict[int, LayerStudy]() for name in calibrations},
-    )
-    ropes = {n: rope for n, rope in check_rope(model).items() if type(kinds[n]) is DynamicLayer}
+    studies = {name: dict[int, LayerStudy]() for name in calibrations}
+    ours = retrieval_layers(model.config)
+    ropes = {n: rope for n, rope in check_rope(model).items() if n in ours}
     chosen = set(ropes if layers is None else layers)
     for index, ids in enumerate(tqdm(corpus.sequences, desc="reading", leave=False)):
         held_out = index >= len(corpus.sequences) - corpus.held_out

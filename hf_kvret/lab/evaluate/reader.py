@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
@@ -18,6 +18,9 @@ from hf_kvret.lab.program.progress import prompt_bar
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.compatibility import layer_shapes
 from hf_kvret.models.versions import as_argument
+
+# These layers replace their tensors and never write into them, so that copies may share.
+_REPLACING = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 @dataclass(frozen=True)
@@ -189,9 +192,8 @@ class Reader:
         if changes:
             raise TypeError(f"{self.choice.name} is no retrieval cache: it has no {list(changes)}")
         twin.cache = copy.copy(self.cache)
-        # These layers replace their tensors and never write into them, so copies may share.
         twin.cache.layers = [
-            copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer)
+            copy.copy(layer) if type(layer) in _REPLACING else copy.deepcopy(layer)
             for layer in self.cache.layers
         ]
         return twin

@@ -1,0 +1,83 @@
+"""A layer of a model that attends and keeps a linear state beside it (Falcon-H1, Zamba2, Inkling).
+
+The state is a layer of transformers; attention retrieves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from hf_kvret.layer.latent import LatentLayer
+from hf_kvret.layer.layer import RetrievalLayer
+
+
+class HybridLayer(RetrievalLayer):
+    """Attention that retrieves, and a linear layer, to which go the questions about its states.
+
+    Attributes:
+        linear: holds convolutional and recurrent states.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.linear = LinearAttentionLayer()
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what the layer itself lacks, as conv_states; before there is a linear layer,
+        # there is nothing.
+        if name == "linear":
+            raise AttributeError(name)
+        return getattr(self.linear, name)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether the states can go back, too."""
+        return self.linear.is_croppable
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """As of every layer; RuntimeError where states can't go back, before anything changes."""
+        self.linear.crop(int(tokens_to_remove))
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``beam_idx[b]``."""
+        self.linear.reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def reset(self) -> None:
+        """Forget all tokens, states and counts."""
+        self.linear.reset()
+        super().reset()
+
+    def fork(self) -> Self:
+        """An independent copy that shares the cold part; states are copied."""
+        twin = super().fork()
+        twin.linear = copy.deepcopy(self.linear)
+        return twin
+
+
+# transformers looks for this class before it asks for a state.
+LinearAttentionCacheLayerMixin.register(HybridLayer)
+
+
+def foreign_parts(layers: Sequence[Any]) -> dict[int, Any]:
+    """By number what transformers itself keeps: whole layers, and those within hybrid ones."""
+    parts = {number: getattr(layer, "linear", layer) for number, layer in enumerate(layers)}
+    return {number: part for number, part in parts.items() if not isinstance(part, RetrievalLayer)}
+
+
+def new_layer(stock: Any, *arguments: Any) -> RetrievalLayer:
+    """The layer in place of ``stock``, which transformers would take; see ``RetrievalLayer``.
+
+    The last of the ``arguments`` is the rank of latents; 0: attention is not latent.
+    """
+    if isinstance(stock, LinearAttentionCacheLayerMixin):
+        layer = HybridLayer(*arguments)
+        layer.linear = LinearAttentionLayer(number_of_states=stock.number_of_states)
+        return layer
+    return (LatentLayer if arguments[-1] else RetrievalLayer)(*arguments)
