@@ -36,6 +36,10 @@ _OBSTACLES = {
     "minimax_m3_vl_text": "chooses blocks of tokens with an indexer of its own beside the cache",
     "mllama": "keeps the keys of images in layers of the same cache (cross-attention)",
     "mllama_text_model": "keeps the keys of images in layers of the same cache (cross-attention)",
+    **dict.fromkeys(
+        ("qwen2_5_omni", "qwen3_omni_moe"),
+        "is several models, of which model.thinker writes the text: that one is served",
+    ),
     "pi0": "generates actions, not text, and hands its cache to a second model",
     "rwkv": "is recurrent: it keeps a state, no keys and values",
     "unlimited_ocr": "slides over its text around reference tokens, in layers of its own kind",
