@@ -16,6 +16,7 @@ from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.h2o import H2OCache
 from hf_kvret.methods.latent import LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache
+from hf_kvret.methods.native import NativeKVCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.models.versions import warn_untested
 from hf_kvret.observe.observers import Selection, observe
@@ -36,6 +37,7 @@ __all__ = [
     "Index",
     "LRQKCache",
     "LatentKVCache",
+    "NativeKVCache",
     "ParisKVCache",
     "RetrievalCache",
     "RetrievalConfig",

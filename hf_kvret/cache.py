@@ -24,6 +24,7 @@ from hf_kvret.layer.model_state import ModelState
 from hf_kvret.models.compatibility import (
     check_config,
     head_dims,
+    index_budget,
     latent_rank,
     model_layers,
     model_shape,
@@ -124,6 +125,13 @@ class RetrievalCache(Cache):
             options.check_model(dim)
         if rank := latent_rank(config):
             RetrievalConfig.check_model(options, rank)
+        if options.follows_model != bool(index_budget(config)):
+            advice = (
+                "has no indexer of its own that selects: take a method that does, as 'paris'"
+                if options.follows_model
+                else "selects by an indexer of its own: take cache_implementation='native'"
+            )
+            raise ValueError(f"{config.model_type} {advice}")
         readers = reading_layers(config)
         if readers and options.learns_from_queries:
             raise ValueError(

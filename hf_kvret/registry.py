@@ -44,6 +44,7 @@ from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.h2o import H2OCache
 from hf_kvret.methods.latent import LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache
+from hf_kvret.methods.native import NativeKVCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.models.compatibility import check_model, text_key
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
@@ -63,6 +64,7 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
     AquaKVCache,
     H2OCache,
     LatentKVCache,
+    NativeKVCache,
 )
 
 _methods: dict[str, type[RetrievalCache]] = {}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_kvret.attention.base_attention import attend_with_base, base_name
-from hf_kvret.attention.masks import base_mask, mask_info, token_validity
+from hf_kvret.attention.masks import base_mask, mask_info, token_validity, with_indices
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.exact_attention import merge
@@ -21,7 +21,9 @@ from hf_kvret.replay.warm_up import warming_up
 from hf_kvret_kernels.prompt_attention import compiled, prompt_attention
 
 # Keywords that models pass beside the tensors. Those in the second set do not change attention.
-_ATTENTION_KEYWORDS = {"softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"}
+_ATTENTION_KEYWORDS = {
+    *("softcap", "s_aux", "is_causal", "sliding_window", "output_attentions", "indices"),
+}
 _OTHER_KEYWORDS = {
     "position_ids",
     "cache_position",
@@ -78,6 +80,8 @@ def retrieval_attention(
     if layer is None:
         base = base_name(module, kwargs)
         mask = base_mask(attention_mask, base, query.device)
+        if (indices := kwargs.pop("indices", None)) is not None:
+            mask = with_indices(mask, attention_mask, indices, base)
         return attend_with_base(
             base, module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -132,7 +136,7 @@ def retrieval_attention(
         return out.transpose(1, 2)
 
     positions = _positions(kwargs.get("position_ids"), query)
-    arguments = scoring, prompt, sink_logits, positions, is_causal
+    arguments = scoring, prompt, sink_logits, positions, is_causal, kwargs.get("indices")
     call = AttentionCall(*arguments) if heads is None else LatentCall(*arguments, heads=heads)
     with warming_up(layer, query, call) if query.is_cuda else nullcontext():
         out = layer.attend(query, key, value, call)

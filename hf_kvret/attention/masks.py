@@ -102,8 +102,12 @@ class MaskInfo:
 
     def newest_row(self) -> torch.Tensor:
         """``[B, T]`` bool: what the newest query sees under this mask, whatever its type."""
+        return self.seen_by_query()[:, 0, -1]
+
+    def seen_by_query(self) -> torch.Tensor:
+        """``[B, 1, Q, T]`` bool: what each query sees under this mask, whatever its type."""
         mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
-        return mask[:, 0, -1]
+        return mask if self.newest is None else mask[:, :, -self.newest :]
 
 
 class _FinishedError(Exception):
@@ -198,9 +202,9 @@ class MaskCarrier(torch.Tensor):
         name = _operation(func)
         source = args[0] if args else None
         if name == "__getitem__":
-            cut = _cut_to_newest(source, args[1])
-            if cut is not None:
-                return cut
+            part = _part_of(source, args[1])
+            if part is not None:
+                return part
         if name not in _COPIES and name not in _METADATA:
             raise ValueError(
                 f"this model computes with its attention mask ({name}), which a retrieval cache "
@@ -238,10 +242,15 @@ _METADATA = _DIMS | frozenset(
 )
 
 
-def _cut_to_newest(mask: Any, index: Any) -> torch.Tensor | None:
-    """``mask[:, :, -count:]``; None for another index."""
+def _part_of(mask: Any, index: Any) -> torch.Tensor | None:
+    """``mask[:, 0]``, finished, or ``mask[:, :, -count:]``; None for another index."""
     info, everything = mask_info(mask), slice(None)
-    if info is None or not isinstance(index, tuple) or len(index) not in (3, 4):
+    if info is None or not isinstance(index, tuple) or not 2 <= len(index) <= 4:
+        return None
+    if type(index[1]) is int and index[1] == 0:
+        rest = [*index[:1], *index[2:]]
+        return None if any(one != everything for one in rest) else info.seen_by_query()[:, 0]
+    if len(index) == 2:
         return None
     *others, queries = index[:2] + index[3:] + index[2:3]
     if not isinstance(queries, slice) or any(one != everything for one in others):
@@ -298,6 +307,32 @@ def base_mask(mask: torch.Tensor | None, base: str, device: torch.device) -> tor
             "more: call hf_kvret.restore(model) and use the model with its own cache"
         )
     return mask
+
+
+def with_indices(
+    mask: torch.Tensor | None, carrier: torch.Tensor | None, indices: torch.Tensor, base: str
+) -> torch.Tensor:
+    """The mask of ``base`` that shows each query only what its ``indices [B, Q, K]`` name.
+
+    ``mask`` is that of ``base`` without them, ``carrier`` what the model was given.
+
+    Raises:
+        ValueError: a base whose mask has no column for each key.
+    """
+    info = mask_info(carrier)
+    if mask is None and info is not None and base in ("sdpa", "eager"):
+        mask = info.seen_by_query()
+    if mask is None or mask.ndim != 4:
+        raise ValueError(
+            f"attn_implementation={base!r} has no mask for tokens that an indexer chose: load the "
+            "model with attn_implementation='sdpa'"
+        )
+    slots, batch = indices.long()[:, None], len(indices)
+    named = torch.zeros(batch, 1, *mask.shape[2:], dtype=torch.bool, device=mask.device)
+    named.scatter_(3, slots, True)
+    if mask.dtype == torch.bool:
+        return mask & named
+    return mask.masked_fill(~named, torch.finfo(mask.dtype).min)
 
 
 def token_validity(

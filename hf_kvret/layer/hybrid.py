@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from hf_kvret.layer.indexed import IndexedLayer
 from hf_kvret.layer.latent import LatentLayer
 from hf_kvret.layer.layer import RetrievalLayer
 
@@ -74,8 +75,11 @@ def foreign_parts(layers: Sequence[Any]) -> dict[int, Any]:
 def new_layer(stock: Any, *arguments: Any) -> RetrievalLayer:
     """The layer in place of ``stock``, which transformers would take; see ``RetrievalLayer``.
 
-    The last of the ``arguments`` is the rank of latents; 0: attention is not latent.
+    The first of the ``arguments`` are the options; the last is the rank of latents, 0 where
+    attention is not latent.
     """
+    if arguments[0].follows_model:
+        return IndexedLayer(*arguments)
     if isinstance(stock, LinearAttentionCacheLayerMixin):
         layer = HybridLayer(*arguments)
         layer.linear = LinearAttentionLayer(number_of_states=stock.number_of_states)

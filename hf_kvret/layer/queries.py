@@ -21,6 +21,7 @@ class AttentionCall:
             ``() -> [B, Hq, Q, Dv]``.
         sink_logits: ``[Hq]`` learned attention sinks, or None.
         positions: ``[B, Q]`` integers, RoPE positions of the new tokens; None if not passed.
+        indices: ``[B, Q, K]`` slots that the model's own indexer names for the queries, or None.
         is_causal: whether a new token sees exactly the valid tokens before it. For some masks it
             builds the whole mask.
     """
@@ -33,6 +34,7 @@ class AttentionCall:
     sink_logits: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     is_causal: Callable[[], bool] = field(default=lambda: True)
+    indices: torch.Tensor | None = None
 
     def to_rows(self, query: torch.Tensor) -> torch.Tensor:
         """``query [B, Hq, Q, *]`` as rows are compared with it, ``[B, Hq, Q, Dk]``."""

@@ -7,7 +7,11 @@ import sys
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from hf_kvret_model_patches.decoders import decoder_of
 
@@ -46,15 +50,16 @@ _OBSTACLES = {
     "xlstm": "is recurrent: it keeps a state, no keys and values",
 }
 
+# Models that hand the slots which their own indexer chose to the attention function.
+_INDEXED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
 # Models of multi-head latent attention whose cache holds latents and rotated keys.
 _LATENT = {
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4", "minicpm3"),
     *("youtu", "axk1", "kimi_linear", "bailing_hybrid", "sarvam_mla"),
+    *_INDEXED,
 }
-
-
-# Cache layers of full attention; the second has a linear state, too.
-_FULL = {DynamicLayer, LinearAttentionAndFullAttentionLayer}
+# Cache layers of full attention; one has a linear state, too, and one the keys of an indexer.
+_FULL = {DynamicLayer, LinearAttentionAndFullAttentionLayer, DynamicIndexedLayer}
 _OWN_CACHE = "use cache_implementation='dynamic' or leave it out"
 
 
@@ -100,20 +105,14 @@ def check_config(config: PreTrainedConfig) -> None:
 def _check_layers(config: PreTrainedConfig) -> None:
     """ValueError unless some layer's cache holds full attention and nothing else."""
     types = [type(layer) for layer in model_layers(config)]
+    name = config.model_type
+    if DynamicIndexedLayer in types and not index_budget(config):
+        raise ValueError(
+            f"{name} folds the choice of its own indexer into its mask, where nothing else sees "
+            f"it: {_OWN_CACHE}"
+        )
     if not _FULL.isdisjoint(types):
         return
-    name = config.model_type
-    hybrids = [
-        cls
-        for cls in types
-        if issubclass(cls, DynamicLayer) and not getattr(cls, "is_sliding", False)
-    ]
-    if hybrids:
-        raise ValueError(
-            f"{name} keeps full attention and something else in one cache layer "
-            f"({hybrids[0].__name__}, {len(hybrids)} of {len(types)} layers): not supported yet; "
-            f"{_OWN_CACHE}"
-        )
     raise ValueError(
         f"{name} has no full-attention layer that a cache could retrieve for (all slide, are "
         f"chunked, linear or recurrent): its own cache is already small; {_OWN_CACHE}"
@@ -259,6 +258,12 @@ def model_layers(config: PreTrainedConfig) -> list:
 def retrieval_layers(config: PreTrainedConfig) -> list[int]:
     """Numbers of the layers that retrieve: those whose attention is full."""
     return [number for number, layer in enumerate(model_layers(config)) if type(layer) in _FULL]
+
+
+def index_budget(config: PreTrainedConfig) -> int:
+    """Tokens that the model's own indexer chooses for a query; 0: it has none that we serve."""
+    text = config.get_text_config(decoder=True)
+    return text.index_topk if text.model_type in _INDEXED else 0
 
 
 def reading_layers(config: PreTrainedConfig) -> int:

@@ -1,0 +1,195 @@
+"""A layer whose model has an indexer of its own: that names the tokens, the store attends to them.
+
+The indexer of DeepSeek-V3.2 and its relatives gives each query the slots of its tokens, in a prompt
+and in every step. transformers computes such attention densely, with the others masked. Here rows
+of others are neither read nor needed on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+
+from hf_kvret.contracts.store import AttentionResult
+from hf_kvret.contracts.token_buffer import TokenBuffer
+from hf_kvret.layer.exact_attention import merge
+from hf_kvret.layer.latent import LatentLayer
+from hf_kvret.layer.layer_kv import LayerKV
+from hf_kvret.layer.queries import AttentionCall
+from hf_kvret_kernels.relevance import count_ids
+from hf_kvret_kernels.soft_cap import soft_cap_
+
+# Scores of the window, and marks of tokens, that are held at once.
+_ELEMENTS = 1 << 24
+_PREFIX = "indexer."
+
+
+class IndexedLayer(LatentLayer):
+    """Latent attention to the tokens that the model's own indexer names.
+
+    Attributes:
+        indexer: the indexer's key of each token, ``[B, 1, T, d]``.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.indexer = TokenBuffer()
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Add the indexer's keys ``[B, n, d]`` of new tokens; those of all, ``[B, T, d]``."""
+        self.indexer.put(indexer_key_states[:, None], self.get_seq_length())
+        return self.indexer.rows[:, 0]
+
+    def _attend_few(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        return self._attend_indexed(query, key, value, call, is_prompt=False)
+
+    def _attend_many(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        past: int,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        return self._attend_indexed(query, key, value, call, is_prompt=True)
+
+    def _attend_indexed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+        is_prompt: bool,
+    ) -> torch.Tensor:
+        kv, indices = self.kv, call.indices
+        assert kv is not None, "see attend"
+        if indices is None:
+            raise ValueError(
+                "the model's indexer named no tokens: this transformers hands its choice to "
+                "attention in another way than those that were tested"
+            )
+        if self.pending_attention:
+            take = kv.take_prompt if is_prompt else kv.take_step
+            take(key, value, call.scoring.valid)
+        self._scoring = call.scoring
+        out = attend_to_indices(kv, call.to_rows(query), indices, call)
+        return call.from_rows(out.to(query.dtype))
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Drop the newest tokens; pass their count as a negative number."""
+        super().crop(tokens_to_remove)
+        self.indexer.crop(self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``beam_idx[b]``."""
+        super().reorder_cache(beam_idx)
+        if self.indexer.is_allocated:
+            self.indexer.reorder(beam_idx.to(self.indexer.rows.device))
+
+    def reset(self) -> None:
+        """Forget all tokens and counts."""
+        super().reset()
+        self.indexer.reset()
+
+    def fork(self) -> Self:
+        """An independent copy that shares the cold part and the indexer's keys."""
+        twin = super().fork()
+        twin.indexer = self.indexer.fork()
+        return twin
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors of the layer on the CPU; empty for a layer that holds nothing."""
+        own = {f"{_PREFIX}{name}": x.cpu() for name, x in self.indexer.state_dict().items()}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Become the layer whose ``state_dict`` this is.
+
+        Raises:
+            KeyError: names a missing tensor.
+            ValueError: keys of the indexer that are not of the layer's tokens.
+        """
+        own = {name: state.pop(name) for name in list(state) if name.startswith(_PREFIX)}
+        super().load_state_dict(state, device)
+        if not own:
+            # A layer that reads another's choice has no indexer.
+            return
+        rows = own[f"{_PREFIX}rows"]
+        if rows.ndim != 4 or rows.shape[:3] != (self.batch_size, 1, self.get_seq_length()):
+            raise ValueError(
+                f"the indexer has keys {list(rows.shape)}, not one for each of "
+                f"{self.batch_size} x {self.get_seq_length()} tokens"
+            )
+        self.indexer.append(rows.to(device))
+
+
+def attend_to_indices(
+    kv: LayerKV, query: torch.Tensor, indices: torch.Tensor, call: AttentionCall
+) -> torch.Tensor:
+    """Attention of the newest Q queries ``[B, Hq, Q, Dk]``, each to its own tokens alone.
+
+    ``indices [B, Q, K]`` are their slots; later tokens, padding, and slots below 0 don't count.
+    Returns ``[B, Hq, Q, Dv]`` fp32.
+    """
+    total, queries = kv.length, query.shape[2]
+    width = max(total, query.shape[1] * kv.window.tokens()[0].shape[2])
+    step = max(1, _ELEMENTS // (len(query) * width))
+    outs = []
+    for start in range(0, queries, step):
+        some = slice(start, start + step)
+        last = torch.arange(total - queries, total, device=query.device)[some]
+        ids = _seen(indices[:, some].long(), last, call.scoring.valid)
+        parts = list(_attend(kv, query[:, :, some], ids, call))
+        outs.append(merge(parts, call.sink_logits)[0])
+    return torch.cat(outs, dim=2)
+
+
+def _seen(ids: torch.Tensor, last: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """``ids [B, q, K]``, -1 for tokens behind ``last [q]`` and for those not ``valid [B, T]``."""
+    unseen = (ids < 0) | (ids > last[:, None])
+    if valid is not None:
+        flat = ids.clamp(min=0, max=valid.shape[1] - 1).flatten(1)
+        unseen |= ~valid.gather(1, flat).view_as(ids)
+    return ids.masked_fill(unseen, -1)
+
+
+def _attend(
+    kv: LayerKV, query: torch.Tensor, ids: torch.Tensor, call: AttentionCall
+) -> Iterator[AttentionResult]:
+    """The parts of the attention to ``ids [B, q, K]``: of the store, and of the window."""
+    scoring, finish = call.scoring, None
+    if kv.store is not None and kv.cold_len:
+        cold = _seen(ids, torch.tensor([kv.cold_len - 1], device=ids.device), kv.retrievable(None))
+        cold_ids = cold[:, None].int().contiguous()
+        count_ids(cold_ids, kv.selected)
+        # First, so that a store elsewhere works while the device does the rest.
+        finish = kv.store.begin(query.contiguous(), cold_ids, scoring.scale, scoring.softcap)
+    yield _attend_to_window(kv, query, ids, call)
+    if finish is not None:
+        yield finish()
+
+
+def _attend_to_window(
+    kv: LayerKV, query: torch.Tensor, ids: torch.Tensor, call: AttentionCall
+) -> AttentionResult:
+    """Attention to those of the window's tokens that ``ids`` name."""
+    window = kv.window
+    keys, values = (x.float() for x in window.tokens())
+    # By slot, whether a query's ids name it; a column more for those that name nothing.
+    marks = torch.zeros(*ids.shape[:2], kv.length + 1, dtype=torch.bool, device=ids.device)
+    marks.scatter_(2, ids.masked_fill(ids < 0, kv.length), True)
+    marks[..., -1] = False
+    near = torch.arange(window.start, window.end, device=ids.device).expand(len(ids), -1)
+    slots = torch.cat([window.sink_slots.masked_fill(window.sink_slots < 0, kv.length), near], 1)
+    named = marks.gather(2, slots[:, None].expand(-1, ids.shape[1], -1))
+    heads = keys.shape[1]
+    grouped = query.float().unflatten(1, (heads, -1)) * call.scoring.scale
+    scores = soft_cap_(grouped @ keys.unsqueeze(2).mT, call.scoring.softcap)
+    scores.masked_fill_(~named[:, None, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
+    return (weights @ values.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)

@@ -1,0 +1,71 @@
+"""For models with an indexer of their own: it selects, the store attends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.models.compatibility import index_budget
+from hf_kvret.options.config import RetrievalConfig
+
+_MEANINGLESS = ("select_heads", "rest", "warn_lost_mass", "track_recall", "prompt")
+
+
+@dataclass(frozen=True)
+class NativeConfig(RetrievalConfig):
+    """Options of window, passes and store; what selects and how much is the model's.
+
+    ``top_k`` is the model's ``index_topk``, and may be left out.
+
+    Raises:
+        ValueError: an option of a selection that is the model's own.
+    """
+
+    follows_model: ClassVar[bool] = True
+    group_obstacle = "native follows the model's own indexer"
+    estimate_obstacle = "native follows the model's own indexer, which estimates no mass"
+
+    top_k: int | float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _MEANINGLESS:
+            value = getattr(self, name)
+            if value != getattr(RetrievalConfig, name):
+                raise ValueError(
+                    f"{name}={value!r} has no meaning: native attends to what the model's own "
+                    "indexer chooses; leave it out"
+                )
+
+
+class NativeKVCache(RetrievalCache):
+    """Attends to the tokens that the model's own indexer names (DeepSeek-V3.2, GLM-5).
+
+    The same attention as transformers' own, which computes all of it and masks the others: rows
+    that are not named are neither read nor on the device, wherever the store keeps them. The
+    indexer's keys stay on the device.
+
+    Raises:
+        ValueError: a model without an indexer, or another ``top_k`` than its own.
+    """
+
+    name: ClassVar[str] = "native"
+    Config: ClassVar[type[RetrievalConfig]] = NativeConfig
+
+    @classmethod
+    def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
+        options = super().options_for(options, config)
+        budget = index_budget(config)
+        if options.top_k not in (None, budget):
+            raise ValueError(
+                f"top_k={options.top_k}: the indexer of {config.model_type} names {budget} tokens "
+                "(index_topk in its config); leave top_k out"
+            )
+        return options.replace(top_k=budget)
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> None:
+        """None: the model has it."""
