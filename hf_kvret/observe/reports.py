@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_kvret.layer.hybrid import foreign_parts
+from hf_kvret.layer.indexed import IndexedLayer
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.observe.counters import counters_of, subscriber
 from hf_kvret.observe.missed_mass import MissedMass
@@ -22,7 +23,8 @@ class MemoryReport:
 
     Attributes:
         window: sink and recent tokens, on the device.
-        index: the indexes, and sums of what is not selected, on the device.
+        index: the indexes, or keys of the model's own indexer, and sums of what is not selected,
+            on the device.
         shared: calibrated tensors on the device, one copy for all caches of the process.
         store_device: cold rows and page tables on the device.
         store_host: cold rows in host memory.
@@ -69,6 +71,8 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
             continue
         window += kv.window.nbytes()
         window += kv.positions.nbytes()
+        if isinstance(layer, IndexedLayer):
+            index += layer.indexer.nbytes()
         if kv.index is not None:
             index += kv.index.nbytes()
             shared += kv.index.shared_nbytes()

@@ -24,6 +24,7 @@ from hf_kvret.testing.conformance import (
 from hf_kvret.testing.models import (
     GEMMA4_MODELS,
     HYBRID_MODELS,
+    INDEXED_MODELS,
     LATENT_MODELS,
     MODELS,
     REFUSED,
@@ -37,6 +38,7 @@ __all__ = [
     "COVERING_OPTIONS",
     "GEMMA4_MODELS",
     "HYBRID_MODELS",
+    "INDEXED_MODELS",
     "LATENT_MODELS",
     "LOGIT_TOLERANCE",
     "MODELS",

@@ -23,6 +23,7 @@ from hf_kvret.registry import attach
 from hf_kvret.testing.models import (
     GEMMA4_MODELS,
     HYBRID_MODELS,
+    INDEXED_MODELS,
     LATENT_MODELS,
     MODELS,
     SHARED_MODELS,
@@ -45,7 +46,7 @@ LOGIT_TOLERANCE = 3e-4
 moved them by at most 3e-5 in any mode; a budget of a single token by 0.1 and more."""
 
 
-ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS | SHARED_MODELS | HYBRID_MODELS
+ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS | SHARED_MODELS | HYBRID_MODELS | INDEXED_MODELS
 """Of every kind, by name."""
 
 # How configurations call the tokens that a layer works on together.

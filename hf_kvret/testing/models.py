@@ -238,26 +238,9 @@ _BART = {
     "decoder_ffn_dim": 32,
     "decoder_start_token_id": PAD_TOKEN,
 }
-_MLA = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "first_k_dense_replace": 2,
-    "moe_intermediate_size": 32,
-}
 _MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": VOCAB_SIZE}
 
 _REFUSED = (
-    TinyModel(
-        "deepseek_v32",
-        _config("deepseek_v32", **_MLA),
-        (0, 1),
-        "latents, and an indexer that chooses tokens",
-    ),
     TinyModel("falcon", _config("falcon"), (0, 1), "ignores the attention switch"),
     TinyModel("bloom", _config("bloom", n_head=4), (0, 1), "ignores the attention switch"),
     TinyModel(
@@ -503,6 +486,30 @@ _GEMMA4_ZOO = (
 
 GEMMA4_MODELS: dict[str, TinyModel] = {model.name: model for model in _GEMMA4_ZOO}
 """Relatives of ``MODELS["gemma4"]`` that a cache with retrieval must serve, by name."""
+
+_INDEXED: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 12}
+
+
+def _indexed(name: str, note: str, model_type: str = "", **changes: Any) -> TinyModel:
+    # Their indexers read a mask, which sdpa may leave out.
+    config = _latent(model_type or name, **{**_INDEXED, "num_hidden_layers": 3, **changes})
+    return TinyModel(name, config, (0, 1, 2), note, seed=3, attention="eager")
+
+
+_INDEXED_ZOO = (
+    _indexed("deepseek_v32", "12 tokens a query"),
+    _indexed("deepseek_v32_wide", "more tokens than there are", "deepseek_v32", index_topk=512),
+    _indexed(
+        "glm_moe_dsa",
+        "a layer that reuses the choice below it",
+        indexer_types=["full", "shared", "full"],
+    ),
+    _indexed("axk2", "normed after attention"),
+    _indexed("hy_v4", "gates"),
+)
+
+INDEXED_MODELS: dict[str, TinyModel] = {model.name: model for model in _INDEXED_ZOO}
+"""Models with an indexer of their own, which the method ``native`` follows, by name."""
 
 _FALCON_H1 = {
     "mamba_n_heads": 4,

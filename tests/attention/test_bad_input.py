@@ -94,7 +94,6 @@ def test_options_of_another_kind_are_refused(llama: PreTrainedModel) -> None:
 
 
 REASONS = {
-    "deepseek_v32": "of a kind that retrieval does not serve",
     "falcon": "computes attention by itself and ignores",
     "bloom": "computes attention by itself and ignores",
     "t5": "is an encoder-decoder",

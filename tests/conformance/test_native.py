@@ -1,0 +1,190 @@
+"""Models with an indexer of their own: what transformers computes densely, in every mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_kvret
+from hf_kvret import NativeKVCache, registered_methods
+from hf_kvret.attention.masks import retrieval_mask, with_indices
+from hf_kvret.layer.indexed import IndexedLayer, attend_to_indices
+from hf_kvret.layer.layer_kv import LayerKV
+from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, MODELS, MODES, Case, run_case
+from hf_kvret.testing.scenario import prompt, ragged
+
+from ..pairs import full_product
+from .cases import STORES, expect_passed, name_of
+from .test_gemma4 import talk
+
+OPTIONS = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
+STORE_OPTIONS = {"split": {"device_budget": "20KB"}}
+# What transformers' own cache of these can't do.
+IMPOSSIBLE = {"early_exit"}
+
+
+def few_cases() -> list[dict[str, Any]]:
+    rows = (
+        ("deepseek_v32", "greedy_ragged", "resident"),
+        ("deepseek_v32", "prompt_lookup", "host"),
+        ("deepseek_v32_wide", "beams_ragged", "device"),
+        ("glm_moe_dsa", "chunked_prefill", "split"),
+        ("axk2", "second_turn_ragged", "cpu"),
+        ("hy_v4", "crop_deep", "resident"),
+    )
+    return [dict(zip(("model", "mode", "store"), row, strict=True)) for row in rows]
+
+
+def all_cases() -> list[dict[str, Any]]:
+    stores = [*STORES, "split"]
+    return full_product({"model": list(INDEXED_MODELS), "mode": list(MODES), "store": stores})
+
+
+def check(model: str, mode: str, store: str) -> None:
+    options = {**OPTIONS, "store": store, **STORE_OPTIONS.get(store, {})}
+    result = run_case(Case(model, mode), lambda built: NativeKVCache(built.config, **options))
+    expect_passed(result, IMPOSSIBLE)
+
+
+@pytest.mark.parametrize("case", few_cases(), ids=name_of)
+def test_native_gives_what_transformers_gives(case: dict[str, Any]) -> None:
+    check(**case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", all_cases(), ids=name_of)
+def test_all_modes_and_stores(case: dict[str, Any]) -> None:
+    check(**case)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return INDEXED_MODELS["deepseek_v32"].build()
+
+
+def test_turns_forks_and_saved_caches(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = NativeKVCache(model.config, **{**OPTIONS, "max_draft": 16}, store="host")
+    expected = talk(model, DynamicCache(config=model.config), None)
+    for answer, wanted in zip(talk(model, cache, tmp_path), expected, strict=True):
+        assert torch.equal(answer, wanted)
+
+
+def test_only_what_the_indexer_names_is_read(model: PreTrainedModel) -> None:
+    ids = prompt(1, 100)
+    cache = NativeKVCache(model.config, **OPTIONS, store="host")
+    model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    before = [layer["selected"] for layer in cache.stats()["layers"]]
+    hf_kvret.attach(model)
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=cache)
+    steps = [
+        layer["selected"] - b for layer, b in zip(cache.stats()["layers"], before, strict=True)
+    ]
+    assert all(0 < count <= 12 for count in steps)
+    keys = sum(layer.indexer.nbytes() for layer in cache.layers if isinstance(layer, IndexedLayer))
+    assert cache.memory().index == keys > 0
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_switched_model_gives_its_own_cache_the_same(
+    attention: str, model: PreTrainedModel
+) -> None:
+    ids, mask = ragged((80, 64))
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        model.set_attn_implementation(attention)
+        hf_kvret.attach(model)
+        for some in (mask, None):
+            cache = DynamicCache(config=model.config)
+            got = model(ids, attention_mask=some, past_key_values=cache).logits
+            if some is not None:
+                valid = mask.bool()
+                torch.testing.assert_close(got[valid], expected[valid], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", registered_methods())
+def test_who_selects_must_fit(method: str, model: PreTrainedModel) -> None:
+    other = MODELS["llama"].config()
+    if method == "native":
+        with pytest.raises(ValueError, match="llama has no indexer of its own that selects"):
+            NativeKVCache(other)
+        return
+    with pytest.raises(ValueError, match="deepseek_v32 selects by an indexer of its own"):
+        registered_methods()[method](model.config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 13}, "the indexer of deepseek_v32 names 12 tokens"),
+        ({"rest": "mean"}, "rest='mean' has no meaning"),
+        ({"prompt": "retrieve"}, "prompt='retrieve' has no meaning"),
+        ({"select_heads": 1}, "native follows the model's own indexer"),
+        ({"warn_lost_mass": 0.5}, "native follows the model's own indexer"),
+    ],
+)
+def test_options_of_a_selection_are_refused(
+    options: dict[str, Any], message: str, model: PreTrainedModel
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        NativeKVCache(model.config, **options)
+    assert NativeKVCache(model.config, top_k=12).options.top_k == 12
+
+
+def test_a_saved_indexer_of_other_tokens_is_refused(model: PreTrainedModel) -> None:
+    cache = NativeKVCache(model.config, **OPTIONS)
+    model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    layer = cache.layers[0]
+    state = layer.state_dict()
+    state["indexer.rows"] = state["indexer.rows"][:, :, 1:]
+    twin = NativeKVCache(model.config, **OPTIONS).layers[0]
+    with pytest.raises(ValueError, match=r"the indexer has keys .* not one for each of 1 x 61"):
+        twin.load_state_dict(state, torch.device("cpu"))
+
+
+def test_a_pass_that_broke_off_leaves_no_keys_of_the_indexer(model: PreTrainedModel) -> None:
+    layer = NativeKVCache(model.config, **OPTIONS).layers[0]
+    keys = torch.randn(1, 5, 16)
+    for _ in range(2):
+        assert torch.equal(layer.update_indexer(keys), keys)
+
+
+def test_a_base_without_a_mask_of_four_dims_is_refused() -> None:
+    arguments: dict[str, Any] = {"batch_size": 1, "q_length": 4, "kv_length": 4, "q_offset": 0}
+    carrier = retrieval_mask(**arguments, attention_mask=None, device="cpu")
+    indices = torch.tensor([[[0], [1], [0], [3]]])
+    seen = with_indices(None, carrier, indices, "sdpa")
+    assert seen[0, 0].int().argmax(1).tolist() == [0, 1, 0, 3] and seen.sum() == 4
+    with pytest.raises(ValueError, match="flash_attention_2' has no mask for tokens"):
+        with_indices(None, carrier, indices, "flash_attention_2")
+
+
+def test_mask_without_heads_is_that_of_the_base() -> None:
+    arguments: dict[str, Any] = {"batch_size": 2, "q_length": 3, "kv_length": 5, "q_offset": 2}
+    carrier = retrieval_mask(**arguments, attention_mask=None, device="cpu")
+    assert carrier[:, 0, :, :].sum(2).tolist() == [[3, 4, 5]] * 2
+    assert carrier[:, 0].dtype == torch.bool
+
+
+def test_chunks_of_queries_give_the_same(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[LayerKV] = []
+
+    def counted(kv: LayerKV, *arguments: Any) -> torch.Tensor:
+        calls.append(kv)
+        whole = attend_to_indices(kv, *arguments)
+        monkeypatch.setattr("hf_kvret.layer.indexed._ELEMENTS", 1 << 10)
+        parts = attend_to_indices(kv, *arguments)
+        monkeypatch.setattr("hf_kvret.layer.indexed._ELEMENTS", 1 << 24)
+        torch.testing.assert_close(parts, whole)
+        return whole
+
+    monkeypatch.setattr("hf_kvret.layer.indexed.attend_to_indices", counted)
+    cache = NativeKVCache(model.config, **OPTIONS)
+    model.generate(prompt(2, 90), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert len(calls) == 6
