@@ -28,7 +28,7 @@ from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
 from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-OURS = ("hf_kvret", "flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o", "latent")
+OURS = ("hf_kvret", "flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o", "latent", "native")
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 PREPARE = "_prepare_cache_for_generation"

@@ -16,6 +16,7 @@ from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.layer.exact_attention import merge
 from hf_kvret.layer.latent import LatentLayer
+from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret_kernels.relevance import count_ids
@@ -125,6 +126,11 @@ class IndexedLayer(LatentLayer):
                 f"{self.batch_size} x {self.get_seq_length()} tokens"
             )
         self.indexer.append(rows.to(device))
+
+
+def indexer_nbytes(layer: RetrievalLayer) -> int:
+    """Bytes of the keys of a model's own indexer in this layer, which a step reads; 0: none."""
+    return layer.indexer.rows_nbytes if isinstance(layer, IndexedLayer) else 0
 
 
 def attend_to_indices(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_kvret.layer.hybrid import foreign_parts
-from hf_kvret.layer.indexed import IndexedLayer
+from hf_kvret.layer.indexed import indexer_nbytes
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.observe.counters import counters_of, subscriber
 from hf_kvret.observe.missed_mass import MissedMass
@@ -71,8 +71,7 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
             continue
         window += kv.window.nbytes()
         window += kv.positions.nbytes()
-        if isinstance(layer, IndexedLayer):
-            index += layer.indexer.nbytes()
+        index += indexer_nbytes(layer)
         if kv.index is not None:
             index += kv.index.nbytes()
             shared += kv.index.shared_nbytes()

@@ -185,8 +185,8 @@ def test_concepts_name_the_counts_and_bytes_of_the_code(
     counted: set[str] = set()
     options = {"top_k": 8, "track_recall": True}
     for method, cls in hf_kvret.registered_methods().items():
-        # The model has no latent attention, which is all that "latent" is for.
-        if not cls.Config.retrieves:
+        # The model has no latent attention, and no indexer of its own.
+        if not cls.Config.retrieves or cls.Config.follows_model:
             continue
         model, learned = namespace["model"], {}
         if cls.needs_artifact:

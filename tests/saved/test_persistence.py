@@ -23,7 +23,7 @@ from hf_kvret import (
     registered_methods,
 )
 from hf_kvret.methods.paris import ParisConfig
-from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, LATENT_MODELS, MODELS
 
 from .saved_files import read_saved, saved_file, write_saved
 
@@ -80,8 +80,9 @@ def test_every_method_is_saved_in_every_state(
     artifact_options: Callable[[str, str], dict[str, str]],
 ) -> None:
     """As a model fills it: what an index keeps may be views of the model's tensors."""
-    # One method needs latent attention.
-    model = llama if name != "latent" else LATENT_MODELS["deepseek_v3"].build()
+    # One method needs latent attention, and one a model's own indexer.
+    own = {"latent": LATENT_MODELS["deepseek_v3"], "native": INDEXED_MODELS["deepseek_v32"]}
+    model = own[name].build() if name in own else llama
     attach(model)
     cls = registered_methods()[name]
     place = artifact_options(name, "llama")
@@ -241,7 +242,7 @@ def test_a_cache_that_was_cropped_to_nothing_comes_back(
 _OTHER_PROCESS = """
 import sys, torch
 from hf_kvret import ParisKVCache
-from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, LATENT_MODELS, MODELS
 directory, name = sys.argv[1:]
 torch.set_num_threads(1)
 model = MODELS[name].build()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -25,9 +26,10 @@ from hf_kvret.lab.calibrate.study import Calibration
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import Reader, Usage
 from hf_kvret.lab.program.progress import prompt_bar
+from hf_kvret.layer.indexed import IndexedLayer
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.models.compatibility import layer_shape
+from hf_kvret.models.compatibility import index_budget, layer_shape
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import attach, restore
 
@@ -160,9 +162,21 @@ def attend(
         value_dim: elements of a result.
         positions: ``[B, T]`` of the new tokens.
     """
+    indices = None
+    if isinstance(layer, IndexedLayer):
+        # The newest query alone, as many tokens as it has in use.
+        query, count = query[:, :, -1:], layer.config.budget(layer.get_seq_length() + keys.shape[2])
+        indices = torch.arange(count, device=query.device).expand(len(query), 1, -1)
     out = partial(query.new_zeros(()).expand, *query.shape[:3], value_dim)
     scoring = Scoring(None, query.shape[3] ** -0.5)
-    layer.attend(query, keys, values, AttentionCall(scoring, out, positions=positions))
+    call = AttentionCall(scoring, out, positions=positions, indices=indices)
+    layer.attend(query, keys, values, call)
+
+
+def update_indexer(config: PreTrainedConfig, layer: Any, make: Callable[..., torch.Tensor]) -> None:
+    """Give a layer's indexer keys, where the model has one; ``make(dim)`` is ``[B, T, dim]``."""
+    if index_budget(config) and hasattr(layer, "update_indexer"):
+        layer.update_indexer(make(config.get_text_config(decoder=True).index_head_dim))
 
 
 @torch.inference_mode()
@@ -196,6 +210,8 @@ def fill_randomly(
         keys = rows(3 * number, like.kv_heads, like.key_dim, like.key_scale, context)
         values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale, context)
         keys, values = cache.update(keys, values, number)
+        some = partial(rows, 3 * number + 2, 1, scale=1.0, length=context)
+        update_indexer(config, layer, lambda dim, some=some: some(dim)[:, 0])
         if isinstance(layer, RetrievalLayer):
             assert layer.kv is not None, "an update makes it"
             index = layer.kv.index

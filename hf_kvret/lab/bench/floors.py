@@ -17,6 +17,7 @@ from hf_kvret.lab.bench.opponents import PreallocatedLayer
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.bench.timing import Bandwidth
 from hf_kvret.lab.evaluate.reader import Usage
+from hf_kvret.layer.indexed import indexer_nbytes
 from hf_kvret.layer.layer import RetrievalLayer
 
 
@@ -110,7 +111,7 @@ def layer_floor(layer: RetrievalLayer) -> Floor:
         return Floor(0.0, 0.0)
     keys, values = kv.window.tokens()
     cost = kv.search_cost()
-    near = keys.nbytes + values.nbytes + cost.nbytes
+    near = keys.nbytes + values.nbytes + cost.nbytes + indexer_nbytes(layer)
     if kv.store is None or not kv.cold_len:
         return Floor(near, 0)
     # The selection compares stored keys with the query; coded rows are read in whole.

@@ -98,6 +98,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3": _model(
         "deepseek_v3", 129_280, 163_840, 7168, 18_432, 61, 128, 128, **_LATENT, **_V3
     ),
+    "deepseek-v3.2": _model(
+        "deepseek_v32", 129_280, 163_840, 7168, 18_432, 61, 128, 128, **_LATENT, **_V3
+    ),
     # No published model: small enough for a CPU and for tests.
     "tiny": _model("llama", 1024, 131_072, 256, 512, 2, 4, 2, head_dim=64),
 }

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.program.progress import prompt_bar
+from hf_kvret.layer.indexed import indexer_nbytes
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.compatibility import layer_shapes
 from hf_kvret.models.versions import as_argument
@@ -284,7 +285,7 @@ def _step_bytes(layer: RetrievalLayer) -> int:
     if kv is None:
         return 0
     keys, values = kv.window.tokens()
-    read = keys.nbytes + values.nbytes
+    read = keys.nbytes + values.nbytes + indexer_nbytes(layer)
     if not kv.cold_len:
         return read
     cost = kv.search_cost()

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.bench.filling import attend
+from hf_kvret.lab.bench.filling import attend, update_indexer
 from hf_kvret.lab.bench.floors import held_bytes, layer_floor
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.layer.layer import RetrievalLayer
@@ -225,6 +225,7 @@ class Predictor:
         dims = (rank, shape.head_dim - rank) if rank else (shape.head_dim, shape.head_dim)
         keys, values = (self._rows(shape.kv_heads, count, dim) for dim in dims)
         keys, values = layer.update(keys, values)
+        update_indexer(self.config, layer, lambda dim: self._rows(1, count, dim)[:, 0])
         if isinstance(layer, RetrievalLayer):
             query = self._rows(shape.heads, count, shape.head_dim)
             positions = torch.arange(start, start + count, device=_META)[None]
@@ -268,7 +269,7 @@ def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
     # One step has counted the rows to choose from, summed over heads.
     heads = counters_of(layer).cold_rows / cold_len
     count = cold_len
-    if kv.index is not None:
+    if kv.index is not None or layer.config.follows_model:
         count = kv.search_cost().selected or layer.config.budget(cold_len)
     row = kv.store.row_nbytes(window.row_dim * window.keys.element_size())
     return heads * count * row, kv.store.bus_share > 0

@@ -30,6 +30,12 @@ class NativeConfig(RetrievalConfig):
 
     top_k: int | float | None = None
 
+    @classmethod
+    def takes(cls, name: str, value: Any) -> bool:
+        """No option of a selection but its default."""
+        meant = name not in (*_MEANINGLESS, "top_k") or value == getattr(cls, name)
+        return meant and super().takes(name, value)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in _MEANINGLESS:

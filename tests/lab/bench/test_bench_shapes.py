@@ -28,7 +28,12 @@ PUBLISHED = {
 
 # Of latent attention, with a dense MLP in every layer: layers, heads, and what an attention has by
 # hand from q_lora_rank, kv_lora_rank and head dims of the published config.json.
-LATENT = {"glm-4.7-flash": (47, 20, 21_759_232), "deepseek-v3": (61, 128, 187_107_328)}
+LATENT = {
+    "glm-4.7-flash": (47, 20, 21_759_232),
+    "deepseek-v3": (61, 128, 187_107_328),
+    # With an indexer of 64 heads of 128.
+    "deepseek-v3.2": (61, 128, 201_066_752),
+}
 
 
 @pytest.mark.parametrize("name", LATENT)
