@@ -28,7 +28,7 @@ from hf_kvret.models.compatibility import (
     latent_rank,
     model_layers,
     model_shape,
-    reading_layers,
+    reader_count,
     retrieval_shapes,
 )
 from hf_kvret.models.compiled import not_compiled
@@ -93,8 +93,8 @@ class RetrievalCache(Cache):
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
             positions, rank = self.needs_positions(options, number), latent_rank(config)
-            own = options, make_index, make_store, positions, rank
-            layers[number] = new_layer(layers[number], *own)
+            arguments = options, make_index, make_store, positions, rank
+            layers[number] = new_layer(layers[number], *arguments)
             layers[number].layer_info = LayerInfo(number, shape)
         self._check_estimates(options, next(iter(shapes)))
         # By folder, what this object saved there.
@@ -127,17 +127,17 @@ class RetrievalCache(Cache):
             RetrievalConfig.check_model(options, rank)
         if options.follows_model != bool(index_budget(config)):
             advice = (
-                "has no indexer of its own that selects: take a method that does, as 'paris'"
+                "has no indexer of its own that native can follow: take another method, as 'paris'"
                 if options.follows_model
                 else "selects by an indexer of its own: take cache_implementation='native'"
             )
             raise ValueError(f"{config.model_type} {advice}")
-        readers = reading_layers(config)
+        readers = reader_count(config)
         if readers and options.learns_from_queries:
             raise ValueError(
                 f"{readers} layers of {config.model_type} read the keys of another layer with "
                 f"queries of their own, and {cls.__name__} learns from the queries of one layer: "
-                "take flat, paris or a2ats"
+                "take flat, paris, a2ats or aqua"
             )
         return options
 

@@ -318,7 +318,7 @@ WIDE_PARTS: dict[str, Callable[[StepShape], None]] = {
 """By the numbers of a row and the query heads of one: compiled too, but no step has them."""
 
 PROMPT_PARTS: dict[str, Callable[[StepShape], None]] = {"probes": _probes}
-"""Of a prompt that is read by retrieval: the probes of a group score all blocks before it."""
+"""What launches kernels of a prompt that is read by retrieval: a group's probes score blocks."""
 
 
 # Tokens of a program of the selecting kernels, of a sum of proxies' scores, of a log-sum-exp.

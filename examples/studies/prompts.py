@@ -1,5 +1,5 @@
-"""What a prompt loses whose groups of queries attend to chosen blocks: in what is read behind it,
-and inside it, by what scores the blocks, their sizes and their number.
+"""The loss of a prompt whose groups of queries attend to chosen blocks: behind it and inside it, by
+what scores the blocks, their sizes and their number.
 
     python examples/studies/prompts.py --model smollm2 --text wiki.test.raw --context 7K
     python examples/studies/prompts.py --model needle --parts needles --context 8K,16K
@@ -51,7 +51,7 @@ from hf_kvret_kernels.block_lse import block_lse
 # What is read behind a prompt attends to everything.
 _EXACT = {"above": 1 << 40}
 _PAIRS = "pairs", "pairs of query and key, share"
-# Of a document, all over its second half.
+# Questions of a document; they are spread over its second half.
 _QUESTIONS = 24
 
 
@@ -78,7 +78,7 @@ class Recipe:
 
     @classmethod
     def of(cls, text: str) -> Recipe:
-        """Of ``name=value``, several of them with colons between."""
+        """A recipe from ``name=value``, several with colons; ArgumentTypeError for another text."""
         known = [one.name for one in fields(cls)]
         values: dict[str, Any] = {}
         for part in text.split(":"):
@@ -100,7 +100,7 @@ def _number(text: str) -> int | float:
     return float(text) if "." in text else int(text)
 
 
-def _checked(text: str) -> str:
+def _recipe_text(text: str) -> str:
     Recipe.of(text)
     return text
 
@@ -119,7 +119,7 @@ def mean_scores(
 
 @dataclass(eq=False)
 class StudiedPass(prompt_groups.PromptPass):
-    """A pass of batch 1 that tells its pairs, and takes blocks by mass where it shall.
+    """A pass of batch 1 that tells its share of pairs and, with ``mass``, chooses blocks by it.
 
     Attributes:
         mass: as in ``Recipe``.
@@ -205,7 +205,7 @@ def _surprise(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     return -float(logits[:-1].gather(1, tokens[1:, None]).mean())
 
 
-def _compared(
+def _comparison(
     place: str, logits: torch.Tensor, expected: torch.Tensor, tokens: torch.Tensor
 ) -> dict[str, float]:
     """``distance`` by place, and ``perplexity`` as a share of full attention's."""
@@ -215,7 +215,7 @@ def _compared(
     return {f"{name} {place}": value for name, value in row.items()}
 
 
-def _found(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+def _found_share(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     """Share of the questions in ``tokens [n]`` whose answers' tokens are each the best one."""
     language = NeedleLanguage()
     arrows = (tokens == language.arrow).nonzero()
@@ -250,7 +250,7 @@ _NEEDLES = _FIRST | {
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(Ablation):
-    """What a prompt loses that is read by retrieval, behind it and inside it."""
+    """The loss of a prompt that is read by retrieval, behind it and inside it."""
 
     name = "prompts"
     method = "flat"
@@ -284,7 +284,7 @@ class Prompts(Ablation):
     recipes: tuple[str, ...] = values_option(
         ("top_k=1", "top_k=0.125", "top_k=0.25"),
         "name=value, several with colons: top_k, exact, probes, score, block, group, mass",
-        _checked,
+        _recipe_text,
     )
 
     def variants(self, part: str) -> Sequence[str]:
@@ -311,19 +311,19 @@ class Prompts(Ablation):
             reader = Reader(subject.model, read, len(tokens))
             with reading_by(recipe) as pairs:
                 logits = reader.prefill(tokens[:length], keep=length - length // 2)
-            # Of the places in the second half, and of those behind the prompt.
+            # These are logits of the prompt's second half, then of the tokens behind it.
             expected = full_attention(subject.model, tokens, length // 2)
             expected, later = expected.split([len(logits), len(tokens) - length])
             own = tokens[length // 2 : length]
             lost = [one.get("prompt_lost_mass", 0.0) for one in reader.cache.stats()["layers"]]
             row = {"pairs": fmean(pairs), "lost": fmean(lost)}
             if cell["part"] == "needles":
-                row |= {"found": _found(logits, own), "full": _found(expected, own)}
+                row |= {"found": _found_share(logits, own), "full": _found_share(expected, own)}
             else:
                 new = tokens[length:]
                 behind = reader.fork(prompt=_EXACT).feed(new, keep=len(new))
-                row |= _compared("inside", logits, expected, own)
-                row |= _compared("behind", behind, later, new)
+                row |= _comparison("inside", logits, expected, own)
+                row |= _comparison("behind", behind, later, new)
             rows.append(row)
         return {name: fmean(row[name] for row in rows) for name in rows[0]}
 

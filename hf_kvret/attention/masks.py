@@ -54,13 +54,13 @@ class MaskInfo:
         padding: ``[B, T]`` bool as the caller gave it, or None when nothing is padded.
         causal: True when the mask function is that of plain causal attention, plus padding.
         arguments: what transformers passed to the mask function.
-        newest: queries that the mask was cut to; None: it has all.
+        query_len: newest queries that the mask was cut to; None: it has all.
     """
 
     padding: torch.Tensor | None
     causal: bool
     arguments: dict[str, Any]
-    newest: int | None = None
+    query_len: int | None = None
     _base_masks: dict[tuple[str, torch.device], torch.Tensor | None] = field(default_factory=dict)
 
     def for_base(self, base: str, device: torch.device) -> torch.Tensor | None:
@@ -68,27 +68,27 @@ class MaskInfo:
         if (base, device) not in self._base_masks:
             make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
             mask = None if make is None else make(**self._arguments_of_base())
-            if self.newest is not None and isinstance(mask, torch.Tensor) and mask.ndim == 4:
-                mask = mask[:, :, -self.newest :]
+            if self.query_len is not None and isinstance(mask, torch.Tensor) and mask.ndim == 4:
+                mask = mask[:, :, -self.query_len :]
             moved = mask.to(device) if isinstance(mask, torch.Tensor) else mask
             self._base_masks[base, device] = moved
         return self._base_masks[base, device]
 
     def _arguments_of_base(self) -> dict[str, Any]:
-        # Without a mask, queries that were left out would be taken to be there.
-        return self.arguments | ({} if self.newest is None else {"allow_is_causal_skip": False})
+        # With no mask at all, sdpa would assume as many queries as there were before the cut.
+        return self.arguments | ({} if self.query_len is None else {"allow_is_causal_skip": False})
 
     @cached_property
     def layout(self) -> MaskLayout:
         """The layout of the mask that the model's own attention would have made."""
-        if self.newest is None:
+        if self.query_len is None:
             return base_layout(self.arguments)
         batch, total = (self.arguments[name] for name in ("batch_size", "kv_length"))
-        return MaskLayout((batch, 1, self.newest, total))
+        return MaskLayout((batch, 1, self.query_len, total))
 
     def of_newest(self, count: int) -> MaskInfo:
         """The mask of the newest ``count`` queries alone."""
-        return replace(self, newest=count, _base_masks={})
+        return replace(self, query_len=count, _base_masks={})
 
     @cached_property
     def lets_see_as_causal(self) -> bool:
@@ -107,7 +107,7 @@ class MaskInfo:
     def seen_by_query(self) -> torch.Tensor:
         """``[B, 1, Q, T]`` bool: what each query sees under this mask, whatever its type."""
         mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
-        return mask if self.newest is None else mask[:, :, -self.newest :]
+        return mask if self.query_len is None else mask[:, :, -self.query_len :]
 
 
 class _FinishedError(Exception):
@@ -202,7 +202,7 @@ class MaskCarrier(torch.Tensor):
         name = _operation(func)
         source = args[0] if args else None
         if name == "__getitem__":
-            part = _part_of(source, args[1])
+            part = _cut_mask(source, args[1])
             if part is not None:
                 return part
         if name not in _COPIES and name not in _METADATA:
@@ -242,7 +242,7 @@ _METADATA = _DIMS | frozenset(
 )
 
 
-def _part_of(mask: Any, index: Any) -> torch.Tensor | None:
+def _cut_mask(mask: Any, index: Any) -> torch.Tensor | None:
     """``mask[:, 0]``, finished, or ``mask[:, :, -count:]``; None for another index."""
     info, everything = mask_info(mask), slice(None)
     if info is None or not isinstance(index, tuple) or not 2 <= len(index) <= 4:
@@ -255,7 +255,7 @@ def _part_of(mask: Any, index: Any) -> torch.Tensor | None:
     *others, queries = index[:2] + index[3:] + index[2:3]
     if not isinstance(queries, slice) or any(one != everything for one in others):
         return None
-    length = info.arguments["q_length"] if info.newest is None else info.newest
+    length = info.arguments["q_length"] if info.query_len is None else info.query_len
     start, stop, step = queries.indices(length)
     if stop != length or step != 1 or start == stop:
         return None
@@ -314,7 +314,13 @@ def with_indices(
 ) -> torch.Tensor:
     """The mask of ``base`` that shows each query only what its ``indices [B, Q, K]`` name.
 
-    ``mask`` is that of ``base`` without them, ``carrier`` what the model was given.
+    Args:
+        mask: of ``base`` without them; None where it needs none.
+        carrier: what the model was given, or None.
+        indices: integers from 0 to T - 1.
+
+    Returns:
+        ``[B, 1, Q, T]`` in the dtype of ``mask``, bool where there was none.
 
     Raises:
         ValueError: a base whose mask has no column for each key.
@@ -327,12 +333,12 @@ def with_indices(
             f"attn_implementation={base!r} has no mask for tokens that an indexer chose: load the "
             "model with attn_implementation='sdpa'"
         )
-    slots, batch = indices.long()[:, None], len(indices)
-    named = torch.zeros(batch, 1, *mask.shape[2:], dtype=torch.bool, device=mask.device)
-    named.scatter_(3, slots, True)
+    ids, batch = indices.long()[:, None], len(indices)
+    selection = torch.zeros(batch, 1, *mask.shape[2:], dtype=torch.bool, device=mask.device)
+    selection.scatter_(3, ids, True)
     if mask.dtype == torch.bool:
-        return mask & named
-    return mask.masked_fill(~named, torch.finfo(mask.dtype).min)
+        return mask & selection
+    return mask.masked_fill(~selection, torch.finfo(mask.dtype).min)
 
 
 def token_validity(
@@ -359,7 +365,7 @@ def token_validity(
             "custom 4D masks are not supported with a retrieval cache"
         )
     if not info.causal and new == 1:
-        return info.newest_row().to(device)
+        return info.query_len_row().to(device)
     if total > new and not info.lets_see_as_causal:
         raise ValueError(
             "this model asks for attention that is not plain causal (image tokens, packed "

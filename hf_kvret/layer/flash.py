@@ -55,9 +55,9 @@ def attend_flash(
 ) -> AttentionResult:
     """As ``attend_dense``, with ``out`` in the query's dtype; see ``fits``.
 
-    ``causal_offset`` is None, or as many as there are keys more than queries, the newest ones;
-    queries that are padding get 0 then. With ``scoring.valid`` valid tokens alone enter, which
-    waits for the device.
+    ``causal_offset`` is None, or the number of keys less that of queries, which are the newest;
+    those that are padding get 0 then. With ``scoring.valid`` valid tokens alone enter, which waits
+    for the device.
     """
     causal, valid = causal_offset is not None, scoring.valid
     q, k, v = (x.transpose(1, 2) for x in (query, keys, values))

@@ -1,4 +1,4 @@
-"""A layer of a model that attends and keeps a linear state beside it (Falcon-H1, Zamba2, Inkling).
+"""A layer that attends and keeps a linear state beside it (Falcon-H1, Zamba-2, Zaya).
 
 The state is a layer of transformers; attention retrieves.
 """
@@ -18,7 +18,7 @@ from hf_kvret.layer.layer import RetrievalLayer
 
 
 class HybridLayer(RetrievalLayer):
-    """Attention that retrieves, and a linear layer, to which go the questions about its states.
+    """Attention that retrieves, beside transformers' linear layer, which answers for its states.
 
     Attributes:
         linear: holds convolutional and recurrent states.
@@ -29,8 +29,8 @@ class HybridLayer(RetrievalLayer):
         self.linear = LinearAttentionLayer()
 
     def __getattr__(self, name: str) -> Any:
-        # Called for what the layer itself lacks, as conv_states; before there is a linear layer,
-        # there is nothing.
+        # Called for what the layer itself lacks, as conv_states. Whoever copies an object asks for
+        # attributes before it has a linear layer, and would ask for that forever.
         if name == "linear":
             raise AttributeError(name)
         return getattr(self.linear, name)
@@ -41,7 +41,7 @@ class HybridLayer(RetrievalLayer):
         return self.linear.is_croppable
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """As of every layer; RuntimeError where states can't go back, before anything changes."""
+        """Drop the newest tokens; RuntimeError where states can't go back, before any change."""
         self.linear.crop(int(tokens_to_remove))
         super().crop(tokens_to_remove)
 
@@ -66,8 +66,8 @@ class HybridLayer(RetrievalLayer):
 LinearAttentionCacheLayerMixin.register(HybridLayer)
 
 
-def foreign_parts(layers: Sequence[Any]) -> dict[int, Any]:
-    """By number what transformers itself keeps: whole layers, and those within hybrid ones."""
+def foreign_layers_of(layers: Sequence[Any]) -> dict[int, Any]:
+    """By number the layers that transformers itself keeps: whole ones, and those in hybrid ones."""
     parts = {number: getattr(layer, "linear", layer) for number, layer in enumerate(layers)}
     return {number: part for number, part in parts.items() if not isinstance(part, RetrievalLayer)}
 

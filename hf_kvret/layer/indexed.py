@@ -39,7 +39,10 @@ class IndexedLayer(LatentLayer):
         self.indexer = TokenBuffer()
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Add the indexer's keys ``[B, n, d]`` of new tokens; those of all, ``[B, T, d]``."""
+        """Add the indexer's keys ``[B, n, d]`` of new tokens; returns those of all, ``[B, T, d]``.
+
+        They take the place of keys from a pass that broke off.
+        """
         self.indexer.put(indexer_key_states[:, None], self.get_seq_length())
         return self.indexer.rows[:, 0]
 
@@ -70,8 +73,9 @@ class IndexedLayer(LatentLayer):
         assert kv is not None, "see attend"
         if indices is None:
             raise ValueError(
-                "the model's indexer named no tokens: this transformers hands its choice to "
-                "attention in another way than those that were tested"
+                "the model's indexer named no tokens for this layer: this transformers passes its "
+                "choice in another way than those that were tested; take "
+                "cache_implementation='dynamic', or a transformers of docs/versions.md"
             )
         if self.pending_attention:
             take = kv.take_prompt if is_prompt else kv.take_step
@@ -129,7 +133,7 @@ class IndexedLayer(LatentLayer):
 
 
 def indexer_nbytes(layer: RetrievalLayer) -> int:
-    """Bytes of the keys of a model's own indexer in this layer, which a step reads; 0: none."""
+    """Bytes of the keys of a model's own indexer in this layer, 0 where there is none."""
     return layer.indexer.rows_nbytes if isinstance(layer, IndexedLayer) else 0
 
 
@@ -138,7 +142,7 @@ def attend_to_indices(
 ) -> torch.Tensor:
     """Attention of the newest Q queries ``[B, Hq, Q, Dk]``, each to its own tokens alone.
 
-    ``indices [B, Q, K]`` are their slots; later tokens, padding, and slots below 0 don't count.
+    ``indices [B, Q, K]`` are integers; those of later tokens, of padding and below 0 don't count.
     Returns ``[B, Hq, Q, Dv]`` fp32.
     """
     total, queries = kv.length, query.shape[2]

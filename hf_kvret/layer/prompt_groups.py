@@ -197,9 +197,9 @@ class PromptPass:
 
 
 def attended_share(recipe: PromptRecipe, length: int) -> float:
-    """Of the pairs of a query and a key up to it, the share that a prompt of one pass attends to.
+    """Share of the pairs of a query and a key up to it that a prompt of one pass attends to.
 
-    Scores of probes are left out.
+    Scores of probes are left out, and nothing is padded.
     """
     if length <= recipe.above:
         return 1.0

@@ -20,8 +20,8 @@ class AttentionCall:
         prompt: the base's full causal attention over the new tokens alone,
             ``() -> [B, Hq, Q, Dv]``.
         sink_logits: ``[Hq]`` learned attention sinks, or None.
-        positions: ``[B, Q]`` integers, RoPE positions of the new tokens; None if not passed.
-        indices: ``[B, Q, K]`` slots that the model's own indexer names for the queries, or None.
+        positions: ``[B, Q]`` integers, RoPE positions of the queries; None if not passed.
+        indices: ``[B, Q, K]`` tokens that the model's own indexer names for the queries, or None.
         is_causal: whether a new token sees exactly the valid tokens before it. For some masks it
             builds the whole mask.
     """

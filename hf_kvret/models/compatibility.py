@@ -42,7 +42,7 @@ _OBSTACLES = {
     "mllama_text_model": "keeps the keys of images in layers of the same cache (cross-attention)",
     **dict.fromkeys(
         ("qwen2_5_omni", "qwen3_omni_moe"),
-        "is several models, of which model.thinker writes the text: that one is served",
+        "is several models, of which model.thinker writes text and is served (generate with it)",
     ),
     "pi0": "generates actions, not text, and hands its cache to a second model",
     "rwkv": "is recurrent: it keeps a state, no keys and values",
@@ -50,7 +50,7 @@ _OBSTACLES = {
     "xlstm": "is recurrent: it keeps a state, no keys and values",
 }
 
-# Models that hand the slots which their own indexer chose to the attention function.
+# These models pass the token indices that their own indexer chose to the attention function.
 _INDEXED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
 # Models of multi-head latent attention whose cache holds latents and rotated keys.
 _LATENT = {
@@ -97,13 +97,13 @@ def check_config(config: PreTrainedConfig) -> None:
     if ranks and text.model_type not in _LATENT:
         raise ValueError(
             f"{name} has latent attention (kv_lora_rank={ranks[0]}) of a kind that retrieval does "
-            f"not serve, as where an indexer of the model chooses tokens; {_OWN_CACHE}"
+            f"not serve; {_OWN_CACHE}"
         )
     _check_layers(config)
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
-    """ValueError unless some layer's cache holds full attention and nothing else."""
+    """ValueError unless some layer has full attention that a cache can serve."""
     types = [type(layer) for layer in model_layers(config)]
     name = config.model_type
     if DynamicIndexedLayer in types and not index_budget(config):
@@ -266,8 +266,8 @@ def index_budget(config: PreTrainedConfig) -> int:
     return text.index_topk if text.model_type in _INDEXED else 0
 
 
-def reading_layers(config: PreTrainedConfig) -> int:
-    """Layers of full attention that read the keys and values of another layer (Gemma-3n)."""
+def reader_count(config: PreTrainedConfig) -> int:
+    """How many layers of full attention read another layer's keys and values (Gemma-3n)."""
     text = config.get_text_config(decoder=True)
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     return text.layer_types[-shared:].count("full_attention") if shared else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_kvret.layer.hybrid import foreign_parts
+from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.indexed import indexer_nbytes
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.observe.counters import counters_of, subscriber
@@ -83,7 +83,7 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
             device, host = device + kv.store.nbytes() - on_host, host + on_host
         heads = kv.window.keys.shape[1]
         full += kv.batch_size * kv.length * heads * _row_bytes(layer)
-    other = sum(_tensor_bytes(vars(part)) for part in foreign_parts(layers).values())
+    other = sum(_tensor_bytes(vars(part)) for part in foreign_layers_of(layers).values())
     return MemoryReport(window, index, shared, device, host, other, full + other)
 
 

@@ -140,8 +140,8 @@ def restore(
     _check(layer)
 
 
-def taken_out(layer: Any, state: Tensors) -> Tensors:
-    """What of ``state`` belongs to ``layer`` by its names; it is no longer in ``state``."""
+def pop_tensors(layer: Any, state: Tensors) -> Tensors:
+    """Take the tensors that belong to ``layer`` by their names out of ``state``."""
     names = [name for name in state if name.partition(".")[0] in _attributes(layer)]
     return {name: state.pop(name) for name in names}
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.contracts.schema import check_finite
 from hf_kvret.contracts.state import Tensors
-from hf_kvret.layer.hybrid import foreign_parts
+from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.ranks import check_save
 from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
@@ -70,7 +70,7 @@ def save(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
 
 def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
     """Write the tensors of ``cache``; returns the content of its ``cache.json``."""
-    writer, layers, foreign = ShardWriter(replacement), [], foreign_parts(cache.layers)
+    writer, layers, foreign = ShardWriter(replacement), [], foreign_layers_of(cache.layers)
     for number, layer in enumerate(cache.layers):
         tensors: Tensors = {}
         values: dict[str, Any] = {}
@@ -127,14 +127,14 @@ def _fill(
 ) -> None:
     """Give a new ``cache`` what is saved; ``hint``: more to say where a layer won't fit."""
     tensors, content = description.tensors(directory), description.content
-    foreign = foreign_parts(cache.layers)
+    foreign = foreign_layers_of(cache.layers)
     for number, layer in enumerate(cache.layers):
         values = content["layers"][number]["values"]
         state = tensors.with_prefix(f"layers.{number}.")
         try:
             part, own = foreign.get(number), state
             if part is not None and part is not layer:
-                own = foreign_layers.taken_out(part, state)
+                own = foreign_layers.pop_tensors(part, state)
             if isinstance(layer, RetrievalLayer):
                 layer.load_state_dict(state, device)
             if part is not None:
@@ -258,7 +258,7 @@ def _check_consistency(directory: Path, cache: FilledCache, config: PreTrainedCo
     indexes = [each.index for each in kv if each is not None]
     if any(index is not None and index.needs_finite for index in indexes):
         # What one layer makes of them reaches the next one.
-        for number, part in foreign_parts(cache.layers).items():
+        for number, part in foreign_layers_of(cache.layers).items():
             for name, tensor in foreign_layers.layer_state(part)[0].items():
                 if tensor.is_floating_point():
                     check_finite(f"{directory}: layer {number}: {name}", tensor)
@@ -280,7 +280,7 @@ def _value_fault(cache: FilledCache, config: PreTrainedConfig) -> str | None:
 def _shape_fault(cache: FilledCache) -> str | None:
     """Why the layers are not of one model; None where nothing tells it."""
     kv = [layer.kv for layer in cache.retrieval_layers]
-    foreign = [*foreign_parts(cache.layers).values()]
+    foreign = [*foreign_layers_of(cache.layers).values()]
     batches = {each.batch_size for each in kv if each is not None}
     batches |= {batch for layer in foreign if (batch := foreign_layers.batch_size(layer))}
     if len(batches) > 1:

@@ -47,7 +47,7 @@ moved them by at most 3e-5 in any mode; a budget of a single token by 0.1 and mo
 
 
 ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS | SHARED_MODELS | HYBRID_MODELS | INDEXED_MODELS
-"""Of every kind, by name."""
+"""All test models, by name."""
 
 # How configurations call the tokens that a layer works on together.
 _SPANS = (
@@ -267,7 +267,7 @@ def run_conformance(
 
     Args:
         make_cache_for: returns a new, empty cache for a model.
-        models: names in ``MODELS``, all by default, or in those of other kinds.
+        models: names in ``MODELS``, all by default, or in ``ALL_MODELS``.
         modes: names in ``MODES``, all by default.
         **options: as for ``run_case``.
 

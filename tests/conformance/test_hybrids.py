@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -22,7 +22,7 @@ from .cases import STORES, ArtifactOptions, caches, expect_passed, name_of
 from .test_gemma4 import is_served, options_for
 
 CACHES = caches("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o", "aqua")
-# What transformers' own cache of such models can't do: it has no way back, and repeats no states.
+# transformers' own cache of these models fails in these modes: a state has no way back.
 IMPOSSIBLE = {
     *("assisted", "prompt_lookup", "early_exit", "crop_small", "crop_deep", "inputs_embeds"),
     *("reset_other_batch", "batch_repeat_interleave", "batch_select_indices"),
@@ -149,8 +149,6 @@ def test_reports_count_states(filled: Filled) -> None:
 
 
 def test_a_damaged_state_is_refused(filled: Filled, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     model, cache, _ = filled
     cache.save_pretrained(tmp_path)
     hybrid = next(n for n, layer in enumerate(cache.layers) if isinstance(layer, HybridLayer))
@@ -162,7 +160,7 @@ def test_a_damaged_state_is_refused(filled: Filled, tmp_path: Path) -> None:
         FlatKVCache.from_pretrained(tmp_path, model.config)
 
 
-def test_a_layer_says_what_it_lacks() -> None:
+def test_a_missing_attribute_of_a_hybrid_layer_is_named() -> None:
     layer = FlatKVCache(HYBRID_MODELS["zaya"].config()).layers[0]
     with pytest.raises(AttributeError, match="no attribute 'indexer_keys'"):
         _ = layer.indexer_keys

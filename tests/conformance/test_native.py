@@ -23,7 +23,7 @@ from .test_gemma4 import talk
 
 OPTIONS = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
 STORE_OPTIONS = {"split": {"device_budget": "20KB"}}
-# What transformers' own cache of these can't do.
+# transformers' own cache of these models fails in these modes.
 IMPOSSIBLE = {"early_exit"}
 
 
@@ -97,19 +97,21 @@ def test_a_switched_model_gives_its_own_cache_the_same(
         expected = model(ids, attention_mask=mask).logits
         model.set_attn_implementation(attention)
         hf_kvret.attach(model)
-        for some in (mask, None):
-            cache = DynamicCache(config=model.config)
-            got = model(ids, attention_mask=some, past_key_values=cache).logits
-            if some is not None:
-                valid = mask.bool()
-                torch.testing.assert_close(got[valid], expected[valid], atol=1e-4, rtol=0)
+        cache = DynamicCache(config=model.config)
+        got = model(ids, attention_mask=mask, past_key_values=cache).logits
+        alone = model(ids[:1], past_key_values=DynamicCache(config=model.config)).logits
+    valid = mask.bool()
+    torch.testing.assert_close(got[valid], expected[valid], atol=1e-4, rtol=0)
+    torch.testing.assert_close(alone[0], expected[0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("method", registered_methods())
-def test_who_selects_must_fit(method: str, model: PreTrainedModel) -> None:
+def test_native_and_models_with_an_indexer_refuse_all_others(
+    method: str, model: PreTrainedModel
+) -> None:
     other = MODELS["llama"].config()
     if method == "native":
-        with pytest.raises(ValueError, match="llama has no indexer of its own that selects"):
+        with pytest.raises(ValueError, match="llama has no indexer of its own that native"):
             NativeKVCache(other)
         return
     with pytest.raises(ValueError, match="deepseek_v32 selects by an indexer of its own"):
@@ -169,7 +171,7 @@ def test_mask_without_heads_is_that_of_the_base() -> None:
     assert carrier[:, 0].dtype == torch.bool
 
 
-def test_chunks_of_queries_give_the_same(
+def test_attention_in_chunks_of_queries_is_that_at_once(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[LayerKV] = []

@@ -12,7 +12,7 @@ from transformers import AutoConfig, DynamicCache
 import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, RetrievalCache
 from hf_kvret.attention.masks import mask_info, retrieval_mask
-from hf_kvret.models.compatibility import reading_layers
+from hf_kvret.models.compatibility import reader_count
 from hf_kvret.testing import COVERING_OPTIONS, MODES, SHARED_MODELS, Case, run_case
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret.testing.tape import taped
@@ -126,7 +126,7 @@ def test_methods_that_learn_from_one_layers_queries_are_refused(
     with pytest.raises(ValueError, match=r"2 layers of gemma3n_text read .* take flat, paris"):
         cache_class(config)
     alone = AutoConfig.for_model("gemma4_text", num_kv_shared_layers=0)
-    assert reading_layers(config) == 2 and not reading_layers(alone)
+    assert reader_count(config) == 2 and not reader_count(alone)
 
 
 def test_a_mask_that_is_cut_twice_keeps_the_newest_queries() -> None:

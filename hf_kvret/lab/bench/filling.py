@@ -164,7 +164,7 @@ def attend(
     """
     indices = None
     if isinstance(layer, IndexedLayer):
-        # The newest query alone, as many tokens as it has in use.
+        # Only the newest query attends, to as many tokens as in use.
         query, count = query[:, :, -1:], layer.config.budget(layer.get_seq_length() + keys.shape[2])
         indices = torch.arange(count, device=query.device).expand(len(query), 1, -1)
     out = partial(query.new_zeros(()).expand, *query.shape[:3], value_dim)

@@ -21,7 +21,7 @@ from hf_kvret.models.compatibility import layer_shapes
 from hf_kvret.models.versions import as_argument
 
 # These layers replace their tensors and never write into them, so that copies may share.
-_REPLACING = (DynamicLayer, DynamicSlidingWindowLayer)
+_SHAREABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Reader:
             raise TypeError(f"{self.choice.name} is no retrieval cache: it has no {list(changes)}")
         twin.cache = copy.copy(self.cache)
         twin.cache.layers = [
-            copy.copy(layer) if type(layer) in _REPLACING else copy.deepcopy(layer)
+            copy.copy(layer) if type(layer) in _SHAREABLE_LAYERS else copy.deepcopy(layer)
             for layer in self.cache.layers
         ]
         return twin

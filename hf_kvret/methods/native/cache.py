@@ -50,9 +50,9 @@ class NativeConfig(RetrievalConfig):
 class NativeKVCache(RetrievalCache):
     """Attends to the tokens that the model's own indexer names (DeepSeek-V3.2, GLM-5).
 
-    The same attention as transformers' own, which computes all of it and masks the others: rows
-    that are not named are neither read nor on the device, wherever the store keeps them. The
-    indexer's keys stay on the device.
+    The result is that of transformers, which computes attention to all tokens and masks the others.
+    Here cold rows that are not named are not read, and need not be on the device. Rows of the
+    window are read and masked; the indexer's keys stay on the device.
 
     Raises:
         ValueError: a model without an indexer, or another ``top_k`` than its own.
