@@ -19,7 +19,8 @@ from transformers.cache_utils import Cache
 from hf_kvret.contracts.index import Index, makes_estimates
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.hybrid import new_layer
-from hf_kvret.layer.layer import LayerInfo, LayerStack, RetrievalLayer
+from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
+from hf_kvret.layer.stack import LayerStack
 from hf_kvret.layer.model_state import ModelState
 from hf_kvret.models.compatibility import (
     check_config,
@@ -270,14 +271,14 @@ class RetrievalCache(Cache):
         self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As transformers' own; RuntimeError where the last pass broke off."""
-        self.stack.note_state(layer_idx)
+        self.stack.note_state(layer_idx, f"conv {args}{kwargs.get('state_idx', '')}")
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As transformers' own; RuntimeError where the last pass broke off."""
-        self.stack.note_state(layer_idx)
+        self.stack.note_state(layer_idx, f"recurrent {args}{kwargs.get('state_idx', '')}")
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:

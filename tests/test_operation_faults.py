@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
-from hf_kvret.layer.layer import LayerStack
+from hf_kvret.layer.stack import LayerStack
 from hf_kvret.registry import registered_methods
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 

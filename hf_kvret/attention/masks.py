@@ -26,6 +26,8 @@ from hf_kvret.attention.base_attention import recorded_base
 from hf_kvret.models.compiled import not_compiled
 
 _INFO = "hf_kvret_mask"
+# Among the masks of bases, the one that ``seen_by_query`` gives.
+_SEEN = "seen by query"
 # Most models have this attention; it stands for that of a model without a record.
 _DEFAULT_BASE = "sdpa"
 # Building a block mask calls a compiler, so it can't be stopped on the way.
@@ -68,8 +70,13 @@ class MaskInfo:
         if (base, device) not in self._base_masks:
             make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
             mask = None if make is None else make(**self._arguments_of_base())
-            if self.query_len is not None and isinstance(mask, torch.Tensor) and mask.ndim == 4:
-                mask = mask[:, :, -self.query_len :]
+            if self.query_len is not None and mask is not None:
+                if not isinstance(mask, torch.Tensor):
+                    raise ValueError(
+                        f"attn_implementation={base!r} has masks that can't be cut to some "
+                        "queries, as this model does: load it with attn_implementation='sdpa'"
+                    )
+                mask = mask[:, :, -self.query_len :] if mask.ndim == 4 else mask
             moved = mask.to(device) if isinstance(mask, torch.Tensor) else mask
             self._base_masks[base, device] = moved
         return self._base_masks[base, device]
@@ -102,12 +109,18 @@ class MaskInfo:
 
     def newest_row(self) -> torch.Tensor:
         """``[B, T]`` bool: what the newest query sees under this mask, whatever its type."""
-        return self.seen_by_query()[:, 0, -1]
-
-    def seen_by_query(self) -> torch.Tensor:
-        """``[B, 1, Q, T]`` bool: what each query sees under this mask, whatever its type."""
         mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
-        return mask if self.query_len is None else mask[:, :, -self.query_len :]
+        return mask[:, 0, -1]
+
+    def seen_by_query(self, device: torch.device) -> torch.Tensor:
+        """``[B, 1, Q, T]`` bool: what each query sees under this mask; made once, as ``for_base``."""
+        if (_SEEN, device) not in self._base_masks:
+            mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False}).to(device)
+            mask = mask if self.query_len is None else mask[:, :, -self.query_len :]
+            self._base_masks[_SEEN, device] = mask
+        seen = self._base_masks[_SEEN, device]
+        assert seen is not None, "made above"
+        return seen
 
 
 class _FinishedError(Exception):
@@ -249,7 +262,7 @@ def _cut_mask(mask: Any, index: Any) -> torch.Tensor | None:
         return None
     if type(index[1]) is int and index[1] == 0:
         rest = [*index[:1], *index[2:]]
-        return None if any(one != everything for one in rest) else info.seen_by_query()[:, 0]
+        return None if any(one != everything for one in rest) else info.seen_by_query(mask.device)[:, 0]
     if len(index) == 2:
         return None
     *others, queries = index[:2] + index[3:] + index[2:3]
@@ -327,7 +340,7 @@ def with_indices(
     """
     info = mask_info(carrier)
     if mask is None and info is not None and base in ("sdpa", "eager"):
-        mask = info.seen_by_query()
+        mask = info.seen_by_query(indices.device)
     if mask is None or mask.ndim != 4:
         raise ValueError(
             f"attn_implementation={base!r} has no mask for tokens that an indexer chose: load the "
@@ -365,7 +378,7 @@ def token_validity(
             "custom 4D masks are not supported with a retrieval cache"
         )
     if not info.causal and new == 1:
-        return info.query_len_row().to(device)
+        return info.newest_row().to(device)
     if total > new and not info.lets_see_as_causal:
         raise ValueError(
             "this model asks for attention that is not plain causal (image tokens, packed "

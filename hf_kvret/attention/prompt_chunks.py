@@ -18,7 +18,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.ranks import group_size
-from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST
+from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST, DummyLayer
 from hf_kvret.options.config import RetrievalConfig, free_bytes
 
 _log = logging.getLogger(__name__)
@@ -256,7 +256,8 @@ def forget_chunk(generation_config: Any) -> None:
 
 def recurs(cache: RetrievalCache) -> bool:
     """Whether any layer has state other than keys and values."""
-    plain, linear = (RetrievalLayer, DynamicLayer), LinearAttentionCacheLayerMixin
+    plain = RetrievalLayer, DynamicLayer, DummyLayer
+    linear = LinearAttentionCacheLayerMixin
     return any(isinstance(x, linear) or not isinstance(x, plain) for x in cache.layers)
 
 

@@ -17,8 +17,9 @@ from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.layer.exact_attention import merge
 from hf_kvret.layer.latent import LatentLayer
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.layer_kv import LayerKV
+from hf_kvret.layer.layer_kv import LayerKV, keeps_tensors
 from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.record import StepRecord
 from hf_kvret_kernels.relevance import count_ids
 from hf_kvret_kernels.soft_cap import soft_cap_
 
@@ -38,6 +39,7 @@ class IndexedLayer(LatentLayer):
         super().__init__(*arguments)
         self.indexer = TokenBuffer()
 
+    @keeps_tensors
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Add the indexer's keys ``[B, n, d]`` of new tokens; returns those of all, ``[B, T, d]``.
 
@@ -81,7 +83,14 @@ class IndexedLayer(LatentLayer):
             take = kv.take_prompt if is_prompt else kv.take_step
             take(key, value, call.scoring.valid)
         self._scoring = call.scoring
-        out = attend_to_indices(kv, call.to_rows(query), indices, call)
+        row_query = call.to_rows(query)
+        out, ids = attend_to_indices(kv, row_query, indices, call)
+        cold = None if is_prompt else kv.cold(call.scoring)
+        if cold is not None and ids is not None:
+            count_ids(ids, kv.selected)
+            record = StepRecord(self.layer_info.number, kv, row_query, cold, ids)
+            for subscriber in self.subscribers:
+                subscriber(record)
         return call.from_rows(out.to(query.dtype))
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
@@ -89,6 +98,7 @@ class IndexedLayer(LatentLayer):
         super().crop(tokens_to_remove)
         self.indexer.crop(self.get_seq_length())
 
+    @keeps_tensors
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
         super().reorder_cache(beam_idx)
@@ -103,14 +113,17 @@ class IndexedLayer(LatentLayer):
     def fork(self) -> Self:
         """An independent copy that shares the cold part and the indexer's keys."""
         twin = super().fork()
+        self._forget_broken_pass()
         twin.indexer = self.indexer.fork()
         return twin
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors of the layer on the CPU; empty for a layer that holds nothing."""
+        self._forget_broken_pass()
         own = {f"{_PREFIX}{name}": x.cpu() for name, x in self.indexer.state_dict().items()}
         return super().state_dict() | own
 
+    @keeps_tensors
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Become the layer whose ``state_dict`` this is.
 
@@ -132,6 +145,11 @@ class IndexedLayer(LatentLayer):
         self.indexer.append(rows.to(device))
 
 
+    def _forget_broken_pass(self) -> None:
+        """Keep the indexer's keys of tokens that the layer holds."""
+        self.indexer.crop(self.get_seq_length())
+
+
 def indexer_nbytes(layer: RetrievalLayer) -> int:
     """Bytes of the keys of a model's own indexer in this layer, 0 where there is none."""
     return layer.indexer.rows_nbytes if isinstance(layer, IndexedLayer) else 0
@@ -139,23 +157,25 @@ def indexer_nbytes(layer: RetrievalLayer) -> int:
 
 def attend_to_indices(
     kv: LayerKV, query: torch.Tensor, indices: torch.Tensor, call: AttentionCall
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of the newest Q queries ``[B, Hq, Q, Dk]``, each to its own tokens alone.
 
     ``indices [B, Q, K]`` are integers; those of later tokens, of padding and below 0 don't count.
-    Returns ``[B, Hq, Q, Dv]`` fp32.
+    Returns ``[B, Hq, Q, Dv]`` fp32, and the ids ``[B, 1, Q, K]`` int32 of those in the store, -1 for
+    others; None without a store.
     """
     total, queries = kv.length, query.shape[2]
     width = max(total, query.shape[1] * kv.window.tokens()[0].shape[2])
     step = max(1, _ELEMENTS // (len(query) * width))
-    outs = []
+    outs, named = [], []
     for start in range(0, queries, step):
         some = slice(start, start + step)
         last = torch.arange(total - queries, total, device=query.device)[some]
         ids = _seen(indices[:, some].long(), last, call.scoring.valid)
-        parts = list(_attend(kv, query[:, :, some], ids, call))
-        outs.append(merge(parts, call.sink_logits)[0])
-    return torch.cat(outs, dim=2)
+        cold = _in_store(kv, ids)
+        named += [] if cold is None else [cold]
+        outs.append(merge(list(_attend(kv, query[:, :, some], ids, cold, call)), call.sink_logits)[0])
+    return torch.cat(outs, dim=2), torch.cat(named, dim=2) if named else None
 
 
 def _seen(ids: torch.Tensor, last: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -167,15 +187,25 @@ def _seen(ids: torch.Tensor, last: torch.Tensor, valid: torch.Tensor | None) -> 
     return ids.masked_fill(unseen, -1)
 
 
+def _in_store(kv: LayerKV, ids: torch.Tensor) -> torch.Tensor | None:
+    """``ids [B, q, K]`` as ``[B, 1, q, K]`` int32, -1 for those in the window; None: all are there."""
+    if kv.store is None or not kv.cold_len:
+        return None
+    last = torch.full((1,), kv.cold_len - 1, device=ids.device)
+    return _seen(ids, last, kv.retrievable(None))[:, None].int().contiguous()
+
+
 def _attend(
-    kv: LayerKV, query: torch.Tensor, ids: torch.Tensor, call: AttentionCall
+    kv: LayerKV,
+    query: torch.Tensor,
+    ids: torch.Tensor,
+    cold_ids: torch.Tensor | None,
+    call: AttentionCall,
 ) -> Iterator[AttentionResult]:
-    """The parts of the attention to ``ids [B, q, K]``: of the store, and of the window."""
+    """The parts of the attention to ``ids [B, q, K]``: of the window, and of the store."""
     scoring, finish = call.scoring, None
-    if kv.store is not None and kv.cold_len:
-        cold = _seen(ids, torch.tensor([kv.cold_len - 1], device=ids.device), kv.retrievable(None))
-        cold_ids = cold[:, None].int().contiguous()
-        count_ids(cold_ids, kv.selected)
+    if cold_ids is not None:
+        assert kv.store is not None, "it holds them"
         # First, so that a store elsewhere works while the device does the rest.
         finish = kv.store.begin(query.contiguous(), cold_ids, scoring.scale, scoring.softcap)
     yield _attend_to_window(kv, query, ids, call)

@@ -28,7 +28,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _keeps_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
+def keeps_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """``method`` outside of inference mode, whose tensors could not be written to outside of it."""
 
     @functools.wraps(method)
@@ -66,7 +66,7 @@ class LayerKV:
         compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
     """
 
-    @_keeps_tensors
+    @keeps_tensors
     def __init__(
         self,
         config: RetrievalConfig,
@@ -130,7 +130,7 @@ class LayerKV:
                 f"tokens have {names.format(*new_form)}: use a new cache or reset()"
             )
 
-    @_keeps_tensors
+    @keeps_tensors
     def on_forward(
         self,
         queries: torch.Tensor,
@@ -172,7 +172,7 @@ class LayerKV:
         full = window.length >= config.recent + config.flush
         return full and window.end >= config.dense_len
 
-    @_keeps_tensors
+    @keeps_tensors
     def take_step(
         self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
     ) -> None:
@@ -187,7 +187,7 @@ class LayerKV:
             window.fit(self.most_recent)
         window.append(keys, values)
 
-    @_keeps_tensors
+    @keeps_tensors
     def take_prompt(
         self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
     ) -> None:
@@ -243,7 +243,7 @@ class LayerKV:
         if self.index is not None:
             self.index.set_options(config)
 
-    @_keeps_tensors
+    @keeps_tensors
     def ready_index(self, cold: ColdTokens) -> Index | None:
         """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
         if not self.built:
@@ -255,7 +255,7 @@ class LayerKV:
                 raise blamed_on(self.index, "before_search", error) from error
         return self.index
 
-    @_keeps_tensors
+    @keeps_tensors
     def build_index(self, cold: ColdTokens) -> None:
         """Call ``Index.build``, unless it was called before."""
         if not self.built and self.index is not None:
@@ -269,7 +269,7 @@ class LayerKV:
         """What stands for the tokens of ``cold`` that a query does not select; None: nothing."""
         return None if self.config.rest is None else self.block_sums(cold).means()
 
-    @_keeps_tensors
+    @keeps_tensors
     def block_sums(self, cold: ColdTokens) -> BlockSums:
         """Sums of all of ``cold``."""
         if self.sums is None or self.sums.mean_len != self.config.rest_blocks:
@@ -320,7 +320,7 @@ class LayerKV:
             window.put_sinks(keys, values)
         return keys, values
 
-    @_keeps_tensors
+    @keeps_tensors
     def crop(self, count: int) -> None:
         """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
         deeper = self.window.drop_newest(count)
@@ -341,7 +341,7 @@ class LayerKV:
         self._forget_cold()
         self.changes += 1
 
-    @_keeps_tensors
+    @keeps_tensors
     def reorder(self, rows: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
         for state in (self.window, self.positions, self.index, self.sums, self.store):
@@ -350,7 +350,7 @@ class LayerKV:
         self._forget_cold()
         self.changes += 1
 
-    @_keeps_tensors
+    @keeps_tensors
     def fork(self, make_store: MakeStore) -> Self:
         """An independent copy that shares the cold part; ``make_store`` as for a new one."""
         index = None if self.index is None else self.index.fork()
@@ -447,7 +447,7 @@ def saved_rows(
     return keys, values
 
 
-@_keeps_tensors
+@keeps_tensors
 def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int | None) -> None:
     """Make ``kv``, which holds nothing, the one whose ``kv_to_save`` is ``state``.
 

@@ -123,12 +123,20 @@ def check_model(model: PreTrainedModel) -> None:
     """``check_config``, and check that the model's attention can be switched.
 
     Raises:
-        ValueError: as ``check_config``, ``text_key`` and ``check_class``.
+        ValueError: as ``check_config``, ``text_key`` and ``check_class``; shared keys on several
+            devices.
     """
     check_config(model.config)
     if model.config.get_text_config(decoder=True) is not model.config:
         text_key(model.config)
     check_class(type(model), type(decoder_of(model)))
+    devices = {str(one.device) for one in decoder_of(model).parameters()}
+    if reader_count(model.config) and len(devices) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has layers that read another's keys, and lies on "
+            f"{', '.join(sorted(devices))}, between which these lose their cache: put it on one "
+            f"device, or {_OWN_CACHE}"
+        )
 
 
 def check_class(model_class: type, decoder_class: type | None = None) -> None:

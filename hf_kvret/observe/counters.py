@@ -44,9 +44,9 @@ class LayerCounters(Subscriber):
         kv = record.kv
         key = kv.config, kv.changes, cold.budget
         if key != self._key:
-            assert kv.index is not None, "only an index names tokens"
-            cost = kv.index.cost(count, cold.budget)
-            self._key, self._candidates = key, cost.candidates
+            # Without an index the model's own named them.
+            cost = None if kv.index is None else kv.index.cost(count, cold.budget)
+            self._key, self._candidates = key, 0 if cost is None else cost.candidates
         self.candidates += self._candidates * searches
 
     def reset(self) -> None:

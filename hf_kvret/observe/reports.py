@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_kvret.layer.hybrid import foreign_layers_of
-from hf_kvret.layer.indexed import indexer_nbytes
+from hf_kvret.layer.indexed import IndexedLayer, indexer_nbytes
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.observe.counters import counters_of, subscriber
 from hf_kvret.observe.missed_mass import MissedMass
@@ -71,7 +71,8 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
             continue
         window += kv.window.nbytes()
         window += kv.positions.nbytes()
-        index += indexer_nbytes(layer)
+        if isinstance(layer, IndexedLayer):
+            index += layer.indexer.nbytes()
         if kv.index is not None:
             index += kv.index.nbytes()
             shared += kv.index.shared_nbytes()
@@ -82,7 +83,7 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
             on_host = kv.store.host_nbytes()
             device, host = device + kv.store.nbytes() - on_host, host + on_host
         heads = kv.window.keys.shape[1]
-        full += kv.batch_size * kv.length * heads * _row_bytes(layer)
+        full += kv.batch_size * kv.length * heads * _row_bytes(layer) + indexer_nbytes(layer)
     other = sum(_tensor_bytes(vars(part)) for part in foreign_layers_of(layers).values())
     return MemoryReport(window, index, shared, device, host, other, full + other)
 

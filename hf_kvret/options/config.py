@@ -101,7 +101,8 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         check_budget(self.top_k)
-        check_slots(self.slots, self.top_k)
+        if self.top_k is not None or not self.follows_model:
+            check_slots(self.slots, self.top_k)
         # A method that reads the bits from its artifact has the default None.
         if self.bits is not type(self).bits:
             check_choice("bits", self.bits, (2, 3, 4, 16))
@@ -468,7 +469,7 @@ _MOVABLE_OPTIONS = {"artifact", "revision", "artifact_sha256"}
 
 def forked(options: Any, changes: dict[str, Any]) -> Any:
     """``options`` with ``changes``; ValueError unless a fork may have them."""
-    _check(changes, set(FORK_OPTIONS))
+    _check(changes, set(FORK_OPTIONS) - ({"top_k"} if options.follows_model else set()))
     return options.replace(**changes)
 
 

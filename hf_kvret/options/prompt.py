@@ -22,7 +22,7 @@ class PromptRecipe:
     """
 
     top_k: int | float = 0.125
-    floor: int = 4096
+    floor: int = 2048
     above: int = 16_384
     exact: int = 512
     probes: int | Literal["all"] = 16

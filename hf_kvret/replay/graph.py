@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.window import Capture, Window, wide_mask
-from hf_kvret.models.versions import CACHE_NAMES, cache_argument
+from hf_kvret.models.versions import CACHE_NAMES, DummyLayer, cache_argument
 from hf_kvret.replay.layer_step import LayerStep, SlidingStep
 from hf_kvret.replay.recorders import RECORDERS, Recorder
 from hf_kvret.replay.replayable import untested
@@ -358,7 +358,8 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return f"the model is on {device}, and only {', '.join(RECORDERS)} devices have graphs"
     if {parameter.device for parameter in model.parameters()} != {device}:
         return "the model's weights lie on several devices"
-    others = [x for x in cache.layers if not isinstance(x, RetrievalLayer) and not _slides(x)]
+    still = RetrievalLayer, DummyLayer
+    others = [x for x in cache.layers if not isinstance(x, still) and not _slides(x)]
     if others:
         return f"{len(others)} layers keep a {type(others[0]).__name__}, which grows at each step"
     if model.training:

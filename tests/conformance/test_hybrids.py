@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -18,6 +18,7 @@ from hf_kvret.testing import COVERING_OPTIONS, HYBRID_MODELS, MODES, Case, run_c
 from hf_kvret.testing.scenario import prompt, ragged
 
 from ..pairs import full_product
+from ..saved.saved_files import read_saved, write_saved
 from .cases import STORES, ArtifactOptions, caches, expect_passed, name_of
 from .test_gemma4 import is_served, options_for
 
@@ -152,12 +153,26 @@ def test_a_damaged_state_is_refused(filled: Filled, tmp_path: Path) -> None:
     model, cache, _ = filled
     cache.save_pretrained(tmp_path)
     hybrid = next(n for n, layer in enumerate(cache.layers) if isinstance(layer, HybridLayer))
-    (file,) = tmp_path.glob("*.safetensors")
-    tensors = load_file(file)
+    description, tensors = read_saved(tmp_path)
     del tensors[f"layers.{hybrid}.conv_states.0"]
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"damaged|conv_states|checksum|does not"):
+    write_saved(tmp_path, description, tensors)
+    with pytest.raises(ValueError, match=f"layer {hybrid}: conv_states are not as is_conv_states"):
         FlatKVCache.from_pretrained(tmp_path, model.config)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "zaya"])
+def test_a_pass_that_is_refused_behind_a_state_is_noticed(name: str) -> None:
+    model = HYBRID_MODELS[name].build()
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
+    hf_kvret.attach(model)
+    with pytest.raises(RuntimeError, match="has no gradients"):
+        model(prompt(1, 40), past_key_values=cache)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="the state of layer 0 is ahead"):
+            model(prompt(1, 40), past_key_values=cache)
+        cache.reset()
+        for _ in range(2):
+            model(prompt(1, 40), past_key_values=cache)
 
 
 def test_a_missing_attribute_of_a_hybrid_layer_is_named() -> None:

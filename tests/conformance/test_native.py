@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_kvret
-from hf_kvret import NativeKVCache, registered_methods
+from hf_kvret import NativeKVCache, Selection, observe, registered_methods
 from hf_kvret.attention.masks import retrieval_mask, with_indices
-from hf_kvret.layer.indexed import attend_to_indices
+from hf_kvret.layer.indexed import IndexedLayer, attend_to_indices
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, MODELS, MODES, Case, run_case
 from hf_kvret.testing.scenario import prompt, ragged
@@ -76,16 +76,49 @@ def test_turns_forks_and_saved_caches(model: PreTrainedModel, tmp_path: Path) ->
 def test_only_what_the_indexer_names_is_read(model: PreTrainedModel) -> None:
     ids = prompt(1, 100)
     cache = NativeKVCache(model.config, **OPTIONS, store="host")
-    model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    before = [layer["selected"] for layer in cache.stats()["layers"]]
+    model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
+    assert [layer["selected"] for layer in cache.stats()["layers"]] == [0, 0, 0]
+    seen: list[Selection] = []
+    hf_kvret.attach(model)
+    with torch.no_grad(), observe(cache, seen.append):
+        model(ids[:, :1], past_key_values=cache)
+    for layer in cache.stats()["layers"]:
+        assert 0 < layer["selected"] <= 12 and layer["steps"] == 1
+        assert layer["cold_rows"] == layer["cold_tokens"] > 80
+    assert len(seen) == 3
+    report = cache.memory()
+    layers = [layer for layer in cache.layers if isinstance(layer, IndexedLayer)]
+    assert report.index == sum(layer.indexer.nbytes() for layer in layers)
+    assert report.full_attention == 3 * 101 * (16 + 16 + 8) * 4
+
+
+def test_a_cache_that_inference_mode_filled_goes_on_outside(model: PreTrainedModel) -> None:
+    ids, logits = prompt(2, 60), []
+    hf_kvret.attach(model)
+    for context in (torch.inference_mode, torch.no_grad):
+        cache = NativeKVCache(model.config, **OPTIONS)
+        with context():
+            model(ids, past_key_values=cache)
+        with torch.no_grad():
+            cache.reorder_cache(torch.tensor([1, 0]))
+            logits.append(model(ids[:, :1], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+def test_a_refused_pass_leaves_a_cache_that_can_be_saved(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    ids = prompt(1, 60)
+    cache = NativeKVCache(model.config, **OPTIONS)
     hf_kvret.attach(model)
     with torch.no_grad():
-        model(ids[:, :1], past_key_values=cache)
-    steps = [
-        layer["selected"] - b for layer, b in zip(cache.stats()["layers"], before, strict=True)
-    ]
-    assert all(0 < count <= 12 for count in steps)
-    assert cache.memory().index == 3 * 102 * 16 * 4
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="attention_mask has 5 columns"):
+            model(ids[:, :1], past_key_values=cache, attention_mask=ids[:, :5])
+        cache.save_pretrained(tmp_path)
+        twins = cache.fork(), NativeKVCache.from_pretrained(tmp_path, model.config), cache
+        results = [model(ids[:, :1], past_key_values=one).logits for one in twins]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -124,6 +157,7 @@ def test_native_and_models_with_an_indexer_refuse_all_others(
         ({"top_k": 13}, "the indexer of deepseek_v32 names 12 tokens"),
         ({"rest": "mean"}, "rest='mean' has no meaning"),
         ({"prompt": "retrieve"}, "prompt='retrieve' has no meaning"),
+        ({"store": "higgs"}, "store='higgs'"),
         ({"select_heads": 1}, "native follows the model's own indexer"),
         ({"warn_lost_mass": 0.5}, "native follows the model's own indexer"),
     ],
@@ -133,7 +167,12 @@ def test_options_of_a_selection_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         NativeKVCache(model.config, **options)
-    assert NativeKVCache(model.config, top_k=12).options.top_k == 12
+    cache = NativeKVCache(model.config, top_k=12, store="resident", slots=24)
+    assert cache.options.top_k == 12
+    with pytest.raises(ValueError, match="top_k: not an option that a filled cache can change"):
+        cache.fork(top_k=8)
+    with pytest.raises(ValueError, match="slots=11 is less than top_k=12"):
+        NativeKVCache(model.config, store="resident", slots=11)
 
 
 def test_a_saved_indexer_of_other_tokens_is_refused(model: PreTrainedModel) -> None:
@@ -176,14 +215,15 @@ def test_attention_in_chunks_of_queries_is_that_at_once(
 ) -> None:
     calls: list[LayerKV] = []
 
-    def counted(kv: LayerKV, *arguments: Any) -> torch.Tensor:
+    def counted(kv: LayerKV, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         calls.append(kv)
-        whole = attend_to_indices(kv, *arguments)
+        whole, ids = attend_to_indices(kv, *arguments)
         monkeypatch.setattr("hf_kvret.layer.indexed._ELEMENTS", 1 << 10)
-        parts = attend_to_indices(kv, *arguments)
+        parts, ids_of_parts = attend_to_indices(kv, *arguments)
         monkeypatch.setattr("hf_kvret.layer.indexed._ELEMENTS", 1 << 24)
         torch.testing.assert_close(parts, whole)
-        return whole
+        assert ids is None or (ids_of_parts is not None and torch.equal(ids_of_parts, ids))
+        return whole, ids
 
     monkeypatch.setattr("hf_kvret.layer.indexed.attend_to_indices", counted)
     cache = NativeKVCache(model.config, **OPTIONS)

@@ -12,10 +12,10 @@ from transformers import AutoConfig, DynamicCache
 import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, RetrievalCache
 from hf_kvret.attention.masks import mask_info, retrieval_mask
+from hf_kvret.attention.prompt_chunks import recurs
 from hf_kvret.models.compatibility import reader_count
-from hf_kvret.testing import COVERING_OPTIONS, MODES, SHARED_MODELS, Case, run_case
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, SHARED_MODELS, Case, run_case
 from hf_kvret.testing.scenario import prompt, ragged
-from hf_kvret.testing.tape import taped
 
 from ..pairs import full_product
 from .cases import STORES, ArtifactOptions, caches, expect_passed, name_of
@@ -69,15 +69,22 @@ def test_all_modes_methods_and_stores(
     check(artifact_options, **case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["greedy_ragged", "beams_ragged", "second_turn_ragged"])
-def test_replayed_steps(mode: str) -> None:
-    with taped():
-        result = run_case(
-            Case("gemma4_shared", mode),
-            lambda model: FlatKVCache(config=model.config, **COVERING_OPTIONS),
-        )
-    expect_passed(result)
+def test_long_prompts_of_models_with_readers_may_come_in_chunks() -> None:
+    cache = FlatKVCache(SHARED_MODELS["gemma4_shared"].config())
+    assert not recurs(cache)
+    assert recurs(FlatKVCache(MODELS["qwen3_next"].config()))
+
+
+@pytest.mark.parametrize("name", SHARED_MODELS)
+def test_keys_that_are_shared_over_devices_are_refused(name: str) -> None:
+    model = SHARED_MODELS[name].build()
+    hf_kvret.attach(model)
+    hf_kvret.restore(model)
+    model.model.get_submodule("norm" if hasattr(model.model, "norm") else "language_model.norm").to(
+        "meta"
+    )
+    with pytest.raises(ValueError, match="lies on cpu, meta, between which these lose their cache"):
+        hf_kvret.attach(model)
 
 
 def test_turns_forks_and_saved_caches(tmp_path: Path) -> None:

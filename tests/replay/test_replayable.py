@@ -165,6 +165,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
         },
     ),
+    "gemma4_text with shared keys": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            **PER_LAYER,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 1,
+        },
+    ),
     "phi3 with long rope": ("phi3", {"rope_parameters": LONGROPE}),
     "llama with yarn": (
         "llama",

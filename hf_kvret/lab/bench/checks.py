@@ -165,7 +165,8 @@ def covering(
         return cache
     options = cache.options
     most = max(1, length // 8)
-    whole = options.replace(top_k=1.0, slots=1.0) if coded else options.exact()
+    whole = options.exact()
+    whole = whole.replace(bits=options.bits) if coded else whole
     changed = whole.replace(
         dense_below=0,
         sink=min(options.sink, most),

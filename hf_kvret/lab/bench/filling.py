@@ -173,10 +173,14 @@ def attend(
     layer.attend(query, keys, values, call)
 
 
-def update_indexer(config: PreTrainedConfig, layer: Any, make: Callable[..., torch.Tensor]) -> None:
-    """Give a layer's indexer keys, where the model has one; ``make(dim)`` is ``[B, T, dim]``."""
-    if index_budget(config) and hasattr(layer, "update_indexer"):
-        layer.update_indexer(make(config.get_text_config(decoder=True).index_head_dim))
+def update_indexer(
+    config: PreTrainedConfig, number: int, layer: Any, make: Callable[..., torch.Tensor]
+) -> None:
+    """Give layer ``number`` keys of its indexer, where it has one; ``make(dim)``: ``[B, T, dim]``."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "indexer_types", None)
+    if index_budget(config) and not (kinds and kinds[number] == "shared"):
+        layer.update_indexer(make(text.index_head_dim))
 
 
 @torch.inference_mode()
@@ -211,7 +215,7 @@ def fill_randomly(
         values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale, context)
         keys, values = cache.update(keys, values, number)
         some = partial(rows, 3 * number + 2, 1, scale=1.0, length=context)
-        update_indexer(config, layer, lambda dim, some=some: some(dim)[:, 0])
+        update_indexer(config, number, layer, lambda dim, some=some: some(dim)[:, 0])
         if isinstance(layer, RetrievalLayer):
             assert layer.kv is not None, "an update makes it"
             index = layer.kv.index

@@ -28,7 +28,7 @@ from hf_kvret.models.compatibility import (
 )
 from hf_kvret.models.exact_chunks import why_whole
 from hf_kvret.replay.replayable import untested_type
-from hf_kvret.testing.models import LATENT_MODELS, MODELS
+from hf_kvret.testing.conformance import ALL_MODELS
 
 # From the most to the least particular: a type may be in several.
 _MAPPINGS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
@@ -186,7 +186,7 @@ def _class_names() -> dict[str, list[str]]:
 @cache
 def _conformance_types() -> frozenset[str]:
     types = set()
-    for model in (*MODELS.values(), *LATENT_MODELS.values()):
+    for model in ALL_MODELS.values():
         # Older transformers lack some of them.
         with suppress(ValueError):
             types.add(model.config().model_type)

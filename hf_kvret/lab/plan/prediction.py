@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hf_kvret.lab.bench.floors import held_bytes, layer_floor
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.compatibility import latent_rank, layer_shape
+from hf_kvret.models.versions import DummyLayer
 from hf_kvret.observe.counters import counters_of
 from hf_kvret.observe.reports import memory_report
 from hf_kvret.options.config import byte_count
@@ -225,7 +227,8 @@ class Predictor:
         dims = (rank, shape.head_dim - rank) if rank else (shape.head_dim, shape.head_dim)
         keys, values = (self._rows(shape.kv_heads, count, dim) for dim in dims)
         keys, values = layer.update(keys, values)
-        update_indexer(self.config, layer, lambda dim: self._rows(1, count, dim)[:, 0])
+        make = partial(self._rows, 1, count)
+        update_indexer(self.config, number, layer, lambda dim: make(dim)[:, 0])
         if isinstance(layer, RetrievalLayer):
             query = self._rows(shape.heads, count, shape.head_dim)
             positions = torch.arange(start, start + count, device=_META)[None]
@@ -277,5 +280,5 @@ def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
 
 def skipped_layers(cache: Cache) -> Sequence[int]:
     """Numbers of linear and recurrent layers, whose state does not grow and is left out."""
-    types = (RetrievalLayer, *_WHOLE)
+    types = (RetrievalLayer, *_WHOLE, DummyLayer)
     return [number for number, layer in enumerate(cache.layers) if not isinstance(layer, types)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
@@ -29,6 +29,15 @@ class NativeConfig(RetrievalConfig):
     estimate_obstacle = "native follows the model's own indexer, which estimates no mass"
 
     top_k: int | float | None = None
+
+    def exact(self) -> Self:
+        """These options: the model's budget is part of what is exact."""
+        return self.replace(slots=1.0)
+
+    @classmethod
+    def takes_store(cls, store: str) -> bool:
+        """Plain rows: a prompt's own rows are read where they are stored."""
+        return not store.startswith("higgs")
 
     @classmethod
     def takes(cls, name: str, value: Any) -> bool:

@@ -1,0 +1,135 @@
+"""The layers of a cache together, and the forward pass under way."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from transformers.cache_utils import DynamicLayer
+
+from hf_kvret.layer.layer import RetrievalLayer
+
+
+class LayerStack:
+    """Layers of a cache, linked with those below, and the forward pass under way.
+
+    Args:
+        layers: one for each layer of the model.
+
+    Attributes:
+        lowest: the first one that attends: a pass begins with it.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        self._layers = layers
+        attending = (RetrievalLayer, DynamicLayer)
+        self._attending = [layer for layer in layers if isinstance(layer, attending)]
+        self.lowest = self._attending[0]
+        ours = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
+        for layer, below in zip(ours[1:], ours, strict=False):
+            layer.below = below
+        self._thread = threading.get_ident()
+        self.forget_pass()
+
+    def forget_pass(self) -> None:
+        """Nothing is under way."""
+        self._newest: RetrievalLayer | None = None
+        # The newest layer whose state got the tokens of this pass before any attention did.
+        self._leading_state: int | None = None
+        self._noted: set[tuple[int, str]] = set()
+
+    def begin_pass(self) -> None:
+        """Note the thread of a new pass; RuntimeError where the last one did not end."""
+        self._leading_state = None
+        self._noted.clear()
+        if self.fault() is not None:
+            self._check_thread()
+            self.check_pass()
+        self._thread = threading.get_ident()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens of every layer, of none where one refuses."""
+        # A state refuses, or a sliding window that is full: they come first.
+        others = [layer for layer in self._layers if not isinstance(layer, RetrievalLayer)]
+        others.sort(key=lambda layer: type(layer) is DynamicLayer)
+        # From the top: a store may compute rows from those of the layer below.
+        ours = [layer for layer in reversed(self._layers) if isinstance(layer, RetrievalLayer)]
+        for layer in (*others, *ours):
+            layer.crop(tokens_to_remove)
+
+    def note_state(self, number: int, state: str) -> None:
+        """Note a layer's state that is ahead until the lowest attention layer gets the tokens.
+
+        RuntimeError where it got some before, and no attention did: that pass broke off.
+        """
+        if self._leading_state is not None and number < self._leading_state:
+            self.check_pass()
+        if not self._leads(number):
+            return
+        if (number, state) in self._noted:
+            self.check_pass()
+        self._noted.add((number, state))
+        self._leading_state = number
+
+    def _leads(self, number: int) -> bool:
+        """Whether a layer's state gets tokens before any attention does.
+
+        In the lowest attention layer it may come before or behind; behind, lengths differ. A model
+        with one such layer doesn't tell.
+        """
+        lowest = self._layers.index(self.lowest)
+        if number != lowest or len(self._attending) == 1:
+            return number < lowest
+        return len({layer.get_seq_length() for layer in self._attending}) == 1
+
+    def enter(self, layer: Any, method: str) -> None:
+        """Note ``layer`` as the one that gets tokens; ``method`` is the cache's name.
+
+        RuntimeError where another layer got tokens and its attention was never called.
+        """
+        if self._newest is not None and self._newest.pending_attention:
+            self._refuse_next(method)
+        if isinstance(layer, RetrievalLayer):
+            self._newest = layer
+
+    def _refuse_next(self, method: str) -> None:
+        assert self._newest is not None, "a layer waits"
+        self._check_thread()
+        raise RuntimeError(
+            f"layer {self._layers.index(self._newest)} was given tokens but its attention was "
+            "never called: the model does not use hf_kvret's attention, or a forward pass broke "
+            f"off. Call hf_kvret.attach(model) or model.set_attn_implementation({method!r}) "
+            "before the forward pass (generate does it by itself), and start with a new cache "
+            "or cache.reset(). If it is attached, it changes the keys after the cache: use "
+            "cache_implementation='dynamic'"
+        )
+
+    def check_pass(self) -> None:
+        """RuntimeError where the last forward pass did not reach all layers."""
+        fault = self.fault()
+        if fault is not None:
+            raise RuntimeError(
+                f"{fault}: finish the forward pass first or, where it broke off in the middle, "
+                "start with a new cache or cache.reset()"
+            )
+
+    def fault(self) -> str | None:
+        """The sign that a forward pass did not reach all layers; None if there is none."""
+        for number, layer in enumerate(self._layers):
+            if isinstance(layer, RetrievalLayer) and layer.pending_attention:
+                return f"layer {number} was given tokens and has not attended yet"
+        lengths = [layer.get_seq_length() for layer in self._attending]
+        if len(set(lengths)) > 1:
+            return f"the layers hold different numbers of tokens ({', '.join(map(str, lengths))})"
+        if self._leading_state is not None:
+            return f"the state of layer {self._leading_state} is ahead of the layers that attend"
+        return None
+
+    def _check_thread(self) -> None:
+        """RuntimeError in the middle of another thread's pass."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "another thread is in the middle of a forward pass with this cache, or broke off "
+                "there: a cache serves one thread at a time. Give each thread a cache of its own "
+                "(cache.fork() shares what is held), or start again with cache.reset()"
+            )
