@@ -20,8 +20,8 @@ from hf_kvret.contracts.index import Index, makes_estimates
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.hybrid import new_layer
 from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
-from hf_kvret.layer.stack import LayerStack
 from hf_kvret.layer.model_state import ModelState
+from hf_kvret.layer.stack import LayerStack
 from hf_kvret.models.compatibility import (
     check_config,
     head_dims,

@@ -224,7 +224,7 @@ def test_a_cache_that_forgets_a_broken_pass_is_found_out(
 ) -> None:
     """The check bites."""
     trial = _Trial(model, artifacts, "flat", "device", "step")
-    monkeypatch.setattr(LayerStack, "fault", lambda self: None)
+    monkeypatch.setattr(LayerStack, "_attention_fault", lambda self: None)
     wrong = 0
     for at in range(trial.operations // 2, trial.operations, 4):
         try:

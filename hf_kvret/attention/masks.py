@@ -113,7 +113,7 @@ class MaskInfo:
         return mask[:, 0, -1]
 
     def seen_by_query(self, device: torch.device) -> torch.Tensor:
-        """``[B, 1, Q, T]`` bool: what each query sees under this mask; made once, as ``for_base``."""
+        """``[B, 1, Q, T]`` bool: what each query sees under this mask; made once a pass."""
         if (_SEEN, device) not in self._base_masks:
             mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False}).to(device)
             mask = mask if self.query_len is None else mask[:, :, -self.query_len :]
@@ -261,8 +261,9 @@ def _cut_mask(mask: Any, index: Any) -> torch.Tensor | None:
     if info is None or not isinstance(index, tuple) or not 2 <= len(index) <= 4:
         return None
     if type(index[1]) is int and index[1] == 0:
-        rest = [*index[:1], *index[2:]]
-        return None if any(one != everything for one in rest) else info.seen_by_query(mask.device)[:, 0]
+        if any(one != everything for one in (*index[:1], *index[2:])):
+            return None
+        return info.seen_by_query(mask.device)[:, 0]
     if len(index) == 2:
         return None
     *others, queries = index[:2] + index[3:] + index[2:3]

@@ -144,7 +144,6 @@ class IndexedLayer(LatentLayer):
             )
         self.indexer.append(rows.to(device))
 
-
     def _forget_broken_pass(self) -> None:
         """Keep the indexer's keys of tokens that the layer holds."""
         self.indexer.crop(self.get_seq_length())
@@ -161,8 +160,8 @@ def attend_to_indices(
     """Attention of the newest Q queries ``[B, Hq, Q, Dk]``, each to its own tokens alone.
 
     ``indices [B, Q, K]`` are integers; those of later tokens, of padding and below 0 don't count.
-    Returns ``[B, Hq, Q, Dv]`` fp32, and the ids ``[B, 1, Q, K]`` int32 of those in the store, -1 for
-    others; None without a store.
+    Returns ``[B, Hq, Q, Dv]`` fp32, and ``[B, 1, Q, K]`` int32, the ids of those in the store, -1
+    for others; None without a store.
     """
     total, queries = kv.length, query.shape[2]
     width = max(total, query.shape[1] * kv.window.tokens()[0].shape[2])
@@ -174,7 +173,8 @@ def attend_to_indices(
         ids = _seen(indices[:, some].long(), last, call.scoring.valid)
         cold = _in_store(kv, ids)
         named += [] if cold is None else [cold]
-        outs.append(merge(list(_attend(kv, query[:, :, some], ids, cold, call)), call.sink_logits)[0])
+        parts = list(_attend(kv, query[:, :, some], ids, cold, call))
+        outs.append(merge(parts, call.sink_logits)[0])
     return torch.cat(outs, dim=2), torch.cat(named, dim=2) if named else None
 
 
@@ -188,7 +188,7 @@ def _seen(ids: torch.Tensor, last: torch.Tensor, valid: torch.Tensor | None) -> 
 
 
 def _in_store(kv: LayerKV, ids: torch.Tensor) -> torch.Tensor | None:
-    """``ids [B, q, K]`` as ``[B, 1, q, K]`` int32, -1 for those in the window; None: all are there."""
+    """``[B, 1, q, K]`` int32: ``ids [B, q, K]``, -1 for those in the window; None: all are."""
     if kv.store is None or not kv.cold_len:
         return None
     last = torch.full((1,), kv.cold_len - 1, device=ids.device)

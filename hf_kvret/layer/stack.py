@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers.cache_utils import DynamicLayer
 
@@ -34,17 +34,16 @@ class LayerStack:
     def forget_pass(self) -> None:
         """Nothing is under way."""
         self._newest: RetrievalLayer | None = None
-        # The newest layer whose state got the tokens of this pass before any attention did.
-        self._leading_state: int | None = None
-        self._noted: set[tuple[int, str]] = set()
+        # By layer and state that got tokens before any attention did, how many tokens the lowest
+        # attention layer held then: as many as now, where it never got them.
+        self._leading: dict[tuple[int, str], int] = {}
 
     def begin_pass(self) -> None:
         """Note the thread of a new pass; RuntimeError where the last one did not end."""
-        self._leading_state = None
-        self._noted.clear()
-        if self.fault() is not None:
+        fault = self._attention_fault()
+        if fault is not None:
             self._check_thread()
-            self.check_pass()
+            self._refuse_pass(fault)
         self._thread = threading.get_ident()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -62,14 +61,15 @@ class LayerStack:
 
         RuntimeError where it got some before, and no attention did: that pass broke off.
         """
-        if self._leading_state is not None and number < self._leading_state:
+        if any(key >= (number + 1, "") or key == (number, state) for key in self._ahead()):
             self.check_pass()
-        if not self._leads(number):
-            return
-        if (number, state) in self._noted:
-            self.check_pass()
-        self._noted.add((number, state))
-        self._leading_state = number
+        if self._leads(number):
+            self._leading[number, state] = self.lowest.get_seq_length()
+
+    def _ahead(self) -> list[tuple[int, str]]:
+        """Layers and states that got tokens which the lowest attention layer did not get yet."""
+        length = self.lowest.get_seq_length() if self._leading else 0
+        return [key for key, held in self._leading.items() if held == length]
 
     def _leads(self, number: int) -> bool:
         """Whether a layer's state gets tokens before any attention does.
@@ -108,21 +108,29 @@ class LayerStack:
         """RuntimeError where the last forward pass did not reach all layers."""
         fault = self.fault()
         if fault is not None:
-            raise RuntimeError(
-                f"{fault}: finish the forward pass first or, where it broke off in the middle, "
-                "start with a new cache or cache.reset()"
-            )
+            self._refuse_pass(fault)
+
+    @staticmethod
+    def _refuse_pass(fault: str) -> NoReturn:
+        raise RuntimeError(
+            f"{fault}: finish the forward pass first or, where it broke off in the middle, "
+            "start with a new cache or cache.reset()"
+        )
 
     def fault(self) -> str | None:
         """The sign that a forward pass did not reach all layers; None if there is none."""
+        fault = self._attention_fault()
+        if fault is None and (ahead := self._ahead()):
+            return f"the state of layer {max(ahead)[0]} is ahead of the layers that attend"
+        return fault
+
+    def _attention_fault(self) -> str | None:
         for number, layer in enumerate(self._layers):
             if isinstance(layer, RetrievalLayer) and layer.pending_attention:
                 return f"layer {number} was given tokens and has not attended yet"
         lengths = [layer.get_seq_length() for layer in self._attending]
         if len(set(lengths)) > 1:
             return f"the layers hold different numbers of tokens ({', '.join(map(str, lengths))})"
-        if self._leading_state is not None:
-            return f"the state of layer {self._leading_state} is ahead of the layers that attend"
         return None
 
     def _check_thread(self) -> None:

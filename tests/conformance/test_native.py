@@ -157,7 +157,7 @@ def test_native_and_models_with_an_indexer_refuse_all_others(
         ({"top_k": 13}, "the indexer of deepseek_v32 names 12 tokens"),
         ({"rest": "mean"}, "rest='mean' has no meaning"),
         ({"prompt": "retrieve"}, "prompt='retrieve' has no meaning"),
-        ({"store": "higgs"}, "store='higgs'"),
+        ({"store": "higgs"}, "store='higgs': native keeps rows as they are"),
         ({"select_heads": 1}, "native follows the model's own indexer"),
         ({"warn_lost_mass": 0.5}, "native follows the model's own indexer"),
     ],

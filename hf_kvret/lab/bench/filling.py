@@ -176,7 +176,7 @@ def attend(
 def update_indexer(
     config: PreTrainedConfig, number: int, layer: Any, make: Callable[..., torch.Tensor]
 ) -> None:
-    """Give layer ``number`` keys of its indexer, where it has one; ``make(dim)``: ``[B, T, dim]``."""
+    """Give layer ``number`` keys of its indexer, if any; ``make(dim)`` is ``[B, T, dim]``."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "indexer_types", None)
     if index_budget(config) and not (kinds and kinds[number] == "shared"):

@@ -47,6 +47,11 @@ class NativeConfig(RetrievalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.takes_store(self.store):
+            raise ValueError(
+                f"store={self.store!r}: native keeps rows as they are, also those of a prompt that "
+                "is being read; take 'device', 'host', 'resident', 'cpu' or 'split'"
+            )
         for name in _MEANINGLESS:
             value = getattr(self, name)
             if value != getattr(RetrievalConfig, name):
