@@ -126,19 +126,22 @@ class RetrievalCache(Cache):
             options.check_model(dim)
         if rank := latent_rank(config):
             RetrievalConfig.check_model(options, rank)
-        if options.follows_model != bool(index_budget(config)):
-            advice = (
-                "has no indexer of its own that native can follow: take another method, as 'paris'"
-                if options.follows_model
-                else "selects by an indexer of its own: take cache_implementation='native'"
+        if options.follows_model and not index_budget(config):
+            raise ValueError(
+                f"{config.model_type} has no indexer of its own that native can follow: take "
+                "another method, as cache_implementation='paris'"
             )
-            raise ValueError(f"{config.model_type} {advice}")
+        if index_budget(config) and not options.follows_model:
+            raise ValueError(
+                f"{config.model_type} selects by an indexer of its own: take "
+                "cache_implementation='native'"
+            )
         readers = reader_count(config)
         if readers and options.learns_from_queries:
             raise ValueError(
                 f"{readers} layers of {config.model_type} read the keys of another layer with "
                 f"queries of their own, and {cls.__name__} learns from the queries of one layer: "
-                "take flat, paris, a2ats or aqua"
+                "take cache_implementation='paris', or flat, a2ats or aqua"
             )
         return options
 

@@ -52,6 +52,7 @@ _SMALLER = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention"), 32),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
     "q_lora_rank": 64,
+    "index_topk": 16,
     "zero_expert_num": 2,
     "vocab_size": VOCAB_SIZE,
 }  # fmt: skip

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.coverage.scan import kv_heads
 from hf_kvret.lab.coverage.small import VOCAB_SIZE, image_inputs, small_model, small_text_part
-from hf_kvret.models.compatibility import retrieval_layers
+from hf_kvret.models.compatibility import index_budget, retrieval_layers
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods, restore
 from hf_kvret.testing.conformance import (
@@ -50,7 +50,8 @@ class Trial:
         part: ``"text part"`` where only that was tried, which a model with images wraps.
         rows: distinct ``(heads, elements of a key, elements of a value)`` of full layers' rows.
         heads: heads of these rows by the configuration of the small model.
-        difference: the greatest difference between logits with ``flat`` and with full attention.
+        difference: the greatest difference between logits with the first method, ``flat`` but for
+            models that select, and with transformers' own cache.
     """
 
     outcome: str
@@ -92,12 +93,17 @@ def trial(name: str) -> Trial:
     return Trial("not tried", "; ".join(reasons))
 
 
-def tried_methods() -> dict[str, type[RetrievalCache]]:
-    """The methods that a trial tries, by name: those that retrieve and need no artifact."""
+def tried_methods(config: PreTrainedConfig) -> dict[str, type[RetrievalCache]]:
+    """The methods that a trial tries, by name: those that retrieve and need no artifact.
+
+    The first one tells the outcome. A model with an indexer of its own takes one method alone.
+    """
     return {
         name: cls
         for name, cls in registered_methods().items()
-        if not cls.needs_artifact and cls.Config.retrieves
+        if not cls.needs_artifact
+        and cls.Config.retrieves
+        and cls.Config.follows_model == bool(index_budget(config))
     }
 
 
@@ -116,8 +122,11 @@ def _compare(model: PreTrainedModel, reference: _Text, part: str) -> Trial:
         return Trial("not tried", f"{span_name} is {span}, as long as the prompt", **facts)
     if not torch.isfinite(reference.logits).all():
         return Trial("not tried", "transformers' own logits are not finite", **facts)
-    methods = {name: _outcome(model, reference, cls)[0] for name, cls in tried_methods().items()}
-    detail, difference = _outcome(model, reference, registered_methods()["flat"], bites=True)
+    tried = tried_methods(model.config)
+    methods = {name: _outcome(model, reference, cls)[0] for name, cls in tried.items()}
+    first = next(iter(tried.values()))
+    bites = not first.Config.follows_model
+    detail, difference = _outcome(model, reference, first, bites=bites)
     outcome = detail if detail == "equal" else "differs"
     if detail.startswith("raised"):
         outcome = "raised"
@@ -141,8 +150,9 @@ def _outcome(
     """
     spread = max(1.0, float(reference.logits.std()) / _SPREAD)
     tolerance = _ROUNDING * LOGIT_TOLERANCE * spread
+    options = {name: x for name, x in COVERING_OPTIONS.items() if cls.Config.takes(name, x)}
     try:
-        text = _generate(model, cls(model.config, **COVERING_OPTIONS))
+        text = _generate(model, cls(model.config, **options))
     except IMPOSSIBLE as error:
         return f"raised {describe(error)}", 0.0
     finally:
