@@ -93,17 +93,18 @@ def trial(name: str) -> Trial:
     return Trial("not tried", "; ".join(reasons))
 
 
-def tried_methods(config: PreTrainedConfig) -> dict[str, type[RetrievalCache]]:
+def tried_methods(config: PreTrainedConfig | None = None) -> dict[str, type[RetrievalCache]]:
     """The methods that a trial tries, by name: those that retrieve and need no artifact.
 
-    The first one tells the outcome. A model with an indexer of its own takes one method alone.
+    With ``config`` those for such a model: one with an indexer of its own takes one method alone.
+    The first of them tells the outcome.
     """
     return {
         name: cls
         for name, cls in registered_methods().items()
         if not cls.needs_artifact
         and cls.Config.retrieves
-        and cls.Config.follows_model == bool(index_budget(config))
+        and (config is None or cls.Config.follows_model == bool(index_budget(config)))
     }
 
 
