@@ -17,11 +17,13 @@ from transformers.models.auto import modeling_auto
 from hf_kvret.attention.prompt_chunks import recurs
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatKVCache
+from hf_kvret.methods.native import NativeKVCache
 from hf_kvret.models.compatibility import (
     by_layer,
     check_class,
     check_config,
     head_dims,
+    index_budget,
     is_latent,
     retrieval_layers,
     text_key,
@@ -115,7 +117,7 @@ def configured_type(
         check_config(config)
         if text is not config:
             text_key(config)
-        empty = FlatKVCache(config)
+        empty = (NativeKVCache if index_budget(config) else FlatKVCache)(config)
         if find_class is not None:
             check_class(find_class())
     except ValueError as error:

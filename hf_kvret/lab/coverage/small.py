@@ -53,6 +53,7 @@ _SMALLER = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
     "q_lora_rank": 64,
     "index_topk": 16,
+    "mamba_chunk_size": 32,
     "zero_expert_num": 2,
     "vocab_size": VOCAB_SIZE,
 }  # fmt: skip

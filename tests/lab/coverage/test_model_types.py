@@ -27,7 +27,7 @@ REFUSED = {
         vision-encoder-decoder whisper
     """,
     "latent attention": """
-        dots3_note dots3_note_text glm5_next mistral_large4
+        dots3_note dots3_note_text glm5_next hy_v4_vl mistral_large4
     """,
     "by diffusion": """
         diffusion_gemma
@@ -102,6 +102,10 @@ REFUSED = {
 }
 
 
+# No small model can be made of their default configurations; all but zamba have their own suites.
+UNTRIED = {"gemma3n", "gemma3n_text", "zamba", "zamba2"}
+
+
 def wrong(row: Row, reason: str) -> str:
     """What is wrong with the outcome of a type; empty if nothing is."""
     name, refusal = row.type.name, row.type.refusal
@@ -114,6 +118,8 @@ def wrong(row: Row, reason: str) -> str:
         return f"{name}: expected {reason!r}, it is served"
     if row.trial is None:
         return f"{name} was never tried: {AGAIN}"
+    if name in UNTRIED and row.trial.outcome == "not tried":
+        return ""
     if row.trial.outcome != "equal":
         return f"{name}: {row.trial.outcome}, {row.trial.detail}"
     if row.trial.rows != [[row.trial.heads, *row.trial.rows[0][1:]]]:
