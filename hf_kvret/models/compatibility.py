@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
+from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
 from hf_kvret_model_patches.decoders import decoder_of
 
 # By model type, why a retrieval cache can't serve it where configuration and classes do not tell.
@@ -51,7 +52,9 @@ _OBSTACLES = {
 }
 
 # These models pass the token indices that their own indexer chose to the attention function.
-_INDEXED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
+_INDEXED = (
+    {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"} if INDEXED_MODELS_CACHE_LATENTS else set()
+)
 # Models of multi-head latent attention whose cache holds latents and rotated keys.
 _LATENT = {
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4", "minicpm3"),

@@ -35,6 +35,9 @@ CHUNKS_COUNT_PAST = RELEASE >= (5, 21)
 LAYERS_KNOW_DTYPE = RELEASE < (5, 24)
 """Whether a cache layer of keys and values has an attribute ``dtype``."""
 
+INDEXED_MODELS_CACHE_LATENTS = RELEASE >= (5, 18)
+"""Whether models with an indexer of their own cache latents, not each head's keys and values."""
+
 
 class _Missing:
     """Stands for a class that a version lacks."""

@@ -14,6 +14,7 @@ from hf_kvret import NativeKVCache, Selection, observe, registered_methods
 from hf_kvret.attention.masks import retrieval_mask, with_indices
 from hf_kvret.layer.indexed import IndexedLayer, attend_to_indices
 from hf_kvret.layer.layer_kv import LayerKV
+from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
 from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, MODELS, MODES, Case, run_case
 from hf_kvret.testing.scenario import prompt, ragged
 
@@ -21,6 +22,9 @@ from ..pairs import full_product
 from .cases import STORES, expect_passed, name_of
 from .test_gemma4 import talk
 
+pytestmark = pytest.mark.skipif(
+    not INDEXED_MODELS_CACHE_LATENTS, reason="these models cache the keys of each head"
+)
 OPTIONS = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
 STORE_OPTIONS = {"split": {"device_budget": "20KB"}}
 # transformers' own cache of these models fails in these modes.
