@@ -47,7 +47,7 @@ ROOMS = (
     Room("hf_kvret.observe", 730),
     Room("hf_kvret.saved", 1_860),
     Room("hf_kvret.artifacts", 1_710),
-    Room("hf_kvret.cache", 435),
+    Room("hf_kvret.cache", 575),
     Room("hf_kvret.methods", 6_560),
     Room("hf_kvret.replay", 970),
     Room("hf_kvret.attention", 1_950),
