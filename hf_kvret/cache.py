@@ -473,6 +473,8 @@ class LayerStack:
         ours = [layer for layer in reversed(self._layers) if isinstance(layer, RetrievalLayer)]
         for layer in (*others, *ours):
             layer.crop(tokens_to_remove)
+        # Shorter now, the lowest layer may be as long as before a pass that reached it.
+        self._leading.clear()
 
     def note_state(self, number: int, state: str) -> None:
         """Note a layer's state that is ahead until the lowest attention layer gets the tokens.

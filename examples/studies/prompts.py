@@ -48,7 +48,7 @@ from hf_kvret.layer import layer, prompt_groups
 from hf_kvret.layer.exact_attention import attend_dense
 from hf_kvret_kernels.block_lse import block_lse
 
-# What is read behind a prompt attends to everything.
+# Tokens behind a prompt attend to everything.
 _EXACT = {"above": 1 << 40}
 _PAIRS = "pairs", "pairs of query and key, share"
 # Questions of a document; they are spread over its second half.

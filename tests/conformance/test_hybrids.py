@@ -14,7 +14,7 @@ from transformers.cache_utils import LinearAttentionLayer
 import hf_kvret
 from hf_kvret import FlatKVCache
 from hf_kvret.layer.hybrid import HybridLayer
-from hf_kvret.testing import COVERING_OPTIONS, HYBRID_MODELS, MODES, Case, run_case
+from hf_kvret.testing import COVERING_OPTIONS, HYBRID_MODELS, MODELS, MODES, Case, run_case
 from hf_kvret.testing.scenario import prompt, ragged
 
 from ..pairs import full_product
@@ -173,6 +173,23 @@ def test_a_pass_that_is_refused_behind_a_state_is_noticed(name: str) -> None:
         cache.reset()
         for _ in range(2):
             model(prompt(1, 40), past_key_values=cache)
+
+
+def test_a_pass_that_was_cropped_whole_may_come_again() -> None:
+    """Its state led; the attention layers are as long then as when it did."""
+    model = MODELS["lfm2"].build()
+    cache, tokens = FlatKVCache(model.config, **COVERING_OPTIONS), prompt(1, 50)
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            layer.activate_past_recording()
+    hf_kvret.attach(model)
+    results = []
+    with torch.no_grad():
+        model(tokens[:, :40], past_key_values=cache)
+        for _ in range(2):
+            results.append(model(tokens[:, 40:], past_key_values=cache).logits)
+            cache.crop(-10)
+    torch.testing.assert_close(*results)
 
 
 def test_a_missing_attribute_of_a_hybrid_layer_is_named() -> None:

@@ -108,7 +108,7 @@ def test_readers_get_as_many_queries_as_logits_are_kept(
     ids, mask = ragged((70, 55))
     options = {**COVERING_OPTIONS, **({} if recipe is None else {"prompt": recipe})}
     with torch.no_grad():
-        # Of all queries: transformers' own choice of them depends on what masks are like.
+        # All logits are asked for here: where transformers cuts, depends on its own masks.
         expected = model(ids, attention_mask=mask).logits
         hf_kvret.attach(model)
         cache = FlatKVCache(model.config, **options)
