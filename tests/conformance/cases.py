@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from hf_kvret import AquaKVCache, RetrievalCache, registered_methods
-from hf_kvret.testing import Result
+from hf_kvret.testing import COVERING_OPTIONS, Case, Result, run_case
 
 ArtifactOptions = Callable[[str, str], dict[str, str]]
 
@@ -35,6 +35,37 @@ def caches(*methods: str) -> dict[str, Callable[..., RetrievalCache]]:
     """Classes of caches by method; aqua's rows are its own codes, here at 16 bits."""
     classes = {**registered_methods(), "aqua": partial(AquaKVCache, bits=16)}
     return {method: classes[method] for method in methods}
+
+
+def options_for(store: str) -> dict[str, Any]:
+    """Options that cover everything in this store, whose rows are plain."""
+    more = {"split": {"device_budget": "20KB"}, "higgs": {"bits": 16}, "higgs-host": {"bits": 16}}
+    return {**COVERING_OPTIONS, "store": store, **more.get(store, {})}
+
+
+def is_served(case: dict[str, Any]) -> bool:
+    """AQUA-KV's rows are its own codes, here at 16 bits."""
+    takes = case.get("store", "device") in ("device", "host", "split")
+    return case.get("method") != "aqua" or takes
+
+
+def named_cases(rows: Iterable[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Cases of ``(model, mode, method, store)``."""
+    return [dict(zip(("model", "mode", "method", "store"), row, strict=True)) for row in rows]
+
+
+def check_case(
+    make: Callable[..., RetrievalCache],
+    model: str,
+    mode: str,
+    store: str,
+    options: dict[str, Any],
+    may_skip: Container[str],
+) -> None:
+    """A cache that ``make`` makes, with a store and more ``options``, in one mode of a model."""
+    options = {**options_for(store), **options}
+    result = run_case(Case(model, mode), lambda built: make(built.config, **options))
+    expect_passed(result, may_skip)
 
 
 def can_go_back(case: dict[str, Any]) -> bool:

@@ -15,11 +15,21 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvret import FlatKVCache
-from hf_kvret.testing import COVERING_OPTIONS, GEMMA4_MODELS, MODELS, MODES, Case, run_case
+from hf_kvret.testing import COVERING_OPTIONS, GEMMA4_MODELS, MODELS, MODES
 from hf_kvret.testing.scenario import NEW_TOKENS, prompt, ragged
 
 from ..pairs import full_product, pairwise
-from .cases import RELEASE, STORES, ArtifactOptions, caches, expect_passed, name_of
+from .cases import (
+    RELEASE,
+    STORES,
+    ArtifactOptions,
+    caches,
+    check_case,
+    is_served,
+    name_of,
+    named_cases,
+    options_for,
+)
 
 CACHES = caches("flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o")
 # Coded rows at 16 bits are plain ones.
@@ -30,25 +40,12 @@ COMPOSITE = ("gemma4_composite", "gemma4_unified")
 IMPOSSIBLE = {"5.17": {"assisted", "early_exit", "reset", "reset_other_batch", "crop_deep"}}
 
 
-def options_for(store: str) -> dict[str, Any]:
-    more = {"split": {"device_budget": "20KB"}, "higgs": {"bits": 16}, "higgs-host": {"bits": 16}}
-    return {**COVERING_OPTIONS, "store": store, **more.get(store, {})}
-
-
-def is_served(case: dict[str, Any]) -> bool:
-    """AQUA-KV's rows are its own codes, here at 16 bits."""
-    takes = case.get("store", "device") in ("device", "host", "split")
-    return case.get("method") != "aqua" or takes
-
-
 def few_cases() -> list[dict[str, Any]]:
     """A mode, method and store for each relative."""
     modes = ("greedy_ragged", "beams", "prompt_lookup", "chunked_prefill", "crop_deep")
     methods = ("flat", "lrqk", "ctkvr", "a2ats", "aqua")
     stores = ("split", "higgs", "cpu", "resident", "host")
-    names = ("model", "mode", "method", "store")
-    rows = zip(GEMMA4_MODELS, modes, methods, stores, strict=True)
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    return named_cases(zip(GEMMA4_MODELS, modes, methods, stores, strict=True))
 
 
 def all_cases() -> list[dict[str, Any]]:
@@ -61,10 +58,11 @@ def all_cases() -> list[dict[str, Any]]:
 def check(
     artifact_options: ArtifactOptions, model: str, mode: str, method: str, store: str
 ) -> None:
-    options = {**options_for(store), **artifact_options(method, model)}
-    result = run_case(Case(model, mode), lambda built: CACHES[method](built.config, **options))
     may_skip = {"early_exit", "inputs_embeds"} if model in COMPOSITE else set()
-    expect_passed(result, may_skip | IMPOSSIBLE.get(RELEASE, set()))
+    options = artifact_options(method, model)
+    check_case(
+        CACHES[method], model, mode, store, options, may_skip | IMPOSSIBLE.get(RELEASE, set())
+    )
 
 
 @pytest.mark.parametrize("case", few_cases(), ids=name_of)

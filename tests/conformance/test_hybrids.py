@@ -14,13 +14,12 @@ from transformers.cache_utils import LinearAttentionLayer
 import hf_kvret
 from hf_kvret import FlatKVCache
 from hf_kvret.layer.hybrid import HybridLayer
-from hf_kvret.testing import COVERING_OPTIONS, HYBRID_MODELS, MODELS, MODES, Case, run_case
+from hf_kvret.testing import COVERING_OPTIONS, HYBRID_MODELS, MODELS, MODES
 from hf_kvret.testing.scenario import prompt, ragged
 
 from ..pairs import full_product
 from ..saved.saved_files import read_saved, write_saved
-from .cases import STORES, ArtifactOptions, caches, expect_passed, name_of
-from .test_gemma4 import is_served, options_for
+from .cases import STORES, ArtifactOptions, caches, check_case, is_served, name_of, named_cases
 
 CACHES = caches("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o", "aqua")
 # transformers' own cache of these models fails in these modes: a state has no way back.
@@ -39,8 +38,7 @@ def few_cases() -> list[dict[str, Any]]:
         ("zaya", "beams_ragged", "paris", "resident"),
         ("falcon_h1", "reset", "a2ats", "host"),
     )
-    names = ("model", "mode", "method", "store")
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    return named_cases(rows)
 
 
 def all_cases() -> list[dict[str, Any]]:
@@ -61,9 +59,8 @@ def is_calibrated(case: dict[str, Any]) -> bool:
 def check(
     artifact_options: ArtifactOptions, model: str, mode: str, method: str, store: str
 ) -> None:
-    options = {**options_for(store), **artifact_options(method, model)}
-    result = run_case(Case(model, mode), lambda built: CACHES[method](built.config, **options))
-    expect_passed(result, IMPOSSIBLE)
+    options, may_skip = artifact_options(method, model), IMPOSSIBLE
+    check_case(CACHES[method], model, mode, store, options, may_skip)
 
 
 @pytest.mark.parametrize("case", few_cases(), ids=name_of)

@@ -14,13 +14,22 @@ from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, RetrievalCach
 from hf_kvret.attention.masks import mask_info, retrieval_mask
 from hf_kvret.attention.prompt_chunks import recurs
 from hf_kvret.models.compatibility import reader_count
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, SHARED_MODELS, Case, run_case
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, SHARED_MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 
 from ..pairs import full_product
-from .cases import RELEASE, STORES, ArtifactOptions, caches, expect_passed, name_of
+from .cases import (
+    RELEASE,
+    STORES,
+    ArtifactOptions,
+    caches,
+    check_case,
+    is_served,
+    name_of,
+    named_cases,
+)
 from .test_gemma4 import IMPOSSIBLE as IN_OLD_RELEASES
-from .test_gemma4 import is_served, options_for, talk
+from .test_gemma4 import talk
 
 CACHES = caches("flat", "paris", "a2ats", "aqua")
 # transformers' classes of these have no early exit, and the composite one takes no embeddings.
@@ -37,8 +46,7 @@ def few_cases() -> list[dict[str, Any]]:
         ("gemma4_shared", "beams_ragged", "aqua", "host"),
         ("gemma4_shared_composite", "crop_deep", "flat", "split"),
     )
-    names = ("model", "mode", "method", "store")
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    return named_cases(rows)
 
 
 def all_cases() -> list[dict[str, Any]]:
@@ -50,9 +58,11 @@ def all_cases() -> list[dict[str, Any]]:
 def check(
     artifact_options: ArtifactOptions, model: str, mode: str, method: str, store: str
 ) -> None:
-    options = {**options_for(store), **artifact_options(method, model)}
-    result = run_case(Case(model, mode), lambda built: CACHES[method](built.config, **options))
-    expect_passed(result, IMPOSSIBLE | IN_OLD_RELEASES.get(RELEASE, set()))
+    options, may_skip = (
+        artifact_options(method, model),
+        IMPOSSIBLE | IN_OLD_RELEASES.get(RELEASE, set()),
+    )
+    check_case(CACHES[method], model, mode, store, options, may_skip)
 
 
 @pytest.mark.parametrize("case", few_cases(), ids=name_of)
