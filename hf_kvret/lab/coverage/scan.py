@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -22,6 +23,7 @@ from hf_kvret.models.compatibility import (
     by_layer,
     check_class,
     check_config,
+    encodes,
     head_dims,
     index_budget,
     is_latent,
@@ -34,6 +36,20 @@ from hf_kvret.testing.conformance import ALL_MODELS
 
 # From the most to the least particular: a type may be in several.
 _MAPPINGS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+
+_QWEN4_INDEXER: dict[str, Any] = {
+    **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128},
+    **{"indexer_budget": 2048, "indexer_compress_ratio": 4},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+        "mrope_section": [11, 11, 10],
+    },
+}
+# By type, what its default configuration lacks.
+_LACKING: dict[str, dict[str, Any]] = {
+    "qwen4_exp": {"text_config": _QWEN4_INDEXER},
+    "qwen4_exp_text": _QWEN4_INDEXER,
+}
 
 # Names of key and value heads in configurations; without any of them every head has its own.
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
@@ -56,6 +72,7 @@ class ModelType:
         replay: whether decode steps may be replayed from a CUDA graph.
         chunks: whether ``prefill_chunk="auto"`` may cut its prompts.
         conformance: whether a small model of it is in the conformance suite.
+        changed: what its default configuration lacks to generate text; empty for most.
     """
 
     name: str
@@ -69,6 +86,7 @@ class ModelType:
     replay: bool = False
     chunks: bool = False
     conformance: bool = False
+    changed: str = ""
 
     @property
     def served(self) -> bool:
@@ -86,6 +104,19 @@ def type_names() -> list[str]:
     return sorted(_class_names())
 
 
+def default_config(name: str) -> tuple[PreTrainedConfig, str]:
+    """The default configuration of a type, changed so that it can generate text, and how.
+
+    ``""`` where nothing had to be changed.
+    """
+    if name in _LACKING:
+        return AutoConfig.for_model(name, **_LACKING[name]), "with its indexer"
+    config = AutoConfig.for_model(name)
+    if encodes(config.get_text_config(decoder=True)):
+        return AutoConfig.for_model(name, is_decoder=True), "`is_decoder=True`"
+    return config, ""
+
+
 @cache
 def default_type(name: str) -> ModelType:
     """One type of transformers, by its default configuration.
@@ -95,11 +126,11 @@ def default_type(name: str) -> ModelType:
     """
     _check_name(name)
     try:
-        config = AutoConfig.for_model(name)
+        config, changed = default_config(name)
     except (ValueError, TypeError, StrictDataclassError) as error:
         return ModelType(name, name, untold=" ".join(str(error.__cause__ or error).split()))
     # Some share the configuration of another type, whose name it has.
-    return replace(configured_type(config, partial(text_class, name)), name=name)
+    return replace(configured_type(config, partial(text_class, name)), name=name, changed=changed)
 
 
 def configured_type(

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
-from hf_kvret.lab.coverage.scan import text_class
+from hf_kvret.lab.coverage.scan import default_config, text_class
 from hf_kvret.models.compatibility import by_layer, text_key
 from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
 
@@ -53,6 +52,7 @@ _SMALLER = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
     "q_lora_rank": 64,
     "index_topk": 16,
+    "indexer_budget": 16,
     "mamba_chunk_size": 32,
     "zero_expert_num": 2,
     "vocab_size": VOCAB_SIZE,
@@ -65,7 +65,7 @@ def small_model(model_type: str) -> PreTrainedModel:
     Raises:
         Exception: of any kind, where a configuration of this type can't be made small like that.
     """
-    config, cls = small_config(AutoConfig.for_model(model_type)), text_class(model_type)
+    config, cls = small_config(default_config(model_type)[0]), text_class(model_type)
     text = config.get_text_config(decoder=True)
     if not isinstance(config, cls.config_class) and isinstance(text, cls.config_class):
         config = text
@@ -79,7 +79,7 @@ def small_text_part(model_type: str) -> PreTrainedModel:
         ValueError: it has no text part that transformers generates with alone; else as
             ``small_model``.
     """
-    config = small_config(AutoConfig.for_model(model_type))
+    config = small_config(default_config(model_type)[0])
     text = config.get_text_config(decoder=True)
     if text is config:
         raise ValueError("there is none")
@@ -177,6 +177,8 @@ def _shrink_towers(settings: dict[str, Any], but: str = "") -> None:
                 tower[own] = min(value, _SMALLER[own])
             elif isinstance(value, list) and len(value) in counts:
                 tower[own] = value[:2]
+            elif own == "per_layer_config" and value:
+                tower[own] = {layer: one for layer, one in value.items() if int(layer) < 2}
             elif isinstance(value, list) and "index" in str(own):
                 tower[own] = [0, 1][: len(value)]
         _shrink_towers(tower)
@@ -189,7 +191,7 @@ def _lower_marks(settings: dict[str, Any]) -> None:
     def low(value: Any) -> Any:
         if isinstance(value, list):
             return [low(element) for element in value]
-        return ids.setdefault(value, len(ids) + 3) if isinstance(value, int) else value
+        return ids.setdefault(value, len(ids) + 3) if type(value) is int else value
 
     def walk(part: dict[str, Any]) -> None:
         for name, value in part.items():
@@ -262,6 +264,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "moe_intermediate_size": 96,
     },
+    "dots3_note": {
+        "vision_config": {"adapter_out_dim": 512},
+        "audio_config": {"adapter_out_dim": 512},
+    },
     "emu3": _OPEN_IDS,
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 512, "intermediate_size": 128}},
     "glm46v": _GLM4V,
@@ -279,12 +285,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": _rope(16, 24, 24)}},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"]},
+    "mistral_large4": {"text_config": {"kv_source_layers": None}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}},
     "muse_spark": {"audio_config": {"out_hidden_size": 256}},
     "nemotron": {"num_key_value_heads": 2},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 2},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 2, "text_config": {"head_dim": 128}},
     "step3p7": {"text_config": {"sliding_window": 32}},
+    "xmod": {"default_language": "en_XX"},
 }
 """By type, settings of the small configuration, nested as in it."""
 

@@ -177,8 +177,9 @@ def markdown(rows: Iterable[Row], record: Record) -> str:
 
 
 def _served_line(row: Row) -> str:
+    changed = f", {row.type.changed}" if row.type.changed else ""
     cells = (
-        f"`{row.type.name}`",
+        f"`{row.type.name}`{changed}",
         row.verdict,
         row.layers,
         row.rows,
