@@ -42,7 +42,7 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.models.compatibility import latent_rank, layer_shape
+from hf_kvret.models.compatibility import layer_shape
 from hf_kvret.saved import persistence, shards
 
 _WORKS = ("save", "load")
@@ -137,11 +137,11 @@ class Save(Measurement):
                 f"--shape {self.shape}: layer {strange[0]} holds no keys and values that random "
                 "rows could stand for; choose a model whose layers all do"
             )
-        rank = latent_rank(config)
         layers = []
         for number in range(self._shape.layers):
             shape = layer_shape(config, number)
-            dims = (rank, shape.head_dim - rank) if rank else (shape.head_dim, shape.head_dim)
+            rank, dim = shape.rank, shape.head_dim
+            dims = (rank, dim - rank) if rank else (dim, dim)
             layers.append(LayerRows(shape.kv_heads, *dims, 1.0, 1.0))
         place: dict[str, Any] = {"device": torch.device("cpu"), "dtype": DTYPES[self.dtype]}
         fill_randomly(config, cache, layers, 1, context, self.seed, **place)

@@ -29,7 +29,7 @@ from hf_kvret.lab.program.progress import prompt_bar
 from hf_kvret.layer.indexed import IndexedLayer
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.models.compatibility import index_budget, layer_shape
+from hf_kvret.models.compatibility import is_indexed, layer_shape
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import attach, restore
 
@@ -37,6 +37,8 @@ FILLS = ("auto", "prefill", "random")
 # Beyond this many tokens "auto" writes random rows on an accelerator.
 _LONGEST_PREFILL = 16_384
 _PROBE_LEN = 64
+# Text models that keep the positions of all tokens with the first of their indexers.
+_KEEP_POSITIONS = ("qwen4_exp_text",)
 
 
 def choose_fill(
@@ -166,7 +168,7 @@ def attend(
     if isinstance(layer, IndexedLayer):
         # Only the newest query attends, to as many tokens as in use.
         query, count = query[:, :, -1:], layer.config.budget(layer.get_seq_length() + keys.shape[2])
-        indices = torch.arange(count, device=query.device).expand(len(query), 1, -1)
+        indices = torch.arange(count, device=query.device).expand(len(query), 1, 1, -1)
     out = partial(query.new_zeros(()).expand, *query.shape[:3], value_dim)
     scoring = Scoring(None, query.shape[3] ** -0.5)
     call = AttentionCall(scoring, out, positions=positions, indices=indices)
@@ -179,8 +181,16 @@ def update_indexer(
     """Give layer ``number`` keys of its indexer, if any; ``make(dim)`` is ``[B, T, dim]``."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "indexer_types", None)
-    if index_budget(config) and not (kinds and kinds[number] == "shared"):
-        layer.update_indexer(make(text.index_head_dim))
+    if not is_indexed(layer) or (kinds and kinds[number] == "shared"):
+        return
+    keys = make(getattr(text, "indexer_head_dim", None) or text.index_head_dim)
+    if hasattr(layer, "update_indexer"):
+        layer.update_indexer(keys)
+    else:
+        layer.update_index(keys[:, None])
+    if text.model_type in _KEEP_POSITIONS and number == text.layer_types.index("indexed_attention"):
+        positions = torch.arange(keys.shape[1], device=keys.device)
+        layer.indexer_position_ids = positions.expand(3, len(keys), -1)
 
 
 @torch.inference_mode()

@@ -28,6 +28,7 @@ from hf_kvret.lab.bench.floors import Floor
 from hf_kvret.lab.bench.limits import check_weights, predict_need, shortage
 from hf_kvret.lab.bench.opponents import bench_caches, check_choices, choose_bench_caches
 from hf_kvret.lab.bench.shapes import (
+    PARTS,
     SHAPES,
     Shape,
     WeightBytes,
@@ -81,6 +82,11 @@ class ModelMeasurement(Measurement):
         "build this many of the model's layers, and scale to all of them",
         kind=whole_number(1),
     )
+    part: str = option(
+        "whole",
+        "attention: with MLPs and a vocabulary that take next to no time and memory",
+        choices=PARTS,
+    )
     context: tuple[int, ...] = option((4096,), "as 4096 or 32K,128K", kind=lengths)
     batch: tuple[int, ...] = option((1,), "as 1,8", kind=batches)
     caches: str = option(
@@ -117,7 +123,7 @@ class ModelMeasurement(Measurement):
     @cached_property
     def whole(self) -> Shape:
         """The shape of the whole model."""
-        return load_shape(self.shape)
+        return load_shape(self.shape).part(self.part)
 
     @cached_property
     def choices(self) -> dict[str, CacheChoice]:
@@ -196,6 +202,7 @@ class ModelMeasurement(Measurement):
         here = describe_environment()
         return {
             "shape": self.shape,
+            **({} if self.part == "whole" else {"part": self.part}),
             **self._layers,
             # JSON has no infinity.
             "limit": self.limit if math.isfinite(self.limit) else None,

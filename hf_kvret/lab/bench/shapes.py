@@ -73,6 +73,29 @@ _LATENT = {
 }
 _FLASH = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
 _V3 = {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_GLM5 = {
+    **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256},
+    **{"index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048},
+}
+_QWEN4_EXP = {
+    "head_dim": 256,
+    "layer_types": ["indexed_attention"] * 12,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "moe_intermediate_size": 640,
+    "shared_expert_intermediate_size": 640,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000_000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+    },
+}
 _MISTRAL = {"rms_norm_eps": 1e-5, "sliding_window": None, **_MILLION}
 # The sizes are those of the models' published config.json files.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -101,9 +124,25 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3.2": _model(
         "deepseek_v32", 129_280, 163_840, 7168, 18_432, 61, 128, 128, **_LATENT, **_V3
     ),
+    "glm-5": _model("glm_moe_dsa", 154_880, 202_752, 6144, 12_288, 78, 64, 64, **_LATENT, **_GLM5),
+    # The layers with an indexer, which are a quarter of the model's.
+    "qwen4-exp-indexed": _model(
+        "qwen4_exp_text", 248_320, 262_144, 2560, 640, 12, 24, 2, **_QWEN4_EXP
+    ),
     # No published model: small enough for a CPU and for tests.
     "tiny": _model("llama", 1024, 131_072, 256, 512, 2, 4, 2, head_dim=64),
 }
+
+
+# Sizes of what is not attention, in a model that is measured for its attention alone.
+_BESIDE_ATTENTION = {
+    "vocab_size": 1024,
+    **dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64
+    ),
+    **dict.fromkeys(("num_experts", "num_experts_per_tok"), 2),
+}
+PARTS = ("whole", "attention")
 
 
 @dataclass(frozen=True)
@@ -123,6 +162,14 @@ class Shape:
         """Layers of the whole model."""
         return self.config.num_hidden_layers
 
+    def part(self, name: str) -> Shape:
+        """``"whole"``, or ``"attention"``: a small vocabulary and MLPs without experts or width."""
+        config = copy.deepcopy(self.config)
+        for size, value in _BESIDE_ATTENTION.items():
+            if name == "attention" and hasattr(config, size):
+                setattr(config, size, value)
+        return Shape(self.name, config)
+
     def with_layers(self, layers: int) -> PreTrainedConfig:
         """A configuration with ``layers`` layers and otherwise this shape.
 
@@ -135,7 +182,7 @@ class Shape:
         config = copy.deepcopy(self.config)
         if layers == self.layers:
             return config
-        for name in ("layer_types", "mlp_layer_types"):
+        for name in ("layer_types", "mlp_layer_types", "indexer_types"):
             types = getattr(config, name, None)
             if types and len(set(types)) > 1:
                 raise ValueError(

@@ -22,7 +22,7 @@ from hf_kvret.lab.bench.filling import attend, update_indexer
 from hf_kvret.lab.bench.floors import held_bytes, layer_floor
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.models.compatibility import latent_rank, layer_shape
+from hf_kvret.models.compatibility import layer_shape
 from hf_kvret.models.versions import DummyLayer
 from hf_kvret.observe.counters import counters_of
 from hf_kvret.observe.reports import memory_report
@@ -223,7 +223,7 @@ class Predictor:
     def _pass(self, cache: Cache, number: int, start: int, count: int) -> None:
         """Give a layer ``count`` tokens, which begin at the token index ``start``."""
         layer, shape = cache.layers[number], layer_shape(self.config, number)
-        rank = latent_rank(self.config)
+        rank = shape.rank
         dims = (rank, shape.head_dim - rank) if rank else (shape.head_dim, shape.head_dim)
         keys, values = (self._rows(shape.kv_heads, count, dim) for dim in dims)
         keys, values = layer.update(keys, values)

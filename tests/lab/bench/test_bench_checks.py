@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 
-from hf_kvret import A2ATSCache, FlatKVCache
+from hf_kvret import A2ATSCache, FlatKVCache, NativeKVCache
 from hf_kvret.lab.bench import stepping
 from hf_kvret.lab.bench.checks import Checker, covering
 from hf_kvret.lab.bench.filling import (
@@ -32,7 +32,8 @@ from hf_kvret.lab.report.results import Results
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.stores import QuantizedStore
-from hf_kvret.testing import held_tokens
+from hf_kvret.testing import INDEXED_MODELS, held_tokens
+from hf_kvret.testing.indexed_models import known_indexed
 
 PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
 SMALL = "flat:dense_below=0:recent=64:flush=64"
@@ -247,6 +248,34 @@ def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own
     keys, values = held_tokens(kv)
     assert torch.equal(keys, plain.layers[1].keys)
     assert torch.equal(values, plain.layers[1].values)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "dots3_note"])
+def test_random_rows_come_with_keys_of_the_indexer(name: str) -> None:
+    if name not in known_indexed():
+        pytest.skip("this transformers has no such model")
+    model = INDEXED_MODELS[name].build()
+    logits, rows = [], measure_rows(model, seed=0)
+    for cache in (
+        DynamicCache(config=model.config),
+        NativeKVCache(model.config, sink=4, recent=32, flush=32, dense_below=0),
+    ):
+        fill_randomly(model.config, cache, rows, batch=2, context=300, seed=5, **PLACE)
+        with serving(model, cache):
+            logits.append(feed(model, cache, torch.tensor([[3], [4]]), 300))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif("qwen4_exp_text" not in CONFIG_MAPPING, reason="this transformers has no Qwen4")
+def test_random_rows_come_with_the_positions_that_an_indexer_keeps() -> None:
+    config = load_shape("qwen4-exp-indexed").part("attention").with_layers(2)
+    model = random_model(config, torch.float32, "cpu", seed=0)
+    logits, rows = [], measure_rows(model, seed=0)
+    for cache in (DynamicCache(config=config), NativeKVCache(config, dense_below=0)):
+        fill_randomly(config, cache, rows, batch=1, context=900, seed=5, **PLACE)
+        with serving(model, cache):
+            logits.append(feed(model, cache, torch.tensor([[3]]), 900))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name, elements", [("paris", 2 * 4 * 64), ("lrqk", 2 * 4 * 300 * 64)])

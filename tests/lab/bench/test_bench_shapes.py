@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_kvret.lab.bench.shapes import SHAPES, load_shape, random_model, weight_bytes
-from hf_kvret.models.compatibility import head_dims
+from hf_kvret.models.compatibility import head_dims, index_budget
 from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
 
 # Parameters that the models' pages and papers state, to the last one.
@@ -34,6 +34,8 @@ LATENT = {
     "deepseek-v3": (61, 128, 187_107_328),
     # With an indexer of 64 heads of 128.
     "deepseek-v3.2": (61, 128, 201_066_752),
+    # With an indexer of 32 heads of 128.
+    "glm-5": (78, 64, 174_394_112),
 }
 
 
@@ -66,7 +68,33 @@ def test_rope_is_the_published_one() -> None:
 
 
 def test_every_shape_but_tiny_is_checked() -> None:
-    assert {*PUBLISHED, *LATENT, "tiny"} == set(SHAPES)
+    assert {*PUBLISHED, *LATENT, "qwen4-exp-indexed", "tiny"} == set(SHAPES)
+
+
+@pytest.mark.skipif("qwen4_exp_text" not in CONFIG_MAPPING, reason="this transformers has no Qwen4")
+def test_layers_of_a_published_indexer() -> None:
+    config = load_shape("qwen4-exp-indexed").with_layers(2)
+    assert index_budget(config) == 2048 + 3 and config.num_experts == 512
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    attention = model.model.layers[0].self_attn
+    # Queries with gates, keys and values, output; the indexer's 4 queries and a key; norms.
+    counted = 2560 * 256 * (2 * 24 + 2 * 2 + 24) + 2560 * 128 * 5 + 2 * 256 + 2 * 128
+    assert sum(each.numel() for each in attention.parameters()) == counted
+
+
+def test_the_attention_part_has_little_else() -> None:
+    whole = load_shape("deepseek-v3.2").with_layers(1)
+    part = load_shape("deepseek-v3.2").part("attention").with_layers(1)
+    counts = []
+    for config in (whole, part):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        attention = model.model.layers[0].self_attn
+        counts.append(sum(each.numel() for each in attention.parameters()))
+    assert counts[0] == counts[1]
+    assert weight_bytes(part, torch.float32).held < 4 * 1.1 * counts[1]
+    assert load_shape("deepseek-v3.2").part("whole").config.vocab_size == 129_280
 
 
 def test_a_step_reads_all_weights_but_the_input_embedding() -> None:
