@@ -26,7 +26,6 @@ from hf_kvret.models.compatibility import (
     check_config,
     head_dims,
     index_budget,
-    latent_rank,
     model_layers,
     model_shape,
     reader_count,
@@ -93,9 +92,8 @@ class RetrievalCache(Cache):
         for number, shape in shapes.items():
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
-            positions, rank = self.needs_positions(options, number), latent_rank(config)
-            arguments = options, make_index, make_store, positions, rank
-            layers[number] = new_layer(layers[number], *arguments)
+            arguments = options, make_index, make_store, self.needs_positions(options, number)
+            layers[number] = new_layer(layers[number], *arguments, shape.rank)
             layers[number].layer_info = LayerInfo(number, shape)
         self._check_estimates(options, next(iter(shapes)))
         # By folder, what this object saved there.
@@ -124,7 +122,7 @@ class RetrievalCache(Cache):
         """
         for dim in head_dims(config):
             options.check_model(dim)
-        if rank := latent_rank(config):
+        for rank in {shape.rank for shape in retrieval_shapes(config).values()} - {0}:
             RetrievalConfig.check_model(options, rank)
         if options.follows_model and not index_budget(config):
             raise ValueError(

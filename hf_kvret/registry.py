@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.attention.attention import retrieval_attention
 from hf_kvret.attention.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
@@ -49,7 +49,7 @@ from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.models.compatibility import check_model, text_key
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
 from hf_kvret.replay import DecodeGraph
-from hf_kvret_model_patches import generation, latent, mappings
+from hf_kvret_model_patches import generation, latent, mappings, pooled_choice
 
 # The attention implementation that `generate` switches a model to. A model loaded with a method's
 # name as its attention implementation uses that method's cache by default.
@@ -115,6 +115,7 @@ def unregister() -> None:
         restore(model)
     generation.restore()
     latent.restore()
+    pooled_choice.restore()
     for name in (ATTENTION_NAME, *_methods):
         mappings.remove(name)
     _methods.clear()
@@ -136,6 +137,7 @@ def attach(model: PreTrainedModel) -> None:
     """
     check_model(model)
     latent.apply(model, _is_handle)
+    pooled_choice.apply(model, _is_switched, lambda cache: isinstance(cache, RetrievalCache))
     text = model.config.get_text_config(decoder=True)
     _attached.add(model)
     watch(model)
@@ -153,6 +155,10 @@ def attach(model: PreTrainedModel) -> None:
             f"{type(model).__name__} did not take the attention {ATTENTION_NAME!r}: use "
             "cache_implementation='dynamic'"
         )
+
+
+def _is_switched(config: PreTrainedConfig) -> bool:
+    return config._attn_implementation in OUR_NAMES
 
 
 def _is_handle(latents: torch.Tensor) -> bool:

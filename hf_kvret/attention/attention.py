@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_kvret.attention.base_attention import attend_with_base, base_name
+from hf_kvret.attention.choice import CHOICES, chosen_tokens, passed_choice
 from hf_kvret.attention.masks import base_mask, mask_info, token_validity, with_indices
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Scoring
@@ -22,7 +23,8 @@ from hf_kvret_kernels.prompt_attention import compiled, prompt_attention
 
 # Keywords that models pass beside the tensors. Those in the second set do not change attention.
 _ATTENTION_KEYWORDS = {
-    *("softcap", "s_aux", "is_causal", "sliding_window", "output_attentions", "indices"),
+    *("softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"),
+    *CHOICES,
 }
 _OTHER_KEYWORDS = {
     "position_ids",
@@ -80,8 +82,14 @@ def retrieval_attention(
     if layer is None:
         base = base_name(module, kwargs)
         mask = base_mask(attention_mask, base, query.device)
-        if (indices := kwargs.pop("indices", None)) is not None:
-            mask = with_indices(mask, attention_mask, indices, base)
+        choice = passed_choice(module, kwargs)
+        for name in CHOICES:
+            kwargs.pop(name, None)
+        if choice is not None:
+            # By KV head, or one for all.
+            by_head = choice.repeat_interleave(max(1, query.shape[1] // choice.shape[1]), dim=1)
+            choice = choice if choice.shape[1] == 1 else by_head
+            mask = with_indices(mask, attention_mask, choice, base)
         return attend_with_base(
             base, module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -91,6 +99,12 @@ def retrieval_attention(
         if not query.dtype == key.dtype == value.dtype:
             check_dtypes(queries=query, keys=key, values=value)
         valid = token_validity(attention_mask, query.shape[2], total, query.device)
+        choice = chosen_tokens(module, attention_mask, kwargs)
+        if choice is not None and not layer.follows_model:
+            raise ValueError(
+                "this model chooses by itself what its attention sees, which this cache does not "
+                "follow: take cache_implementation='native', or 'dynamic'"
+            )
     except ValueError:
         # Nothing was stored yet, so the cache can be used again once the mistake is corrected.
         layer.pending_attention = False
@@ -136,7 +150,7 @@ def retrieval_attention(
         return out.transpose(1, 2)
 
     positions = _positions(kwargs.get("position_ids"), query)
-    arguments = scoring, prompt, sink_logits, positions, is_causal, kwargs.get("indices")
+    arguments = scoring, prompt, sink_logits, positions, is_causal, choice
     call = AttentionCall(*arguments) if heads is None else LatentCall(*arguments, heads=heads)
     with warming_up(layer, query, call) if query.is_cuda else nullcontext():
         out = layer.attend(query, key, value, call)

@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from hf_kvret.attention.base_attention import recorded_base
 from hf_kvret.models.compiled import not_compiled
+from hf_kvret_model_patches.pooled_choice import mask_of_choice
 
 _INFO = "hf_kvret_mask"
 # Among the masks of bases, the one that ``seen_by_query`` gives.
@@ -57,12 +58,15 @@ class MaskInfo:
         causal: True when the mask function is that of plain causal attention, plus padding.
         arguments: what transformers passed to the mask function.
         query_len: newest queries that the mask was cut to; None: it has all.
+        chosen: ``[B, H or 1, Q, T]`` bool, what the model lets its queries see of what this mask
+            shows; None: all.
     """
 
     padding: torch.Tensor | None
     causal: bool
     arguments: dict[str, Any]
     query_len: int | None = None
+    chosen: torch.Tensor | None = None
     _base_masks: dict[tuple[str, torch.device], torch.Tensor | None] = field(default_factory=dict)
 
     def for_base(self, base: str, device: torch.device) -> torch.Tensor | None:
@@ -78,6 +82,8 @@ class MaskInfo:
                     )
                 mask = mask[:, :, -self.query_len :] if mask.ndim == 4 else mask
             moved = mask.to(device) if isinstance(mask, torch.Tensor) else mask
+            if self.chosen is not None:
+                moved = _with_chosen(moved, self, self.chosen.to(device), base)
             self._base_masks[base, device] = moved
         return self._base_masks[base, device]
 
@@ -96,6 +102,11 @@ class MaskInfo:
     def of_newest(self, count: int) -> MaskInfo:
         """The mask of the newest ``count`` queries alone."""
         return replace(self, query_len=count, _base_masks={})
+
+    @cached_property
+    def starts_padded(self) -> bool:
+        """Whether a row begins with padding; may wait for the device, once a pass."""
+        return self.padding is not None and not bool(self.padding[:, 0].all())
 
     @cached_property
     def lets_see_as_causal(self) -> bool:
@@ -201,10 +212,10 @@ class MaskCarrier(torch.Tensor):
     """A ``[B, T]`` mask whose copies keep the ``MaskInfo``: device maps copy it between devices.
 
     It stands for a mask that depends on the base, so computing with it can't be right: every
-    operation other than copying it, cutting it to the newest queries, or reading its shape and the
-    like raises ValueError. Its shape
-    is that of the base's mask where that is finished: by its four dims transformers, and models,
-    know a mask that they have to pass on as it is.
+    operation other than copying it, cutting it to the newest queries, asking what a query sees,
+    letting it see less (``mask & chosen``), or reading its shape and the like raises ValueError.
+    Its shape is that of the base's mask where that is finished: by its four dims transformers, and
+    models, know a mask that they have to pass on as it is.
     """
 
     @classmethod
@@ -216,6 +227,10 @@ class MaskCarrier(torch.Tensor):
         source = args[0] if args else None
         if name == "__getitem__":
             part = _cut_mask(source, args[1])
+            if part is not None:
+                return part
+        if name == "__and__":
+            part = _restricted(source, args[1])
             if part is not None:
                 return part
         if name not in _COPIES and name not in _METADATA:
@@ -256,15 +271,15 @@ _METADATA = _DIMS | frozenset(
 
 
 def _cut_mask(mask: Any, index: Any) -> torch.Tensor | None:
-    """``mask[:, 0]``, finished, or ``mask[:, :, -count:]``; None for another index."""
+    """``mask[:, 0]`` or ``mask[b, 0, q]``, finished, or ``mask[:, :, -count:]``; else None."""
     info, everything = mask_info(mask), slice(None)
     if info is None or not isinstance(index, tuple) or not 2 <= len(index) <= 4:
         return None
     if type(index[1]) is int and index[1] == 0:
-        if any(one != everything for one in (*index[:1], *index[2:])):
+        if any(type(one) is not int and one != everything for one in index):
             return None
-        return info.seen_by_query(mask.device)[:, 0]
-    if len(index) == 2:
+        return info.seen_by_query(mask.device)[index]
+    if len(index) == 2 or info.chosen is not None:
         return None
     *others, queries = index[:2] + index[3:] + index[2:3]
     if not isinstance(queries, slice) or any(one != everything for one in others):
@@ -276,6 +291,18 @@ def _cut_mask(mask: Any, index: Any) -> torch.Tensor | None:
     cut = mask.detach()
     setattr(cut, _INFO, info.of_newest(length - start))
     return cut
+
+
+def _restricted(mask: Any, chosen: Any) -> torch.Tensor | None:
+    """``mask & chosen``, of ``chosen [B, H or 1, Q, T]`` bool; None for anything else."""
+    info = mask_info(mask)
+    if info is None or info.chosen is not None or not isinstance(chosen, torch.Tensor):
+        return None
+    if chosen.dtype != torch.bool or chosen.ndim != 4 or isinstance(chosen, MaskCarrier):
+        return None
+    part = mask.detach()
+    setattr(part, _INFO, replace(info, chosen=chosen, _base_masks={}))
+    return part
 
 
 def _operation(func: Callable) -> str:
@@ -315,6 +342,8 @@ def base_mask(mask: torch.Tensor | None, base: str, device: torch.device) -> tor
     info = mask_info(mask)
     if info is not None:
         return info.for_base(base, device)
+    if (make := mask_of_choice(mask)) is not None:
+        return make()
     if mask is not None and mask.ndim == 2 and not base.startswith("flash"):
         raise ValueError(
             "the model rebuilt its attention mask on the way to a layer, so it can't be read any "
@@ -326,33 +355,50 @@ def base_mask(mask: torch.Tensor | None, base: str, device: torch.device) -> tor
 def with_indices(
     mask: torch.Tensor | None, carrier: torch.Tensor | None, indices: torch.Tensor, base: str
 ) -> torch.Tensor:
-    """The mask of ``base`` that shows each query only what its ``indices [B, Q, K]`` name.
+    """The mask of ``base`` that shows each query only what its ``indices`` name.
 
     Args:
         mask: of ``base`` without them; None where it needs none.
         carrier: what the model was given, or None.
-        indices: integers from 0 to T - 1.
+        indices: ``[B, H or 1, Q, K]`` integers, by query head or for all; those below 0 or from T
+            on name nothing.
 
     Returns:
-        ``[B, 1, Q, T]`` in the dtype of ``mask``, bool where there was none.
+        ``[B, H or 1, Q, T]`` in the dtype of ``mask``, bool where there was none.
 
     Raises:
         ValueError: a base whose mask has no column for each key.
     """
     info = mask_info(carrier)
+    mask = _whole_mask(mask, info, base, indices.device)
+    total = mask.shape[3]
+    chosen = torch.zeros(*indices.shape[:3], total + 1, dtype=torch.bool, device=mask.device)
+    chosen.scatter_(3, indices.masked_fill((indices < 0) | (indices > total), total), True)
+    return _with_chosen(mask, info, chosen[..., :total], base)
+
+
+def _with_chosen(
+    mask: torch.Tensor | None, info: MaskInfo | None, chosen: torch.Tensor, base: str
+) -> torch.Tensor:
+    """As ``with_indices``, of what is ``chosen [B, H or 1, Q, T]``."""
+    mask = _whole_mask(mask, info, base, chosen.device)
+    if mask.dtype == torch.bool:
+        return mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def _whole_mask(
+    mask: torch.Tensor | None, info: MaskInfo | None, base: str, device: torch.device
+) -> torch.Tensor:
+    """``mask`` of ``base``, or where it needs none, what queries see; ValueError: not by key."""
     if mask is None and info is not None and base in ("sdpa", "eager"):
-        mask = info.seen_by_query(indices.device)
+        mask = info.seen_by_query(device)
     if mask is None or mask.ndim != 4:
         raise ValueError(
             f"attn_implementation={base!r} has no mask for tokens that an indexer chose: load the "
             "model with attn_implementation='sdpa'"
         )
-    ids, batch = indices.long()[:, None], len(indices)
-    selection = torch.zeros(batch, 1, *mask.shape[2:], dtype=torch.bool, device=mask.device)
-    selection.scatter_(3, ids, True)
-    if mask.dtype == torch.bool:
-        return mask & selection
-    return mask.masked_fill(~selection, torch.finfo(mask.dtype).min)
+    return mask
 
 
 def token_validity(
@@ -361,7 +407,8 @@ def token_validity(
     """``[B, total]`` bool validity of all tokens, from the mask passed to a retrieval layer.
 
     Args:
-        mask: our carrier, or None (no mask function ran: nothing is padded).
+        mask: our carrier, or None (no mask function ran: nothing is padded), or a choice, which
+            names no padding.
         new: number of new queries.
         total: number of tokens, the new ones included.
         device: where the layer's tokens are.
@@ -369,7 +416,7 @@ def token_validity(
     Raises:
         ValueError: a mask of another shape or length; the message says what to pass.
     """
-    if mask is None:
+    if mask is None or mask_of_choice(mask) is not None:
         return None
     info = mask_info(mask)
     if info is None:

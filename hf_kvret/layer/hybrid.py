@@ -12,9 +12,10 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from hf_kvret.layer.indexed import IndexedLayer
+from hf_kvret.layer.indexed import IndexedLatentLayer, IndexedLayer
 from hf_kvret.layer.latent import LatentLayer
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.models.compatibility import is_indexed
 
 
 class HybridLayer(RetrievalLayer):
@@ -78,8 +79,8 @@ def new_layer(stock: Any, *arguments: Any) -> RetrievalLayer:
     The first of the ``arguments`` are the options; the last is the rank of latents, 0 where
     attention is not latent.
     """
-    if arguments[0].follows_model:
-        return IndexedLayer(*arguments)
+    if is_indexed(stock):
+        return (IndexedLatentLayer if arguments[-1] else IndexedLayer)(*arguments)
     if isinstance(stock, LinearAttentionCacheLayerMixin):
         layer = HybridLayer(*arguments)
         layer.linear = LinearAttentionLayer(number_of_states=stock.number_of_states)

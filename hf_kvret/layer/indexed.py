@@ -26,18 +26,37 @@ from hf_kvret_kernels.soft_cap import soft_cap_
 # Scores of the window, and marks of tokens, that are held at once.
 _ELEMENTS = 1 << 24
 _PREFIX = "indexer."
+_POSITIONS = f"{_PREFIX}positions"
 
 
-class IndexedLayer(LatentLayer):
-    """Latent attention to the tokens that the model's own indexer names.
+class IndexedLayer(RetrievalLayer):
+    """Attention to the tokens that the model's own indexer names.
 
     Attributes:
         indexer: the indexer's key of each token, ``[B, 1, T, d]``.
     """
 
+    follows_model = True
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.indexer = TokenBuffer()
+        self._position_ids: torch.Tensor | None = None
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """``[dims, B, T]`` integers, positions that a model keeps with one of its indexers."""
+        positions, length = self._position_ids, self.get_seq_length()
+        # Behind those are positions of a pass that broke off.
+        return None if positions is None or not length else positions[..., :length]
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor | None) -> None:
+        self._position_ids = positions
+
+    def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
+        """As ``update_indexer``, of keys ``[B, 1, n, d]`` (MiniMax-M3)."""
+        return self.update_indexer(idx_k[:, 0])[:, None]
 
     @keeps_tensors
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
@@ -83,7 +102,7 @@ class IndexedLayer(LatentLayer):
             take = kv.take_prompt if is_prompt else kv.take_step
             take(key, value, call.scoring.valid)
         self._scoring = call.scoring
-        row_query = call.to_rows(query)
+        row_query = call.to_rows(query) if call.makes_rows else query
         out, ids = attend_to_indices(kv, row_query, indices, call)
         cold = None if is_prompt else kv.cold(call.scoring)
         if cold is not None and ids is not None:
@@ -91,12 +110,13 @@ class IndexedLayer(LatentLayer):
             record = StepRecord(self.layer_info.number, kv, row_query, cold, ids)
             for subscriber in self.subscribers:
                 subscriber(record)
-        return call.from_rows(out.to(query.dtype))
+        out = out.to(query.dtype)
+        return call.from_rows(out) if call.makes_rows else out
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest tokens; pass their count as a negative number."""
         super().crop(tokens_to_remove)
-        self.indexer.crop(self.get_seq_length())
+        self._forget_broken_pass()
 
     @keeps_tensors
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -104,23 +124,29 @@ class IndexedLayer(LatentLayer):
         super().reorder_cache(beam_idx)
         if self.indexer.is_allocated:
             self.indexer.reorder(beam_idx.to(self.indexer.rows.device))
+        if self._position_ids is not None:
+            self._position_ids = self._position_ids[:, beam_idx.to(self._position_ids.device)]
 
     def reset(self) -> None:
         """Forget all tokens and counts."""
         super().reset()
         self.indexer.reset()
+        self._position_ids = None
 
     def fork(self) -> Self:
         """An independent copy that shares the cold part and the indexer's keys."""
         twin = super().fork()
         self._forget_broken_pass()
         twin.indexer = self.indexer.fork()
+        twin._position_ids = self._position_ids
         return twin
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors of the layer on the CPU; empty for a layer that holds nothing."""
         self._forget_broken_pass()
         own = {f"{_PREFIX}{name}": x.cpu() for name, x in self.indexer.state_dict().items()}
+        if (positions := self.indexer_position_ids) is not None:
+            own[_POSITIONS] = positions.cpu().contiguous()
         return super().state_dict() | own
 
     @keeps_tensors
@@ -143,10 +169,25 @@ class IndexedLayer(LatentLayer):
                 f"{self.batch_size} x {self.get_seq_length()} tokens"
             )
         self.indexer.append(rows.to(device))
+        positions = own.get(_POSITIONS)
+        if positions is None:
+            return
+        sizes = positions.shape[1:] == (self.batch_size, self.get_seq_length())
+        if positions.ndim != 3 or not sizes or positions.dtype != torch.int64:
+            raise ValueError(
+                f"the indexer's positions {positions.dtype} {list(positions.shape)} are not of "
+                f"{self.batch_size} x {self.get_seq_length()} tokens"
+            )
+        self._position_ids = positions.to(device)
 
     def _forget_broken_pass(self) -> None:
-        """Keep the indexer's keys of tokens that the layer holds."""
+        """Keep the indexer's keys and positions of tokens that the layer holds."""
         self.indexer.crop(self.get_seq_length())
+        self._position_ids = self.indexer_position_ids
+
+
+class IndexedLatentLayer(IndexedLayer, LatentLayer):
+    """Latent attention to the tokens that the model's own indexer names."""
 
 
 def indexer_nbytes(layer: RetrievalLayer) -> int:
@@ -159,18 +200,20 @@ def attend_to_indices(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of the newest Q queries ``[B, Hq, Q, Dk]``, each to its own tokens alone.
 
-    ``indices [B, Q, K]`` are integers; those of later tokens, of padding and below 0 don't count.
-    Returns ``[B, Hq, Q, Dv]`` fp32, and ``[B, 1, Q, K]`` int32, the ids of those in the store, -1
-    for others; None without a store.
+    ``indices [B, Hkv or 1, Q, K]`` are integers; those of later tokens, of padding and below 0
+    don't count. Returns ``[B, Hq, Q, Dv]`` fp32, and ``[B, Hkv, Q, K]`` int32, the ids of those in
+    the store, -1 for others; None without a store.
     """
     total, queries = kv.length, query.shape[2]
-    width = max(total, query.shape[1] * kv.window.tokens()[0].shape[2])
+    keys = kv.window.tokens()[0]
+    indices = indices.expand(-1, keys.shape[1], -1, -1)
+    width = max(indices.shape[1] * total, query.shape[1] * keys.shape[2])
     step = max(1, _ELEMENTS // (len(query) * width))
     outs, named = [], []
     for start in range(0, queries, step):
         some = slice(start, start + step)
         last = torch.arange(total - queries, total, device=query.device)[some]
-        ids = _seen(indices[:, some].long(), last, call.scoring.valid)
+        ids = _seen(indices[:, :, some].long(), last, call.scoring.valid)
         cold = _in_store(kv, ids)
         named += [] if cold is None else [cold]
         parts = list(_attend(kv, query[:, :, some], ids, cold, call))
@@ -179,7 +222,7 @@ def attend_to_indices(
 
 
 def _seen(ids: torch.Tensor, last: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """``ids [B, q, K]``, -1 for tokens behind ``last [q]`` and for those not ``valid [B, T]``."""
+    """``ids [B, H, q, K]``, -1 for those behind ``last [q]`` and for those not ``valid [B, T]``."""
     unseen = (ids < 0) | (ids > last[:, None])
     if valid is not None:
         flat = ids.clamp(min=0, max=valid.shape[1] - 1).flatten(1)
@@ -188,11 +231,11 @@ def _seen(ids: torch.Tensor, last: torch.Tensor, valid: torch.Tensor | None) -> 
 
 
 def _in_store(kv: LayerKV, ids: torch.Tensor) -> torch.Tensor | None:
-    """``[B, 1, q, K]`` int32: ``ids [B, q, K]``, -1 for those in the window; None: all are."""
+    """``ids [B, Hkv, q, K]`` in int32, -1 for those in the window; None: all are."""
     if kv.store is None or not kv.cold_len:
         return None
     last = torch.full((1,), kv.cold_len - 1, device=ids.device)
-    return _seen(ids, last, kv.retrievable(None))[:, None].int().contiguous()
+    return _seen(ids, last, kv.retrievable(None)).int().contiguous()
 
 
 def _attend(
@@ -202,7 +245,7 @@ def _attend(
     cold_ids: torch.Tensor | None,
     call: AttentionCall,
 ) -> Iterator[AttentionResult]:
-    """The parts of the attention to ``ids [B, q, K]``: of the window, and of the store."""
+    """The parts of the attention to ``ids [B, Hkv, q, K]``: of the window, and of the store."""
     scoring, finish = call.scoring, None
     if cold_ids is not None:
         assert kv.store is not None, "it holds them"
@@ -220,16 +263,15 @@ def _attend_to_window(
     window = kv.window
     keys, values = (x.float() for x in window.tokens())
     # By slot, whether a query's ids name it; a column more for those that name nothing.
-    marks = torch.zeros(*ids.shape[:2], kv.length + 1, dtype=torch.bool, device=ids.device)
-    marks.scatter_(2, ids.masked_fill(ids < 0, kv.length), True)
+    marks = torch.zeros(*ids.shape[:3], kv.length + 1, dtype=torch.bool, device=ids.device)
+    marks.scatter_(3, ids.masked_fill(ids < 0, kv.length), True)
     marks[..., -1] = False
     near = torch.arange(window.start, window.end, device=ids.device).expand(len(ids), -1)
     slots = torch.cat([window.sink_slots.masked_fill(window.sink_slots < 0, kv.length), near], 1)
-    named = marks.gather(2, slots[:, None].expand(-1, ids.shape[1], -1))
-    heads = keys.shape[1]
-    grouped = query.float().unflatten(1, (heads, -1)) * call.scoring.scale
+    named = marks.gather(3, slots[:, None, None].expand(-1, *ids.shape[1:3], -1))
+    grouped = query.float().unflatten(1, (keys.shape[1], -1)) * call.scoring.scale
     scores = soft_cap_(grouped @ keys.unsqueeze(2).mT, call.scoring.softcap)
-    scores.masked_fill_(~named[:, None, None], float("-inf"))
+    scores.masked_fill_(~named[:, :, None], float("-inf"))
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
     return (weights @ values.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)

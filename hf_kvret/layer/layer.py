@@ -95,6 +95,8 @@ class RetrievalLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    # Whether it attends to what the model's own indexer chooses.
+    follows_model = False
 
     def __init__(
         self,

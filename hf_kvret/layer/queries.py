@@ -21,7 +21,8 @@ class AttentionCall:
             ``() -> [B, Hq, Q, Dv]``.
         sink_logits: ``[Hq]`` learned attention sinks, or None.
         positions: ``[B, Q]`` integers, RoPE positions of the queries; None if not passed.
-        indices: ``[B, Q, K]`` tokens that the model's own indexer names for the queries, or None.
+        indices: ``[B, Hkv or 1, Q, K]`` tokens that the model's own indexer names for the queries,
+            by KV head or for all; None where it has none.
         is_causal: whether a new token sees exactly the valid tokens before it. For some masks it
             builds the whole mask.
     """

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
-    DynamicIndexedLayer,
+    DYNAMIC_LAYER_TYPE_MAPPING,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
 )
@@ -37,8 +40,6 @@ _OBSTACLES = {
     ),
     "jetmoe": "repeats its keys after the cache, where no handle survives",
     "kosmos-2": "hands masks of its own making, of four dimensions, to its attention",
-    "minimax_m3_vl": "chooses blocks of tokens with an indexer of its own beside the cache",
-    "minimax_m3_vl_text": "chooses blocks of tokens with an indexer of its own beside the cache",
     "mllama": "keeps the keys of images in layers of the same cache (cross-attention)",
     "mllama_text_model": "keeps the keys of images in layers of the same cache (cross-attention)",
     **dict.fromkeys(
@@ -51,18 +52,31 @@ _OBSTACLES = {
     "xlstm": "is recurrent: it keeps a state, no keys and values",
 }
 
-# These models pass the token indices that their own indexer chose to the attention function.
-_INDEXED = (
-    {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"} if INDEXED_MODELS_CACHE_LATENTS else set()
+# Models of latent attention whose own indexer names tokens to the attention function.
+_INDEXED_LATENT = (
+    *("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "dots3_note_text"),
+    *("mistral_large4_text", "glm5_next_text"),
 )
+# By text model, the most tokens that its own indexer names for a query.
+_INDEX_BUDGETS: dict[str, Callable[[Any], int]] = {
+    **dict.fromkeys(_INDEXED_LATENT, lambda text: text.index_topk),
+    "glm5_next_text": lambda text: (
+        text.index_topk + text.index_kpool_always_select_tail * (text.index_kpool - 1)
+    ),
+    # The block at the end is not complete, and always named.
+    "qwen4_exp_text": lambda text: (
+        (text.indexer_budget or 0) and text.indexer_budget + text.indexer_compress_ratio - 1
+    ),
+    "minimax_m3_vl_text": lambda text: text.index_topk_blocks * text.index_block_size,
+}
 # Models of multi-head latent attention whose cache holds latents and rotated keys.
 _LATENT = {
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4", "minicpm3"),
     *("youtu", "axk1", "kimi_linear", "bailing_hybrid", "sarvam_mla"),
-    *_INDEXED,
+    *(_INDEXED_LATENT if INDEXED_MODELS_CACHE_LATENTS else ()),
 }
-# Cache layers of full attention; one has a linear state, too, and one the keys of an indexer.
-_FULL = {DynamicLayer, LinearAttentionAndFullAttentionLayer, DynamicIndexedLayer}
+# Cache layers of full attention; one has a linear state, too.
+_FULL = {DynamicLayer, LinearAttentionAndFullAttentionLayer}
 _OWN_CACHE = "use cache_implementation='dynamic' or leave it out"
 
 
@@ -86,7 +100,7 @@ def check_config(config: PreTrainedConfig) -> None:
     obstacle = _OBSTACLES.get(name) or _OBSTACLES.get(text.model_type)
     if obstacle is not None:
         raise ValueError(f"{name} {obstacle}: {_OWN_CACHE}")
-    if _encodes(text):
+    if encodes(text):
         raise ValueError(
             f"{name} with is_decoder=False attends to both sides and keeps no cache: load it with "
             "config.is_decoder=True to generate with it"
@@ -107,14 +121,19 @@ def check_config(config: PreTrainedConfig) -> None:
 
 def _check_layers(config: PreTrainedConfig) -> None:
     """ValueError unless some layer has full attention that a cache can serve."""
-    types = [type(layer) for layer in model_layers(config)]
-    name = config.model_type
-    if DynamicIndexedLayer in types and not index_budget(config):
+    layers, name = model_layers(config), config.model_type
+    if any(map(is_indexed, layers)) and not _named_tokens(config):
         raise ValueError(
-            f"{name} folds the choice of its own indexer into its mask, where nothing else sees "
-            f"it: {_OWN_CACHE}"
+            f"{name} has an indexer of its own, of a kind that retrieval does not follow: "
+            f"{_OWN_CACHE}"
         )
-    if not _FULL.isdisjoint(types):
+    text = config.get_text_config(decoder=True)
+    if "reuse_but_indexer" in (getattr(text, "kv_sharing_modes", None) or ()):
+        raise ValueError(
+            f"{name} has layers that read another's keys and choose of them by an indexer of their "
+            f"own, for which there is no layer of a cache: {_OWN_CACHE}"
+        )
+    if any(map(_is_full, layers)):
         return
     raise ValueError(
         f"{name} has no full-attention layer that a cache could retrieve for (all slide, are "
@@ -201,18 +220,17 @@ def is_latent(config: PreTrainedConfig) -> bool:
     return config.get_text_config(decoder=True).model_type in _LATENT
 
 
-def latent_rank(config: PreTrainedConfig) -> int:
-    """Numbers of a latent, which are also its row's value; 0 where attention is not latent."""
-    text = config.get_text_config(decoder=True)
-    return text.kv_lora_rank if is_latent(config) else 0
-
-
 class AttentionShape(NamedTuple):
-    """Heads of one layer, and elements of a key that its cache holds."""
+    """Heads of one layer, and elements of a key that its cache holds.
+
+    Attributes:
+        rank: elements of a latent, which is also its row's value; 0: attention is not latent.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
+    rank: int = 0
 
     @property
     def width(self) -> int:
@@ -229,7 +247,9 @@ def layer_shape(config: PreTrainedConfig, layer: int) -> AttentionShape:
     text = text.per_layer_config[layer] if _layers_differ(text) else text
     heads = text.num_attention_heads
     if is_latent(config):
-        return AttentionShape(heads, 1, text.kv_lora_rank + text.qk_rope_head_dim)
+        ropes = getattr(text, "no_rope_layers", None)
+        rope_dim = text.qk_rope_head_dim if ropes is None or ropes[layer] else 0
+        return AttentionShape(heads, 1, text.kv_lora_rank + rope_dim, text.kv_lora_rank)
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return AttentionShape(heads, getattr(text, "num_key_value_heads", None) or heads, dim)
 
@@ -256,6 +276,12 @@ def model_layers(config: PreTrainedConfig) -> list:
     Raises:
         ValueError: a configuration that transformers can't make its standard cache from.
     """
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if not kinds <= DYNAMIC_LAYER_TYPE_MAPPING.keys():
+        # A model's own kind of layer is known once the file with its model was imported.
+        with suppress(ImportError):
+            import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
     try:
         return DynamicCache(config=config).layers
     except (AttributeError, KeyError) as error:
@@ -268,23 +294,41 @@ def model_layers(config: PreTrainedConfig) -> list:
 
 def retrieval_layers(config: PreTrainedConfig) -> list[int]:
     """Numbers of the layers that retrieve: those whose attention is full."""
-    return [number for number, layer in enumerate(model_layers(config)) if type(layer) in _FULL]
+    return [number for number, layer in enumerate(model_layers(config)) if _is_full(layer)]
+
+
+def _is_full(layer: Any) -> bool:
+    return type(layer) in _FULL or is_indexed(layer)
+
+
+def is_indexed(layer: Any) -> bool:
+    """Whether a cache layer of transformers holds the keys of a model's own indexer, too."""
+    return hasattr(layer, "update_indexer") or hasattr(layer, "update_index")
 
 
 def index_budget(config: PreTrainedConfig) -> int:
-    """Tokens that the model's own indexer chooses for a query; 0: it has none that we serve."""
+    """Most tokens that the model's own indexer names for a query; 0: it has none that we serve."""
+    named = _named_tokens(config)
+    # A type's layers may all have full attention.
+    return named if named and any(map(is_indexed, model_layers(config))) else 0
+
+
+def _named_tokens(config: PreTrainedConfig) -> int:
+    """``index_budget`` of a model that has layers with an indexer."""
     text = config.get_text_config(decoder=True)
-    return text.index_topk if text.model_type in _INDEXED else 0
+    budget = _INDEX_BUDGETS.get(text.model_type)
+    return 0 if budget is None or not INDEXED_MODELS_CACHE_LATENTS else budget(text)
 
 
 def reader_count(config: PreTrainedConfig) -> int:
     """How many layers of full attention read another layer's keys and values (Gemma-3n)."""
     text = config.get_text_config(decoder=True)
-    shared = getattr(text, "num_kv_shared_layers", 0) or 0
-    return text.layer_types[-shared:].count("full_attention") if shared else 0
+    if shared := getattr(text, "num_kv_shared_layers", 0):
+        return text.layer_types[-shared:].count("full_attention")
+    return (getattr(text, "kv_sharing_modes", None) or []).count("reuse")
 
 
-def _encodes(text: PreTrainedConfig) -> bool:
+def encodes(text: PreTrainedConfig) -> bool:
     """Whether this is an encoder that could decode, with is_decoder=False (BERT)."""
     return hasattr(text, "add_cross_attention") and getattr(text, "is_decoder", True) is False
 

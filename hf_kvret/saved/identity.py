@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_kvret.models.compatibility import is_latent, layer_shapes, one_or_all
+from hf_kvret.models.compatibility import by_layer, is_latent, layer_shapes, one_or_all
 from hf_kvret_model_patches.decoders import decoder_of
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
         raise TypeError(f"config is a {type(config).__name__}: pass model.config")
     text = config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None) or []
-    shapes = layer_shapes(config)
+    shapes, latent = layer_shapes(config), is_latent(config)
     facts: dict[str, Any] = {
         "model_type": text.model_type,
         "num_hidden_layers": text.num_hidden_layers,
@@ -269,7 +269,7 @@ def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
         **_rope_facts(text),
         "vocab_size": text.vocab_size,
         # How a row is divided, what heads make of it, and in which order RoPE leaves its elements.
-        **({name: getattr(text, name, None) for name in _LATENT} if is_latent(config) else {}),
+        **({name: one_or_all(by_layer(text, name)) for name in _LATENT} if latent else {}),
     }
     return {name: value for name, value in facts.items() if value is not None}
 

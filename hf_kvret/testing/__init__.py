@@ -21,10 +21,10 @@ from hf_kvret.testing.conformance import (
     run_case,
     run_conformance,
 )
+from hf_kvret.testing.indexed_models import INDEXED_MODELS
 from hf_kvret.testing.models import (
     GEMMA4_MODELS,
     HYBRID_MODELS,
-    INDEXED_MODELS,
     LATENT_MODELS,
     MODELS,
     REFUSED,

@@ -15,7 +15,7 @@ VOCAB_SIZE = 128
 MAX_POSITION = 2048
 """Positions that every model in the zoo can represent."""
 
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -28,15 +28,16 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": PAD_TOKEN,
 }
+"""Settings of every model in the zoo."""
 
 
 def _config(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
-    return lambda: AutoConfig.for_model(model_type, **{**_SMALL, **changes})
+    return lambda: AutoConfig.for_model(model_type, **{**SMALL, **changes})
 
 
 def _qwen2_vl() -> PreTrainedConfig:
     text = {
-        **_SMALL,
+        **SMALL,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e6,
@@ -78,7 +79,7 @@ _GPT2 = {
     "eos_token_id": None,
     "pad_token_id": PAD_TOKEN,
 }
-_QWEN3_NEXT = {
+QWEN3_NEXT = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
     "head_dim": 16,
@@ -91,9 +92,10 @@ _QWEN3_NEXT = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+"""Settings of a small Qwen3-Next."""
 _GPT_OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA4: dict[str, Any] = {
-    **_SMALL,
+    **SMALL,
     **_SLIDE_AND_FULL,
     # Heads and their dims differ between layers that slide and the others; there one projection
     # makes keys and values.
@@ -203,7 +205,7 @@ _ZOO = (
         "experts",
     ),
     TinyModel(
-        "qwen3_next", _config("qwen3_next", **_QWEN3_NEXT), (1, 2), "linear hybrid, gated", seed=5
+        "qwen3_next", _config("qwen3_next", **QWEN3_NEXT), (1, 2), "linear hybrid, gated", seed=5
     ),
     TinyModel(
         "qwen2_vl",
@@ -269,8 +271,8 @@ _REFUSED = (
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {m.name: m.build for m in _REFUSED}
 """Builders of models that a cache with retrieval can't serve and must refuse, by name."""
 
-_LATENT: dict[str, Any] = {
-    **_SMALL,
+LATENT: dict[str, Any] = {
+    **SMALL,
     "intermediate_size": 64,
     "moe_intermediate_size": 32,
     "num_key_value_heads": 4,
@@ -287,6 +289,7 @@ _LATENT: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+"""Settings of every model with latent attention."""
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -322,7 +325,7 @@ _BAILING = {
 
 
 def _latent(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
-    settings = {**_LATENT, **changes}
+    settings = {**LATENT, **changes}
     if model_type == "longcat_flash":
         del settings["num_hidden_layers"]
     return lambda: AutoConfig.for_model(model_type, **settings)
@@ -336,7 +339,7 @@ def _kimi() -> PreTrainedConfig:
         "intermediate_size": 32,
     }
     return AutoConfig.for_model(
-        "kimi_k25", text_config={**_LATENT, "model_type": "deepseek_v3"}, vision_config=vision
+        "kimi_k25", text_config={**LATENT, "model_type": "deepseek_v3"}, vision_config=vision
     )
 
 
@@ -487,30 +490,6 @@ _GEMMA4_ZOO = (
 GEMMA4_MODELS: dict[str, TinyModel] = {model.name: model for model in _GEMMA4_ZOO}
 """Relatives of ``MODELS["gemma4"]`` that a cache with retrieval must serve, by name."""
 
-_INDEXED: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 12}
-
-
-def _indexed(name: str, note: str, model_type: str = "", **changes: Any) -> TinyModel:
-    # Their indexers read a mask, which sdpa may leave out.
-    config = _latent(model_type or name, **{**_INDEXED, "num_hidden_layers": 3, **changes})
-    return TinyModel(name, config, (0, 1, 2), note, seed=3, attention="eager")
-
-
-_INDEXED_ZOO = (
-    _indexed("deepseek_v32", "12 tokens a query"),
-    _indexed("deepseek_v32_wide", "more tokens than there are", "deepseek_v32", index_topk=512),
-    _indexed(
-        "glm_moe_dsa",
-        "a layer that reuses the choice below it",
-        indexer_types=["full", "shared", "full"],
-    ),
-    _indexed("axk2", "normed after attention"),
-    _indexed("hy_v4", "gates"),
-)
-
-INDEXED_MODELS: dict[str, TinyModel] = {model.name: model for model in _INDEXED_ZOO}
-"""Models with an indexer of their own, which the method ``native`` follows, by name."""
-
 _FALCON_H1 = {
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
@@ -551,7 +530,7 @@ HYBRID_MODELS: dict[str, TinyModel] = {model.name: model for model in _HYBRID_ZO
 
 # The last three layers read the keys of the first two, each of its own kind.
 _SHARED: dict[str, Any] = {
-    **_SMALL,
+    **SMALL,
     "num_hidden_layers": 5,
     "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
     "sliding_window": 16,

@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 import hf_kvret
-from hf_kvret import NativeKVCache, Selection, observe, registered_methods
-from hf_kvret.attention.masks import retrieval_mask, with_indices
+from hf_kvret import FlatKVCache, NativeKVCache, Selection, observe, registered_methods
+from hf_kvret.attention.attention import retrieval_attention
+from hf_kvret.attention.choice import chosen_tokens
+from hf_kvret.attention.masks import base_mask, retrieval_mask, with_indices
+from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.indexed import IndexedLayer, attend_to_indices
 from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
+from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.models.compatibility import index_budget, reader_count, retrieval_shapes
 from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, MODELS, MODES, Case, run_case
+from hf_kvret.testing.indexed_models import known_indexed
 from hf_kvret.testing.scenario import prompt, ragged
 
 from ..pairs import full_product
 from .cases import STORES, expect_passed, name_of
 from .test_gemma4 import talk
+from .test_hybrids import IMPOSSIBLE as OF_HYBRIDS
 
-pytestmark = pytest.mark.skipif(
-    not INDEXED_MODELS_CACHE_LATENTS, reason="these models cache the keys of each head"
+KNOWN = known_indexed()
+pytestmark = pytest.mark.skipif(not KNOWN, reason="these models cache the keys of each head")
+newest_models = pytest.mark.skipif(
+    len(KNOWN) < len(INDEXED_MODELS), reason="this transformers lacks some of these models"
 )
 OPTIONS = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
 STORE_OPTIONS = {"split": {"device_budget": "20KB"}}
 # transformers' own cache of these models fails in these modes.
 IMPOSSIBLE = {"early_exit"}
+IMPOSSIBLE_IN = {
+    "glm5_next": {*OF_HYBRIDS, "guidance"},
+    "qwen4_exp": {*OF_HYBRIDS, "guidance"},
+    "hy_v4_vl": {"guidance"},
+    "minimax_m3": {"own_position_ids", "loop_positions"},
+}
+# Its blocks lie elsewhere behind padding.
+NO_PADDING = "minimax_m3"
+PADDED = {
+    *("greedy_ragged", "return_dict", "return_sequences", "beams_ragged", "chunked_prefill"),
+    *("prefill_by_token", "second_turn_ragged", "inputs_embeds", "reset", "reset_other_batch"),
+    *("loop", "crop_deep", "batch_repeat_interleave", "batch_select_indices"),
+}
 
 
 def few_cases() -> list[dict[str, Any]]:
@@ -39,19 +61,27 @@ def few_cases() -> list[dict[str, Any]]:
         ("glm_moe_dsa", "chunked_prefill", "split"),
         ("axk2", "second_turn_ragged", "cpu"),
         ("hy_v4", "crop_deep", "resident"),
+        ("hy_v4_vl", "second_turn_ragged", "host"),
+        ("dots3_note", "beams_ragged", "cpu"),
+        ("mistral_large4", "prompt_lookup", "split"),
+        ("glm5_next", "second_turn_ragged", "resident"),
+        ("qwen4_exp", "chunked_prefill", "host"),
+        ("minimax_m3", "crop_small", "cpu"),
     )
-    return [dict(zip(("model", "mode", "store"), row, strict=True)) for row in rows]
+    cases = [dict(zip(("model", "mode", "store"), row, strict=True)) for row in rows]
+    return [case for case in cases if case["model"] in KNOWN]
 
 
 def all_cases() -> list[dict[str, Any]]:
     stores = [*STORES, "split"]
-    return full_product({"model": list(INDEXED_MODELS), "mode": list(MODES), "store": stores})
+    cases = full_product({"model": KNOWN, "mode": list(MODES), "store": stores})
+    return [case for case in cases if case["model"] != NO_PADDING or case["mode"] not in PADDED]
 
 
 def check(model: str, mode: str, store: str) -> None:
     options = {**OPTIONS, "store": store, **STORE_OPTIONS.get(store, {})}
     result = run_case(Case(model, mode), lambda built: NativeKVCache(built.config, **options))
-    expect_passed(result, IMPOSSIBLE)
+    expect_passed(result, IMPOSSIBLE | IMPOSSIBLE_IN.get(model, set()))
 
 
 @pytest.mark.parametrize("case", few_cases(), ids=name_of)
@@ -70,7 +100,9 @@ def model() -> PreTrainedModel:
     return INDEXED_MODELS["deepseek_v32"].build()
 
 
-def test_turns_forks_and_saved_caches(model: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in KNOWN if name != NO_PADDING])
+def test_turns_forks_and_saved_caches(name: str, tmp_path: Path) -> None:
+    model = INDEXED_MODELS[name].build()
     cache = NativeKVCache(model.config, **{**OPTIONS, "max_draft": 16}, store="host")
     expected = talk(model, DynamicCache(config=model.config), None)
     for answer, wanted in zip(talk(model, cache, tmp_path), expected, strict=True):
@@ -125,11 +157,13 @@ def test_a_refused_pass_leaves_a_cache_that_can_be_saved(
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
 
 
+@pytest.mark.parametrize("name", [name for name in KNOWN if name != "deepseek_v32_wide"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_switched_model_gives_its_own_cache_the_same(
-    attention: str, model: PreTrainedModel
-) -> None:
-    ids, mask = ragged((80, 64))
+def test_a_switched_model_gives_its_own_cache_the_same(attention: str, name: str) -> None:
+    if attention == "sdpa" and name.startswith("hy_v4"):
+        pytest.skip("transformers has no sdpa for it")
+    model = INDEXED_MODELS[name].build()
+    ids, mask = ragged((80, 80 if name == NO_PADDING else 64))
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).logits
         model.set_attn_implementation(attention)
@@ -200,18 +234,157 @@ def test_a_pass_that_broke_off_leaves_no_keys_of_the_indexer(model: PreTrainedMo
 def test_a_base_without_a_mask_of_four_dims_is_refused() -> None:
     arguments: dict[str, Any] = {"batch_size": 1, "q_length": 4, "kv_length": 4, "q_offset": 0}
     carrier = retrieval_mask(**arguments, attention_mask=None, device="cpu")
-    indices = torch.tensor([[[0], [1], [0], [3]]])
+    indices = torch.tensor([[[[0, -1], [1, 4], [0, 9], [3, 3]]]])
     seen = with_indices(None, carrier, indices, "sdpa")
     assert seen[0, 0].int().argmax(1).tolist() == [0, 1, 0, 3] and seen.sum() == 4
     with pytest.raises(ValueError, match="flash_attention_2' has no mask for tokens"):
         with_indices(None, carrier, indices, "flash_attention_2")
 
 
-def test_mask_without_heads_is_that_of_the_base() -> None:
+@pytest.fixture
+def carrier() -> torch.Tensor:
     arguments: dict[str, Any] = {"batch_size": 2, "q_length": 3, "kv_length": 5, "q_offset": 2}
-    carrier = retrieval_mask(**arguments, attention_mask=None, device="cpu")
+    return retrieval_mask(**arguments, attention_mask=None, device="cpu")
+
+
+def test_mask_without_heads_is_that_of_the_base(carrier: torch.Tensor) -> None:
     assert carrier[:, 0, :, :].sum(2).tolist() == [[3, 4, 5]] * 2
     assert carrier[:, 0].dtype == torch.bool
+    assert carrier[1, 0, 1].tolist() == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("base", ["eager", "sdpa"])
+def test_a_restricted_mask_is_restricted_for_the_base_too(base: str, carrier: torch.Tensor) -> None:
+    chosen = torch.rand(2, 1, 3, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    seen = base_mask(carrier & chosen, base, torch.device("cpu"))
+    expected = carrier[:, 0][:, None] & chosen
+    assert seen is not None and torch.equal(seen if base == "sdpa" else seen == 0, expected)
+    # The mask itself stays, for layers that don't choose.
+    assert base_mask(carrier, base, torch.device("cpu")) is not seen
+    restricted = carrier & chosen
+    for wrong in (
+        lambda: carrier & chosen[:, 0],
+        lambda: carrier & chosen.int(),
+        lambda: carrier & carrier,
+        lambda: restricted & chosen,
+        lambda: restricted[:, :, -1:],
+        lambda: chosen & carrier,
+    ):
+        with pytest.raises(ValueError, match="this model computes with its attention mask"):
+            wrong()
+
+
+def test_choices_of_all_kinds_become_tokens(
+    carrier: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(indexer=SimpleNamespace(block_size=2))
+    assert chosen_tokens(module, carrier, {}) is None
+    indices = torch.tensor([[[3, 0], [1, 2], [0, 4]]] * 2, dtype=torch.int32)
+    named = chosen_tokens(module, carrier, {"indices": indices})
+    assert named is not None and torch.equal(named, indices.long()[:, None])
+    blocks = torch.tensor([[[[1, -1], [0, 1], [2, 0]]]])
+    named = chosen_tokens(module, carrier, {"block_indices": blocks})
+    assert named is not None
+    assert named.tolist() == [[[[2, 3, -1, -1], [0, 1, 2, 3], [4, 5, 0, 1]]]]
+    chosen = torch.tensor([[[[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]]]] * 2).bool()
+    expected = [[[0, 2, -1], [-1, -1, -1], [1, 2, 4]]] * 2
+    for elements in (1 << 22, 1):
+        monkeypatch.setattr("hf_kvret.attention.choice._ELEMENTS", elements)
+        named = chosen_tokens(module, carrier & chosen, {})
+        assert named is not None and named[:, 0].tolist() == expected
+
+
+@newest_models
+def test_blocks_behind_padding_are_refused() -> None:
+    model = INDEXED_MODELS[NO_PADDING].build()
+    ids, mask = ragged((40, 30))
+    cache = NativeKVCache(model.config, **OPTIONS)
+    with pytest.raises(ValueError, match="this model counts its blocks from the first token index"):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+    # Nothing was taken in.
+    cache.reset()
+    answer = model.generate(ids[:1], past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert torch.equal(answer, model.generate(ids[:1], max_new_tokens=8, do_sample=False))
+
+
+def test_a_choice_that_a_cache_does_not_follow_is_refused() -> None:
+    model = MODELS["llama"].build()
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
+    hf_kvret.attach(model)
+    attention = model.model.layers[0].self_attn
+    query, rows = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16)
+    keys, values = cache.update(rows, rows, 0)
+    chosen = torch.zeros(1, 1, 6, dtype=torch.int32)
+    with pytest.raises(ValueError, match="this model chooses by itself what its attention sees"):
+        retrieval_attention(attention, query, keys, values, None, indices=chosen)
+    assert not cache.layers[0].pending_attention
+
+
+@newest_models
+def test_a_model_whose_layers_all_have_full_attention_takes_every_method() -> None:
+    config = AutoConfig.for_model("minimax_m3_vl_text")
+    assert index_budget(config) == 0 and len(FlatKVCache(config).retrieval_layers) == 60
+    with pytest.raises(ValueError, match="no indexer of its own that native can follow"):
+        NativeKVCache(config)
+
+
+@newest_models
+def test_layers_that_share_keys_and_choose_for_themselves_are_refused() -> None:
+    config = INDEXED_MODELS["mistral_large4"].config()
+    assert reader_count(config) == 1
+    assert [shape.head_dim for shape in retrieval_shapes(config).values()] == [24, 16, 24]
+    config.text_config.indexer_types = ["full"] * 4
+    with pytest.raises(ValueError, match="choose of them by an indexer of their own"):
+        NativeKVCache(config)
+
+
+@newest_models
+def test_positions_of_an_indexer_follow_their_tokens() -> None:
+    layer = NativeKVCache(INDEXED_MODELS["qwen4_exp"].config(), **OPTIONS).layers[1]
+    assert isinstance(layer, IndexedLayer)
+    rows, positions = torch.randn(2, 2, 9, 16), torch.arange(54).view(3, 2, 9)
+    call = AttentionCall(
+        Scoring(None, 1.0), lambda: rows, indices=torch.zeros(2, 1, 9, 1, dtype=torch.long)
+    )
+    for _ in range(2):
+        # The first pass breaks off before attention.
+        assert layer.indexer_position_ids is None
+        layer.indexer_position_ids = positions
+        keys, values = layer.update(rows, rows)
+        layer.update_indexer(torch.randn(2, 9, 16))
+    layer.attend(torch.randn(2, 4, 9, 16), keys, values, call)
+    assert torch.equal(layer.indexer_position_ids, positions)
+    layer.reorder_cache(torch.tensor([1, 0]))
+    twin = layer.fork()
+    layer.crop(-2)
+    assert torch.equal(layer.indexer_position_ids, positions.flip(1)[..., :7])
+    assert torch.equal(twin.indexer_position_ids, positions.flip(1))
+    state = layer.state_dict()
+    state["indexer.positions"] = state["indexer.positions"][..., 1:]
+    with pytest.raises(ValueError, match=r"the indexer's positions .* are not of 2 x 7 tokens"):
+        twin.load_state_dict(state, torch.device("cpu"))
+    twin.reset()
+    assert twin.indexer_position_ids is None
+
+
+@newest_models
+def test_unregistering_leaves_no_patch_of_an_indexer() -> None:
+    # Other tests may have attached such a model.
+    hf_kvret.unregister()
+    hf_kvret.register()
+    model = INDEXED_MODELS["glm5_next"].build()
+    ids = prompt(1, 40)
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    cls = type(model.model.language_model.layers[1].self_attn)
+    original = cls.build_attention_mask_from_topk
+    hf_kvret.attach(model)
+    assert cls.build_attention_mask_from_topk is not original
+    hf_kvret.unregister()
+    try:
+        assert cls.build_attention_mask_from_topk is original
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    finally:
+        hf_kvret.register()
 
 
 def test_attention_in_chunks_of_queries_is_that_at_once(

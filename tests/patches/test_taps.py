@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hf_kvret
-from hf_kvret.testing.models import INDEXED_MODELS, MODELS, REFUSED, SHARED_MODELS
+from hf_kvret.testing import INDEXED_MODELS, MODELS, REFUSED, SHARED_MODELS
 from hf_kvret_model_patches import taps
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
