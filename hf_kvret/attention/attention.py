@@ -24,7 +24,6 @@ from hf_kvret_kernels.prompt_attention import compiled, prompt_attention
 # Keywords that models pass beside the tensors. Those in the second set do not change attention.
 _ATTENTION_KEYWORDS = {
     *("softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"),
-    *CHOICES,
 }
 _OTHER_KEYWORDS = {
     "position_ids",
@@ -95,16 +94,13 @@ def retrieval_attention(
         )
     total = layer.get_seq_length() + (key.shape[2] if layer.pending_attention else 0)
     try:
-        _check_keywords(kwargs, dropout)
+        _check_keywords(kwargs, dropout, layer.follows_model)
         if not query.dtype == key.dtype == value.dtype:
             check_dtypes(queries=query, keys=key, values=value)
-        valid = token_validity(attention_mask, query.shape[2], total, query.device)
-        choice = chosen_tokens(module, attention_mask, kwargs)
-        if choice is not None and not layer.follows_model:
-            raise ValueError(
-                "this model chooses by itself what its attention sees, which this cache does not "
-                "follow: take cache_implementation='native', or 'dynamic'"
-            )
+        valid = token_validity(
+            attention_mask, query.shape[2], total, query.device, layer.follows_model
+        )
+        choice = chosen_tokens(module, attention_mask, kwargs) if layer.follows_model else None
     except ValueError:
         # Nothing was stored yet, so the cache can be used again once the mistake is corrected.
         layer.pending_attention = False
@@ -183,9 +179,11 @@ def _positions(position_ids: torch.Tensor | None, query: torch.Tensor) -> torch.
     return position_ids[:, -queries:].to(query.device).expand(batch, queries)
 
 
-def _check_keywords(kwargs: dict[str, Any], dropout: float) -> None:
+def _check_keywords(kwargs: dict[str, Any], dropout: float, may_choose: bool) -> None:
     for name, value in kwargs.items():
         if value is not None and name not in _ATTENTION_KEYWORDS and name not in _OTHER_KEYWORDS:
+            if name in CHOICES and may_choose:
+                continue
             raise ValueError(
                 f"attention was called with {name}={type(value).__name__}, which a retrieval cache "
                 "does not support: use this model with its own cache "

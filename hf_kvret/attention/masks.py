@@ -402,7 +402,11 @@ def _whole_mask(
 
 
 def token_validity(
-    mask: torch.Tensor | None, new: int, total: int, device: torch.device
+    mask: torch.Tensor | None,
+    new: int,
+    total: int,
+    device: torch.device,
+    may_choose: bool = False,
 ) -> torch.Tensor | None:
     """``[B, total]`` bool validity of all tokens, from the mask passed to a retrieval layer.
 
@@ -412,18 +416,27 @@ def token_validity(
         new: number of new queries.
         total: number of tokens, the new ones included.
         device: where the layer's tokens are.
+        may_choose: whether the layer follows what the model chooses to see.
 
     Raises:
         ValueError: a mask of another shape or length; the message says what to pass.
     """
-    if mask is None or mask_of_choice(mask) is not None:
+    if mask is None:
         return None
     info = mask_info(mask)
     if info is None:
+        if may_choose and mask_of_choice(mask) is not None:
+            return None
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} and dtype {mask.dtype} reached a "
             "retrieval layer: pass a 2D mask [batch, all tokens so far] (1 = token, 0 = padding); "
             "custom 4D masks are not supported with a retrieval cache"
+        )
+    if info.chosen is not None and not may_choose:
+        raise ValueError(
+            "this model restricts by itself what its attention sees, which this cache does not "
+            "follow: take cache_implementation='native' where the model has an indexer, else "
+            "'dynamic'"
         )
     if not info.causal and new == 1:
         return info.newest_row().to(device)

@@ -314,9 +314,15 @@ def test_a_choice_that_a_cache_does_not_follow_is_refused() -> None:
     attention = model.model.layers[0].self_attn
     query, rows = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16)
     keys, values = cache.update(rows, rows, 0)
-    chosen = torch.zeros(1, 1, 6, dtype=torch.int32)
-    with pytest.raises(ValueError, match="this model chooses by itself what its attention sees"):
-        retrieval_attention(attention, query, keys, values, None, indices=chosen)
+    with pytest.raises(ValueError, match="called with indices=Tensor"):
+        retrieval_attention(attention, query, keys, values, None, indices=torch.zeros(1, 6, 1))
+    assert not cache.layers[0].pending_attention
+    keys, values = cache.update(rows, rows, 0)
+    arguments: dict[str, Any] = {"batch_size": 1, "q_length": 6, "kv_length": 6, "q_offset": 0}
+    carrier = retrieval_mask(**arguments, attention_mask=None, device="cpu")
+    restricted = carrier & torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    with pytest.raises(ValueError, match="this model restricts by itself what its attention sees"):
+        retrieval_attention(attention, query, keys, values, restricted)
     assert not cache.layers[0].pending_attention
 
 
