@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from hf_kvret.contracts.index import Index, makes_estimates
 from hf_kvret.contracts.store import FirstRows
@@ -285,15 +285,27 @@ class RetrievalCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of every layer; pass their count as a negative number.
 
-        transformers 5.17 passes a tensor while it drafts: lengths made of it would change with it.
+        After a pass that broke off in the middle, what it left is dropped first: ``crop(0)`` drops
+        that alone. transformers 5.17 passes a tensor while it drafts: lengths made of it would
+        change with it.
 
         Raises:
-            RuntimeError: in the middle of a forward pass.
+            RuntimeError: a layer that can't go back (a recurrent state, a full sliding window), or
+                another thread is in the middle of a pass. Nothing was dropped.
         """
-        self.stack.check_pass()
         self.stack.crop(int(tokens_to_remove))
         self.tokens.crop(self.get_seq_length())
         self.model_state.crop(self.get_seq_length())
+
+    @property
+    def input_ids(self) -> torch.Tensor | None:
+        """``[B, T]`` int64, the tokens in the cache; None where it saw none.
+
+        A token that came as an embedding, or by hand, is -1.
+        """
+        length = self.get_seq_length()
+        ids = self.tokens.ids(length) if length else None
+        return None if ids is None else ids.long()
 
     def memory(self) -> MemoryReport:
         """Bytes on device and host by part, and those of full attention."""
@@ -463,16 +475,31 @@ class LayerStack:
         self._thread = threading.get_ident()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens of every layer, of none where one refuses."""
+        """Drop a broken pass and the newest tokens of every layer, of none where one refuses."""
+        if (fault := self.fault()) is not None:
+            self._check_thread()
+            self._check_way_back(fault)
+        held = min(layer.get_seq_length() for layer in self._attending)
         # A state refuses, or a sliding window that is full: they come first.
         others = [layer for layer in self._layers if not isinstance(layer, RetrievalLayer)]
         others.sort(key=lambda layer: type(layer) is DynamicLayer)
         # From the top: a store may compute rows from those of the layer below.
         ours = [layer for layer in reversed(self._layers) if isinstance(layer, RetrievalLayer)]
         for layer in (*others, *ours):
-            layer.crop(tokens_to_remove)
+            surplus = layer.get_seq_length() - held if layer in self._attending else 0
+            layer.crop(tokens_to_remove - surplus)
         # Shorter now, the lowest layer may be as long as before a pass that reached it.
-        self._leading.clear()
+        self.forget_pass()
+
+    def _check_way_back(self, fault: str) -> None:
+        """RuntimeError where no layer can tell what it held before a pass that broke off."""
+        why = ""
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._layers):
+            why = "a recurrent state of this model may be ahead, which can't go back"
+        if any(isinstance(layer, RetrievalLayer) and layer.is_torn for layer in self._layers):
+            why = "it broke off while a layer took its tokens in"
+        if why:
+            raise RuntimeError(f"{fault}, and {why}: start with a new cache or cache.reset()")
 
     def note_state(self, number: int, state: str) -> None:
         """Note a layer's state that is ahead until the lowest attention layer gets the tokens.
@@ -517,9 +544,9 @@ class LayerStack:
             f"layer {self._layers.index(self._newest)} was given tokens but its attention was "
             "never called: the model does not use hf_kvret's attention, or a forward pass broke "
             f"off. Call hf_kvret.attach(model) or model.set_attn_implementation({method!r}) "
-            "before the forward pass (generate does it by itself), and start with a new cache "
-            "or cache.reset(). If it is attached, it changes the keys after the cache: use "
-            "cache_implementation='dynamic'"
+            "before the forward pass (generate does it by itself), and drop the pass with "
+            "cache.crop(0), or start with a new cache. If it is attached, it changes the keys "
+            "after the cache: use cache_implementation='dynamic'"
         )
 
     def check_pass(self) -> None:
@@ -531,8 +558,8 @@ class LayerStack:
     @staticmethod
     def _refuse_pass(fault: str) -> NoReturn:
         raise RuntimeError(
-            f"{fault}: finish the forward pass first or, where it broke off in the middle, "
-            "start with a new cache or cache.reset()"
+            f"{fault}: finish the forward pass first or, where it broke off in the middle, drop it "
+            "with cache.crop(0), or start with a new cache or cache.reset()"
         )
 
     def fault(self) -> str | None:

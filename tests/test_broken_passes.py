@@ -33,15 +33,17 @@ def _filled(name: str, method: str = "flat") -> tuple[Any, hf_kvret.RetrievalCac
     return model, cache
 
 
-def _break_off(model: Any, cache: hf_kvret.RetrievalCache, layer: int) -> None:
-    """A pass of one token that breaks off before a layer."""
+def _break_off(
+    model: Any, cache: hf_kvret.RetrievalCache, layer: int, tokens: torch.Tensor = STEP
+) -> None:
+    """A pass that breaks off before a layer."""
 
     def broken(*args: object) -> None:
         raise MemoryError("out of paper")
 
     hook = model.model.layers[layer].register_forward_pre_hook(broken)
     with torch.no_grad(), pytest.raises(MemoryError):
-        model(STEP, past_key_values=cache)
+        model(tokens, past_key_values=cache)
     hook.remove()
 
 
@@ -64,8 +66,11 @@ def test_a_forward_pass_that_broke_off_is_noticed_by_the_next_one(
             with pytest.raises(MemoryError):
                 for _ in range(10):
                     model(STEP, past_key_values=cache)
-        with pytest.raises(RuntimeError, match=r"broke off.*reset\(\)"):
+        with pytest.raises(RuntimeError, match=r"broke off.*crop\(0\)"):
             model(STEP, past_key_values=cache)
+        if where == "append":
+            with pytest.raises(RuntimeError, match="while a layer took its tokens in"):
+                cache.crop(0)
         cache.reset()
         model(_ids(), past_key_values=cache)
         model(STEP, past_key_values=cache)
@@ -73,13 +78,12 @@ def test_a_forward_pass_that_broke_off_is_noticed_by_the_next_one(
 
 
 @pytest.mark.parametrize("method", ["flat", "paris", "h2o"])
-def test_a_half_finished_pass_is_not_copied_cropped_or_saved(method: str, tmp_path: Path) -> None:
+def test_a_half_finished_pass_is_not_copied_or_saved(method: str, tmp_path: Path) -> None:
     model, cache = _filled("llama", method)
     _break_off(model, cache, 1)
     for act in (
         cache.fork,
         lambda: copy.deepcopy(cache),
-        lambda: cache.crop(-1),
         lambda: cache.save_pretrained(tmp_path / "half"),
         lambda: model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache),
     ):
@@ -90,6 +94,73 @@ def test_a_half_finished_pass_is_not_copied_cropped_or_saved(method: str, tmp_pa
     with torch.no_grad():
         model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
     assert cache.fork().get_seq_length() == 9
+
+
+@pytest.mark.parametrize("method", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
+@pytest.mark.parametrize(("length", "crop"), [(1, 0), (30, 0), (30, -3)])
+def test_a_crop_drops_a_pass_that_broke_off(method: str, length: int, crop: int) -> None:
+    more, outputs = prompt(1, length, salt=3), []
+    for breaks in (False, True):
+        model, cache = _filled("llama", method)
+        if breaks:
+            _break_off(model, cache, 1, more)
+        cache.crop(crop)
+        assert cache.get_seq_length() == 60 + crop == len(cache.tokens)
+        assert torch.equal(cache.input_ids, _ids()[:, : 60 + crop])
+        with torch.no_grad():
+            outputs.append(model(more, past_key_values=cache).logits)
+            outputs.append(model(STEP, past_key_values=cache.fork()).logits)
+    torch.testing.assert_close(outputs[2:], outputs[:2], atol=1e-5, rtol=0)
+
+
+def test_a_crop_drops_a_first_pass_that_broke_off_between_update_and_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = MODELS["llama"].build()
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+    hf_kvret.attach(model)
+    with monkeypatch.context() as patch, torch.no_grad():
+
+        def broken(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(cache.retrieval_layers[1], "attend", broken)
+        with pytest.raises(KeyboardInterrupt):
+            model(_ids(), past_key_values=cache)
+    assert cache.retrieval_layers[1].pending_attention
+    cache.crop(0)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        got = model(_ids(), past_key_values=cache).logits
+        expected = _filled("llama")[0](_ids()).logits
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_a_window_that_is_full_and_a_state_do_not_go_back() -> None:
+    for name, message in (("gemma2", "does not track past"), ("qwen3_next", "a recurrent state")):
+        model, cache = _filled(name)
+        _break_off(model, cache, 2)
+        lengths = [layer.get_seq_length() for layer in cache.retrieval_layers]
+        with pytest.raises(RuntimeError, match=message):
+            cache.crop(0)
+        assert [layer.get_seq_length() for layer in cache.retrieval_layers] == lengths
+        cache.reset()
+        with torch.no_grad():
+            model(_ids(), past_key_values=cache)
+
+
+def test_input_ids_are_those_that_the_cache_saw() -> None:
+    model, cache = _filled("llama")
+    assert cache.input_ids.dtype == torch.int64 and torch.equal(cache.input_ids, _ids())
+    more = torch.cat([_ids(), STEP], dim=1)
+    answer = model.generate(more, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert torch.equal(cache.input_ids, answer[:, :-1])
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(STEP)
+        model(inputs_embeds=embedded, past_key_values=cache)
+    assert cache.input_ids[0, -1] == -1
+    cache.reset()
+    assert cache.input_ids is None
 
 
 @pytest.mark.parametrize(

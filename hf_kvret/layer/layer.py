@@ -113,7 +113,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.subscribers: tuple[Subscriber, ...] = ()
         self.exact_rows = 0
         self.retrieved = RetrievedTokens()
-        self.pending_attention = False
+        self.pending_attention = self._takes_in = False
         self.below: RetrievalLayer | None = None
         self.edits = self.final_len = self.prompt_end = 0
         self.layer_info = LayerInfo()
@@ -168,6 +168,11 @@ class RetrievalLayer(CacheLayerMixin):
             return 0
         window = self.kv.window
         return window.start + window.length
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a pass broke off while new tokens were taken in: nobody knows what is held."""
+        return self.pending_attention and self._takes_in
 
     @property
     def selected(self) -> int:
@@ -255,11 +260,12 @@ class RetrievalLayer(CacheLayerMixin):
         rows = self.rows_of(key, value)
         new = key.shape[2]
         past = self.kv.length - (0 if self.pending_attention else new)
+        self._takes_in = self.pending_attention
         if past and new <= self.config.max_draft:
             out = self._attend_few(query, *rows, call)
         else:
             out = self._attend_many(query, *rows, past, call)
-        self.pending_attention = False
+        self.pending_attention = self._takes_in = False
         return out
 
     def _attend_few(
@@ -367,6 +373,8 @@ class RetrievalLayer(CacheLayerMixin):
             ValueError: a positive number, or more tokens than held.
         """
         tokens_to_remove = int(tokens_to_remove)
+        # Tokens of a pass that broke off before attention were never taken in.
+        self.pending_attention = False
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative "
@@ -405,7 +413,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.edits += 1
         self.kv = self._scoring = None
         self.retrieved.crop(0)
-        self.is_initialized = self.pending_attention = False
+        self.is_initialized = self.pending_attention = self._takes_in = False
         self.final_len = self.prompt_end = self.exact_rows = 0
         for subscriber in self.subscribers:
             subscriber.reset()
