@@ -23,6 +23,7 @@ from hf_kvret.observe.observers import Selection, observe
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
 from hf_kvret.replay import DecodeGraph
+from hf_kvret.shelf import Shelf, ShelfEntry
 from hf_kvret.stores import Store
 from hf_kvret.version import __version__ as __version__
 
@@ -42,6 +43,8 @@ __all__ = [
     "RetrievalCache",
     "RetrievalConfig",
     "Selection",
+    "Shelf",
+    "ShelfEntry",
     "Store",
     "TokenBlock",
     "attach",

@@ -64,6 +64,7 @@ class RetrievalCache(Cache):
         last_identity: that of the model that was last compared with it.
         tokens: ids of the tokens in it, as far as it saw them.
         model_state: what the model must keep of the conversation in its next pass.
+        from_shelf: tokens that were found on a shelf; see ``Shelf``.
 
     Raises:
         ValueError: a model that retrieval can't serve, an unknown option or a bad value.
@@ -102,6 +103,7 @@ class RetrievalCache(Cache):
         self.last_identity: CacheIdentity | None = None
         self.tokens = TokenRecord()
         self.model_state = ModelState()
+        self.from_shelf = 0
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
         self._missed_mass = subscribe(self.retrieval_layers, options)
@@ -225,6 +227,7 @@ class RetrievalCache(Cache):
         self.stack.forget_pass()
         self._stores.expect(0, 0)
         self.model_state.reset()
+        self.from_shelf = 0
         self.forget_origin()
 
     def forget_origin(self) -> None:
@@ -316,9 +319,13 @@ class RetrievalCache(Cache):
         return dense_reason(self.retrieval_layers, self.options, type(self).__name__)
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the cache was made, forked or reset; see ``cache_stats``."""
+        """Counts since the cache was made, forked or reset; see ``cache_stats``.
+
+        And ``from_shelf``, as the attribute.
+        """
         self._missed_mass.look()
-        return cache_stats(self.retrieval_layers, self.name, self._stores, self.why_dense())
+        stats = cache_stats(self.retrieval_layers, self.name, self._stores, self.why_dense())
+        return stats | {"from_shelf": self.from_shelf}
 
     def fork(self, **changes: Any) -> Self:
         """An independent copy whose cold part is shared: cheap at any length. Counts start anew.

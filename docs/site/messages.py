@@ -42,7 +42,7 @@ GROUPS = {
     ],
     "Looking into a cache": ["layer/cached_rows.py", "observe/*.py"],
     "Stores and memory": ["stores/*.py", "contracts/store.py"],
-    "Saving and loading a cache": ["saved/*.py", "contracts/schema.py"],
+    "Saving and loading a cache": ["saved/*.py", "contracts/schema.py", "shelf/*.py"],
     "The command line": [
         "cli.py",
         "lab/calibrate/command.py",

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from types import UnionType
@@ -459,8 +459,9 @@ _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"),
     *("warn_lost_mass", "rest", "rest_blocks", "prompt"),
 }
-_FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
-FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)
+LOAD_OPTIONS = frozenset({"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS})
+"""Options that a load may change: they don't affect what is held."""
+FORK_OPTIONS = LOAD_OPTIONS - _STORE_OPTIONS
 """Options that a fork may change: they don't affect what is held, nor where."""
 # A load may change these too: the artifact may be in another place. The index itself refuses an
 # artifact other than the one that it was saved with.
@@ -478,7 +479,7 @@ def check_load(changes: dict[str, Any], has_artifact: bool) -> None:
 
     ``has_artifact``: whether the method's index has one.
     """
-    _check(changes, _FREE_OPTIONS | (_MOVABLE_OPTIONS if has_artifact else set()))
+    _check(changes, LOAD_OPTIONS | (_MOVABLE_OPTIONS if has_artifact else set()))
 
 
 def with_companions(changes: dict[str, Any]) -> dict[str, Any]:
@@ -486,7 +487,7 @@ def with_companions(changes: dict[str, Any]) -> dict[str, Any]:
     return {"revision": None, **changes} if "artifact" in changes else changes
 
 
-def _check(changes: dict[str, Any], free: set[str]) -> None:
+def _check(changes: dict[str, Any], free: Set[str]) -> None:
     unchangeable = sorted(set(changes) - free)
     if unchangeable:
         raise ValueError(

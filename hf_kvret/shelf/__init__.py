@@ -1,0 +1,6 @@
+"""Caches of prompts on disk, found by what they begin with."""
+
+from hf_kvret.shelf.entry import ShelfEntry
+from hf_kvret.shelf.shelf import Shelf
+
+__all__ = ["Shelf", "ShelfEntry"]

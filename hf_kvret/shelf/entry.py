@@ -1,0 +1,120 @@
+"""An entry of a shelf: the folder of a saved cache, and for what it can be taken.
+
+Its tokens are known by hashes of blocks of 64, each chained to the one before it, so that the
+longest common prefix is found without a look at any token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_kvret.saved import strict_json
+
+_log = logging.getLogger(__name__)
+
+BLOCK = 64
+"""Tokens of a block: what entries have in common is counted in these."""
+
+DESCRIPTION = "shelf.json"
+VERSION = 1
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True)
+class ShelfEntry:
+    """A cache on a shelf.
+
+    Attributes:
+        name: of its folder.
+        method: of the cache.
+        tokens: that it holds.
+        nbytes: of its files.
+        used: when it was last put or found, in seconds since the epoch.
+        key: hash of what a request must have in common with it, besides tokens.
+        chain: hashes of its tokens up to the end of each block of 64, and of all of them.
+        can_crop: whether a part of its tokens can be taken.
+    """
+
+    name: str
+    method: str
+    tokens: int
+    nbytes: int
+    used: float
+    key: str
+    chain: tuple[str, ...]
+    can_crop: bool
+
+    def common(self, ids: torch.Tensor, chain: tuple[str, ...]) -> int:
+        """How many of the first tokens of ``ids [T]`` it has: all of its own, or whole blocks.
+
+        ``chain``: ``chain_of(ids)``.
+        """
+        full = self.tokens // BLOCK
+        pairs = list(zip(self.chain[:full], chain[: len(ids) // BLOCK], strict=False))
+        # A hash has those before it in it: where one differs, all that follow do.
+        blocks = bisect_left(pairs, True, key=lambda pair: pair[0] != pair[1])
+        if blocks < full or len(ids) < self.tokens:
+            return BLOCK * blocks
+        rest = chain_of(ids[BLOCK * full : self.tokens], chain[full - 1] if full else "")
+        return self.tokens if not rest or rest[-1] == self.chain[-1] else BLOCK * blocks
+
+    def at(self, tokens: int) -> str | None:
+        """The hash of its first ``tokens``; None where they end within a block."""
+        return None if tokens % BLOCK else self.chain[tokens // BLOCK - 1]
+
+
+def chain_of(ids: torch.Tensor, before: str = "") -> tuple[str, ...]:
+    """Hashes of ``ids [T]`` up to the end of each block, and of all of them.
+
+    ``before``: the hash of what lies in front of them.
+    """
+    content, chain, last = ids.numpy().astype("<i4").tobytes(), [], bytes.fromhex(before)
+    for start in range(0, len(content), 4 * BLOCK):
+        last = hashlib.sha256(last + content[start : start + 4 * BLOCK]).digest()[:16]
+        chain.append(last.hex())
+    return tuple(chain)
+
+
+def read_entry(path: Path) -> ShelfEntry | None:
+    """The entry in a folder; None, and a warning, where it can't be trusted or read."""
+    try:
+        for one in (path, path / DESCRIPTION):
+            facts = one.lstat()
+            mine = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
+            if stat.S_ISLNK(facts.st_mode) or not mine or facts.st_mode & _WRITABLE_BY_OTHERS:
+                _log.warning("%s is left out of the shelf: others could have written it", path)
+                return None
+        content: Any = strict_json.read_json((path / DESCRIPTION).read_bytes())
+        if content["version"] != VERSION:
+            return None
+        used, nbytes = (path / DESCRIPTION).stat().st_mtime, folder_nbytes(path)
+        return ShelfEntry(
+            path.name,
+            str(content["method"]),
+            int(content["tokens"]),
+            nbytes,
+            used,
+            str(content["key"]),
+            tuple(map(str, content["chain"])),
+            bool(content["can_crop"]),
+        )
+    except FileNotFoundError:
+        # Another process has just removed it, or it is no entry.
+        return None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        _log.warning("%s is left out of the shelf: %s", path, error)
+        return None
+
+
+def folder_nbytes(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

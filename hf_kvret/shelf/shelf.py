@@ -1,0 +1,317 @@
+"""A shelf: caches of prompts in a folder, found again by the tokens that they begin with.
+
+Several processes may use a shelf at once: locks are the system's, which a kill releases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.options.config import LOAD_OPTIONS, byte_count
+from hf_kvret.registry import registered_methods
+from hf_kvret.saved.folder import replace_file
+from hf_kvret.saved.identity import identity_of
+from hf_kvret.shelf.entry import (
+    BLOCK,
+    DESCRIPTION,
+    VERSION,
+    ShelfEntry,
+    chain_of,
+    folder_nbytes,
+    read_entry,
+)
+from hf_kvret.stores.placement import CODED, UNCODED
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+_log = logging.getLogger(__name__)
+
+_LOCK = ".lock"
+_UNFINISHED = ".unfinished-"
+# Entries whose state has taken in all of their tokens, and can't go back.
+_WHOLE_METHODS = ("h2o",)
+
+
+class Shelf:
+    """Caches of prompts in a folder, found by the longest common prefix.
+
+        shelf = hf_kvret.Shelf("~/.cache/shelf")
+        cache = shelf.find(ids, model, "paris") or hf_kvret.ParisKVCache(model.config)
+        answer = model.generate(ids, past_key_values=cache)
+        shelf.put(cache, ids, model)
+
+    One sequence a cache, and text alone. An entry answers the model that filled it, its method, and
+    options that what is stored depends on; options as ``top_k`` and ``store`` are the request's.
+
+    Args:
+        folder: where entries lie; made, for its owner alone, with the first of them.
+        max_size: bytes of all entries; those that were used the longest time ago leave.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], max_size: int | str = "200GB") -> None:
+        self.folder = Path(folder).expanduser()
+        self.max_bytes = byte_count(max_size)
+
+    def find(
+        self, input_ids: torch.Tensor, model: PreTrainedModel, method: str, **options: Any
+    ) -> RetrievalCache | None:
+        """A cache that holds the most of the first tokens of a prompt; None where no entry has 64.
+
+        At least the last token of the prompt is left to be read. ``cache.from_shelf`` says how many
+        tokens it holds. A damaged entry is skipped with a warning.
+
+        Args:
+            input_ids: ``[1, T]``, the whole prompt.
+            model: that is to use the cache.
+            method: name of a registered method.
+            options: of the cache, as ``cache_config`` has them.
+
+        Raises:
+            ValueError: more than one sequence, an unknown method or option.
+        """
+        ids = _one_sequence(input_ids)
+        cls = _method(method)
+        empty = cls(model.config, **options)
+        key, chain = _key(empty, model), chain_of(ids)
+        named = ("artifact", "revision") if cls.needs_artifact else ()
+        changes = {name: getattr(empty.options, name) for name in LOAD_OPTIONS}
+        changes |= {name: options[name] for name in named if name in options}
+        with self._locked(exclusive=False):
+            entries = (entry for entry in self.entries() if entry.key == key)
+            found = [(entry.common(ids, chain), entry) for entry in entries]
+            for common, entry in sorted(found, key=lambda pair: pair[0], reverse=True):
+                common = min(common, len(ids) - 1)
+                if common < BLOCK or (common < entry.tokens and not entry.can_crop):
+                    continue
+                path = self.folder / entry.name
+                try:
+                    cache = cls.from_pretrained(
+                        path, model.config, model.device, model=model, **changes
+                    )
+                    if common < entry.tokens:
+                        cache.crop(common - entry.tokens)
+                except (OSError, RuntimeError, ValueError) as error:
+                    _log.warning("the shelf's entry %s is left out: %s", path, error)
+                    continue
+                cache.from_shelf = common
+                with suppress(OSError):
+                    os.utime(path / DESCRIPTION)
+                return cache
+        return None
+
+    def put(
+        self, cache: RetrievalCache, input_ids: torch.Tensor, model: PreTrainedModel
+    ) -> ShelfEntry:
+        """Put the tokens of a prompt that ``cache`` holds on the shelf; it goes on as it is.
+
+        What the cache holds behind them, as an answer, stays out. Entries that begin the new one
+        leave, where a part of this can be taken. Nothing is written where it is there already.
+
+        Args:
+            cache: that has read the prompt.
+            input_ids: ``[1, T]``, what to put.
+            model: that filled the cache.
+
+        Raises:
+            RuntimeError: in the middle of a forward pass, or the cache holds more than the prompt
+                and can't be cropped: put it before anything is generated.
+            ValueError: other tokens than the cache has read, more than one sequence, images, less
+                than 64 tokens, a cache of another model, one that is larger than the shelf.
+            OSError: the disk is full, for instance; nothing is on the shelf then.
+        """
+        cache.stack.check_pass()
+        ids = _one_sequence(input_ids)
+        held = cache.input_ids
+        _check_tokens(cache, held, ids)
+        cache.meet(model, "the cache")
+        assert held is not None, "it was compared"
+        surplus = held.shape[1] - len(ids)
+        if surplus:
+            cache = cache.fork()
+            cache.crop(-surplus)
+        key, chain = _key(cache, model), chain_of(ids)
+        name = hashlib.sha256(f"{key} {len(ids)} {chain[-1]}".encode()).hexdigest()[:24]
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        there = next((entry for entry in self.entries() if entry.name == name), None)
+        if there is not None:
+            os.utime(self.folder / name / DESCRIPTION)
+            return there
+        with self._unfinished() as path:
+            cache.save_pretrained(path, model=model)
+            content = {
+                "version": VERSION,
+                "method": cache.name,
+                "tokens": len(ids),
+                "key": key,
+                "chain": list(chain),
+                "can_crop": _can_crop(cache),
+            }
+            replace_file(path / DESCRIPTION, json.dumps(content).encode())
+            for file in path.iterdir():
+                file.chmod(0o600)
+            nbytes = folder_nbytes(path)
+            if nbytes > self.max_bytes:
+                raise ValueError(
+                    f"the cache takes {nbytes / 1e9:.2f} GB, and the shelf holds at most "
+                    f"{self.max_bytes / 1e9:.2f} GB: make it with a larger max_size"
+                )
+            with self._locked(exclusive=True):
+                target = self.folder / name
+                # Another process may have put the same meanwhile.
+                if not target.exists():
+                    path.rename(target)
+                self._make_room(target)
+        return next(entry for entry in self.entries() if entry.name == name)
+
+    def entries(self) -> list[ShelfEntry]:
+        """All entries, the last used first; those that others could have written are left out."""
+        if not self.folder.is_dir():
+            return []
+        read = (read_entry(path) for path in self.folder.iterdir() if not path.name.startswith("."))
+        return sorted(filter(None, read), key=lambda entry: entry.used, reverse=True)
+
+    def remove(self, name: str) -> None:
+        """Remove an entry. ValueError for a name that no entry has."""
+        if name not in {entry.name for entry in self.entries()}:
+            raise ValueError(f"{self.folder} has no entry {name!r}")
+        with self._locked(exclusive=True):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def _make_room(self, newest: Path) -> None:
+        """Remove what ``newest`` makes superfluous, and the least used until the rest fits."""
+        entries = self.entries()
+        new = next(entry for entry in entries if entry.name == newest.name)
+        left = [new]
+        for entry in entries:
+            if entry is new:
+                continue
+            begins_new = entry.tokens < new.tokens and entry.chain[-1] == new.at(entry.tokens)
+            is_part = begins_new and new.can_crop and entry.key == new.key
+            size = sum(one.nbytes for one in left) + entry.nbytes
+            if is_part or size > self.max_bytes:
+                shutil.rmtree(self.folder / entry.name, ignore_errors=True)
+            else:
+                left.append(entry)
+
+    @contextmanager
+    def _unfinished(self) -> Iterator[Path]:
+        """A folder to be filled and renamed; what it has then is gone if that fails.
+
+        Folders of processes that were killed are removed: nobody holds their locks.
+        """
+        for path in self.folder.glob(f"{_UNFINISHED}*"):
+            with suppress(OSError), _lock_of(path, exclusive=True, wait=False):
+                shutil.rmtree(path)
+        path = self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+        path.mkdir(mode=0o700)
+        try:
+            with _lock_of(path, exclusive=True):
+                yield path
+        finally:
+            if path.exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self, exclusive: bool) -> Iterator[None]:
+        """Entries stay while one is read; they come and go one at a time."""
+        if not self.folder.is_dir():
+            yield
+            return
+        with _lock_of(self.folder, exclusive):
+            yield
+
+
+@contextmanager
+def _lock_of(folder: Path, exclusive: bool, wait: bool = True) -> Iterator[None]:
+    """The lock of a folder; BlockingIOError where others have it, and nobody is to ``wait``."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _method(name: str) -> type[RetrievalCache]:
+    methods = registered_methods()
+    if name not in methods:
+        raise ValueError(f"method={name!r}: choose among {', '.join(methods)}")
+    return methods[name]
+
+
+def _one_sequence(input_ids: torch.Tensor) -> torch.Tensor:
+    """``[T]`` of ``input_ids [1, T]``, on the CPU."""
+    if input_ids.ndim != 2 or len(input_ids) != 1:
+        raise ValueError(
+            f"input_ids are {list(input_ids.shape)}: a shelf holds caches of one sequence, pass "
+            "[1, tokens] for each"
+        )
+    return input_ids[0].cpu().to(torch.int64)
+
+
+def _check_tokens(cache: RetrievalCache, held: torch.Tensor | None, ids: torch.Tensor) -> None:
+    """ValueError unless ``cache`` has read ``ids [T]``, as text, in one sequence."""
+    if held is None or len(held) != 1:
+        raise ValueError(
+            "the cache holds no sequence whose tokens it saw, or several: put a cache of one "
+            "sequence after model.generate or a pass with input_ids"
+        )
+    if cache.tokens.passes:
+        raise ValueError("the cache was filled with more than text (images, embeddings)")
+    if len(ids) < BLOCK:
+        raise ValueError(f"input_ids has {len(ids)} tokens: a shelf holds {BLOCK} and more")
+    if held.shape[1] < len(ids) or not torch.equal(held[0, : len(ids)].cpu(), ids):
+        raise ValueError(
+            f"the cache has not read these {len(ids)} tokens (it holds {held.shape[1]}): pass the "
+            "prompt that it was filled with, or the beginning of it"
+        )
+
+
+def _key(cache: RetrievalCache, model: PreTrainedModel) -> str:
+    """Hash of the model, of the method, and of options that what is stored depends on."""
+    identity, options = identity_of(model), cache.options_to_load()
+    bits, recipe = options.bits if options.store in CODED else UNCODED, options.prompt_recipe
+    content = {
+        "model": [identity.facts, identity.weights],
+        "method": cache.name,
+        "options": {
+            name: value
+            for name, value in dataclasses.asdict(options).items()
+            if name not in LOAD_OPTIONS and name not in ("artifact", "revision", "bits")
+        },
+        "bits": bits,
+        "prompt": None if recipe is None else dataclasses.asdict(recipe),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _can_crop(cache: RetrievalCache) -> bool:
+    """Whether the newest tokens of a cache can be dropped without a trace."""
+    if cache.name in _WHOLE_METHODS:
+        return False
+    try:
+        cache.fork().crop(-1)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,275 @@
+"""A shelf: what was read once is found again, and nothing that doesn't fit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import ParisKVCache, Shelf
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+RUN: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+SMALL = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "shelf")
+
+
+def _read(
+    model: PreTrainedModel, ids: torch.Tensor, method: str = "paris", **options: Any
+) -> hf_kvret.RetrievalCache:
+    """A cache that has read ``ids`` and holds an answer behind them."""
+    cls = hf_kvret.registered_methods()[method]
+    cache = cls(model.config, **{**COVERING_OPTIONS, **options})
+    model.generate(ids, past_key_values=cache, **RUN)
+    return cache
+
+
+def _with_more(ids: torch.Tensor, length: int = 20, salt: int = 1) -> torch.Tensor:
+    return torch.cat([ids, prompt(1, length, salt=salt)], dim=1)
+
+
+@pytest.mark.parametrize("method", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
+@pytest.mark.parametrize("store", ["device", "cpu"])
+def test_a_prompt_goes_on_from_what_is_on_the_shelf(
+    method: str, store: str, llama: PreTrainedModel, shelf: Shelf
+) -> None:
+    document = prompt(1, 200)
+    cache = hf_kvret.registered_methods()[method](llama.config, **COVERING_OPTIONS)
+    with torch.no_grad():
+        hf_kvret.attach(llama)
+        llama(document, past_key_values=cache)
+    entry = shelf.put(cache, document, llama)
+    assert (entry.tokens, entry.method) == (200, method) and entry.nbytes > 200 * 64 * 4
+    question = _with_more(document)
+    found = shelf.find(question, llama, method, **COVERING_OPTIONS, store=store)
+    assert found is not None and found.get_seq_length() == found.from_shelf == 200
+    assert found.stats()["from_shelf"] == 200 and found.options.store == store
+    answer = llama.generate(question, past_key_values=found, **RUN)
+    # As the cache that read it goes on.
+    assert torch.equal(answer, llama.generate(question, past_key_values=cache, **RUN))
+
+
+def test_a_part_of_an_entry_is_found_and_an_answer_is_not_put(
+    llama: PreTrainedModel, shelf: Shelf
+) -> None:
+    ids = prompt(1, 300)
+    cache = _read(llama, ids)
+    assert cache.get_seq_length() == 305
+    entry = shelf.put(cache, ids, llama)
+    assert entry.tokens == 300 and entry.can_crop and cache.get_seq_length() == 305
+    other = torch.cat([ids[:, :250], prompt(1, 30, salt=2)], dim=1)
+    found = shelf.find(other, llama, "paris", **COVERING_OPTIONS)
+    # Whole blocks of 64: three of the four that begin within 250 tokens end there.
+    assert found is not None and found.from_shelf == found.get_seq_length() == 192
+    answer = llama.generate(other, past_key_values=found, **RUN)
+    assert torch.equal(answer, llama.generate(other, **RUN))
+    same = shelf.find(ids, llama, "paris", **COVERING_OPTIONS)
+    assert same is not None and same.from_shelf == 299, "a token is left to be read"
+    assert torch.equal(llama.generate(ids, past_key_values=same, **RUN), llama.generate(ids, **RUN))
+    assert shelf.find(prompt(1, 300, salt=3), llama, "paris", **COVERING_OPTIONS) is None
+    assert shelf.find(ids[:, :40], llama, "paris", **COVERING_OPTIONS) is None
+
+
+@pytest.mark.parametrize(("name", "method"), [("gemma3", "flat"), ("qwen3_next", "paris")])
+def test_what_can_not_go_back_is_taken_whole_or_not(name: str, method: str, shelf: Shelf) -> None:
+    model, ids = MODELS[name].build(), prompt(1, 130)
+    cache = hf_kvret.registered_methods()[method](model.config, **COVERING_OPTIONS)
+    hf_kvret.attach(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    entry = shelf.put(cache, ids, model)
+    assert not entry.can_crop
+    assert shelf.find(ids, model, method, **COVERING_OPTIONS) is None
+    more = _with_more(ids)
+    found = shelf.find(more, model, method, **COVERING_OPTIONS)
+    assert found is not None and found.from_shelf == 130
+    assert torch.equal(
+        model.generate(more, past_key_values=found, **RUN), model.generate(more, **RUN)
+    )
+    with pytest.raises(RuntimeError):
+        shelf.put(found, ids, model)
+
+
+def test_a_request_finds_only_what_it_could_have_read_itself(
+    llama: PreTrainedModel, shelf: Shelf
+) -> None:
+    ids = prompt(1, 128)
+    shelf.put(_read(llama, ids), ids, llama)
+    retrieve = {"above": 0, "floor": 0, "exact": 16}
+    more = _with_more(ids)
+    for options in ({"top_k": 16}, {"store": "host"}, {"flush": 8}, {"max_draft": 9}):
+        found = shelf.find(more, llama, "paris", **{**COVERING_OPTIONS, **options})
+        assert found is not None and {**options}.items() <= vars(found.options).items()
+    for options in ({"sink": 3}, {"recent": 16}, {"prompt": retrieve}, {"store": "higgs"}):
+        assert shelf.find(more, llama, "paris", **{**COVERING_OPTIONS, **options}) is None
+    assert shelf.find(more, llama, "flat", **COVERING_OPTIONS) is None
+    with torch.no_grad():
+        llama.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    assert shelf.find(more, llama, "paris", **COVERING_OPTIONS) is None
+    other = MODELS["qwen3"].build()
+    assert shelf.find(more, other, "paris", **COVERING_OPTIONS) is None
+    read = _read(llama, ids, prompt=retrieve)
+    shelf.put(read, ids, llama)
+    found = shelf.find(more, llama, "paris", **COVERING_OPTIONS, prompt=retrieve)
+    assert found is not None and found.options.prompt_recipe is not None
+    assert shelf.find(more, llama, "paris", **COVERING_OPTIONS) is None
+
+
+def test_the_least_used_entries_leave_and_beginnings_of_longer_ones(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    shelf, texts = Shelf(tmp_path), [prompt(1, 128, salt=salt) for salt in range(4)]
+    first = shelf.put(_read(llama, texts[0]), texts[0], llama)
+    again = shelf.put(_read(llama, texts[0]), texts[0], llama)
+    assert again.name == first.name and len(shelf.entries()) == 1
+    shelf = Shelf(tmp_path, max_size=int(first.nbytes * 2.5))
+    shelf.put(_read(llama, texts[1]), texts[1], llama)
+    for name in (entry.name for entry in shelf.entries()):
+        os.utime(tmp_path / name / "shelf.json", (1, 1 if name == first.name else 2))
+    assert shelf.find(_with_more(texts[0]), llama, "paris", **COVERING_OPTIONS) is not None
+    shelf.put(_read(llama, texts[2]), texts[2], llama)
+    left = [shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS) for ids in texts]
+    assert [found is not None for found in left] == [True, False, True, False]
+    longer = _with_more(texts[0], 30)
+    shelf.put(_read(llama, longer), longer, llama)
+    assert [entry.tokens for entry in shelf.entries()] == [158, 128]
+    assert first.name not in {entry.name for entry in shelf.entries()}
+    with pytest.raises(ValueError, match=r"the cache takes .* GB, and the shelf holds at most"):
+        Shelf(tmp_path / "small", max_size=1000).put(_read(llama, texts[3]), texts[3], llama)
+    assert not [path for path in (tmp_path / "small").iterdir() if path.name != ".lock"]
+    name = shelf.entries()[0].name
+    shelf.remove(name)
+    assert name not in {entry.name for entry in shelf.entries()}
+    with pytest.raises(ValueError, match="has no entry"):
+        shelf.remove("../elsewhere")
+
+
+def test_files_are_their_owners_alone_and_those_of_others_are_left_out(
+    llama: PreTrainedModel, shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = prompt(1, 128)
+    entry = shelf.put(_read(llama, ids), ids, llama)
+    path = shelf.folder / entry.name
+    assert shelf.folder.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
+    for target in (path, path / "shelf.json"):
+        target.chmod(target.stat().st_mode | 0o020)
+        with caplog.at_level(logging.WARNING):
+            assert shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS) is None
+        assert "others could have written it" in caplog.messages[-1]
+        target.chmod(target.stat().st_mode & ~0o020)
+    assert shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS) is not None
+
+
+def test_a_damaged_entry_is_skipped(
+    llama: PreTrainedModel, shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = prompt(1, 192)
+    names = []
+    for length in (192, 128):
+        part = ids[:, :length]
+        names.append(shelf.put(_read(llama, part, sink=2), part, llama).name)
+    shard = next((shelf.folder / names[0]).glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
+    assert found is not None and found.from_shelf == 128
+    assert "is left out: " in caplog.text and "damaged" in caplog.text
+    (shelf.folder / names[1] / "shelf.json").write_text("{")
+    assert [entry.name for entry in shelf.entries()] == [names[0]]
+
+
+def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
+    ids = prompt(1, 128)
+    cache = _read(llama, ids)
+    for wrong, message in (
+        (prompt(2, 128), r"input_ids are \[2, 128\]: a shelf holds caches of one sequence"),
+        (prompt(1, 128, salt=5), "the cache has not read these 128 tokens"),
+        (prompt(1, 400), "the cache has not read these 400 tokens"),
+        (ids[:, :20], "input_ids has 20 tokens: a shelf holds 64 and more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shelf.put(cache, wrong, llama)
+    with pytest.raises(ValueError, match="whose tokens it saw"):
+        shelf.put(ParisKVCache(llama.config), ids, llama)
+    with pytest.raises(ValueError, match="qwen3"):
+        shelf.put(cache, ids, MODELS["qwen3"].build())
+    with pytest.raises(ValueError, match="method='pariss': choose among"):
+        shelf.find(ids, llama, "pariss")
+    with pytest.raises(ValueError, match="did you mean 'top_k'"):
+        shelf.find(ids, llama, "paris", topk=3)
+    embedded = ParisKVCache(llama.config, **COVERING_OPTIONS)
+    with torch.no_grad():
+        embeds = llama.get_input_embeddings()(ids)
+    llama.generate(inputs_embeds=embeds, past_key_values=embedded, **RUN)
+    with pytest.raises(ValueError, match="filled with more than text"):
+        shelf.put(embedded, ids, llama)
+    assert not shelf.folder.exists() and shelf.entries() == []
+    assert shelf.find(ids, llama, "paris", **COVERING_OPTIONS) is None
+
+
+_PUT = """
+import sys, torch
+import hf_kvret
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+model, ids = MODELS["llama"].build(), prompt(1, 128)
+cache = hf_kvret.ParisKVCache(model.config, **COVERING_OPTIONS)
+model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+if sys.argv[2] == "hang":
+    save = hf_kvret.ParisKVCache.save_pretrained
+    def hang(self, directory, **options):
+        save(self, directory, **options)
+        print("written", flush=True)
+        sys.stdin.read()
+    hf_kvret.ParisKVCache.save_pretrained = hang
+print(hf_kvret.Shelf(sys.argv[1]).put(cache, ids, model).name, flush=True)
+"""
+
+
+def _process(folder: Path, how: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _PUT, str(folder), how]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes)
+
+
+def test_two_processes_put_the_same_and_a_killed_one_leaves_nothing(
+    llama: PreTrainedModel, shelf: Shelf
+) -> None:
+    killed = _process(shelf.folder, "hang")
+    assert killed.stdout is not None and killed.stdout.readline() == "written\n"
+    assert len(list(shelf.folder.glob(".unfinished-*"))) == 1 and not shelf.entries()
+    two = [_process(shelf.folder, "put") for _ in range(2)]
+    names = {process.communicate(timeout=120)[0] for process in two}
+    assert len(names) == 1 and [entry.name for entry in shelf.entries()] == [names.pop().strip()]
+    # One that is at work keeps its folder.
+    assert len(list(shelf.folder.glob(".unfinished-*"))) == 1
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(60)
+    found = shelf.find(_with_more(prompt(1, 128)), llama, "paris", **COVERING_OPTIONS)
+    assert found is not None and found.from_shelf == 128
+    other = prompt(1, 128, salt=9)
+    time.sleep(0.01)
+    shelf.put(_read(llama, other), other, llama)
+    assert not list(shelf.folder.glob(".unfinished-*")) and len(shelf.entries()) == 2
