@@ -127,9 +127,10 @@ def described(results: Results, table: str) -> str:
     setup = results.setup
     if setup["layers"] == setup["of_layers"]:
         return table
+    head = "a small head and small MLPs" if setup.get("part") == "attention" else "its head"
     return (
-        f"Measured: {setup['layers']} of {setup['of_layers']} layers of {setup['shape']} with its "
-        f'head. Columns that begin with "scaled" are estimates for all of them.\n\n{table}'
+        f"Measured: {setup['layers']} of {setup['of_layers']} layers of {setup['shape']} with "
+        f'{head}. Columns that begin with "scaled" are estimates for all of them.\n\n{table}'
     )
 
 
