@@ -19,6 +19,8 @@ from torch import nn
 from hf_kvret_model_patches.wrappers import WrappedFunction
 
 _MASK, _VISIBLE, _CHOICE = "build_attention_mask_from_topk", "get_visible_tokens", "hf_kvret_choice"
+# The second until transformers 5.23.
+_CACHE_NAMES = ("cache", "past_key_values")
 _patched: dict[tuple[type, str], WrappedFunction] = {}
 
 
@@ -48,9 +50,10 @@ def apply(
         return choice
 
     def forward(original: Callable[..., Any], module: Any, **arguments: Any) -> torch.Tensor:
-        if is_ours(cache := arguments.get("cache")):
-            new = arguments["hidden_states"].shape[1]
-            arguments["cache"] = _grown(cache, module.layer_idx, new)
+        for name in _CACHE_NAMES:
+            if is_ours(cache := arguments.get(name)):
+                new = arguments["hidden_states"].shape[1]
+                arguments[name] = _grown(cache, module.layer_idx, new)
         return original(module, **arguments)
 
     hooks: dict[str, tuple[str, Callable[..., Any]]] = {
