@@ -37,7 +37,7 @@ class Room(NamedTuple):
 
 ROOMS = (
     Room(KERNELS, 14_560),
-    Room(PATCHES, 1_560),
+    Room(PATCHES, 1_570),
     Room("hf_kvret.version", 10),
     Room("hf_kvret.options", 620),
     Room("hf_kvret.contracts", 1_730),

@@ -225,6 +225,11 @@ def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
     llama.generate(inputs_embeds=embeds, past_key_values=embedded, **RUN)
     with pytest.raises(ValueError, match="filled with more than text"):
         shelf.put(embedded, ids, llama)
+    padded = ParisKVCache(llama.config, **COVERING_OPTIONS)
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(9), 0)
+    llama.generate(ids, attention_mask=mask, past_key_values=padded, **RUN)
+    with pytest.raises(ValueError, match="the cache holds padding"):
+        shelf.put(padded, ids, llama)
     assert not shelf.folder.exists() and shelf.entries() == []
     assert shelf.find(ids, llama, "paris", **COVERING_OPTIONS) is None
 

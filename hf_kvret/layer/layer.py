@@ -170,6 +170,12 @@ class RetrievalLayer(CacheLayerMixin):
         return window.start + window.length
 
     @property
+    def has_padding(self) -> bool:
+        """Whether some of its tokens were padding in the last pass; may wait for the device."""
+        valid = None if self._scoring is None else self._scoring.valid
+        return valid is not None and not bool(valid.all())
+
+    @property
     def is_torn(self) -> bool:
         """Whether a pass broke off while new tokens were taken in: nobody knows what is held."""
         return self.pending_attention and self._takes_in

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,9 @@ class Shelf:
         Raises:
             RuntimeError: in the middle of a forward pass, or the cache holds more than the prompt
                 and can't be cropped: put it before anything is generated.
-            ValueError: other tokens than the cache has read, more than one sequence, images, less
-                than 64 tokens, a cache of another model, one that is larger than the shelf.
+            ValueError: other tokens than the cache has read, more than one sequence, images,
+                padding, less than 64 tokens, a cache of another model, one that is larger than the
+                shelf.
             OSError: the disk is full, for instance; nothing is on the shelf then.
         """
         cache.stack.check_pass()
@@ -177,8 +178,10 @@ class Shelf:
                 # Another process may have put the same meanwhile.
                 if not target.exists():
                     path.rename(target)
-                self._make_room(target)
-        return next(entry for entry in self.entries() if entry.name == name)
+                entry = read_entry(target)
+                assert entry is not None, "it was just made"
+                self._make_room(entry)
+        return entry
 
     def entries(self) -> list[ShelfEntry]:
         """All entries, the last used first; those that others could have written are left out."""
@@ -194,21 +197,18 @@ class Shelf:
         with self._locked(exclusive=True):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def _make_room(self, newest: Path) -> None:
-        """Remove what ``newest`` makes superfluous, and the least used until the rest fits."""
-        entries = self.entries()
-        new = next(entry for entry in entries if entry.name == newest.name)
-        left = [new]
-        for entry in entries:
-            if entry is new:
+    def _make_room(self, new: ShelfEntry) -> None:
+        """Remove what ``new`` makes superfluous, and the least used until the rest fits."""
+        size = new.nbytes
+        for entry in self.entries():
+            if entry.name == new.name:
                 continue
             begins_new = entry.tokens < new.tokens and entry.chain[-1] == new.at(entry.tokens)
             is_part = begins_new and new.can_crop and entry.key == new.key
-            size = sum(one.nbytes for one in left) + entry.nbytes
-            if is_part or size > self.max_bytes:
+            if is_part or size + entry.nbytes > self.max_bytes:
                 shutil.rmtree(self.folder / entry.name, ignore_errors=True)
             else:
-                left.append(entry)
+                size += entry.nbytes
 
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:
@@ -216,17 +216,17 @@ class Shelf:
 
         Folders of processes that were killed are removed: nobody holds their locks.
         """
-        for path in self.folder.glob(f"{_UNFINISHED}*"):
-            with suppress(OSError), _lock_of(path, exclusive=True, wait=False):
-                shutil.rmtree(path)
         path = self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        path.mkdir(mode=0o700)
-        try:
-            with _lock_of(path, exclusive=True):
-                yield path
-        finally:
-            if path.exists():
-                shutil.rmtree(path, ignore_errors=True)
+        with ExitStack() as stack:
+            # A folder that nobody has locked yet would look like one of a killed process.
+            with self._locked(exclusive=True):
+                for left in self.folder.glob(f"{_UNFINISHED}*"):
+                    with suppress(OSError), _lock_of(left, exclusive=True, wait=False):
+                        shutil.rmtree(left)
+                path.mkdir(mode=0o700)
+                stack.callback(shutil.rmtree, path, ignore_errors=True)
+                stack.enter_context(_lock_of(path, exclusive=True))
+            yield path
 
     @contextmanager
     def _locked(self, exclusive: bool) -> Iterator[None]:
@@ -279,6 +279,8 @@ def _check_tokens(cache: RetrievalCache, held: torch.Tensor | None, ids: torch.T
         )
     if cache.tokens.passes:
         raise ValueError("the cache was filled with more than text (images, embeddings)")
+    if any(layer.has_padding for layer in cache.retrieval_layers):
+        raise ValueError("the cache holds padding: give the prompt without it, and without a mask")
     if len(ids) < BLOCK:
         raise ValueError(f"input_ids has {len(ids)} tokens: a shelf holds {BLOCK} and more")
     if held.shape[1] < len(ids) or not torch.equal(held[0, : len(ids)].cpu(), ids):
