@@ -13,7 +13,9 @@ import torch
 from transformers import DynamicCache
 
 import hf_kvret
+from hf_kvret.models.compatibility import index_budget
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.conformance import ALL_MODELS
 from hf_kvret.testing.scenario import prompt
 
 STEP = torch.ones(1, 1, dtype=torch.long)
@@ -111,6 +113,34 @@ def test_a_crop_drops_a_pass_that_broke_off(method: str, length: int, crop: int)
             outputs.append(model(more, past_key_values=cache).logits)
             outputs.append(model(STEP, past_key_values=cache.fork()).logits)
     torch.testing.assert_close(outputs[2:], outputs[:2], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("deepseek_v3", "paris"), ("gemma4_shared", "flat"), ("minimax_m3", "native")],
+)
+@pytest.mark.parametrize("length", [1, 30])
+def test_a_crop_drops_a_broken_pass_of_layers_of_other_kinds(
+    name: str, method: str, length: int
+) -> None:
+    """Latents, keys that others read behind windows that aren't full, keys of an indexer."""
+    try:
+        index_budget(ALL_MODELS[name].config())
+    except ValueError:
+        pytest.skip("this transformers has no such model")
+    model, more, outputs = ALL_MODELS[name].build(), prompt(1, length, salt=3), []
+    hf_kvret.attach(model)
+    options = {**COVERING_OPTIONS, **({"top_k": None} if method == "native" else {})}
+    for breaks in (False, True):
+        cache = hf_kvret.registered_methods()[method](model.config, **options)
+        with torch.no_grad():
+            model(_ids(12 if name == "gemma4_shared" else 60), past_key_values=cache)
+        if breaks:
+            _break_off(model, cache, 1, more[:, :2] if name == "gemma4_shared" else more)
+            cache.crop(0)
+        with torch.no_grad():
+            outputs.append(model(more, past_key_values=cache).logits)
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)
 
 
 def test_a_crop_drops_a_first_pass_that_broke_off_between_update_and_attention(

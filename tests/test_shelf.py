@@ -106,7 +106,7 @@ def test_what_can_not_go_back_is_taken_whole_or_not(name: str, method: str, shel
     assert torch.equal(
         model.generate(more, past_key_values=found, **RUN), model.generate(more, **RUN)
     )
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="put it before anything is generated"):
         shelf.put(found, ids, model)
 
 

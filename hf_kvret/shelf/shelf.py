@@ -145,8 +145,7 @@ class Shelf:
         assert held is not None, "it was compared"
         surplus = held.shape[1] - len(ids)
         if surplus:
-            cache = cache.fork()
-            cache.crop(-surplus)
+            cache = _without_newest(cache, surplus)
         key, chain = _key(cache, model), chain_of(ids)
         name = hashlib.sha256(f"{key} {len(ids)} {chain[-1]}".encode()).hexdigest()[:24]
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -306,6 +305,19 @@ def _key(cache: RetrievalCache, model: PreTrainedModel) -> str:
         "prompt": None if recipe is None else dataclasses.asdict(recipe),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _without_newest(cache: RetrievalCache, surplus: int) -> RetrievalCache:
+    """A fork without the newest ``surplus`` tokens; RuntimeError where layers can't go back."""
+    twin = cache.fork()
+    try:
+        twin.crop(-surplus)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the cache holds {surplus} tokens behind the prompt, and layers of this model can't "
+            f"go back ({error}): put it before anything is generated, after a pass of the prompt"
+        ) from error
+    return twin
 
 
 def _can_crop(cache: RetrievalCache) -> bool:
