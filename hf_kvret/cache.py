@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLa
 
 from hf_kvret.contracts.index import Index, makes_estimates
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.layer.hybrid import new_layer
+from hf_kvret.layer.hybrid import check_window, new_layer
 from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
 from hf_kvret.layer.model_state import ModelState
 from hf_kvret.models.compatibility import (
@@ -487,6 +487,8 @@ class LayerStack:
             self._check_thread()
             self._check_way_back(fault)
         held = min(layer.get_seq_length() for layer in self._attending)
+        for layer in self._attending:
+            check_window(layer, layer.get_seq_length() - held - tokens_to_remove)
         # A state refuses, or a sliding window that is full: they come first.
         others = [layer for layer in self._layers if not isinstance(layer, RetrievalLayer)]
         others.sort(key=lambda layer: type(layer) is DynamicLayer)

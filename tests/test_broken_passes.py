@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import hf_kvret
 from hf_kvret.models.compatibility import index_budget
@@ -177,6 +178,22 @@ def test_a_window_that_is_full_and_a_state_do_not_go_back() -> None:
         cache.reset()
         with torch.no_grad():
             model(_ids(), past_key_values=cache)
+
+
+def test_a_window_that_kept_too_little_is_not_cut_short() -> None:
+    """While it drafts, transformers keeps some tokens of the past, and would cut these silently."""
+    model, cache = _filled("gemma3")
+    window = next(x for x in cache.layers if isinstance(x, DynamicSlidingWindowLayer))
+    window.record_past = True
+    for token in _ids(5)[0]:
+        with torch.no_grad():
+            model(token.view(1, 1), past_key_values=cache)
+    before = window.keys.shape[2]
+    with pytest.raises(RuntimeError, match="does not track past states for 30 tokens"):
+        cache.crop(-30)
+    assert window.keys.shape[2] == before and cache.get_seq_length() == 65
+    cache.crop(-2)
+    assert cache.get_seq_length() == 63
 
 
 def test_input_ids_are_those_that_the_cache_saw() -> None:

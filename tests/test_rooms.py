@@ -25,12 +25,12 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 25_990
+MOST_LIBRARY_LINES = 26_095
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 65_050,
+    ("tests", ".py"): 65_150,
     ("examples", ".py"): 12_310,
     ("kernels/csrc", ".cpp"): 1_665,
     ("kernels/csrc", ".h"): 3_025,

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import ParisKVCache, Shelf
+from hf_kvret.saved.identity import identity_of
+from hf_kvret.shelf import shelf as shelf_checks
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -120,7 +123,8 @@ def test_a_request_finds_only_what_it_could_have_read_itself(
     for options in ({"top_k": 16}, {"store": "host"}, {"flush": 8}, {"max_draft": 9}):
         found = shelf.find(more, llama, "paris", **{**COVERING_OPTIONS, **options})
         assert found is not None and {**options}.items() <= vars(found.options).items()
-    for options in ({"sink": 3}, {"recent": 16}, {"prompt": retrieve}, {"store": "higgs"}):
+    coded: dict[str, Any] = {"store": "higgs", "bits": 16}
+    for options in ({"sink": 3}, {"recent": 16}, {"prompt": retrieve}, {"store": "higgs"}, coded):
         assert shelf.find(more, llama, "paris", **{**COVERING_OPTIONS, **options}) is None
     assert shelf.find(more, llama, "flat", **COVERING_OPTIONS) is None
     with torch.no_grad():
@@ -133,6 +137,43 @@ def test_a_request_finds_only_what_it_could_have_read_itself(
     found = shelf.find(more, llama, "paris", **COVERING_OPTIONS, prompt=retrieve)
     assert found is not None and found.options.prompt_recipe is not None
     assert shelf.find(more, llama, "paris", **COVERING_OPTIONS) is None
+
+
+def test_what_evicts_is_found_with_its_budget_and_put_without_an_answer(
+    llama: PreTrainedModel, shelf: Shelf
+) -> None:
+    ids = prompt(1, 200)
+    small = {**COVERING_OPTIONS, "top_k": 16}
+    cache = hf_kvret.H2OCache(llama.config, **small)
+    hf_kvret.attach(llama)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+    shelf.put(cache, ids, llama)
+    assert shelf.find(_with_more(ids), llama, "h2o", **small) is not None
+    assert shelf.find(_with_more(ids), llama, "h2o", **COVERING_OPTIONS) is None
+    with torch.no_grad():
+        llama(ids[:, :1], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="h2o has weighed earlier tokens by them"):
+        shelf.put(cache, ids, llama)
+
+
+def test_a_model_of_which_nobody_can_tell_is_refused(
+    llama: PreTrainedModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(1, 128)
+    cache = _read(llama, ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama.config, "image_token_id", int(ids[0, 5]), raising=False)
+        with pytest.raises(ValueError, match="filled with more than text"):
+            shelf.put(cache, ids, llama)
+    bare = replace(identity_of(llama), weights={})
+    monkeypatch.setattr(shelf_checks, "identity_of", lambda model: bare)
+    for act in (
+        lambda: shelf.put(cache, ids, llama),
+        lambda: shelf.find(ids, llama, "paris", **COVERING_OPTIONS),
+    ):
+        with pytest.raises(ValueError, match="weights can't be read here"):
+            act()
 
 
 def test_the_least_used_entries_leave_and_beginnings_of_longer_ones(
@@ -195,9 +236,13 @@ def test_a_damaged_entry_is_skipped(
     shard.write_bytes(content)
     found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
     assert found is not None and found.from_shelf == 128
-    assert "is left out: " in caplog.text and "damaged" in caplog.text
+    assert "is left out" in caplog.text and "damaged" in caplog.text
     (shelf.folder / names[1] / "shelf.json").write_text("{")
     assert [entry.name for entry in shelf.entries()] == [names[0]]
+    # What can't be read is replaced.
+    part = ids[:, :128]
+    assert shelf.put(_read(llama, part), part, llama).name == names[1]
+    assert {entry.name for entry in shelf.entries()} == set(names)
 
 
 def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
@@ -228,8 +273,9 @@ def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
     padded = ParisKVCache(llama.config, **COVERING_OPTIONS)
     mask = torch.ones_like(ids).index_fill(1, torch.arange(9), 0)
     llama.generate(ids, attention_mask=mask, past_key_values=padded, **RUN)
-    with pytest.raises(ValueError, match="the cache holds padding"):
-        shelf.put(padded, ids, llama)
+    for cache in (padded, padded.fork()):
+        with pytest.raises(ValueError, match="the cache holds padding"):
+            shelf.put(cache, ids, llama)
     assert not shelf.folder.exists() and shelf.entries() == []
     assert shelf.find(ids, llama, "paris", **COVERING_OPTIONS) is None
 

@@ -275,11 +275,13 @@ def _cut_mask(mask: Any, index: Any) -> torch.Tensor | None:
     info, everything = mask_info(mask), slice(None)
     if info is None or not isinstance(index, tuple) or not 2 <= len(index) <= 4:
         return None
+    if info.chosen is not None:
+        return None
     if type(index[1]) is int and index[1] == 0:
         if any(type(one) is not int and one != everything for one in index):
             return None
         return info.seen_by_query(mask.device)[index]
-    if len(index) == 2 or info.chosen is not None:
+    if len(index) == 2:
         return None
     *others, queries = index[:2] + index[3:] + index[2:3]
     if not isinstance(queries, slice) or any(one != everything for one in others):

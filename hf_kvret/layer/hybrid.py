@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from hf_kvret.layer.indexed import IndexedLatentLayer, IndexedLayer
 from hf_kvret.layer.latent import LatentLayer
@@ -71,6 +75,21 @@ def foreign_layers_of(layers: Sequence[Any]) -> dict[int, Any]:
     """By number the layers that transformers itself keeps: whole ones, and those in hybrid ones."""
     parts = {number: getattr(layer, "linear", layer) for number, layer in enumerate(layers)}
     return {number: part for number, part in parts.items() if not isinstance(part, RetrievalLayer)}
+
+
+def check_window(layer: Any, count: int) -> None:
+    """RuntimeError where ``layer`` is a sliding window without tokens before its newest ``count``.
+
+    transformers, which keeps some of them while it drafts, would cut it short without a word.
+    """
+    if not isinstance(layer, DynamicSlidingWindowLayer) or layer.keys is None or not count:
+        return
+    left = min(layer.sliding_window - 1, layer.get_seq_length() - count)
+    if layer.keys.shape[-2] < left + count:
+        raise RuntimeError(
+            f"a sliding window of {layer.sliding_window} does not track past states for {count} "
+            "tokens, so it can't go back: start with a new cache or cache.reset()"
+        )
 
 
 def new_layer(stock: Any, *arguments: Any) -> RetrievalLayer:

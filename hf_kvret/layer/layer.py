@@ -151,7 +151,7 @@ class RetrievalLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         else:
             self.kv.check_tokens(key_states, value_states)
-        self.pending_attention = True
+        self.pending_attention, self._takes_in = True, False
         self.edits += 1
         self._update_key = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
@@ -171,9 +171,19 @@ class RetrievalLayer(CacheLayerMixin):
 
     @property
     def has_padding(self) -> bool:
-        """Whether some of its tokens were padding in the last pass; may wait for the device."""
+        """Whether tokens were padding in the last pass, or before the first ones that count.
+
+        It may wait for the device.
+        """
+        if self.kv is None:
+            return False
         valid = None if self._scoring is None else self._scoring.valid
-        return valid is not None and not bool(valid.all())
+        slots = self.kv.window.sink_slots
+        starts = (
+            slots[slots >= 0]
+            != torch.arange(slots.shape[1], device=slots.device).expand_as(slots)[slots >= 0]
+        )
+        return bool(starts.any()) or (valid is not None and not bool(valid.all()))
 
     @property
     def is_torn(self) -> bool:

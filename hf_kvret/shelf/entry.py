@@ -87,12 +87,9 @@ def chain_of(ids: torch.Tensor, before: str = "") -> tuple[str, ...]:
 def read_entry(path: Path) -> ShelfEntry | None:
     """The entry in a folder; None, and a warning, where it can't be trusted or read."""
     try:
-        for one in (path, path / DESCRIPTION):
-            facts = one.lstat()
-            mine = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
-            if stat.S_ISLNK(facts.st_mode) or not mine or facts.st_mode & _WRITABLE_BY_OTHERS:
-                _log.warning("%s is left out of the shelf: others could have written it", path)
-                return None
+        if not all(is_own(one) for one in (path, path / DESCRIPTION, *path.iterdir())):
+            _log.warning("%s is left out of the shelf: others could have written it", path)
+            return None
         content: Any = strict_json.read_json((path / DESCRIPTION).read_bytes())
         if content["version"] != VERSION:
             return None
@@ -113,6 +110,13 @@ def read_entry(path: Path) -> ShelfEntry | None:
     except (OSError, KeyError, TypeError, ValueError) as error:
         _log.warning("%s is left out of the shelf: %s", path, error)
         return None
+
+
+def is_own(path: Path) -> bool:
+    """Whether nobody else can have written it; FileNotFoundError where there is nothing."""
+    facts = path.lstat()
+    mine = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
+    return mine and not stat.S_ISLNK(facts.st_mode) and not facts.st_mode & _WRITABLE_BY_OTHERS
 
 
 def folder_nbytes(folder: Path) -> int:

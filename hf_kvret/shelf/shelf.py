@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.options.config import LOAD_OPTIONS, byte_count
 from hf_kvret.registry import registered_methods
 from hf_kvret.saved.folder import replace_file
@@ -32,6 +34,7 @@ from hf_kvret.shelf.entry import (
     ShelfEntry,
     chain_of,
     folder_nbytes,
+    is_own,
     read_entry,
 )
 from hf_kvret.stores.placement import CODED, UNCODED
@@ -47,6 +50,9 @@ _LOCK = ".lock"
 _UNFINISHED = ".unfinished-"
 # Entries whose state has taken in all of their tokens, and can't go back.
 _WHOLE_METHODS = ("h2o",)
+_EVICTING_OPTIONS = {"top_k", "flush", "max_draft"}
+# Kinds of inputs that stand in a text as tokens of their own.
+_OTHER_INPUTS = ("image", "video", "audio")
 
 
 class Shelf:
@@ -87,6 +93,7 @@ class Shelf:
             ValueError: more than one sequence, an unknown method or option.
         """
         ids = _one_sequence(input_ids)
+        _check_model(model)
         cls = _method(method)
         empty = cls(model.config, **options)
         key, chain = _key(empty, model), chain_of(ids)
@@ -105,11 +112,11 @@ class Shelf:
                     cache = cls.from_pretrained(
                         path, model.config, model.device, model=model, **changes
                     )
-                    if common < entry.tokens:
-                        cache.crop(common - entry.tokens)
-                except (OSError, RuntimeError, ValueError) as error:
-                    _log.warning("the shelf's entry %s is left out: %s", path, error)
+                except (OSError, ValueError) as error:
+                    _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
                     continue
+                if common < entry.tokens:
+                    cache.crop(common - entry.tokens)
                 cache.from_shelf = common
                 with suppress(OSError):
                     os.utime(path / DESCRIPTION)
@@ -139,20 +146,22 @@ class Shelf:
         """
         cache.stack.check_pass()
         ids = _one_sequence(input_ids)
-        held = cache.input_ids
-        _check_tokens(cache, held, ids)
+        _check_model(model)
+        _check_tokens(cache, ids, model)
+        # The caller's own keeps no trace of it.
+        cache = _without_newest(cache, cache.get_seq_length() - len(ids))
         cache.meet(model, "the cache")
-        assert held is not None, "it was compared"
-        surplus = held.shape[1] - len(ids)
-        if surplus:
-            cache = _without_newest(cache, surplus)
         key, chain = _key(cache, model), chain_of(ids)
         name = hashlib.sha256(f"{key} {len(ids)} {chain[-1]}".encode()).hexdigest()[:24]
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_own(self.folder):
+            raise ValueError(f"others may write into {self.folder}: take their right away (chmod)")
         there = next((entry for entry in self.entries() if entry.name == name), None)
-        if there is not None:
-            os.utime(self.folder / name / DESCRIPTION)
-            return there
+        # Another process may remove it at this moment.
+        with suppress(FileNotFoundError):
+            if there is not None:
+                os.utime(self.folder / name / DESCRIPTION)
+                return there
         with self._unfinished() as path:
             cache.save_pretrained(path, model=model)
             content = {
@@ -174,8 +183,9 @@ class Shelf:
                 )
             with self._locked(exclusive=True):
                 target = self.folder / name
-                # Another process may have put the same meanwhile.
-                if not target.exists():
+                # Another process may have put the same meanwhile, or left what can't be read.
+                if read_entry(target) is None:
+                    self._take_away(target)
                     path.rename(target)
                 entry = read_entry(target)
                 assert entry is not None, "it was just made"
@@ -186,6 +196,9 @@ class Shelf:
         """All entries, the last used first; those that others could have written are left out."""
         if not self.folder.is_dir():
             return []
+        if not is_own(self.folder):
+            _log.warning("the shelf %s is left out: others may write into it", self.folder)
+            return []
         read = (read_entry(path) for path in self.folder.iterdir() if not path.name.startswith("."))
         return sorted(filter(None, read), key=lambda entry: entry.used, reverse=True)
 
@@ -194,18 +207,26 @@ class Shelf:
         if name not in {entry.name for entry in self.entries()}:
             raise ValueError(f"{self.folder} has no entry {name!r}")
         with self._locked(exclusive=True):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+            self._take_away(self.folder / name)
+
+    def _take_away(self, path: Path) -> None:
+        """Remove an entry at once: a kill leaves a whole one, or what the next put cleans up."""
+        with suppress(FileNotFoundError):
+            path = path.rename(self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}")
+        shutil.rmtree(path, ignore_errors=True)
 
     def _make_room(self, new: ShelfEntry) -> None:
         """Remove what ``new`` makes superfluous, and the least used until the rest fits."""
-        size = new.nbytes
+        size, is_full = new.nbytes, False
         for entry in self.entries():
             if entry.name == new.name:
                 continue
             begins_new = entry.tokens < new.tokens and entry.chain[-1] == new.at(entry.tokens)
             is_part = begins_new and new.can_crop and entry.key == new.key
-            if is_part or size + entry.nbytes > self.max_bytes:
-                shutil.rmtree(self.folder / entry.name, ignore_errors=True)
+            # What was used before one that doesn't fit goes too.
+            is_full = is_full or (not is_part and size + entry.nbytes > self.max_bytes)
+            if is_part or is_full:
+                self._take_away(self.folder / entry.name)
             else:
                 size += entry.nbytes
 
@@ -219,7 +240,7 @@ class Shelf:
         with ExitStack() as stack:
             # A folder that nobody has locked yet would look like one of a killed process.
             with self._locked(exclusive=True):
-                for left in self.folder.glob(f"{_UNFINISHED}*"):
+                for left in self.folder.glob(f"{_UNFINISHED}*") if fcntl is not None else ():
                     with suppress(OSError), _lock_of(left, exclusive=True, wait=False):
                         shutil.rmtree(left)
                 path.mkdir(mode=0o700)
@@ -249,6 +270,9 @@ def _lock_of(folder: Path, exclusive: bool, wait: bool = True) -> Iterator[None]
         fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
         yield
     finally:
+        # A forked process may have the descriptor, too.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
@@ -269,22 +293,38 @@ def _one_sequence(input_ids: torch.Tensor) -> torch.Tensor:
     return input_ids[0].cpu().to(torch.int64)
 
 
-def _check_tokens(cache: RetrievalCache, held: torch.Tensor | None, ids: torch.Tensor) -> None:
+def _check_model(model: PreTrainedModel) -> None:
+    """ValueError for a model that a cache can't be compared with, or loaded for."""
+    devices = {str(one.device) for one in model.parameters()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model lies on {', '.join(sorted(devices))}: a shelf serves models on one device"
+        )
+    if not identity_of(model).weights:
+        raise ValueError(
+            "the model's weights can't be read here (offloaded, or in shards), so nobody knows "
+            "whether a cache is of this model: take save_pretrained and from_pretrained"
+        )
+
+
+def _check_tokens(cache: RetrievalCache, ids: torch.Tensor, model: PreTrainedModel) -> None:
     """ValueError unless ``cache`` has read ``ids [T]``, as text, in one sequence."""
-    if held is None or len(held) != 1:
+    known = cache.input_ids
+    if known is None or len(known) != 1:
         raise ValueError(
             "the cache holds no sequence whose tokens it saw, or several: put a cache of one "
             "sequence after model.generate or a pass with input_ids"
         )
-    if cache.tokens.passes:
+    marks = [getattr(model.config, f"{kind}_token_id", None) for kind in _OTHER_INPUTS]
+    if cache.tokens.passes or any(bool((ids == mark).any()) for mark in marks if mark is not None):
         raise ValueError("the cache was filled with more than text (images, embeddings)")
     if any(layer.has_padding for layer in cache.retrieval_layers):
         raise ValueError("the cache holds padding: give the prompt without it, and without a mask")
     if len(ids) < BLOCK:
         raise ValueError(f"input_ids has {len(ids)} tokens: a shelf holds {BLOCK} and more")
-    if held.shape[1] < len(ids) or not torch.equal(held[0, : len(ids)].cpu(), ids):
+    if known.shape[1] < len(ids) or not torch.equal(known[0, : len(ids)].cpu(), ids):
         raise ValueError(
-            f"the cache has not read these {len(ids)} tokens (it holds {held.shape[1]}): pass the "
+            f"the cache has not read these {len(ids)} tokens (it holds {known.shape[1]}): pass the "
             "prompt that it was filled with, or the beginning of it"
         )
 
@@ -292,16 +332,16 @@ def _check_tokens(cache: RetrievalCache, held: torch.Tensor | None, ids: torch.T
 def _key(cache: RetrievalCache, model: PreTrainedModel) -> str:
     """Hash of the model, of the method, and of options that what is stored depends on."""
     identity, options = identity_of(model), cache.options_to_load()
-    bits, recipe = options.bits if options.store in CODED else UNCODED, options.prompt_recipe
+    recipe = options.prompt_recipe
+    # What such a method holds depends on its budget, too.
+    free = LOAD_OPTIONS - (_EVICTING_OPTIONS if cache.name in _WHOLE_METHODS else set())
     content = {
         "model": [identity.facts, identity.weights],
         "method": cache.name,
         "options": {
-            name: value
-            for name, value in dataclasses.asdict(options).items()
-            if name not in LOAD_OPTIONS and name not in ("artifact", "revision", "bits")
+            name: value for name, value in dataclasses.asdict(options).items() if name not in free
         },
-        "bits": bits,
+        "coded": options.store in CODED and options.bits != UNCODED,
         "prompt": None if recipe is None else dataclasses.asdict(recipe),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
@@ -309,23 +349,30 @@ def _key(cache: RetrievalCache, model: PreTrainedModel) -> str:
 
 def _without_newest(cache: RetrievalCache, surplus: int) -> RetrievalCache:
     """A fork without the newest ``surplus`` tokens; RuntimeError where layers can't go back."""
-    twin = cache.fork()
+    twin, why = cache.fork(), ""
+    if not surplus:
+        return twin
     try:
         twin.crop(-surplus)
     except RuntimeError as error:
+        why = str(error)
+    if cache.name in _WHOLE_METHODS:
+        why = f"{cache.name} has weighed earlier tokens by them"
+    if why:
         raise RuntimeError(
-            f"the cache holds {surplus} tokens behind the prompt, and layers of this model can't "
-            f"go back ({error}): put it before anything is generated, after a pass of the prompt"
-        ) from error
+            f"the cache holds {surplus} tokens behind the prompt and can't go back ({why}): put it "
+            "before anything is generated, after a pass of the prompt"
+        )
     return twin
 
 
 def _can_crop(cache: RetrievalCache) -> bool:
-    """Whether the newest tokens of a cache can be dropped without a trace."""
-    if cache.name in _WHOLE_METHODS:
-        return False
-    try:
-        cache.fork().crop(-1)
-    except RuntimeError:
-        return False
-    return True
+    """Whether a part of a cache's tokens can be taken."""
+    others = foreign_layers_of(cache.layers).values()
+    slides = any(
+        layer.is_sliding and layer.get_seq_length() >= layer.sliding_window
+        for layer in others
+        if isinstance(layer, DynamicSlidingWindowLayer)
+    )
+    recurs = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others)
+    return not (slides or recurs or cache.name in _WHOLE_METHODS)

@@ -268,6 +268,7 @@ def test_a_restricted_mask_is_restricted_for_the_base_too(base: str, carrier: to
         lambda: carrier & carrier,
         lambda: restricted & chosen,
         lambda: restricted[:, :, -1:],
+        lambda: restricted[:, 0],
         lambda: chosen & carrier,
     ):
         with pytest.raises(ValueError, match="this model computes with its attention mask"):
@@ -301,7 +302,9 @@ def test_blocks_behind_padding_are_refused() -> None:
     cache = NativeKVCache(model.config, **OPTIONS)
     with pytest.raises(ValueError, match="this model counts its blocks from the first token index"):
         model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
-    # Nothing was taken in.
+    # The layer of full attention before it took its tokens.
+    cache.crop(0)
+    assert cache.get_seq_length() == 0
     cache.reset()
     answer = model.generate(ids[:1], past_key_values=cache, max_new_tokens=8, do_sample=False)
     assert torch.equal(answer, model.generate(ids[:1], max_new_tokens=8, do_sample=False))
