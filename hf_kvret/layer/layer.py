@@ -179,10 +179,7 @@ class RetrievalLayer(CacheLayerMixin):
             return False
         valid = None if self._scoring is None else self._scoring.valid
         slots = self.kv.window.sink_slots
-        starts = (
-            slots[slots >= 0]
-            != torch.arange(slots.shape[1], device=slots.device).expand_as(slots)[slots >= 0]
-        )
+        starts = (slots >= 0) & (slots != torch.arange(slots.shape[1], device=slots.device))
         return bool(starts.any()) or (valid is not None and not bool(valid.all()))
 
     @property
