@@ -239,7 +239,7 @@ def test_a_damaged_entry_is_skipped(
     assert "is left out" in caplog.text and "damaged" in caplog.text
     (shelf.folder / names[1] / "shelf.json").write_text("{")
     assert [entry.name for entry in shelf.entries()] == [names[0]]
-    # What can't be read is replaced.
+    # A put replaces an entry whose description can't be read.
     part = ids[:, :128]
     assert shelf.put(_read(llama, part), part, llama).name == names[1]
     assert {entry.name for entry in shelf.entries()} == set(names)

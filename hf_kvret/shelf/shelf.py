@@ -223,7 +223,7 @@ class Shelf:
                 continue
             begins_new = entry.tokens < new.tokens and entry.chain[-1] == new.at(entry.tokens)
             is_part = begins_new and new.can_crop and entry.key == new.key
-            # What was used before one that doesn't fit goes too.
+            # Once an entry doesn't fit, it leaves, and so do all that were used before it.
             is_full = is_full or (not is_part and size + entry.nbytes > self.max_bytes)
             if is_part or is_full:
                 self._take_away(self.folder / entry.name)
@@ -333,7 +333,7 @@ def _key(cache: RetrievalCache, model: PreTrainedModel) -> str:
     """Hash of the model, of the method, and of options that what is stored depends on."""
     identity, options = identity_of(model), cache.options_to_load()
     recipe = options.prompt_recipe
-    # What such a method holds depends on its budget, too.
+    # A method that evicts tokens holds others for another budget, so the budget is in the key.
     free = LOAD_OPTIONS - (_EVICTING_OPTIONS if cache.name in _WHOLE_METHODS else set())
     content = {
         "model": [identity.facts, identity.weights],
