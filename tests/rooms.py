@@ -54,7 +54,7 @@ ROOMS = (
     Room("hf_kvret.registry", 300),
     Room("hf_kvret.shelf", 515),
     Room(FACE, 65),
-    Room("hf_kvret.testing", 2_215),
+    Room("hf_kvret.testing", 2_230),
     Room("hf_kvret.lab", 16_150),
     Room("hf_kvret.cli", 80),
     Room("hf_kvret.__main__", 10),

@@ -30,8 +30,8 @@ MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 65_150,
-    ("examples", ".py"): 12_310,
+    ("tests", ".py"): 65_400,
+    ("examples", ".py"): 12_330,
     ("kernels/csrc", ".cpp"): 1_665,
     ("kernels/csrc", ".h"): 3_025,
 }

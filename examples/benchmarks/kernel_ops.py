@@ -31,7 +31,7 @@ from kernel_work import (
 from hf_kvret_kernels import centroid, codebook, higgs, paris, proxy, relevance
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.top_k import top_k
 
@@ -202,7 +202,10 @@ def _decode(shape: KernelShape, draw: Draw) -> Any:
 def _attend_coded(shape: KernelShape, draw: Draw) -> Any:
     codec, dim, table = coded(shape), shape.head_dim, draw.pages(shape)
     parts = _draw_coded(shape, draw, (table.numel(), shape.heads, PAGE_LEN), 2)
-    rows = PagedRows([torch.cat(parts, dim=-1)], table, 2 * codec.code_bytes(dim), apart=True)
+    code_bytes = 2 * codec.code_bytes(dim)
+    # Elsewhere bytes of codes would be read as scales, some of them infinite.
+    pages = lay_apart(torch.cat(parts, dim=-1), code_bytes)
+    rows = PagedRows([pages], table, code_bytes, apart=True)
     query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
     attend = partial(higgs.attend, query, rows, ids, codec, scale=shape.scale)
     return partial(attend, key_dim=dim, value_dim=dim)

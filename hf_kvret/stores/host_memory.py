@@ -1,4 +1,4 @@
-"""Host memory in huge pages, for random reads, and pinned memory of an exact size."""
+"""Host memory in huge pages, for random reads, and pinned memory of little more than its size."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _private_mapping(length: int) -> mmap.mmap:
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:
-    """Pinned memory of exactly this shape, in its own memory pages; unpinned with the tensor.
+    """Pinned memory of this shape, in memory pages of its own; unpinned with the tensor.
 
     Callers must keep the tensor itself, not just a view of it.
 
@@ -97,7 +97,10 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream
         MemoryError: there is no such memory, or it can't be pinned.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = mapped(-(-nbytes // _MEMORY_PAGE) * _MEMORY_PAGE, inherited=False)
+    # With an end inside of a huge page, registering succeeds and an H200 (driver 580) does not
+    # know the memory all the same.
+    unit = _HUGE_PAGE if nbytes >= _LEAST_HUGE else _MEMORY_PAGE
+    raw = mapped(-(-nbytes // unit) * unit, inherited=False)
     # A capture that makes a chunk of its own fails: it should have its chunks before.
     capturing = torch.cuda.is_current_stream_capturing()
     with contextlib.nullcontext() if capturing else _beside_captures():

@@ -216,15 +216,16 @@ def conformance_cases(
 
 
 @cache
-def baseline_of(case: Case) -> Outcome | str:
+def baseline_of(case: Case, device: str = "cpu") -> Outcome | str:
     """The reference of `case` on a model of its own, or why there is none; kept for the process."""
-    return MODES[case.mode].reference(_build(case.model))
+    return MODES[case.mode].reference(_build(case.model, device))
 
 
 def run_case(
     case: Case,
     make_cache_for: Callable[[PreTrainedModel], Cache],
     *,
+    device: str = "cpu",
     prepare: Callable[[PreTrainedModel], None] = attach,
     atol: float = LOGIT_TOLERANCE,
     proof: Callable[[Cache], bool] = reads_cold_rows,
@@ -234,6 +235,7 @@ def run_case(
     Args:
         case: model and mode.
         make_cache_for: returns a new, empty cache for a model.
+        device: of the model, and of the reference's.
         prepare: called with the model before modes that call it directly (``mode.direct``);
             in the others ``generate`` must do by itself what is needed.
         atol: largest absolute difference of floating point values.
@@ -242,10 +244,10 @@ def run_case(
     Raises:
         Exception: whatever the cache raises, to be seen where it arose.
     """
-    baseline = baseline_of(case)
+    baseline = baseline_of(case, device)
     if isinstance(baseline, str):
         return Result(case, "skipped", baseline)
-    model, mode = _build(case.model), MODES[case.mode]
+    model, mode = _build(case.model, device), MODES[case.mode]
     if mode.direct:
         prepare(model)
     try:
@@ -300,8 +302,9 @@ def failures(results: Iterable[Result]) -> list[Result]:
     return [result for result in results if result.status == "failed" or not proven]
 
 
-def _build(name: str) -> PreTrainedModel:
-    return ALL_MODELS[name].build()
+def _build(name: str, device: str) -> PreTrainedModel:
+    model: Any = ALL_MODELS[name].build()
+    return model.to(device)
 
 
 def _checked(names: Iterable[str] | None, allowed: dict[str, Any], thing: str) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_kvret.models.compatibility import index_budget
@@ -207,7 +208,7 @@ def known_indexed() -> list[str]:
     """The ``INDEXED_MODELS`` that this transformers has and `native` serves in it, by name."""
     known = []
     for name, model in INDEXED_MODELS.items():
-        # A type that it lacks.
-        with suppress(ValueError):
+        # A type, or a kind of layer, that it lacks.
+        with suppress(ValueError, StrictDataclassError):
             known += [name] if index_budget(model.config()) else []
     return known

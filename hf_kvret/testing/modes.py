@@ -23,8 +23,6 @@ from hf_kvret.testing.scenario import (
     Scenario,
     attempt,
     dynamic_cache,
-    prompt,
-    ragged,
     recurrent_layers,
     sliding_layers,
 )
@@ -90,20 +88,20 @@ def no_reset_other_batch(model: PreTrainedModel) -> str | None:
 def greedy(s: Scenario) -> None:
     """The plain call: token ids and nothing else comes back."""
     ids = s.model.generate(
-        prompt(1, 60), **as_argument(s.cache()), max_new_tokens=16, do_sample=False
+        s.prompt(1, 60), **as_argument(s.cache()), max_new_tokens=16, do_sample=False
     )
     s.record("tokens", ids)
 
 
 def greedy_ragged(s: Scenario) -> None:
     """A batch with padding on the left."""
-    ids, mask = ragged(_RAGGED_LENGTHS)
+    ids, mask = s.ragged(_RAGGED_LENGTHS)
     s.generate(ids, s.cache(), attention_mask=mask)
 
 
 def return_dict(s: Scenario) -> None:
     """Everything that return_dict_in_generate offers but attentions, and the same cache."""
-    ids, mask = ragged((40, 55))
+    ids, mask = s.ragged((40, 55))
     cache = s.cache()
     result = s.model.generate(
         ids,
@@ -128,12 +126,12 @@ def sampling(s: Scenario) -> None:
     """Sampling with a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(17)
-        s.generate(prompt(2, 57), s.cache(), do_sample=True, temperature=1.3, top_k=40)
+        s.generate(s.prompt(2, 57), s.cache(), do_sample=True, temperature=1.3, top_k=40)
 
 
 def return_sequences(s: Scenario) -> None:
     """Several samples of every prompt: its sequences are repeated after the prompt."""
-    ids, mask = ragged((48, 41))
+    ids, mask = s.ragged((48, 41))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         s.generate(
@@ -143,24 +141,24 @@ def return_sequences(s: Scenario) -> None:
 
 def beams(s: Scenario) -> None:
     """Beam search: sequences of the cache are reordered at every step."""
-    s.generate(prompt(1, 54), s.cache(), num_beams=4)
+    s.generate(s.prompt(1, 54), s.cache(), num_beams=4)
 
 
 def beams_ragged(s: Scenario) -> None:
     """Beam search on a padded batch, all beams returned."""
-    ids, mask = ragged((43, 58))
+    ids, mask = s.ragged((43, 58))
     s.generate(ids, s.cache(), attention_mask=mask, num_beams=4, num_return_sequences=4)
 
 
 def assisted(s: Scenario) -> None:
     """A draft model proposes, with a cache of its own; some of its tokens are dropped again."""
     draft = _draft_of(s.model)
-    s.generate(prompt(1, 62), s.cache(), max_new_tokens=16, assistant_model=draft)
+    s.generate(s.prompt(1, 62), s.cache(), max_new_tokens=16, assistant_model=draft)
 
 
 def prompt_lookup(s: Scenario) -> None:
     """Drafts are copied out of the prompt, which repeats itself."""
-    ids = torch.cat([prompt(1, 20)] * 3, dim=1)
+    ids = torch.cat([s.prompt(1, 20)] * 3, dim=1)
     s.generate(ids, s.cache(), max_new_tokens=16, prompt_lookup_num_tokens=5)
 
 
@@ -170,7 +168,7 @@ def early_exit(s: Scenario) -> None:
     depth = getattr(config, "num_hidden_layers", None)
     _draft_constantly(s.model)
     try:
-        s.generate(prompt(1, 59), s.cache(), max_new_tokens=14, assistant_early_exit=1)
+        s.generate(s.prompt(1, 59), s.cache(), max_new_tokens=14, assistant_early_exit=1)
     finally:
         # Where a draft fails, transformers leaves the model cut short.
         if depth is not None:
@@ -179,32 +177,32 @@ def early_exit(s: Scenario) -> None:
 
 def chunked_prefill(s: Scenario) -> None:
     """The prompt in chunks of seven tokens; the shortest sequence begins in a later chunk."""
-    ids, mask = ragged(_RAGGED_LENGTHS, salt=1)
+    ids, mask = s.ragged(_RAGGED_LENGTHS, salt=1)
     s.generate(ids, s.cache(), attention_mask=mask, prefill_chunk_size=7)
 
 
 def prefill_by_token(s: Scenario) -> None:
     """The prompt token by token, so that no forward pass looks like a prompt."""
-    ids, mask = ragged((36, 27), salt=2)
+    ids, mask = s.ragged((36, 27), salt=2)
     s.generate(ids, s.cache(), attention_mask=mask, prefill_chunk_size=1)
 
 
 def second_turn(s: Scenario) -> None:
     """Turns of a talk in one cache: a short question, and one longer than a draft."""
     cache = s.cache()
-    ids = s.generate(prompt(1, 50), cache, "turn 1", max_new_tokens=8)
+    ids = s.generate(s.prompt(1, 50), cache, "turn 1", max_new_tokens=8)
     for turn, length in ((2, 3), (3, 30)):
-        ids = torch.cat([ids, prompt(1, length, salt=turn)], dim=1)
+        ids = torch.cat([ids, s.prompt(1, length, salt=turn)], dim=1)
         ids = s.generate(ids, cache, f"turn {turn}", max_new_tokens=8)
 
 
 def second_turn_ragged(s: Scenario) -> None:
     """Turns of a padded batch: the second turn's padding leaves holes in the middle."""
     cache = s.cache()
-    ids, mask = ragged((55, 40, 48))
+    ids, mask = s.ragged((55, 40, 48))
     for turn, lengths in ((1, None), (2, (2, 5, 3)), (3, (9, 27, 18))):
         if lengths is not None:
-            question, question_mask = ragged(lengths, salt=turn)
+            question, question_mask = s.ragged(lengths, salt=turn)
             ids = torch.cat([ids, question], dim=1)
             mask = torch.cat([mask, question_mask], dim=1)
         answer = s.generate(
@@ -216,7 +214,7 @@ def second_turn_ragged(s: Scenario) -> None:
 
 def inputs_embeds(s: Scenario) -> None:
     """The prompt as embeddings, padded on the left."""
-    ids, mask = ragged((45, 60))
+    ids, mask = s.ragged((45, 60))
     with torch.no_grad():
         embeds = s.model.get_input_embeddings()(ids)
     s.generate(None, s.cache(), inputs_embeds=embeds, attention_mask=mask)
@@ -224,8 +222,8 @@ def inputs_embeds(s: Scenario) -> None:
 
 def own_position_ids(s: Scenario) -> None:
     """Positions with a jump in the middle of the prompt, given to ``generate``."""
-    ids = prompt(1, 60)
-    positions = torch.arange(60).unsqueeze(0)
+    ids = s.prompt(1, 60)
+    positions = torch.arange(60, device=s.device).unsqueeze(0)
     positions[:, 35:] += 200
     s.generate(ids, s.cache(), position_ids=positions)
 
@@ -233,27 +231,27 @@ def own_position_ids(s: Scenario) -> None:
 def guidance(s: Scenario) -> None:
     """Classifier-free guidance: transformers runs the negative prompt in a cache of its own."""
     s.generate(
-        prompt(1, 51), s.cache(), guidance_scale=1.5, negative_prompt_ids=prompt(1, 44, salt=1)
+        s.prompt(1, 51), s.cache(), guidance_scale=1.5, negative_prompt_ids=s.prompt(1, 44, salt=1)
     )
 
 
 def reset(s: Scenario) -> None:
     """A cache used, reset, and used again for another text, padded otherwise."""
     cache = s.cache()
-    ids, mask = ragged((60, 47))
+    ids, mask = s.ragged((60, 47))
     s.generate(ids, cache, "before", attention_mask=mask)
     cache = s.reset(cache)
     s.record("length after reset", torch.tensor(cache.get_seq_length()))
-    ids, mask = ragged((41, 52), salt=1)
+    ids, mask = s.ragged((41, 52), salt=1)
     s.generate(ids, cache, "after", attention_mask=mask)
 
 
 def reset_other_batch(s: Scenario) -> None:
     """A cache used, reset, and used again with more sequences."""
     cache = s.cache()
-    s.generate(prompt(1, 50), cache, "before", max_new_tokens=8)
+    s.generate(s.prompt(1, 50), cache, "before", max_new_tokens=8)
     cache = s.reset(cache)
-    ids, mask = ragged((60, 47), salt=1)
+    ids, mask = s.ragged((60, 47), salt=1)
     s.generate(ids, cache, "after", attention_mask=mask)
 
 
@@ -264,7 +262,7 @@ def _draft_of(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in draft.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             parameter.add_(0.05 * parameter.std(correction=0) * noise)
     _draft_constantly(draft)
     return draft
@@ -284,8 +282,8 @@ def no_crop(model: PreTrainedModel) -> str | None:
 
 def loop(s: Scenario) -> None:
     """A loop of one's own over a padded batch: prompt, then one token at a time."""
-    ids, mask = ragged((50, 41))
-    more = prompt(2, 10, salt=1)
+    ids, mask = s.ragged((50, 41))
+    more = s.prompt(2, 10, salt=1)
     mask = torch.cat([mask, torch.ones_like(more)], dim=1)
     cache = s.cache()
     s.forward(ids, cache, "prompt", mask, keep=1)
@@ -298,8 +296,8 @@ def loop_positions(s: Scenario) -> None:
     start = 0
     for part, (jump, length) in enumerate(((0, 30), (300, 25), (40, 3), (500, 1), (1, 1))):
         start += jump
-        positions = torch.arange(start, start + length).unsqueeze(0)
-        s.forward(prompt(1, length, salt=part), cache, f"part {part}", positions=positions)
+        positions = torch.arange(start, start + length, device=s.device).unsqueeze(0)
+        s.forward(s.prompt(1, length, salt=part), cache, f"part {part}", positions=positions)
         start += length
 
 
@@ -310,19 +308,19 @@ def crop_small(s: Scenario) -> None:
     """
     cache = s.cache()
     cache.activate_past_recording()
-    s.forward(prompt(1, 45), cache, "prompt", keep=1)
+    s.forward(s.prompt(1, 45), cache, "prompt", keep=1)
     cache.crop(0)
     for step, drop in enumerate((2, 4, 1, 5, 3, 0, 2)):
-        s.forward(prompt(1, 6, salt=step), cache, f"draft {step}")
+        s.forward(s.prompt(1, 6, salt=step), cache, f"draft {step}")
         count: Any = -drop if step % 2 else torch.tensor(-drop)
         cache.crop(count)
-    s.forward(prompt(1, 1, salt=9), cache, "after")
+    s.forward(s.prompt(1, 1, salt=9), cache, "after")
 
 
 def crop_deep(s: Scenario) -> None:
     """Half of the text dropped: tokens that left the window long ago become the newest ones."""
-    ids, mask = ragged((60, 50))
-    more = prompt(2, 40, salt=1)
+    ids, mask = s.ragged((60, 50))
+    more = s.prompt(2, 40, salt=1)
     mask = torch.cat([mask, torch.ones_like(more)], dim=1)
     cache = s.cache()
     cache.activate_past_recording()
@@ -337,41 +335,41 @@ def crop_deep(s: Scenario) -> None:
 
 def batch_repeat_interleave(s: Scenario) -> None:
     """Every sequence continued in two ways, before and after the first step."""
-    ids, mask = ragged((52, 43))
+    ids, mask = s.ragged((52, 43))
     cache = s.cache()
     s.forward(ids, cache, None, mask)
     cache.batch_repeat_interleave(2)
-    mask = torch.cat([mask.repeat_interleave(2, dim=0), torch.ones(4, 9).long()], dim=1)
-    s.feed(prompt(4, 9, salt=1), cache, "four sequences", mask)
+    mask = torch.cat([mask.repeat_interleave(2, dim=0), mask.new_ones(4, 9)], dim=1)
+    s.feed(s.prompt(4, 9, salt=1), cache, "four sequences", mask)
     cache.batch_repeat_interleave(2)
-    mask = torch.cat([mask.repeat_interleave(2, dim=0), torch.ones(8, 6).long()], dim=1)
-    s.feed(prompt(8, 6, salt=2), cache, "eight sequences", mask)
+    mask = torch.cat([mask.repeat_interleave(2, dim=0), mask.new_ones(8, 6)], dim=1)
+    s.feed(s.prompt(8, 6, salt=2), cache, "eight sequences", mask)
 
 
 def batch_select_indices(s: Scenario) -> None:
     """Some sequences of a batch go on, in another order."""
-    ids, mask = ragged((42, 55, 47, 50))
+    ids, mask = s.ragged((42, 55, 47, 50))
     cache = s.cache()
     s.forward(ids, cache, None, mask)
     for step, sequences in enumerate(([3, 0, 2], [1, 0])):
-        indices, count = torch.tensor(sequences), len(sequences)
+        indices, count = torch.tensor(sequences, device=s.device), len(sequences)
         cache.batch_select_indices(indices)
-        mask = torch.cat([mask[indices], torch.ones(count, 8).long()], dim=1)
-        s.feed(prompt(count, 8, salt=step), cache, f"{count} sequences", mask)
+        mask = torch.cat([mask[indices], mask.new_ones(count, 8)], dim=1)
+        s.feed(s.prompt(count, 8, salt=step), cache, f"{count} sequences", mask)
 
 
 def prefix_reuse(s: Scenario) -> None:
     """One prefilled text, a copy of its cache for each question; the original stays as it was."""
-    prefix = prompt(1, 55)
+    prefix = s.prompt(1, 55)
     original = s.cache()
     s.forward(prefix, original, None)
     for number, length in enumerate((4, 20, 1, 4)):
-        question = prompt(1, length, salt=length)
+        question = s.prompt(1, length, salt=length)
         twin = s.register(copy.deepcopy(original))
         ids = torch.cat([prefix, question], dim=1)
         s.generate(ids, twin, f"question {number}", max_new_tokens=8)
         s.record(f"prefix length {number}", torch.tensor(original.get_seq_length()))
-    s.feed(prompt(1, 3, salt=7), original, "original")
+    s.feed(s.prompt(1, 3, salt=7), original, "original")
 
 
 _GENERATE: tuple[Callable[[Scenario], None], ...] = (

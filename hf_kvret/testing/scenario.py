@@ -56,19 +56,30 @@ class Scenario:
     """One run of one mode on one model: makes caches, calls the model, writes the outcome.
 
     Args:
-        model: the model; its weights stay as they are, its settings for drafts may change.
+        model: the model, on any device; its weights stay as they are, its settings for drafts may
+            change.
         make_cache: returns a new, empty cache; None for the reference, a ``DynamicCache``.
     """
 
     def __init__(self, model: PreTrainedModel, make_cache: CacheMaker | None) -> None:
         self.model: Any = model  # generate comes from a mixin that type checkers don't see
         self.outcome = Outcome()
+        self.device: torch.device = self.model.device
         self._is_reference = make_cache is None
         self._make_cache = make_cache or (lambda: dynamic_cache(model))
         for module in model.modules():
             # Qwen2-VL keeps the last batch's position offsets, which fit no other batch.
             if hasattr(module, "rope_deltas"):
                 module.__dict__["rope_deltas"] = None
+
+    def prompt(self, batch: int, length: int, salt: int = 0) -> torch.Tensor:
+        """As the function `prompt`, on the model's device."""
+        return prompt(batch, length, salt).to(self.device)
+
+    def ragged(self, lengths: tuple[int, ...], salt: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the function `ragged`, on the model's device."""
+        ids, mask = ragged(lengths, salt)
+        return ids.to(self.device), mask.to(self.device)
 
     def cache(self) -> Cache:
         """A new, empty cache, registered in the outcome."""
@@ -143,7 +154,7 @@ class Scenario:
         """
         end = cache.get_seq_length() + ids.shape[1]
         if positions is None:
-            whole = torch.ones(ids.shape[0], end).long() if mask is None else mask[:, :end]
+            whole = ids.new_ones(ids.shape[0], end) if mask is None else mask[:, :end]
             positions = (whole.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         result = self.model(
             ids,

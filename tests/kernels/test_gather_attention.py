@@ -52,6 +52,9 @@ def results(
     blind = PagedRows([chunk.clone() for chunk in rows.chunks], rows.table, rows.key_dim)
     for chunk in blind.chunks:
         chunk[..., rows.key_dim :] = float("nan")
+    if rows.chunks[0].is_pinned():
+        pinned = [chunk.pin_memory() for chunk in blind.chunks]
+        blind = PagedRows(pinned, rows.table, rows.key_dim)
     if where[0] == "cpp":
         for path in host.paths():
             options |= {"backend": "cpp", "path": path, "threads": 2}

@@ -88,6 +88,18 @@ def test_room_for_generated_tokens_is_made_an_eighth_at_a_time(
     assert not gpu.findings
 
 
+def test_large_chunks_are_registered_to_the_end_of_a_huge_page(
+    gpu: Simulation, log: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_LEAST_HUGE", 20 * PAGE_BYTES)
+    monkeypatch.setattr(host_memory, "_HUGE_PAGE", 16 * PAGE_BYTES)
+    stores = [store_of(HostMemory(GPU)) for _ in range(3)]
+    for store, tokens in zip(stores, (76, 84, 128), strict=True):
+        store.append(block(0, tokens))
+        check(store, tokens)
+    assert log == [19, 32, 32]
+
+
 def test_a_split_store_pins_what_its_device_has_no_room_for(
     gpu: Simulation, log: list[int]
 ) -> None:

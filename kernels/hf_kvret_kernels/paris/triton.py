@@ -64,7 +64,7 @@ ALIGN = 16
 # registers, also where long codes and large groups are taken in chunks. Bytes of signs of a chunk,
 # at most, and of a thread.
 _TABLES = 16
-_TILE, _WIDE_TILE = 1 << 14, 1 << 13
+_TILE, _WIDE_TILE = 1 << 12, 1 << 13
 _CHUNK = 16
 _INNER = 4
 

@@ -102,6 +102,7 @@ def test_written_bytes_are_those_of_what_the_call_returns(name: str, dtype: torc
     assert sum(one.nbytes for one in returned) == OPS[name].work(shape).written_bytes
     # No hole among ids: all of what is counted was written.
     assert all(one.is_floating_point() or int(one.min()) >= 0 for one in returned)
+    assert all(one.isfinite().all() for one in returned)
 
 
 @pytest.mark.factor("name", COUNTED)

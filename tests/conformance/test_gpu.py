@@ -1,0 +1,87 @@
+"""Modes x methods x stores x models on a GPU: the same text and logits as full attention there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import NativeKVCache
+from hf_kvret.testing import (
+    COVERING_OPTIONS,
+    GEMMA4_MODELS,
+    LATENT_MODELS,
+    MODELS,
+    MODES,
+    Case,
+    run_case,
+)
+from hf_kvret.testing.indexed_models import known_indexed
+
+from .cases import RESTS, ArtifactOptions, caches, can_go_back, expect_passed, options_for
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CACHES = caches("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o", "aqua")
+STORES = ("device", "host", "resident", "split", "cpu", "higgs", "higgs-host")
+SOME_MODES = ("greedy_ragged", "beams", "prompt_lookup", "second_turn", "loop")
+OTHERS = [name for name in (*MODELS, *LATENT_MODELS, *GEMMA4_MODELS) if name != "llama"]
+
+
+def _is_served(case: dict[str, Any]) -> bool:
+    method, store = case.get("method"), case.get("store", "device")
+    if method == "aqua" and (
+        store not in ("device", "host", "split") or case.get("rest", "nothing") != "nothing"
+    ):
+        return False
+    if case.get("rest") == "measured" and method in ("ctkvr", "h2o"):
+        return False
+    return can_go_back(case)
+
+
+@pytest.mark.allowed(when=_is_served)
+@pytest.mark.factor("rest", list(RESTS))
+@pytest.mark.factor("store", STORES)
+@pytest.mark.factor("method", list(CACHES))
+@pytest.mark.factor("mode", list(MODES))
+def test_a_llama_gives_the_text_of_full_attention(
+    mode: str, method: str, store: str, rest: str, artifact_options: ArtifactOptions
+) -> None:
+    _check(Case("llama", mode), method, store, artifact_options, RESTS[rest])
+
+
+@pytest.mark.allowed(when=can_go_back)
+@pytest.mark.factor("store", ("device", "host"))
+@pytest.mark.factor("method", ("flat", "paris", "lrqk"))
+@pytest.mark.factor("mode", SOME_MODES)
+@pytest.mark.factor("model", OTHERS)
+def test_other_models_give_the_text_of_full_attention(
+    model: str, mode: str, method: str, store: str, artifact_options: ArtifactOptions
+) -> None:
+    _check(Case(model, mode), method, store, artifact_options, {})
+
+
+@pytest.mark.parametrize("store", ["device", "resident"])
+@pytest.mark.parametrize("mode", ["greedy", "second_turn", "crop_small"])
+@pytest.mark.parametrize("model", known_indexed())
+def test_models_with_an_indexer_give_their_own_text(model: str, mode: str, store: str) -> None:
+    options = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
+    result = run_case(
+        Case(model, mode),
+        lambda built: NativeKVCache(built.config, **options, store=store),
+        device="cuda",
+    )
+    expect_passed(result)
+
+
+def _check(
+    case: Case, method: str, store: str, artifact_options: ArtifactOptions, more: dict[str, Any]
+) -> None:
+    options = {**options_for(store), **artifact_options(method, case.model), **more}
+    result = run_case(
+        case, lambda model: CACHES[method](config=model.config, **options), device="cuda"
+    )
+    expect_passed(result)
