@@ -76,8 +76,9 @@ class HostMemory(PageMemory):
 
     Chunks of 4 MiB and more are aligned to huge pages, which Linux is asked to use, so that random
     reads need fewer page table walks. Chunks are registered with CUDA at their size, those in huge
-    pages up to the end of the last one (torch's pinned allocator rounds up to a power of two). Writes run on a side stream; ``wait`` orders the
-    reader behind them. Rows of the meta device have no contents and stay there.
+    pages up to the end of the last one (torch's pinned allocator rounds up to a power of two).
+    Writes run on a side stream; ``wait`` orders the reader behind them. Rows of the meta device
+    have no contents and stay there.
 
     Args:
         device: where rows come from.
