@@ -65,6 +65,7 @@ class RetrievalCache(Cache):
         tokens: ids of the tokens in it, as far as it saw them.
         model_state: what the model must keep of the conversation in its next pass.
         from_shelf: tokens that were found on a shelf; see ``Shelf``.
+        shelf_note: what became of the prompt there.
 
     Raises:
         ValueError: a model that retrieval can't serve, an unknown option or a bad value.
@@ -103,7 +104,7 @@ class RetrievalCache(Cache):
         self.last_identity: CacheIdentity | None = None
         self.tokens = TokenRecord()
         self.model_state = ModelState()
-        self.from_shelf = 0
+        self.from_shelf, self.shelf_note = 0, ""
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
         self._missed_mass = subscribe(self.retrieval_layers, options)
@@ -227,7 +228,7 @@ class RetrievalCache(Cache):
         self.stack.forget_pass()
         self._stores.expect(0, 0)
         self.model_state.reset()
-        self.from_shelf = 0
+        self.from_shelf, self.shelf_note = 0, ""
         self.forget_origin()
 
     def forget_origin(self) -> None:
@@ -321,11 +322,11 @@ class RetrievalCache(Cache):
     def stats(self) -> dict[str, Any]:
         """Counts since the cache was made, forked or reset; see ``cache_stats``.
 
-        And ``from_shelf``, as the attribute.
+        And ``from_shelf`` and ``shelf_note``, as the attributes.
         """
         self._missed_mass.look()
         stats = cache_stats(self.retrieval_layers, self.name, self._stores, self.why_dense())
-        return stats | {"from_shelf": self.from_shelf}
+        return stats | {"from_shelf": self.from_shelf, "shelf_note": self.shelf_note}
 
     def fork(self, **changes: Any) -> Self:
         """An independent copy whose cold part is shared: cheap at any length. Counts start anew.

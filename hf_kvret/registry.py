@@ -35,6 +35,7 @@ from hf_kvret.attention.model_state import (
 from hf_kvret.attention.prompt_check import watch
 from hf_kvret.attention.prompt_chunks import chunk_prompt, forget_chunk
 from hf_kvret.attention.requests import Request, current_request, is_served, request
+from hf_kvret.attention.visit import new_cache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.layer import HANDLE
 from hf_kvret.methods.a2ats import A2ATSCache
@@ -42,6 +43,7 @@ from hf_kvret.methods.aqua import AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.h2o import H2OCache
+from hf_kvret.methods.known import METHODS as _methods
 from hf_kvret.methods.latent import LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.native import NativeKVCache
@@ -67,7 +69,6 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
     NativeKVCache,
 )
 
-_methods: dict[str, type[RetrievalCache]] = {}
 _attached: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 # Held while a call checks a model's attention and switches or restores it.
 _attention_lock = threading.RLock()
@@ -198,6 +199,7 @@ def _around_generate(
             yield partial(check_end, call)
             if retrieves and isinstance(arguments.get("custom_generate"), str):
                 check_foreign(call, past_len)
+            call.at_end()
             failed, call.has_retrieved = False, call.cache is not None
         finally:
             cache, call.cache = call.cache, None
@@ -244,7 +246,7 @@ def _prepare_cache(
     if is_callers:
         generation_config.cache_implementation = None
     elif cache is None and name in _methods:
-        cache = _new_cache(model, name, generation_config.cache_config or {})
+        cache = _new_cache(call, name, generation_config)
     else:
         check_options_are_read(call, generation_config, cache, _methods)
         return False
@@ -259,12 +261,13 @@ def _prepare_cache(
     return not is_callers
 
 
-def _new_cache(model: PreTrainedModel, name: str, options: Any) -> RetrievalCache:
-    """A cache of a registered method for ``model``, with the options of ``cache_config``."""
-    check_model(model)
+def _new_cache(call: Request, name: str, generation_config: Any) -> RetrievalCache:
+    """A cache of a registered method for ``call``, with the options of ``cache_config``."""
+    check_model(call.model)
+    options = generation_config.cache_config or {}
     if not isinstance(options, dict):
         raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
-    return _methods[name](model.config, **options)
+    return new_cache(call, _methods[name], options, generation_config)
 
 
 def _decode_call(

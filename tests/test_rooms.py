@@ -25,7 +25,7 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 26_095
+MOST_LIBRARY_LINES = 26_370
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.

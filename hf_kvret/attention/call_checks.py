@@ -295,6 +295,7 @@ def check_pass(model: Any, output: Any) -> None:
             "its layers don't get the cache, as with gradient checkpointing in training mode. Call "
             f"model.eval() and model.gradient_checkpointing_disable(), or {_NEW_CACHE}"
         )
+    call.after_pass()
 
 
 def check_end(call: Request, result: Any) -> None:

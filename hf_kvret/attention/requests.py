@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ class Request:
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
         prepared_state: what ``generate`` had the model keep for the first pass; None after that.
+        after_pass: called when the tokens of a pass are in the cache: first of the whole prompt.
+        at_end: called when the result is there.
     """
 
     model: PreTrainedModel
@@ -37,6 +39,8 @@ class Request:
     has_retrieved: bool = False
     is_delegated: bool = False
     prepared_state: dict[str, Any] | None = None
+    after_pass: Callable[[], None] = lambda: None
+    at_end: Callable[[], None] = lambda: None
 
     def prompt_ids(self) -> torch.Tensor | None:
         """``[B, T]`` ids that the caller gave; None for a prompt without ids."""

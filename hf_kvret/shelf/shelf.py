@@ -23,8 +23,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionC
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.hybrid import foreign_layers_of
+from hf_kvret.methods.known import METHODS
 from hf_kvret.options.config import LOAD_OPTIONS, byte_count
-from hf_kvret.registry import registered_methods
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import identity_of
 from hf_kvret.shelf.entry import (
@@ -170,7 +170,7 @@ class Shelf:
                 "tokens": len(ids),
                 "key": key,
                 "chain": list(chain),
-                "can_crop": _can_crop(cache),
+                "can_crop": can_crop(cache),
             }
             replace_file(path / DESCRIPTION, json.dumps(content).encode())
             for file in path.iterdir():
@@ -277,10 +277,9 @@ def _lock_of(folder: Path, exclusive: bool, wait: bool = True) -> Iterator[None]
 
 
 def _method(name: str) -> type[RetrievalCache]:
-    methods = registered_methods()
-    if name not in methods:
-        raise ValueError(f"method={name!r}: choose among {', '.join(methods)}")
-    return methods[name]
+    if name not in METHODS:
+        raise ValueError(f"method={name!r}: choose among {', '.join(METHODS)}")
+    return METHODS[name]
 
 
 def _one_sequence(input_ids: torch.Tensor) -> torch.Tensor:
@@ -366,7 +365,7 @@ def _without_newest(cache: RetrievalCache, surplus: int) -> RetrievalCache:
     return twin
 
 
-def _can_crop(cache: RetrievalCache) -> bool:
+def can_crop(cache: RetrievalCache) -> bool:
     """Whether a part of a cache's tokens can be taken."""
     others = foreign_layers_of(cache.layers).values()
     slides = any(
