@@ -23,7 +23,7 @@ from hf_kvret.observe.observers import Selection, observe
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
 from hf_kvret.replay import DecodeGraph
-from hf_kvret.shelf import Shelf, ShelfEntry
+from hf_kvret.shelf import Shelf, ShelfEntry, ask, document_ids
 from hf_kvret.stores import Store
 from hf_kvret.version import __version__ as __version__
 
@@ -47,7 +47,9 @@ __all__ = [
     "ShelfEntry",
     "Store",
     "TokenBlock",
+    "ask",
     "attach",
+    "document_ids",
     "observe",
     "register",
     "registered_methods",

@@ -13,6 +13,7 @@ import hf_kvret
 from hf_kvret.lab.bench.parser import MEASUREMENTS, add_bench_parser
 from hf_kvret.lab.calibrate.command import add_calibrate_parser
 from hf_kvret.lab.coverage.command import add_models_parser
+from hf_kvret.lab.documents.command import add_document_parsers
 from hf_kvret.lab.evaluate.demo import Demo
 from hf_kvret.lab.evaluate.lm_eval import add_lm_eval_parser
 from hf_kvret.lab.evaluate.measurement import add_measurement
@@ -48,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_measurement(commands, Demo)
+    add_document_parsers(commands)
     add_measurement(commands, Tune)
     add_eval_parser(commands)
     add_bench_parser(commands)

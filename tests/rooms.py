@@ -55,10 +55,10 @@ ROOMS = (
     Room("hf_kvret.registry", 300),
     Room(FACE, 65),
     Room("hf_kvret.testing", 2_230),
-    Room("hf_kvret.lab", 16_150),
+    Room("hf_kvret.lab", 16_450),
     Room("hf_kvret.cli", 80),
     Room("hf_kvret.__main__", 10),
-    Room("hf_kvret_cli", 80),
+    Room("hf_kvret_cli", 85),
 )
 LEVELS = {room.name: level for level, room in enumerate(ROOMS)}
 NOT_LIBRARY = (KERNELS, "hf_kvret.testing", "hf_kvret.lab")

@@ -141,6 +141,8 @@ def _command(words: tuple[str, ...], option: str, value: str, folder: str) -> li
     """The command with the option, and with what else it can't do without."""
     command = list(words)
     for action in PARSERS[words]._actions:
+        if not action.option_strings and action.nargs is None:
+            command.append(next(iter(action.choices or ()), f"{folder}/novel.txt"))
         for name, needed in REQUIRED.items():
             if name in action.option_strings and name != option:
                 command += [name, needed if name == "--model" else f"{folder}/{needed}"]
@@ -156,7 +158,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
 ) -> None:
     (tmp_path / "novel.txt").write_text("The grass is green. " * 200)
     monkeypatch.setattr("hf_kvret.cli.make_parser", lambda: PARSER)
-    for module in ("lab.evaluate.task", "lab.calibrate.command"):
+    for module in ("lab.evaluate.task", "lab.calibrate.command", "lab.documents.command"):
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
     monkeypatch.setattr("hf_kvret.lab.evaluate.demo.load_bundled_model", _begun)
     monkeypatch.setattr("hf_kvret.lab.bench.model_measurement.random_model", _begun)

@@ -30,7 +30,7 @@ MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 65_400,
+    ("tests", ".py"): 65_620,
     ("examples", ".py"): 12_330,
     ("kernels/csrc", ".cpp"): 1_665,
     ("kernels/csrc", ".h"): 3_025,

@@ -25,6 +25,7 @@ GROUPS = {
     "Options": ["options/*.py", "methods/*/config.py"],
     "Making a cache, and generate": [
         "registry.py",
+        "attention/visit.py",
         "cache.py",
         "layer/layer.py",
         "layer/model_state.py",
@@ -44,6 +45,7 @@ GROUPS = {
     "Stores and memory": ["stores/*.py", "contracts/store.py"],
     "Saving and loading a cache": ["saved/*.py", "contracts/schema.py", "shelf/*.py"],
     "The command line": [
+        "lab/documents/*.py",
         "cli.py",
         "lab/calibrate/command.py",
         "lab/calibrate/command_options.py",

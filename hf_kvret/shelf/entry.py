@@ -42,6 +42,9 @@ class ShelfEntry:
         key: hash of what a request must have in common with it, besides tokens.
         chain: hashes of its tokens up to the end of each block of 64, and of all of them.
         can_crop: whether a part of its tokens can be taken.
+        title: that its owner gave it.
+        model: where the model was loaded from.
+        dtype: of the model, as ``bfloat16``.
     """
 
     name: str
@@ -52,6 +55,9 @@ class ShelfEntry:
     key: str
     chain: tuple[str, ...]
     can_crop: bool
+    title: str
+    model: str
+    dtype: str
 
     def common(self, ids: torch.Tensor, chain: tuple[str, ...]) -> int:
         """How many of the first tokens of ``ids [T]`` it has: all of its own, or whole blocks.
@@ -103,6 +109,7 @@ def read_entry(path: Path) -> ShelfEntry | None:
             str(content["key"]),
             tuple(map(str, content["chain"])),
             bool(content["can_crop"]),
+            *(str(content[name]) for name in ("title", "model", "dtype")),
         )
     except FileNotFoundError:
         # Another process has just removed it, or it is no entry.

@@ -123,8 +123,28 @@ class Shelf:
                 return cache
         return None
 
+    def load(self, name: str, model: PreTrainedModel, **changes: Any) -> RetrievalCache:
+        """The cache of the entry with that name or title.
+
+        ``changes`` are options that don't affect stored tokens, as of ``from_pretrained``.
+
+        Raises:
+            ValueError: no such entry, another model, or files that are damaged.
+        """
+        entry = self.entry(name)
+        with self._locked(exclusive=False):
+            cache = _method(entry.method).from_pretrained(
+                self.folder / entry.name, model.config, model.device, model=model, **changes
+            )
+        cache.from_shelf = entry.tokens
+        return cache
+
     def put(
-        self, cache: RetrievalCache, input_ids: torch.Tensor, model: PreTrainedModel
+        self,
+        cache: RetrievalCache,
+        input_ids: torch.Tensor,
+        model: PreTrainedModel,
+        title: str = "",
     ) -> ShelfEntry:
         """Put the tokens of a prompt that ``cache`` holds on the shelf; it goes on as it is.
 
@@ -135,6 +155,7 @@ class Shelf:
             cache: that has read the prompt.
             input_ids: ``[1, T]``, what to put.
             model: that filled the cache.
+            title: a name to load it by. Entries that begin this one leave whatever their title.
 
         Raises:
             RuntimeError: in the middle of a forward pass, or the cache holds more than the prompt
@@ -159,7 +180,7 @@ class Shelf:
         there = next((entry for entry in self.entries() if entry.name == name), None)
         # Another process may remove it at this moment.
         with suppress(FileNotFoundError):
-            if there is not None:
+            if there is not None and title in ("", there.title):
                 os.utime(self.folder / name / DESCRIPTION)
                 return there
         with self._unfinished() as path:
@@ -171,6 +192,9 @@ class Shelf:
                 "key": key,
                 "chain": list(chain),
                 "can_crop": can_crop(cache),
+                "title": title,
+                "model": str(getattr(model.config, "_name_or_path", "")),
+                "dtype": str(model.dtype).removeprefix("torch."),
             }
             replace_file(path / DESCRIPTION, json.dumps(content).encode())
             for file in path.iterdir():
@@ -184,7 +208,7 @@ class Shelf:
             with self._locked(exclusive=True):
                 target = self.folder / name
                 # Another process may have put the same meanwhile, or left what can't be read.
-                if read_entry(target) is None:
+                if title or read_entry(target) is None:
                     self._take_away(target)
                     path.rename(target)
                 entry = read_entry(target)
@@ -202,12 +226,20 @@ class Shelf:
         read = (read_entry(path) for path in self.folder.iterdir() if not path.name.startswith("."))
         return sorted(filter(None, read), key=lambda entry: entry.used, reverse=True)
 
+    def entry(self, name: str) -> ShelfEntry:
+        """The entry with that name or title, of several the last used; ValueError for none."""
+        entries = self.entries()
+        found = [entry for entry in entries if name and name in (entry.name, entry.title)]
+        if not found:
+            known = ", ".join(entry.title or entry.name for entry in entries) or "nothing"
+            raise ValueError(f"{self.folder} has no entry {name!r}, it has {known}")
+        return found[0]
+
     def remove(self, name: str) -> None:
-        """Remove an entry. ValueError for a name that no entry has."""
-        if name not in {entry.name for entry in self.entries()}:
-            raise ValueError(f"{self.folder} has no entry {name!r}")
+        """Remove the entry with that name or title. ValueError where there is none."""
+        entry = self.entry(name)
         with self._locked(exclusive=True):
-            self._take_away(self.folder / name)
+            self._take_away(self.folder / entry.name)
 
     def _take_away(self, path: Path) -> None:
         """Remove an entry at once: a kill leaves a whole one, or what the next put cleans up."""

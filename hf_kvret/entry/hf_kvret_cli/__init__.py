@@ -23,6 +23,9 @@ _DESCRIPTION = (
 _VERSION = "show the versions of hf-kvret, torch and transformers, and the CPU kernels"
 _COMMANDS = {
     "demo": "ask questions about a long document, with the bundled model",
+    "read": "read a document once and keep it on a shelf",
+    "ask": "ask a question to a document on a shelf",
+    "shelf": "list, check or remove what is on a shelf",
     "tune": "find the cheapest cache that agrees with full attention on your text",
     "eval": "measure caches on tasks: answers, perplexity, agreement with full attention",
     "bench": "measure time and memory of caches on models of true shape with random weights",

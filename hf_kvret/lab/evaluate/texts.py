@@ -10,11 +10,10 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.shelf.questions import around_message
 
 Chat = tuple[str, str]
 """The texts before and after a prompt in a chat."""
-
-_PLACE = "PUT THE PROMPT HERE"
 
 
 def read_text(path: Path) -> str:
@@ -58,26 +57,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 def chat_parts(tokenizer: PreTrainedTokenizerBase) -> Chat:
     """The texts that the chat template puts before and after a user's message.
 
-    The message is not given to the template itself, as some would strip its blanks.
-
     Raises:
-        ValueError: the tokenizer has no chat template, or one that doesn't show the message as it
-            is.
+        ValueError: the tokenizer has no chat template, or one that can't be used.
     """
     if not tokenizer.chat_template:
         raise ValueError("--chat: this tokenizer has no chat template, leave the option out")
-    shown = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _PLACE}], tokenize=False, add_generation_prompt=True
-    )
-    before, place, after = shown.partition(_PLACE)
-    if not place or _PLACE in after:
-        raise ValueError(
-            "the chat template doesn't show a message once and as it is: measure without it (leave "
-            "--chat out), or give the tokenizer another template"
-        )
-    bos = tokenizer.bos_token
-    # BOS is put in front of all texts later.
-    return (before.removeprefix(bos) if bos else before), after
+    return around_message(tokenizer)
 
 
 def text_windows(

@@ -1,0 +1,255 @@
+"""``hf-kvret read``, ``hf-kvret ask`` and ``hf-kvret shelf``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import TextStreamer
+
+from hf_kvret.attention.prompt_chunks import recurs
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.documents.document import document_text
+from hf_kvret.lab.evaluate.bundled import default_model
+from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whole_number
+from hf_kvret.lab.program.common_options import count_option, device_option, dtype_option
+from hf_kvret.lab.program.help_text import HelpFormatter
+from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.progress import prompt_bar
+from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.verification import verify
+from hf_kvret.models.versions import as_argument
+from hf_kvret.shelf import Shelf, ShelfEntry, ask, document_ids
+
+_FOLDER = Path("~/.cache/hf_kvret/shelf")
+_CHUNK = 2048
+# What is shorter would be taken for drafted tokens.
+_LEAST_CHUNK = 512
+_OF_SHELF = ("list", "inspect", "verify", "remove")
+
+
+def _shelf_option() -> Any:
+    return option(_FOLDER, "its folder", kind=Path, metavar="DIR")
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """The options of ``hf-kvret read``."""
+
+    document: Path = option(help="a text, Markdown or HTML file", kind=file_path, name="document")
+    model: str = option(default_model(), "a folder, a hub id, or reference or smollm2")
+    method: str = option("paris", "and its options after colons, as paris:top_k=256")
+    shelf: Path = _shelf_option()
+    name: str | None = option(None, "to ask by; the file's unless given")
+    max_size: str = option("200GB", "of all that is on the shelf", metavar="SIZE")
+    most_bytes: int = count_option(20_000_000, "of the document")
+    dtype: str = dtype_option()
+    device: str = device_option()
+
+
+@dataclass(frozen=True)
+class AskOptions:
+    """The options of ``hf-kvret ask``."""
+
+    name: str = option(help="of what was read", name="name")
+    question: str = option(help="in quotes", name="question")
+    shelf: Path = _shelf_option()
+    model: str | None = option(None, "where it is now; where it was unless given")
+    top_k: int | None = option(None, "tokens to retrieve", kind=whole_number(1))
+    new_tokens: int = count_option(512, "of the answer at most")
+    device: str = device_option()
+    json: bool = option(False, "print answer, times and counts when all is there")
+
+
+@dataclass(frozen=True)
+class ShelfOptions:
+    """The options of ``hf-kvret shelf``."""
+
+    action: str = option(help=", ".join(_OF_SHELF), choices=_OF_SHELF, name="action")
+    name: str | None = option(None, "or title of an entry, but for list")
+    shelf: Path = _shelf_option()
+    json: bool = option(False, "print JSON")
+
+
+def add_document_parsers(commands: Any) -> None:
+    """Add ``read``, ``ask`` and ``shelf`` to the program."""
+
+    def add(name: str, cls: type[Any], run: Callable[[Any], int], help: str, more: str) -> None:
+        parser: argparse.ArgumentParser = commands.add_parser(
+            name, help=help, description=more, formatter_class=HelpFormatter
+        )
+        add_options(parser, cls)
+        parser.set_defaults(run=lambda parsed: run(read_options(cls, parsed)))
+
+    add(
+        "read",
+        ReadOptions,
+        run_read,
+        "read a document once and keep it on a shelf",
+        "Read a document into a cache and put it on a shelf, from where hf-kvret ask, or any call "
+        "of generate with that shelf, goes on. After Ctrl-C the same command goes on where it was.",
+    )
+    add(
+        "ask",
+        AskOptions,
+        run_ask,
+        "ask a question to a document on a shelf",
+        "Load what hf-kvret read has read, and answer one question about it.",
+    )
+    add(
+        "shelf",
+        ShelfOptions,
+        run_shelf,
+        "list, check or remove what is on a shelf",
+        "Say what is on a shelf, check the files of an entry byte by byte, or remove it.",
+    )
+
+
+def run_read(options: ReadOptions) -> int:
+    """Read a document as the command line says."""
+    text = document_text(options.document, options.most_bytes)
+    choice = choose_cache(options.method)
+    if choice.options is None:
+        raise ValueError(f"--method {options.method}: only caches of hf-kvret go on a shelf")
+    shelf = Shelf(options.shelf, options.max_size)
+    check_device(options.device)
+    subject = load_subject(options.model, DTYPES[options.dtype], options.device)
+    ids = document_ids(subject.need_tokenizer("read"), text).to(subject.device)
+    name = options.name or options.document.stem
+    found = shelf.find(ids, subject.model, choice.method, **asdict(choice.options))
+    cache = choice.make(subject.model.config, ids.shape[1]) if found is None else found
+    assert isinstance(cache, RetrievalCache)
+    started = time.perf_counter()
+    try:
+        _read(subject, cache, ids, name)
+    except KeyboardInterrupt:
+        _keep_part(shelf, cache, ids, subject)
+        raise
+    seconds = time.perf_counter() - started
+    entry = shelf.put(cache, ids, subject.model, name)
+    new = ids.shape[1] - cache.from_shelf
+    print(
+        f"read {new:,} of {entry.tokens:,} tokens in {seconds:.1f} s; {entry.nbytes / 1e9:.2f} GB "
+        f'on {options.shelf}\n\n    hf-kvret ask {name} "..." --shelf {options.shelf}'
+    )
+    return 0
+
+
+@torch.no_grad()
+def _read(subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str) -> None:
+    """Read what ``cache`` lacks of ``ids [1, T]``, with a bar."""
+    start, model = cache.get_seq_length(), subject.model
+    if recurs(cache):
+        # Some of these models don't go on from their state.
+        with prompt_bar(model, ids.shape[1] - start, name):
+            model(ids[:, start:], **as_argument(cache), use_cache=True, logits_to_keep=1)
+        return
+    chunks = list(ids[:, start:].split(_CHUNK, dim=1))
+    if len(chunks) > 1 and chunks[-1].shape[1] < _LEAST_CHUNK:
+        chunks[-2:] = [torch.cat(chunks[-2:], dim=1)]
+    cache.expect(ids.shape[1] - start, max(chunk.shape[1] for chunk in chunks))
+    bar = {"desc": name, "unit": "tok", "unit_scale": True, "total": ids.shape[1]}
+    with tqdm(initial=start, delay=1.0, **bar) as shown:
+        for chunk in chunks:
+            model(chunk, **as_argument(cache), use_cache=True, logits_to_keep=1)
+            shown.update(chunk.shape[1])
+
+
+def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: Subject) -> None:
+    """Put what was read before an interrupt, where it can be told from what broke off."""
+    try:
+        cache.crop(0)
+        entry = shelf.put(cache, ids[:, : cache.get_seq_length()], subject.model)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"\nnothing was kept: {error}", file=sys.stderr)
+    else:
+        print(f"\n{entry.tokens:,} tokens were kept: the same command goes on", file=sys.stderr)
+
+
+def run_ask(options: AskOptions) -> int:
+    """Answer a question as the command line says."""
+    shelf = Shelf(options.shelf)
+    entry = shelf.entry(options.name)
+    check_device(options.device)
+    if options.model is None and not entry.model:
+        raise ValueError(f"nobody wrote down where the model of {options.name} is: give --model")
+    subject = load_subject(options.model or entry.model, DTYPES[entry.dtype], options.device)
+    tokenizer = subject.need_tokenizer("ask")
+    started = time.perf_counter()
+    changes = {} if options.top_k is None else {"top_k": options.top_k}
+    cache = shelf.load(entry.name, subject.model, **changes)
+    loaded = time.perf_counter()
+    more: dict[str, Any] = {"max_new_tokens": options.new_tokens}
+    if not options.json:
+        more["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    answer = ask(subject.model, tokenizer, cache, options.question, **more)
+    if options.json:
+        report = {
+            "answer": answer,
+            "tokens": entry.tokens,
+            "seconds_to_load": loaded - started,
+            "seconds_to_answer": time.perf_counter() - loaded,
+        }
+        print(json.dumps(report, ensure_ascii=False))
+    return 0
+
+
+def run_shelf(options: ShelfOptions) -> int:
+    """Say what is on a shelf, check it or remove it."""
+    shelf = Shelf(options.shelf)
+    if options.action == "list":
+        return _list(shelf, options.json)
+    if options.name is None:
+        raise ValueError(f"shelf {options.action}: give --name, as hf-kvret shelf list has it")
+    entry = shelf.entry(options.name)
+    actions = {"inspect": _inspect, "verify": _verify, "remove": _remove}
+    lines = actions[options.action](shelf, entry)
+    print(json.dumps(lines) if options.json else "\n".join(lines))
+    return 0
+
+
+def _list(shelf: Shelf, as_json: bool) -> int:
+    entries = shelf.entries()
+    if as_json:
+        print(json.dumps([_facts(entry) for entry in entries]))
+        return 0
+    rows = [
+        (
+            *(entry.title or "-", entry.name, entry.method, entry.model or "-"),
+            *(f"{entry.tokens:,}", f"{entry.nbytes / 1e9:.2f}"),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)),
+        )
+        for entry in entries
+    ]
+    header = ("title", "name", "method", "model", "tokens", "GB", "last used")
+    print(markdown_table(header, rows) if rows else f"nothing is on {shelf.folder}")
+    return 0
+
+
+def _facts(entry: ShelfEntry) -> dict[str, Any]:
+    """All that is not hashes."""
+    return {name: value for name, value in asdict(entry).items() if name not in ("key", "chain")}
+
+
+def _inspect(shelf: Shelf, entry: ShelfEntry) -> list[str]:
+    facts = {**_facts(entry), "folder": str(shelf.folder / entry.name)}
+    return [f"{name}: {value}" for name, value in facts.items()]
+
+
+def _verify(shelf: Shelf, entry: ShelfEntry) -> list[str]:
+    return list(verify(shelf.folder / entry.name))
+
+
+def _remove(shelf: Shelf, entry: ShelfEntry) -> list[str]:
+    shelf.remove(entry.name)
+    return [f"removed {entry.title or entry.name}"]

@@ -1,0 +1,99 @@
+"""Questions to a document that a cache has read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from hf_kvret.cache import RetrievalCache
+
+_PLACE = "PUT THE PROMPT HERE"
+
+
+def document_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """``[1, T]`` token ids of a document as `ask` expects it in a cache.
+
+    It begins the user's message where the tokenizer has a chat template, else the whole text.
+
+    Raises:
+        ValueError: a chat template that can't be used, see `around_message`.
+    """
+    before, _ = around_message(tokenizer)
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return torch.tensor([[*bos, *_encode(tokenizer, before + text)]], dtype=torch.long)
+
+
+def ask(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: RetrievalCache,
+    question: str,
+    **options: Any,
+) -> str:
+    """The answer to a question about the document in ``cache``, which stays as it is.
+
+        ids = hf_kvret.document_ids(tokenizer, text)
+        model.generate(ids, past_key_values=cache, max_new_tokens=1)
+        cache.crop(ids.shape[1] - cache.get_seq_length())
+        hf_kvret.ask(model, tokenizer, cache, "Who is the author?")
+
+    Args:
+        model: that filled the cache.
+        tokenizer: of the model.
+        cache: that holds `document_ids`, and nothing behind them.
+        question: asked behind the document, in the same message where there is a chat template.
+        **options: of ``generate``, as ``streamer``; 512 new tokens at most and greedy unless given.
+
+    Raises:
+        ValueError: an empty question, a cache without the ids of one sequence, a chat template that
+            can't be used.
+    """
+    ids = cache.input_ids
+    if ids is None or len(ids) != 1:
+        raise ValueError(
+            "the cache doesn't hold one document whose tokens it saw: read hf_kvret.document_ids("
+            "tokenizer, text) into it"
+        )
+    if not question.strip():
+        raise ValueError("there is no question: write one")
+    _, after = around_message(tokenizer)
+    behind = torch.tensor([_encode(tokenizer, f"\n\n{question}{after or chr(10)}")])
+    prompt = torch.cat([ids.cpu(), behind], dim=1).to(model.device)
+    # A fork serves layers that can't go back, too.
+    usual = {"max_new_tokens": 512, "do_sample": False, "past_key_values": cache.fork()}
+    generate: Any = model.generate
+    result = generate(prompt, **{**usual, **options})
+    tokens = getattr(result, "sequences", result)[0, prompt.shape[1] :]
+    return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The texts that the chat template puts before and after a user's message; BOS is left out.
+
+    Empty ones for a tokenizer without a template. The message is not given to the template itself,
+    as some would strip its blanks.
+
+    Raises:
+        ValueError: a template that doesn't show the message once and as it is.
+    """
+    if not tokenizer.chat_template:
+        return "", ""
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _PLACE}], tokenize=False, add_generation_prompt=True
+    )
+    before, place, after = str(shown).partition(_PLACE)
+    if not place or _PLACE in after:
+        raise ValueError(
+            "the chat template doesn't show a message once and as it is: give the tokenizer "
+            "another one, or set tokenizer.chat_template = None"
+        )
+    bos = tokenizer.bos_token
+    return (before.removeprefix(str(bos)) if bos else before), after
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text, none added."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,0 +1,231 @@
+"""``hf-kvret read``, ``ask`` and ``shelf``, and questions from Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import ParisKVCache, Shelf
+from hf_kvret.cli import main
+from hf_kvret.lab.documents import command
+from hf_kvret.lab.documents.document import document_text
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+
+TEXT = "\n\n".join(f"Chapter {n}. The {n}th king had {3 * n} ships." for n in range(170))
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+QUESTION = "How many ships had the 7th king?"
+METHOD = "paris:top_k=1000000:recent=64:flush=64:dense_below=0"
+
+
+@pytest.fixture(scope="module")
+def reference() -> Subject:
+    return load_subject("reference")
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    path = tmp_path / "kings.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def _read(document: Path, folder: Path, *more: str) -> int:
+    words = ["read", str(document), "--model", "reference", "--method", METHOD]
+    return main([*words, "--shelf", str(folder), *more])
+
+
+def _cache(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> ParisKVCache:
+    cache = ParisKVCache(model.config, **{**COVERING_OPTIONS, **options})
+    generate: Any = model.generate
+    generate(ids, past_key_values=cache, max_new_tokens=1)
+    return cache
+
+
+def test_a_document_is_read_once_and_asked_about(
+    reference: Subject, document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shelf, tokenizer = tmp_path / "shelf", reference.need_tokenizer("a test")
+    assert _read(document, shelf) == 0
+    ids = hf_kvret.document_ids(tokenizer, TEXT)
+    count = ids.shape[1]
+    assert f"read {count:,} of {count:,} tokens" in capsys.readouterr().out
+    asks = ["ask", "kings", QUESTION, "--shelf", str(shelf), "--new-tokens", "9"]
+    assert main([*asks, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    behind = tokenizer(f"\n\n{QUESTION}\n", add_special_tokens=False)["input_ids"]
+    prompt = torch.cat([ids, torch.tensor([behind])], dim=1)
+    model: Any = reference.model
+    expected = model.generate(prompt, max_new_tokens=9, do_sample=False)[0, prompt.shape[1] :]
+    assert report["answer"] == tokenizer.decode(expected, skip_special_tokens=True).strip()
+    assert report["tokens"] == count
+    assert main(asks) == 0
+    assert report["answer"] in capsys.readouterr().out
+    assert _read(document, shelf) == 0
+    assert f"read 1 of {count:,} tokens" in capsys.readouterr().out
+
+
+def test_what_was_read_before_an_interrupt_is_kept(
+    document: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "_CHUNK", 512)
+    load, passes = load_subject, []
+
+    def interrupted(*args: Any) -> Subject:
+        subject = load(*args)
+
+        def count(*_: Any) -> None:
+            passes.append(1)
+            if len(passes) == 3:
+                raise KeyboardInterrupt
+
+        # In the middle of a pass: the first layers have taken their tokens in.
+        subject.model.model.layers[2].register_forward_pre_hook(count)
+        return subject
+
+    monkeypatch.setattr(command, "load_subject", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _read(document, tmp_path / "shelf")
+    assert "1,024 tokens were kept" in capsys.readouterr().err
+    [entry] = Shelf(tmp_path / "shelf").entries()
+    assert entry.tokens == 1024
+    monkeypatch.setattr(command, "load_subject", load)
+    assert _read(document, tmp_path / "shelf", "--name", "kings") == 0
+    [entry] = Shelf(tmp_path / "shelf").entries()
+    new = entry.tokens - 1024
+    assert entry.title == "kings" and f"read {new:,} of" in capsys.readouterr().out
+
+
+def test_a_shelf_is_listed_checked_and_cleared(
+    document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shelf = ["--shelf", str(tmp_path / "shelf")]
+    assert main(["shelf", "list", *shelf]) == 0
+    assert "nothing is on" in capsys.readouterr().out
+    assert _read(document, tmp_path / "shelf", "--name", "a") == 0
+    capsys.readouterr()
+    assert main(["shelf", "list", *shelf, "--json"]) == 0
+    [facts] = json.loads(capsys.readouterr().out)
+    assert (facts["title"], facts["method"], facts["dtype"]) == ("a", "paris", "float32")
+    for action, expected in (("inspect", "tokens: "), ("verify", "whole"), ("remove", "removed a")):
+        assert main(["shelf", action, "--name", "a", *shelf]) == 0
+        assert expected in capsys.readouterr().out
+    assert main(["shelf", "remove", "--name", "a", *shelf]) == 2
+    assert "no entry 'a', it has nothing" in capsys.readouterr().err
+    assert main(["shelf", "remove", *shelf]) == 2
+    assert "give --name" in capsys.readouterr().err
+    assert main(["ask", "a", "Why?", *shelf]) == 2
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_question_stands_behind_the_document_in_its_message(
+    template: str | None, reference: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = reference.need_tokenizer("a test")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    ids = hf_kvret.document_ids(tokenizer, TEXT)
+    cache = _cache(reference.model, ids)
+    asked: list[torch.Tensor] = []
+    generate = reference.model.generate
+
+    def noted(prompt: torch.Tensor, **options: Any) -> Any:
+        asked.append(prompt)
+        return generate(prompt, **options)
+
+    monkeypatch.setattr(reference.model, "generate", noted)
+    answers = {
+        hf_kvret.ask(reference.model, tokenizer, cache, QUESTION, max_new_tokens=8)
+        for _ in range(2)
+    }
+    assert len(answers) == 1 and cache.get_seq_length() == ids.shape[1]
+    shown = tokenizer.decode(asked[0][0], skip_special_tokens=True)
+    message = f"{TEXT}\n\n{QUESTION}"
+    around = ("<user>", "</user><assistant>") if template else ("", "\n")
+    assert shown.endswith(message + around[1]) and around[0] in shown[: len(around[0]) + 1]
+
+
+def test_layers_that_can_not_go_back_are_asked_twice(reference: Subject) -> None:
+    tokenizer = reference.need_tokenizer("a test")
+    model: Any = MODELS["gemma3"].build()
+    ids = torch.randint(8, 128, (1, 70))
+    cache, before = _cache(model, ids), None
+    for _ in range(2):
+        more = {"max_new_tokens": 4, "streamer": None}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hf_kvret.shelf.questions._encode", lambda *_: [9, 10, 11])
+            answer = hf_kvret.ask(model, tokenizer, cache, "Why?", **more)
+        assert before in (None, answer)
+        before = answer
+
+
+def test_bad_questions_are_refused(reference: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, model = reference.need_tokenizer("a test"), reference.model
+    empty = ParisKVCache(model.config)
+    with pytest.raises(ValueError, match="doesn't hold one document"):
+        hf_kvret.ask(model, tokenizer, empty, QUESTION)
+    cache = _cache(model, hf_kvret.document_ids(tokenizer, TEXT[:400]))
+    with pytest.raises(ValueError, match="no question"):
+        hf_kvret.ask(model, tokenizer, cache, " ")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].role }}")
+    with pytest.raises(ValueError, match="doesn't show a message"):
+        hf_kvret.ask(model, tokenizer, cache, QUESTION)
+
+
+def test_texts_markdown_and_pages_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("bs4")
+    head = "<html><head><title>T</title></head>"
+    page = f"{head}<body><script>x()</script><p>One <b>two</b></p></body>"
+    files = {"a.txt": b"\xef\xbb\xbfOne\r\ntwo", "a.md": b"# One\ntwo", "a.html": page.encode()}
+    expected = {"a.txt": "One\ntwo", "a.md": "# One\ntwo", "a.html": "One\ntwo"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        assert document_text(tmp_path / name, 1000) == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"x" * 101, "at most 100 are read"),
+        ("a.pdf", b"x", "is no text"),
+        ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("a.txt", b" \n", "no text in it"),
+        ("a.txt", b"a\0b", "null characters"),
+    ],
+)
+def test_what_is_no_text_is_refused(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        document_text(tmp_path / name, 100)
+    with pytest.raises(FileNotFoundError):
+        document_text(tmp_path / "none.txt", 100)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"), [(["--method", "full"], "only caches of hf-kvret"), (["--shelf", "f"], "")]
+)
+def test_bad_options_of_read_are_told(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "none.txt")
+    document = tmp_path / "a.txt"
+    document.write_text("words")
+    if message:
+        assert main(["read", str(document), *more]) == 2
+        assert message in capsys.readouterr().err
+    else:
+        assert main(["read", missing, *more]) == 2
+        assert "no file" in capsys.readouterr().err
