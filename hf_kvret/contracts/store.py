@@ -234,16 +234,18 @@ class Store(State):
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
         """As for every state, of rows in full; a store that saves another form extends it."""
-        if "keys" in state and type(self).load_state_dict is Store.load_state_dict:
+        if state.keys() & {"keys", PAGES} and type(self).load_state_dict is Store.load_state_dict:
             check_rows(state, schema)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """Fill an empty store with what ``state_dict`` gave, for queries on ``device``.
 
-        That is ``keys [B, Hkv, n, Dk]`` and ``values [B, Hkv, n, Dv]`` on the CPU (in place of
-        these ``value_in_key``, where keys contain them), or nothing; of a store of coded rows, its
-        codes, which only such a store takes.
+        That is rows in pages on the CPU, see ``saved_pages``, or ``keys [B, Hkv, n, Dk]`` and
+        ``values [B, Hkv, n, Dv]`` (in place of these ``value_in_key``, where keys contain them), or
+        nothing; of a store of coded rows, its codes, which only such a store takes.
         """
+        if PAGES in state:
+            state = rows_of_pages(state)
         if state and "keys" not in state:
             raise ValueError(
                 "the cache was saved with coded rows, which other stores can't take: load it with "
@@ -255,8 +257,48 @@ class Store(State):
             self.append(TokenBlock(keys, values, start=0, value_in_key=in_key))
 
 
+PAGES = "pages"
+"""Name of saved rows as kernels read them: ``[B, n / page_len, Hkv, page_len, Dk + Dv]``.
+
+Beside them stand ``length`` and ``key_dim``, and ``value_in_key`` where keys contain the values.
+"""
+
+
+def rows_of_pages(state: Tensors, most: int | None = None) -> Tensors:
+    """``keys`` and ``values``, as views, of saved rows in pages; of the first ``most`` tokens."""
+    length, key_dim = int(state["length"]), int(state["key_dim"])
+    pages = state[PAGES]
+    if most is not None:
+        pages, length = pages[:, : -(-most // pages.shape[3])], min(most, length)
+    rows = pages.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    if "value_in_key" in state:
+        return {"keys": rows, "value_in_key": state["value_in_key"]}
+    return {"keys": rows[..., :key_dim], "values": rows[..., key_dim:]}
+
+
+def check_pages(state: Tensors, schema: Schema) -> None:
+    """ValueError unless ``state`` has rows in pages of all cold tokens of a layer."""
+    in_key = schema.get("I") or 0
+    names = {PAGES, "length", "key_dim"} | ({"value_in_key"} if in_key else set())
+    if names < state.keys():
+        raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
+    for name, value in (("length", schema["N"]), ("key_dim", schema["D"])):
+        saved = state[name]
+        if saved.dtype != torch.int64 or saved.numel() != 1 or int(saved) != value:
+            raise damaged(f"{name} is not {value}")
+    width = schema["D"] + (0 if in_key else schema["V"])
+    schema.check(PAGES, state[PAGES], f"B c H p {width}")
+    columns, page_len = state[PAGES].shape[1], state[PAGES].shape[3]
+    if not page_len or columns != -(-schema["N"] // page_len):
+        raise damaged(f"{PAGES} are {columns} of {page_len} tokens, not of {schema['N']}")
+    check_in_key(state, schema)
+
+
 def check_rows(state: Tensors, schema: Schema) -> None:
     """ValueError unless ``state`` has keys and values in full of all cold tokens of a layer."""
+    if PAGES in state:
+        check_pages(state, schema)
+        return
     in_key = schema.get("I") or 0
     names = {"keys"} | ({"value_in_key"} if in_key else {"values"})
     if names < state.keys():

@@ -14,7 +14,7 @@ from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
 from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, blamed_on
 from hf_kvret.contracts.schema import Schema, check_squares, damaged
 from hf_kvret.contracts.state import State, Tensors
-from hf_kvret.contracts.store import FirstRows, Store, all_of
+from hf_kvret.contracts.store import PAGES, FirstRows, Store, all_of, rows_of_pages
 from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.layer.block_sums import BlockSums
 from hf_kvret.layer.window import Window
@@ -398,6 +398,8 @@ class LayerKV:
 
 # No machine has the second.
 _LARGE_WINDOW, _MOST_BYTES = 1 << 30, 1 << 60
+# Tokens whose keys tell which store a layer gets, of pages that may be mapped.
+_SAMPLED = 4096
 _PARTS = ("window", "index", "store", "rest")
 
 
@@ -481,7 +483,9 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
             raise damaged("there is a store of a layer without cold tokens")
         return
     nbytes = sum(x.nbytes for x in rows.values())
-    store = kv.store = kv.make_store(FirstRows(device, nbytes, rows.get("keys")))
+    with _named("store."):
+        first = rows_of_pages(rows, _SAMPLED) if PAGES in rows else rows
+    store = kv.store = kv.make_store(FirstRows(device, nbytes, first.get("keys")))
     _load("store.", store, state, schema, device)
     if len(store) != kv.window.start:
         raise damaged(f"the store has {len(store)} tokens, not {kv.window.start}")

@@ -19,7 +19,9 @@ from hf_kvret.saved.folder import VERSION_LEN
 from hf_kvret.saved.shards import SUFFIX, SavedTensors
 from hf_kvret.version import __version__
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# In the first one rows of cold tokens lay in keys and values, which can't be mapped.
+_READABLE = (1, 2)
 DESCRIPTION, STEM = "cache.json", "cache"
 
 _MOST_BYTES = 64 << 20
@@ -62,10 +64,10 @@ class Description:
         if not path.is_file():
             raise FileNotFoundError(f"no saved cache in {directory}: {DESCRIPTION} is missing")
         content, digest = _read(path)
-        if content["format_version"] != FORMAT_VERSION:
+        if content["format_version"] not in _READABLE:
             raise ValueError(
                 f"{path} has format version {content['format_version']}, this hf_kvret reads "
-                f"{FORMAT_VERSION}: {_AGAIN}"
+                f"{' and '.join(map(str, _READABLE))}: {_AGAIN}"
             )
         try:
             _check(content)
@@ -73,10 +75,10 @@ class Description:
             raise ValueError(f"{path} is corrupt ({error}): {_AGAIN}") from error
         return cls(content, digest)
 
-    def tensors(self, directory: Path) -> SavedTensors:
-        """The tensors of the cache in ``directory``; errors as of ``SavedTensors``."""
+    def tensors(self, directory: Path, mapped: bool = False) -> SavedTensors:
+        """The tensors of the cache in ``directory``, rows ``mapped``; see ``SavedTensors``."""
         paths = [directory / name for name in self.content["files"]]
-        return SavedTensors(paths, self.content["tensors"])
+        return SavedTensors(paths, self.content["tensors"], mapped)
 
 
 def encoded(content: Mapping[str, Any]) -> bytes:
@@ -137,9 +139,10 @@ def verify_cache(directory: Path) -> list[str]:
     spans = [tensors.read(name).flatten() for name in names if name.endswith(f".{SPANS}")]
     retrieved = max((int(ends[1::2].sum() - ends[::2].sum()) for ends in spans), default=0)
     records = [name for name in ("identity", "tokens") if content[name] is not None]
+    version = content["format_version"]
     versions = [f"{str(name)[:80]} {str(value)[:80]}" for name, value in content["library"].items()]
     return [
-        f"cache    {content['method']}, format {FORMAT_VERSION}, {len(content['layers'])} layers",
+        f"cache    {content['method']}, format {version}, {len(content['layers'])} layers",
         f"tensors  {len(names)}, {nbytes / 2**20:.2f} MiB: whole",
         f"made by  {', '.join(versions)}",
         f"records  {' and '.join(records) or 'neither identity nor tokens'}",

@@ -35,12 +35,13 @@ from hf_kvret.saved.description import (
 )
 from hf_kvret.saved.folder import Replacement, replacing
 from hf_kvret.saved.identity import CacheIdentity, facts_difference
-from hf_kvret.saved.shards import ShardWriter
+from hf_kvret.saved.shards import SavedTensors, ShardWriter
 from hf_kvret.saved.token_record import UNKNOWN, InputDigest
 
 _log = logging.getLogger(__name__)
 
 _MOST_NUMBER = 2**63 - 1
+_LEAST_MAPPED = 256 << 20
 # Prefix of the names of tensors that the model keeps of the conversation, where it keeps any.
 _MODEL_STATE = "model_state."
 
@@ -102,6 +103,7 @@ def load(
     config: PreTrainedConfig,
     device: torch.device,
     changes: dict[str, Any],
+    mapped: bool | str,
 ) -> tuple[FilledCache, str]:
     """The cache in ``directory``, and the digest of its ``cache.json``; see ``from_pretrained``."""
     while True:
@@ -109,7 +111,9 @@ def load(
         try:
             with torch.device("cpu"):
                 cache, hint = _empty_cache(cls, directory, description.content, config, changes)
-                _fill(cache, directory, description, config, device, hint)
+                is_mapped = _is_mapped(mapped, directory, description, device)
+                tensors = description.tensors(directory, is_mapped)
+                _fill(cache, directory, description, tensors, config, device, hint)
             return cache, description.digest
         except FileNotFoundError:
             # Another process may have replaced the cache in the meantime.
@@ -117,16 +121,30 @@ def load(
                 raise
 
 
+def _is_mapped(
+    mapped: bool | str, directory: Path, description: Description, device: torch.device
+) -> bool:
+    """Whether rows stay in their files; ValueError for another word than ``"auto"``."""
+    if mapped not in (True, False, "auto"):
+        raise ValueError(f"mapped={mapped!r}: pass True, False or 'auto'")
+    if mapped != "auto":
+        return bool(mapped)
+    paths = (directory / name for name in description.content["files"])
+    nbytes = sum(path.stat().st_size for path in paths if path.is_file())
+    return device.type == "cpu" and nbytes > _LEAST_MAPPED
+
+
 def _fill(
     cache: FilledCache,
     directory: Path,
     description: Description,
+    tensors: SavedTensors,
     config: PreTrainedConfig,
     device: torch.device,
     hint: str,
 ) -> None:
     """Give a new ``cache`` what is saved; ``hint``: more to say where a layer won't fit."""
-    tensors, content = description.tensors(directory), description.content
+    content = description.content
     foreign = foreign_layers_of(cache.layers)
     for number, layer in enumerate(cache.layers):
         values = content["layers"][number]["values"]

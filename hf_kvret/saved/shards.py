@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_kvret.contracts.state import Tensors
+from hf_kvret.contracts.store import PAGES
 from hf_kvret.saved.folder import VERSION_LEN, Replacement
-from hf_kvret.stores.host_memory import empty
+from hf_kvret.stores.host_memory import empty, expect_random_reads
 
 SHARD_BYTES = 1 << 30
 """A shard holds no more, but for a single tensor that is larger."""
@@ -35,6 +36,7 @@ DTYPES = (
 """What a cache may hold."""
 
 _AGAIN = "save the cache again"
+_ROWS = f".store.{PAGES}"
 _CPU = torch.device("cpu")
 
 
@@ -97,17 +99,20 @@ class SavedTensors:
     """The tensors of saved shards, by name, each compared with its checksum when it is read.
 
     They are copies, so that it does not matter what happens to the files later. One shard is mapped
-    at a time.
+    at a time. Only rows of tokens that are to be ``mapped`` stay in their files: nothing of them is
+    read, or compared, before it is used.
     """
 
-    def __init__(self, paths: list[Path], checksums: Mapping[str, Any]) -> None:
+    def __init__(
+        self, paths: list[Path], checksums: Mapping[str, Any], mapped: bool = False
+    ) -> None:
         """Look into the shards at ``paths``, which hold the tensors that ``checksums`` names.
 
         Raises:
             FileNotFoundError: one is missing.
             ValueError: one is damaged, or they hold other tensors.
         """
-        self._checksums = checksums
+        self._checksums, self._mapped = checksums, mapped
         self._paths: dict[str, Path] = {}
         for path in paths:
             with _opened(path) as shard:
@@ -144,6 +149,10 @@ class SavedTensors:
             rows = shard.get_tensor(name)
             if rows.dtype not in DTYPES:
                 raise ValueError(f"{path}: {name[:80]} is {rows.dtype}, unlike any save; {_AGAIN}")
+            if self._mapped and name.endswith(_ROWS):
+                # Private: what is written to it would be copied first, and nothing is.
+                expect_random_reads(rows)
+                return rows
             tensor = empty(tuple(rows.shape), rows.dtype, _CPU).copy_(rows)
         if checksum(name, tensor) != self._checksums[name]:
             raise ValueError(

@@ -8,6 +8,8 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from hf_kvret.contracts.schema import Schema
+from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import CPU, HostMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
@@ -39,6 +41,12 @@ class CpuStore(WrappedStore):
         self._device = device
         self.ranks_elsewhere = device.type != "cpu"
         self._staging: dict[str, _Staging] = {}
+
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
+        self.rows.check_saved(state, schema)
+
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        self.rows.load_state_dict(state, device)
 
     def begin(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None

@@ -70,6 +70,17 @@ def mapped(size: int, inherited: bool = True) -> torch.Tensor:
     return raw[start : start + size]
 
 
+def expect_random_reads(tensor: torch.Tensor) -> None:
+    """Have the system read no more of a file than is asked for, where ``tensor`` is its mapping."""
+    advice = getattr(mmap, "MADV_RANDOM", None)
+    if advice is None or not tensor.nbytes:
+        return
+    start = tensor.data_ptr() // _MEMORY_PAGE * _MEMORY_PAGE
+    size = tensor.data_ptr() + tensor.nbytes - start
+    # An advice: where the system refuses it, reading works all the same.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
+
+
 def _advise(mapping: mmap.mmap, advice: int | None, start: int, size: int) -> None:
     """Where the system doesn't know the advice, the memory works all the same."""
     if advice is not None:

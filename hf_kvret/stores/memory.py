@@ -43,6 +43,10 @@ class PageMemory(ABC):
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy ``rows`` (on the compute device) to ``target``, a view of an allocated tensor."""
 
+    def takes(self, pages: torch.Tensor) -> bool:
+        """Whether pages that lie elsewhere, as in a file's mapping, can be a chunk as they are."""
+        return False
+
     def wait(self) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Make the device's current stream wait for all writes."""
 
@@ -66,6 +70,9 @@ class DeviceMemory(PageMemory):
 
     def on_host(self, chunk: torch.Tensor) -> bool:
         return False
+
+    def takes(self, pages: torch.Tensor) -> bool:
+        return pages.device == self.device
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         target.copy_(rows)
@@ -112,6 +119,9 @@ class HostMemory(PageMemory):
 
     def on_host(self, chunk: torch.Tensor) -> bool:
         return True
+
+    def takes(self, pages: torch.Tensor) -> bool:
+        return self._stream is None and self.device == self._chunk_device == pages.device
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         if self._stream is None:

@@ -15,8 +15,9 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.chunks import BUS_PROGRAMS, read_ahead, reading_stream
-from hf_kvret.contracts.state import part
-from hf_kvret.contracts.store import AttentionResult, Store
+from hf_kvret.contracts.schema import Schema
+from hf_kvret.contracts.state import Tensors, part
+from hf_kvret.contracts.store import PAGES, AttentionResult, Store, check_rows
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.gather_attention import gather_partials
@@ -217,7 +218,42 @@ class PagedStore(Store):
             # Made now: made within a captured step, they would exist only after its first replay.
             self.paged_rows().addresses()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Tensors:
+        """Rows in pages, see ``PAGES``: a load may map them, and kernels read them as they lie."""
+        if self.length == 0:
+            return {}
+        assert self._table is not None and not self._apart, "codes are saved by `dense_state`"
+        pages = self._pages_of(0, self._page_count, torch.device("cpu"))
+        # What was dropped stays out.
+        pages[:, -1, :, self.length - self._page_count * self.page_len or self.page_len :] = 0
+        state = {PAGES: pages, "length": torch.tensor(self.length)}
+        state["key_dim"] = torch.tensor(self._key_dim)
+        if self._value_in_key:
+            state["value_in_key"] = torch.tensor(self._value_in_key)
+        return state
+
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
+        if state.keys() & {"keys", PAGES}:
+            check_rows(state, schema)
+
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        """As for every store; pages in memory that can be ours are taken as they are."""
+        pages = state.get(PAGES)
+        if pages is None or self._apart or pages.shape[3] != self.page_len:
+            super().load_state_dict(state, device)
+            return
+        if not self.memory.takes(pages):
+            super().load_state_dict(state, device)
+            return
+        self._key_dim, self.length = int(state["key_dim"]), int(state["length"])
+        self._value_in_key = int(state.get("value_in_key", 0))
+        batch, columns = pages.shape[:2]
+        self._chunks, self._own_pages = [pages.flatten(0, 1)], batch * columns
+        ids = torch.arange(batch * columns, dtype=torch.int32, device=self.memory.device)
+        self._table = ids.view(batch, columns)
+
+    def dense_state(self) -> Tensors:
+        """``keys [B, Hkv, n, Dk]``, ``values [B, Hkv, n, Dv]`` (or ``value_in_key``), for codes."""
         if self.length == 0:
             return {}
         rows = self._dense(0, self._page_count, torch.device("cpu"))[:, :, : self.length]
@@ -261,6 +297,13 @@ class PagedStore(Store):
 
         None is where queries are.
         """
+        pages = self._pages_of(first, last, device or self.memory.device)
+        if self._apart:
+            pages = join_sides(pages, self._key_dim)
+        return pages.transpose(1, 2).flatten(2, 3)
+
+    def _pages_of(self, first: int, last: int, device: torch.device) -> torch.Tensor:
+        """Table columns ``first .. last``, ``[B, last - first, Hkv, page_len, W]``; a copy."""
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
         self.memory.wait()
@@ -268,11 +311,8 @@ class PagedStore(Store):
             torch.cuda.current_stream(self.memory.device).synchronize()
         table = self._table[:, first:last]
         # Chunks may be on different devices.
-        pages = select(self._chunks, table.reshape(-1).long(), device or self.memory.device)
-        if self._apart:
-            pages = join_sides(pages, self._key_dim)
-        pages = pages.view(*table.shape, *pages.shape[1:]).transpose(1, 2)
-        return pages.flatten(2, 3)
+        pages = select(self._chunks, table.reshape(-1).long(), device)
+        return pages.view(*table.shape, *pages.shape[1:])
 
     def _write_tail(self, page: torch.Tensor, offset: int, rows: torch.Tensor) -> None:
         """Write ``rows [B, Hkv, n, W]`` to the slots of ``page [B, Hkv, page_len, W]`` from one."""

@@ -93,7 +93,7 @@ class QuantizedStore(WrappedStore):
 
     def state_dict(self) -> Tensors:
         """``codes`` and ``scales [B, Hkv, n, bytes]`` uint8, and an empty row of each half."""
-        rows = self.rows.state_dict()
+        rows = self.rows.dense_state()
         if not rows:
             return {}
         key_like, value_like = (torch.empty(0, dim, dtype=self._dtype) for dim in self._dims)

@@ -104,7 +104,7 @@ def reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:
     options = whole.options
     for store in stores_of(cache):
         number = str(store.plan.layer)
-        told, state = options["layers"][number], store._pages.state_dict()
+        told, state = options["layers"][number], store._pages.dense_state()
         rows: list[torch.Tensor] = []
         code_at = scale_at = 0
         for side, dim in (("key", "head_dim"), ("value", "value_head_dim")):

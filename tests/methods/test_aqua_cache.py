@@ -182,7 +182,7 @@ def test_reconstructions_are_those_of_the_codes_decoded_layer_by_layer(
     cache = make_cache(model, artifact, store=store)
     fill(model, cache)
     _assert_as_reference(cache, artifact)
-    rows = len(stores_of(cache)[0]._pages.state_dict()["keys"])
+    rows = len(stores_of(cache)[0]._pages.dense_state()["keys"])
     token = prompt(rows, 1, salt=9)
     twin = cache.fork()
     cache.save_pretrained(tmp_path)

@@ -120,7 +120,7 @@ def no_file(chance: random.Random, folder: Path, other: Path) -> None:
 def strange_json(chance: random.Random, folder: Path, other: Path) -> None:
     path = folder / DESCRIPTION
     text = path.read_text()
-    version = '"format_version": 1'
+    version = '"format_version": 2'
     assert version in text
     path.write_bytes(
         chance.choice(
@@ -129,7 +129,7 @@ def strange_json(chance: random.Random, folder: Path, other: Path) -> None:
                 lambda: b'{"a":' * 100_000,
                 lambda: text.replace(version, '"format_version": ' + "9" * 5000).encode(),
                 lambda: text.replace(version, '"format_version": NaN').encode(),
-                lambda: text.replace(version, f'{version}, "format_version": 2').encode(),
+                lambda: text.replace(version, f'{version}, "format_version": 1').encode(),
                 lambda: (text.rstrip()[:-1] + ', "x": [' + "0," * 10**6 + "0]}").encode(),
                 lambda: b"\xff\xfe" + text.encode(),
                 lambda: b"\xef\xbb\xbf" + text.encode(),
@@ -233,7 +233,7 @@ def renamed(chance: random.Random, tensors: Tensors, content: dict[str, Any]) ->
 
 
 def version(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
-    content["format_version"] = chance.choice([0, 2, 3, "1", 1.0, True, None, [], {}, -1, 10**30])
+    content["format_version"] = chance.choice([0, 3, 4, "2", 1.0, True, None, [], {}, -1, 10**30])
 
 
 def option(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:

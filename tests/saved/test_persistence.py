@@ -197,7 +197,7 @@ def test_options_come_back_and_a_filled_cache_keeps_them(
     cache = _prefill(llama, CTkvrCache(llama.config, **SMALL, nprobe=2))
     cache.save_pretrained(tmp_path)
     description, _ = read_saved(tmp_path)
-    assert description["format_version"] == 1
+    assert description["format_version"] == 2
     assert description["options"]["nprobe"] == 2
     loaded = CTkvrCache.from_pretrained(tmp_path, llama.config)
     assert loaded.options == cache.options
@@ -346,7 +346,7 @@ def test_another_method_is_refused(llama: PreTrainedModel, saved: Path) -> None:
         ParisKVCache.from_pretrained(saved, llama.config)
 
 
-@pytest.mark.parametrize("missing", ["window.keys", "store.values", "index.keys", "built"])
+@pytest.mark.parametrize("missing", ["window.keys", "store.length", "index.keys", "built"])
 def test_a_missing_tensor_is_named(
     llama: PreTrainedModel, saved: Path, tmp_path: Path, missing: str
 ) -> None:

@@ -121,11 +121,11 @@ class KiviStore(DecodedStore):
 
     def state_dict(self) -> Tensors:
         """``keys`` codes and ``values`` scales of values; ``group_*`` of keys; and the rest."""
-        state = self._values.state_dict()
+        state = self._values.dense_state()
         if not state:
             return {}
         assert self._newest is not None
-        groups = self._key_groups.state_dict()
+        groups = self._key_groups.dense_state()
         state |= {f"group_{name}": x for name, x in groups.items()}
         state["newest"] = self._newest.cpu().contiguous()
         state["shape"] = torch.tensor(self._shape)

@@ -162,7 +162,7 @@ class AquaStore(DecodedStore):
 
     def state_dict(self) -> Tensors:
         """``keys`` codes and ``values`` scales ``[B, 1, n, bytes]``, or full rows; and the rest."""
-        state = self._pages.state_dict()
+        state = self._pages.dense_state()
         if not state:
             return {}
         coder = self._coder
