@@ -246,7 +246,8 @@ def _prepare_cache(
     if is_callers:
         generation_config.cache_implementation = None
     elif cache is None and name in _methods:
-        cache = _new_cache(call, name, generation_config)
+        mask = model_kwargs.get("attention_mask")
+        cache = _new_cache(call, name, generation_config, mask)
     else:
         check_options_are_read(call, generation_config, cache, _methods)
         return False
@@ -261,13 +262,13 @@ def _prepare_cache(
     return not is_callers
 
 
-def _new_cache(call: Request, name: str, generation_config: Any) -> RetrievalCache:
+def _new_cache(call: Request, name: str, generation_config: Any, mask: Any) -> RetrievalCache:
     """A cache of a registered method for ``call``, with the options of ``cache_config``."""
     check_model(call.model)
     options = generation_config.cache_config or {}
     if not isinstance(options, dict):
         raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
-    return new_cache(call, _methods[name], options, generation_config)
+    return new_cache(call, _methods[name], options, generation_config, mask)
 
 
 def _decode_call(

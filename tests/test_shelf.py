@@ -245,6 +245,29 @@ def test_a_damaged_entry_is_skipped(
     assert {entry.name for entry in shelf.entries()} == set(names)
 
 
+def test_what_has_a_title_stays_and_is_found_by_it(llama: PreTrainedModel, shelf: Shelf) -> None:
+    ids = prompt(1, 300)
+    cache = _read(llama, ids)
+    short = shelf.put(cache, ids[:, :128], llama, title="short")
+    shelf.put(cache, ids, llama)
+    assert {entry.tokens for entry in shelf.entries()} == {128, 300}
+    assert shelf.load("short", llama).from_shelf == 128
+    other = shelf.put(cache, ids[:, :192], llama, title=short.name)
+    assert shelf.entry(short.name).tokens == 128, "a name comes before a title"
+    shelf.remove(other.name)
+    (shelf.folder / short.name / "shelf.json").write_text("{")
+    shelf.remove(short.name)
+    assert [entry.tokens for entry in shelf.entries()] == [300]
+    with pytest.raises(ValueError, match="no entry ''"):
+        shelf.entry("")
+
+
+def test_a_shelf_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file: give a folder"):
+        Shelf(tmp_path / "file")
+
+
 def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
     ids = prompt(1, 128)
     cache = _read(llama, ids)

@@ -13,6 +13,7 @@ from hf_kvret.attention.prompt_chunks import drafts
 from hf_kvret.attention.requests import Request
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.shelf import Shelf
+from hf_kvret.shelf.entry import BLOCK
 from hf_kvret.shelf.shelf import can_crop
 
 _log = logging.getLogger(__name__)
@@ -21,10 +22,17 @@ SHELF, STEP = "shelf", "shelf_step"
 """Names in ``cache_config``."""
 _USUAL_STEP = 2048
 _TEXT = {"inputs", "input_ids", "attention_mask"}
+_TYPES = {"token_type_ids", "mm_token_type_ids"}
+# Of a disk, of files, of memory: an answer needs none of these.
+_FAILURES = (OSError, RuntimeError, MemoryError, ValueError)
 
 
 def new_cache(
-    call: Request, method: type[RetrievalCache], options: dict[str, Any], generation_config: Any
+    call: Request,
+    method: type[RetrievalCache],
+    options: dict[str, Any],
+    generation_config: Any,
+    mask: Any,
 ) -> RetrievalCache:
     """A cache for ``call``, with what a shelf knows of its prompt where ``options`` name one.
 
@@ -34,6 +42,7 @@ def new_cache(
         options: ``cache_config``: those of the method; ``shelf``, a folder or a ``Shelf``; and
             ``shelf_step``, the number of new tokens from which on a prompt is put.
         generation_config: of the call, as ``generate`` has prepared it.
+        mask: the attention mask, likewise, or None.
 
     Raises:
         TypeError, ValueError: options that are unknown or make no sense.
@@ -50,22 +59,25 @@ def new_cache(
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
         raise ValueError(f"{STEP}={step!r}: pass a number of tokens, at least 1")
     shelf = place if isinstance(place, Shelf) else Shelf(place)
-    ids, why = call.prompt_ids(), _obstacle(call, generation_config)
+    ids, why = call.prompt_ids(), _obstacle(call, generation_config, mask)
+    cache = method(call.model.config, **options)
+    if ids is not None and not why:
+        try:
+            cache = shelf.find(ids, call.model, method.name, **options) or cache
+        except _FAILURES as error:
+            why = str(error)
     if ids is None or why:
-        cache = method(call.model.config, **options)
         cache.shelf_note = f"not used: {why}"
         _log.warning("the shelf %s is not used: %s", shelf.folder, why)
         return cache
-    found = shelf.find(ids, call.model, method.name, **options)
-    cache = method(call.model.config, **options) if found is None else found
     visit = _Visit(shelf, cache, call.model, ids, step)
     call.after_pass, call.at_end = visit.after_prompt, visit.put
     return cache
 
 
-def _obstacle(call: Request, generation_config: Any) -> str:
+def _obstacle(call: Request, generation_config: Any, mask: Any) -> str:
     """Why the prompt of ``call`` is none for a shelf; empty if it is."""
-    ids, mask = call.prompt_ids(), call.arguments.get("attention_mask")
+    ids, mask = call.prompt_ids(), call.mask(mask)
     if ids is None:
         return "the prompt has no token ids"
     counts = generation_config.num_beams or 1, generation_config.num_return_sequences or 1
@@ -75,14 +87,10 @@ def _obstacle(call: Request, generation_config: Any) -> str:
         return "assisted decoding of transformers reads the whole prompt again"
     if isinstance(mask, torch.Tensor) and not bool(mask.all()):
         return "the prompt has padding"
-    others = [name for name in call.arguments if name not in _TEXT]
-    more = [name for name in others if _says_something(call.arguments[name])]
+    given = {name: x for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
+    # Types of tokens are zero where all are text.
+    more = [x for x in given if x not in _TEXT and (x not in _TYPES or bool(given[x].any()))]
     return f"the prompt is more than text ({', '.join(more)})" if more else ""
-
-
-def _says_something(value: Any) -> bool:
-    """Whether an argument is a tensor that is not all zero, as types of tokens of text are."""
-    return isinstance(value, torch.Tensor) and bool(value.any())
 
 
 class _Visit:
@@ -98,13 +106,16 @@ class _Visit:
     ) -> None:
         self._shelf, self._cache, self._model, self._ids = shelf, cache, model, ids
         new = ids.shape[1] - cache.from_shelf
-        self._is_read, self._is_over = False, new < step
+        self._is_read = False
+        if ids.shape[1] < BLOCK:
+            step = BLOCK
+        self._is_over = new < step
         if self._is_over:
-            cache.shelf_note = f"not put: {new} new tokens, fewer than {STEP}={step}"
+            cache.shelf_note = f"not put: {new} new tokens, fewer than {step}"
 
     def after_prompt(self) -> None:
         """Put what can't go back before anything is generated; called behind the prompt's pass."""
-        if not self._is_read and not can_crop(self._cache):
+        if not self._is_read and not can_crop(self._cache, later=True):
             self.put()
         self._is_read = True
 
@@ -116,7 +127,7 @@ class _Visit:
         cache, folder = self._cache, self._shelf.folder
         try:
             entry = self._shelf.put(cache, self._ids, self._model)
-        except (OSError, RuntimeError, ValueError) as error:
+        except _FAILURES as error:
             cache.shelf_note = f"not put: {error}"
             _log.warning("the prompt was not put on the shelf %s: %s", folder, error)
         else:

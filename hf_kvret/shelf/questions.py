@@ -22,8 +22,13 @@ def document_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
         ValueError: a chat template that can't be used, see `around_message`.
     """
     before, _ = around_message(tokenizer)
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return torch.tensor([[*bos, *_encode(tokenizer, before + text)]], dtype=torch.long)
+    bos = tokenizer.bos_token_id
+    begins = tokenizer("", verbose=False)["input_ids"][:1]
+    if tokenizer.chat_template:
+        begins = _encode(tokenizer, _shown(tokenizer))[:1]
+    # Where neither the tokenizer nor its template begins with one, generate's users have none.
+    first = [bos] if bos is not None and begins == [bos] else []
+    return torch.tensor([[*first, *_encode(tokenizer, before + text)]], dtype=torch.long)
 
 
 def ask(
@@ -45,7 +50,8 @@ def ask(
         tokenizer: of the model.
         cache: that holds `document_ids`, and nothing behind them.
         question: asked behind the document, in the same message where there is a chat template.
-        **options: of ``generate``, as ``streamer``; 512 new tokens at most and greedy unless given.
+        **options: of ``generate``, as ``streamer``; 512 new tokens at most and greedy, unless they
+            or a ``generation_config`` are given. One answer of one beam.
 
     Raises:
         ValueError: an empty question, a cache without the ids of one sequence, a chat template that
@@ -63,7 +69,11 @@ def ask(
     behind = torch.tensor([_encode(tokenizer, f"\n\n{question}{after or chr(10)}")])
     prompt = torch.cat([ids.cpu(), behind], dim=1).to(model.device)
     # A fork serves layers that can't go back, too.
-    usual = {"max_new_tokens": 512, "do_sample": False, "past_key_values": cache.fork()}
+    usual: dict[str, Any] = {"past_key_values": cache.fork()}
+    # Else generate would mask what a document has of padding tokens.
+    usual["attention_mask"] = torch.ones_like(prompt)
+    if "generation_config" not in options:
+        usual |= {"max_new_tokens": 512, "do_sample": False}
     generate: Any = model.generate
     result = generate(prompt, **{**usual, **options})
     tokens = getattr(result, "sequences", result)[0, prompt.shape[1] :]
@@ -81,10 +91,7 @@ def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """
     if not tokenizer.chat_template:
         return "", ""
-    shown = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _PLACE}], tokenize=False, add_generation_prompt=True
-    )
-    before, place, after = str(shown).partition(_PLACE)
+    before, place, after = _shown(tokenizer).partition(_PLACE)
     if not place or _PLACE in after:
         raise ValueError(
             "the chat template doesn't show a message once and as it is: give the tokenizer "
@@ -92,6 +99,11 @@ def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
         )
     bos = tokenizer.bos_token
     return (before.removeprefix(str(bos)) if bos else before), after
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase) -> str:
+    message = [{"role": "user", "content": _PLACE}]
+    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

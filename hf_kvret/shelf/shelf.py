@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionC
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.methods.known import METHODS
+from hf_kvret.models.exact_chunks import depends_on_length, why_whole
 from hf_kvret.options.config import LOAD_OPTIONS, byte_count
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import identity_of
@@ -47,6 +49,7 @@ except ImportError:  # not on Windows
 _log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
+_NAME = re.compile("[0-9a-f]{24}")
 _UNFINISHED = ".unfinished-"
 # Entries whose state has taken in all of their tokens, and can't go back.
 _WHOLE_METHODS = ("h2o",)
@@ -73,6 +76,8 @@ class Shelf:
 
     def __init__(self, folder: str | os.PathLike[str], max_size: int | str = "200GB") -> None:
         self.folder = Path(folder).expanduser()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is a file: give a folder for the shelf")
         self.max_bytes = byte_count(max_size)
 
     def find(
@@ -193,7 +198,7 @@ class Shelf:
                 "chain": list(chain),
                 "can_crop": can_crop(cache),
                 "title": title,
-                "model": str(getattr(model.config, "_name_or_path", "")),
+                "model": _place_of(model),
                 "dtype": str(model.dtype).removeprefix("torch."),
             }
             replace_file(path / DESCRIPTION, json.dumps(content).encode())
@@ -212,7 +217,12 @@ class Shelf:
                     self._take_away(target)
                     path.rename(target)
                 entry = read_entry(target)
-                assert entry is not None, "it was just made"
+                if entry is None:
+                    self._take_away(target)
+                    raise ValueError(
+                        f"files in {self.folder} can't be their owner's alone: give a folder on a "
+                        "file system with permissions"
+                    )
                 self._make_room(entry)
         return entry
 
@@ -227,19 +237,21 @@ class Shelf:
         return sorted(filter(None, read), key=lambda entry: entry.used, reverse=True)
 
     def entry(self, name: str) -> ShelfEntry:
-        """The entry with that name or title, of several the last used; ValueError for none."""
+        """The entry with that name, else the last used with that title; ValueError for none."""
         entries = self.entries()
-        found = [entry for entry in entries if name and name in (entry.name, entry.title)]
-        if not found:
+        named = [entry for entry in entries if entry.name == name]
+        named += [entry for entry in entries if name and entry.title == name]
+        if not named:
             known = ", ".join(entry.title or entry.name for entry in entries) or "nothing"
             raise ValueError(f"{self.folder} has no entry {name!r}, it has {known}")
-        return found[0]
+        return named[0]
 
     def remove(self, name: str) -> None:
-        """Remove the entry with that name or title. ValueError where there is none."""
-        entry = self.entry(name)
+        """Remove the entry with that name or title, whole or damaged. ValueError for none."""
+        is_folder = _NAME.fullmatch(name) and (self.folder / name).is_dir()
+        name = name if is_folder else self.entry(name).name
         with self._locked(exclusive=True):
-            self._take_away(self.folder / entry.name)
+            self._take_away(self.folder / name)
 
     def _take_away(self, path: Path) -> None:
         """Remove an entry at once: a kill leaves a whole one, or what the next put cleans up."""
@@ -254,7 +266,7 @@ class Shelf:
             if entry.name == new.name:
                 continue
             begins_new = entry.tokens < new.tokens and entry.chain[-1] == new.at(entry.tokens)
-            is_part = begins_new and new.can_crop and entry.key == new.key
+            is_part = begins_new and new.can_crop and entry.key == new.key and not entry.title
             # Once an entry doesn't fit, it leaves, and so do all that were used before it.
             is_full = is_full or (not is_part and size + entry.nbytes > self.max_bytes)
             if is_part or is_full:
@@ -273,11 +285,11 @@ class Shelf:
             # A folder that nobody has locked yet would look like one of a killed process.
             with self._locked(exclusive=True):
                 for left in self.folder.glob(f"{_UNFINISHED}*") if fcntl is not None else ():
-                    with suppress(OSError), _lock_of(left, exclusive=True, wait=False):
+                    with suppress(OSError), _lock_of(left / _LOCK, exclusive=True, wait=False):
                         shutil.rmtree(left)
                 path.mkdir(mode=0o700)
                 stack.callback(shutil.rmtree, path, ignore_errors=True)
-                stack.enter_context(_lock_of(path, exclusive=True))
+                stack.enter_context(_lock_of(path / _LOCK, exclusive=True))
             yield path
 
     @contextmanager
@@ -286,17 +298,19 @@ class Shelf:
         if not self.folder.is_dir():
             yield
             return
+        # The folder itself, which also those lock who may only read.
         with _lock_of(self.folder, exclusive):
             yield
 
 
 @contextmanager
-def _lock_of(folder: Path, exclusive: bool, wait: bool = True) -> Iterator[None]:
-    """The lock of a folder; BlockingIOError where others have it, and nobody is to ``wait``."""
+def _lock_of(path: Path, exclusive: bool, wait: bool = True) -> Iterator[None]:
+    """The lock of a folder, or of a file in it, which is made; BlockingIOError unless ``wait``."""
     if fcntl is None:
         yield
         return
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags, 0o600)
     try:
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
@@ -306,6 +320,12 @@ def _lock_of(folder: Path, exclusive: bool, wait: bool = True) -> Iterator[None]
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+def _place_of(model: PreTrainedModel) -> str:
+    """Where a model was loaded from, a folder by its whole path."""
+    name = str(getattr(model.config, "_name_or_path", ""))
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
 def _method(name: str) -> type[RetrievalCache]:
@@ -330,6 +350,14 @@ def _check_model(model: PreTrainedModel) -> None:
     if len(devices) > 1:
         raise ValueError(
             f"the model lies on {', '.join(sorted(devices))}: a shelf serves models on one device"
+        )
+    why = why_whole(model.config) or ""
+    if depends_on_length(model.config):
+        why = "its rotation depends on the length of a text"
+    if why:
+        raise ValueError(
+            f"{type(model).__name__} reads a prompt as a whole ({why}): a shelf would give what "
+            "another text was read to, leave it out"
         )
     if not identity_of(model).weights:
         raise ValueError(
@@ -397,11 +425,11 @@ def _without_newest(cache: RetrievalCache, surplus: int) -> RetrievalCache:
     return twin
 
 
-def can_crop(cache: RetrievalCache) -> bool:
-    """Whether a part of a cache's tokens can be taken."""
+def can_crop(cache: RetrievalCache, later: bool = False) -> bool:
+    """Whether a part of a cache's tokens can be taken; ``later``: however many more come."""
     others = foreign_layers_of(cache.layers).values()
     slides = any(
-        layer.is_sliding and layer.get_seq_length() >= layer.sliding_window
+        layer.is_sliding and (later or layer.get_seq_length() >= layer.sliding_window)
         for layer in others
         if isinstance(layer, DynamicSlidingWindowLayer)
     )

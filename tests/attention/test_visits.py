@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import Shelf
@@ -54,9 +54,7 @@ def test_a_document_is_read_once(llama: PreTrainedModel, tmp_path: Path) -> None
     assert entry.tokens == 220, "the prompt, without the answer"
 
 
-def test_a_talk_goes_on_in_another_process_as_it_were(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_talk_goes_on_with_another_object(llama: PreTrainedModel, tmp_path: Path) -> None:
     ids, stats = _ask(llama, _asked(1), tmp_path)
     for turn in (2, 3):
         length = ids.shape[1]
@@ -91,6 +89,7 @@ ELSEWHERE = {
         {"input_ids": prompt(1, 80), "position_ids": torch.arange(5, 85)[None]},
         "position_ids",
     ),
+    "zeros": ({"input_ids": prompt(1, 80), "position_ids": torch.zeros(1, 80).long()}, "position"),
 }
 
 
@@ -99,7 +98,7 @@ def test_a_prompt_that_it_can_not_hold_is_answered_without_it(
     case: str, llama: Any, tmp_path: Path
 ) -> None:
     inputs, why = ELSEWHERE[case]
-    options = {**COVERING_OPTIONS, "shelf": tmp_path}
+    options = {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 64}
     run = {**inputs, **RUN}
     result = llama.generate(**run, cache_implementation="paris", cache_config=options)
     assert torch.equal(result.sequences, llama.generate(**run).sequences)
@@ -114,6 +113,51 @@ def test_embeddings_are_answered_without_it(llama: Any, tmp_path: Path) -> None:
         inputs_embeds=embeds, cache_implementation="paris", cache_config=options, **RUN
     )
     assert "no token ids" in cache_of(result).stats()["shelf_note"]
+
+
+def test_padding_that_generate_sees_is_seen(llama: Any, tmp_path: Path) -> None:
+    """Without a mask of the caller's, tokens that are the padding token are masked."""
+    ids = DOCUMENT.clone()
+    ids[0, 0] = llama.generation_config.pad_token_id
+    _, stats = _ask(llama, ids, tmp_path)
+    assert "padding" in stats["shelf_note"]
+
+
+@pytest.mark.parametrize("rotation", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_length_are_answered_without_it(
+    rotation: str, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    if rotation == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        rope = {"rope_type": rotation, "rope_theta": 1e4, **factors}
+        rope["original_max_position_embeddings"] = 100
+    config = MODELS["llama"].config()
+    config.update({"rope_parameters": rope, "max_position_embeddings": 2048})
+    model: Any = LlamaForCausalLM(config).eval()
+    for question in (1, 2):
+        _, stats = _ask(model, _asked(question), tmp_path)
+        assert "reads a prompt as a whole" in stats["shelf_note"]
+
+
+def test_a_shelf_that_can_not_be_read_costs_no_answer(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Shelf, "find", broken)
+    _, stats = _ask(llama, _asked(1), tmp_path)
+    assert stats["from_shelf"] == 0 and "Input/output" in stats["shelf_note"]
+
+
+def test_a_window_that_the_answer_fills_is_put_before_it(tmp_path: Path) -> None:
+    model: Any = MODELS["gemma3"].build()
+    model.config.sliding_window = 128
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 128 if layer.self_attn.is_sliding else None
+    _, stats = _ask(model, prompt(1, 126), tmp_path)
+    assert stats["shelf_note"].startswith("put as ")
 
 
 def test_a_full_disk_costs_no_answer(

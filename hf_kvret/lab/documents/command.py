@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -97,7 +98,8 @@ def add_document_parsers(commands: Any) -> None:
         run_read,
         "read a document once and keep it on a shelf",
         "Read a document into a cache and put it on a shelf, from where hf-kvret ask, or any call "
-        "of generate with that shelf, goes on. After Ctrl-C the same command goes on where it was.",
+        "of generate with that shelf, goes on. After Ctrl-C the same command goes on behind the "
+        "last chunk, where the model's layers can go back to it.",
     )
     add(
         "ask",
@@ -132,15 +134,16 @@ def run_read(options: ReadOptions) -> int:
     started = time.perf_counter()
     try:
         _read(subject, cache, ids, name)
+        seconds = time.perf_counter() - started
+        entry = shelf.put(cache, ids, subject.model, name)
     except KeyboardInterrupt:
         _keep_part(shelf, cache, ids, subject)
         raise
-    seconds = time.perf_counter() - started
-    entry = shelf.put(cache, ids, subject.model, name)
     new = ids.shape[1] - cache.from_shelf
     print(
         f"read {new:,} of {entry.tokens:,} tokens in {seconds:.1f} s; {entry.nbytes / 1e9:.2f} GB "
-        f'on {options.shelf}\n\n    hf-kvret ask {name} "..." --shelf {options.shelf}'
+        f"on {options.shelf}\n\n    "
+        f'hf-kvret ask {shlex.quote(name)} "..." --shelf {shlex.quote(str(options.shelf))}'
     )
     return 0
 
@@ -169,6 +172,10 @@ def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: 
     """Put what was read before an interrupt, where it can be told from what broke off."""
     try:
         cache.crop(0)
+        # A pass that broke off behind the last layer noted no tokens.
+        known = cache.input_ids
+        unknown = 0 if known is None else int((known < 0).sum())
+        cache.crop(-unknown)
         entry = shelf.put(cache, ids[:, : cache.get_seq_length()], subject.model)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"\nnothing was kept: {error}", file=sys.stderr)
@@ -214,7 +221,10 @@ def run_shelf(options: ShelfOptions) -> int:
     entry = shelf.entry(options.name)
     actions = {"inspect": _inspect, "verify": _verify, "remove": _remove}
     lines = actions[options.action](shelf, entry)
-    print(json.dumps(lines) if options.json else "\n".join(lines))
+    if options.json:
+        print(json.dumps({"entry": _facts(entry), "said": lines}))
+    else:
+        print("\n".join(lines))
     return 0
 
 

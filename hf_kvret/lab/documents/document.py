@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 _HTML = (".html", ".htm", ".xhtml")
 _OTHERS = (".pdf", ".doc", ".docx", ".odt", ".epub", ".rtf")
+_BLOCKS = (
+    *("p", "br", "div", "li", "ul", "ol", "dl", "dt", "dd", "tr", "table", "pre", "blockquote"),
+    *("h1", "h2", "h3", "h4", "h5", "h6", "hr", "section", "article", "header", "footer"),
+)
 # What a page shows to nobody.
 _HIDDEN = ("script", "style", "template", "noscript", "head")
 
@@ -52,5 +57,11 @@ def _text_of_html(content: str) -> str:
     page = BeautifulSoup(content, "html.parser")
     for hidden in page(_HIDDEN):
         hidden.decompose()
-    lines = (line.strip() for line in page.get_text("\n").splitlines())
+    for text in page.find_all(string=True):
+        if text.find_parent("pre") is None:
+            text.replace_with(re.sub(r"\s+", " ", text))
+    for block in page(_BLOCKS):
+        block.insert_before("\n")
+        block.insert_after("\n")
+    lines = (line.rstrip() for line in page.get_text().splitlines())
     return "\n".join(line for line in lines if line)

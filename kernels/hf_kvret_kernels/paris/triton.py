@@ -62,7 +62,8 @@ _BLOCKS = 256
 ALIGN = 16
 # Query tables that a program estimates with at once. Coordinates that its four warps hold in
 # registers, also where long codes and large groups are taken in chunks. Bytes of signs of a chunk,
-# at most, and of a thread.
+# at most, and of a thread. With a larger first number triton 3.6 spills; in chunks a program holds
+# less of a row at a time.
 _TABLES = 16
 _TILE, _WIDE_TILE = 1 << 12, 1 << 13
 _CHUNK = 16

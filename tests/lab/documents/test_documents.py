@@ -74,38 +74,46 @@ def test_a_document_is_read_once_and_asked_about(
     assert f"read 1 of {count:,} tokens" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("moment", ["layer", "head", "put"])
 def test_what_was_read_before_an_interrupt_is_kept(
+    moment: str,
     document: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In the middle of a pass, behind its last layer, or while all is written."""
     monkeypatch.setattr(command, "_CHUNK", 512)
-    load, passes = load_subject, []
+    load, calls = load_subject, []
+
+    def count(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
 
     def interrupted(*args: Any) -> Subject:
-        subject = load(*args)
-
-        def count(*_: Any) -> None:
-            passes.append(1)
-            if len(passes) == 3:
-                raise KeyboardInterrupt
-
-        # In the middle of a pass: the first layers have taken their tokens in.
-        subject.model.model.layers[2].register_forward_pre_hook(count)
+        subject: Any = load(*args)
+        part = subject.model.model.layers[2] if moment == "layer" else subject.model.lm_head
+        part.register_forward_pre_hook(count)
         return subject
 
-    monkeypatch.setattr(command, "load_subject", interrupted)
+    if moment == "put":
+        calls += [1, 1]
+        put = Shelf.put
+        monkeypatch.setattr(Shelf, "put", lambda *args: [count(), put(*args)][1])
+    else:
+        monkeypatch.setattr(command, "load_subject", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _read(document, tmp_path / "shelf")
-    assert "1,024 tokens were kept" in capsys.readouterr().err
+    kept = "1,024" if moment != "put" else ""
+    assert f"{kept}" in (said := capsys.readouterr().err) and "tokens were kept" in said
     [entry] = Shelf(tmp_path / "shelf").entries()
-    assert entry.tokens == 1024
+    assert entry.tokens == 1024 or moment == "put"
     monkeypatch.setattr(command, "load_subject", load)
     assert _read(document, tmp_path / "shelf", "--name", "kings") == 0
-    [entry] = Shelf(tmp_path / "shelf").entries()
-    new = entry.tokens - 1024
-    assert entry.title == "kings" and f"read {new:,} of" in capsys.readouterr().out
+    whole = Shelf(tmp_path / "shelf").entry("kings")
+    new = 1 if moment == "put" else whole.tokens - 1024
+    assert f"read {new:,} of" in capsys.readouterr().out
 
 
 def test_a_shelf_is_listed_checked_and_cleared(
@@ -186,9 +194,9 @@ def test_bad_questions_are_refused(reference: Subject, monkeypatch: pytest.Monke
 def test_texts_markdown_and_pages_are_read(tmp_path: Path) -> None:
     pytest.importorskip("bs4")
     head = "<html><head><title>T</title></head>"
-    page = f"{head}<body><script>x()</script><p>One <b>two</b></p></body>"
+    page = f"{head}<body><script>x()</script><p>One\n<b>two</b></p>three</body>"
     files = {"a.txt": b"\xef\xbb\xbfOne\r\ntwo", "a.md": b"# One\ntwo", "a.html": page.encode()}
-    expected = {"a.txt": "One\ntwo", "a.md": "# One\ntwo", "a.html": "One\ntwo"}
+    expected = {"a.txt": "One\ntwo", "a.md": "# One\ntwo", "a.html": "One two\nthree"}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         assert document_text(tmp_path / name, 1000) == expected[name]

@@ -1,0 +1,157 @@
+"""Rows that stay in their files: the same text, read where it is selected, and never written to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
+from hf_kvret.saved import persistence
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+from .saved_files import NAME, read_saved, saved_file, write_saved
+
+RUN: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+PROMPT = prompt(2, 150)
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+def _saved(
+    model: Any, folder: Path, method: str = "paris", store: str = "device", **options: Any
+) -> RetrievalCache:
+    cls = hf_kvret.registered_methods()[method]
+    cache = cls(model.config, **{**COVERING_OPTIONS, "store": store, **options})
+    model.generate(PROMPT, past_key_values=cache, max_new_tokens=1)
+    cache.crop(150 - cache.get_seq_length())
+    cache.save_pretrained(folder, model=model)
+    return cache
+
+
+def _goes_on(model: Any, cache: RetrievalCache) -> torch.Tensor:
+    """Tokens join the last page, which is in the file."""
+    return model.generate(torch.cat([PROMPT, prompt(2, 9)], dim=1), past_key_values=cache, **RUN)
+
+
+def _chunk(cache: RetrievalCache) -> torch.Tensor:
+    store: Any = cache.retrieval_layers[0].kv.store
+    return getattr(store, "rows", store).paged_rows().chunks[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "store"),
+    [
+        ("flat", "cpu"),
+        ("paris", "device"),
+        ("paris", "resident"),
+        ("lrqk", "host"),
+        ("ctkvr", "cpu"),
+        ("h2o", "device"),
+    ],
+)
+def test_a_mapped_cache_goes_on_as_one_that_was_read(
+    method: str, store: str, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    cache = _saved(llama, tmp_path / "a", method, store)
+    before = saved_file(tmp_path / "a").read_bytes()
+    load = hf_kvret.registered_methods()[method].from_pretrained
+    expected = _goes_on(llama, cache)
+    mapped, read = (
+        load(tmp_path / "a", llama.config, model=llama, mapped=mapped) for mapped in (True, False)
+    )
+    twin = mapped.fork()
+    for one in (mapped, read, twin):
+        assert torch.equal(_goes_on(llama, one), expected)
+    assert saved_file(tmp_path / "a").read_bytes() == before
+    # Crop, save and reset work on top.
+    twin.crop(150 - twin.get_seq_length())
+    twin.save_pretrained(tmp_path / "b", model=llama)
+    again = load(tmp_path / "b", llama.config, model=llama, mapped=True)
+    assert torch.equal(_goes_on(llama, again), expected)
+    mapped.reset()
+    assert torch.equal(_goes_on(llama, mapped), expected)
+
+
+@pytest.mark.parametrize("store", ["device", "host", "cpu"])
+def test_rows_are_where_the_file_is(store: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+    _saved(llama, tmp_path, "flat", store)
+    mapped = FlatKVCache.from_pretrained(tmp_path, llama.config, mapped=True)
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        pytest.skip("no /proc")
+    address = _chunk(mapped).data_ptr()
+    spans = (line.split() for line in maps.read_text().splitlines())
+    [name] = [
+        words[-1]
+        for words in spans
+        if int(words[0].split("-")[0], 16) <= address < int(words[0].split("-")[1], 16)
+    ]
+    assert name == str(saved_file(tmp_path))
+
+
+def test_a_save_over_the_mapped_files_leaves_them(llama: PreTrainedModel, tmp_path: Path) -> None:
+    cache = _saved(llama, tmp_path)
+    mapped = ParisKVCache.from_pretrained(tmp_path, llama.config, model=llama, mapped=True)
+    expected = _goes_on(llama, cache)
+    mapped.save_pretrained(tmp_path, model=llama)
+    assert torch.equal(_goes_on(llama, mapped), expected)
+
+
+def test_auto_maps_what_is_large_and_no_checksum_is_asked(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(llama, tmp_path, "flat")
+    content, tensors = read_saved(tmp_path)
+    tensors["layers.0.store.pages"][0, 0, 0, 0, 0] += 1
+    # The checksums are those of before.
+    write_saved(tmp_path, {**content, "files": [NAME]})
+    save_file(tensors, tmp_path / NAME)
+    with pytest.raises(ValueError, match="is damaged"):
+        FlatKVCache.from_pretrained(tmp_path, llama.config)
+    monkeypatch.setattr(persistence, "_LEAST_MAPPED", 0)
+    assert FlatKVCache.from_pretrained(tmp_path, llama.config).get_seq_length() == 150
+    with pytest.raises(ValueError, match="is damaged"):
+        FlatKVCache.from_pretrained(tmp_path, llama.config, mapped=False)
+    with pytest.raises(ValueError, match="pass True, False or 'auto'"):
+        FlatKVCache.from_pretrained(tmp_path, llama.config, mapped="maybe")
+
+
+def test_what_was_dropped_is_not_saved(llama: PreTrainedModel, tmp_path: Path) -> None:
+    _saved(llama, tmp_path, "flat")
+    _, tensors = read_saved(tmp_path)
+    pages, length = tensors["layers.0.store.pages"], int(tensors["layers.0.store.length"])
+    assert pages[:, -1, :, length % 64 :].abs().sum() == 0
+    assert pages[:, -1, :, : length % 64].abs().amin(dim=(1, 2, 3)).min() >= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("length", lambda x: x + 1),
+        ("key_dim", lambda x: x * 2),
+        ("pages", lambda x: x[:, :1]),
+        ("pages", lambda x: x[:, :, :1]),
+        ("pages", lambda x: x.double()),
+        ("pages", lambda x: x[..., :-1]),
+    ],
+)
+def test_crafted_pages_are_refused(
+    name: str, change: Any, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    _saved(llama, tmp_path, "flat")
+    content, tensors = read_saved(tmp_path)
+    whole = f"layers.1.store.{name}"
+    write_saved(tmp_path, content, {**tensors, whole: change(tensors[whole]).contiguous()})
+    for mapped in (True, False):
+        with pytest.raises(ValueError, match="damaged or crafted"):
+            FlatKVCache.from_pretrained(tmp_path, llama.config, mapped=mapped)
