@@ -1,7 +1,7 @@
-"""Seconds to save and load a cache that is full of random rows, in turns: as users do (checked), by
-the same code with checksums that are not computed (unchecked), and its tensors by safetensors
-alone, synced and read into memory. What is loaded comes from the system's page cache, as far as
-that holds it.
+"""Seconds to save and load a cache that is full of random rows, in turns: copied and compared with
+checksums (checked), with rows that stay in their files (mapped), by the same code as the first with
+checksums that are not computed (unchecked), and its tensors by safetensors alone, synced and read
+into memory. What is loaded comes from the system's page cache, as far as that holds it.
 
     hf-kvret bench save --json save.json
     hf-kvret bench save --shape tiny --context 4K --repeats 3
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -46,7 +46,7 @@ from hf_kvret.models.compatibility import layer_shape
 from hf_kvret.saved import persistence, shards
 
 _WORKS = ("save", "load")
-_WAYS = ("checked", "unchecked", "safetensors")
+_WAYS = ("checked", "mapped", "unchecked", "safetensors")
 _Result = TypeVar("_Result")
 
 
@@ -208,7 +208,8 @@ class _Turn:
             self._plain.unlink(missing_ok=True)
             with _without_checksums() if way == "unchecked" else nullcontext():
                 _, seconds["save", way] = _timed(self._save_plain if plain else self._save)
-                loaded, seconds["load", way] = _timed(self._load_plain if plain else self._load)
+                load = self._load_plain if plain else partial(self._load, way == "mapped")
+                loaded, seconds["load", way] = _timed(load)
                 del loaded
             if plain:
                 self._save()
@@ -217,8 +218,8 @@ class _Turn:
     def _save(self) -> None:
         self._cache.save_pretrained(self._ours)
 
-    def _load(self) -> RetrievalCache:
-        return type(self._cache).from_pretrained(self._ours, self._config)
+    def _load(self, mapped: bool) -> RetrievalCache:
+        return type(self._cache).from_pretrained(self._ours, self._config, mapped=mapped)
 
     def _save_plain(self) -> None:
         save_file(self._tensors, self._plain)

@@ -54,9 +54,16 @@ def ask(
             or a ``generation_config`` are given. One answer of one beam.
 
     Raises:
-        ValueError: an empty question, a cache without the ids of one sequence, a chat template that
-            can't be used.
+        TypeError: another cache.
+        ValueError: an empty question, a cache without the ids of one sequence, several beams or
+            answers, a chat template that can't be used.
     """
+    if not isinstance(cache, RetrievalCache):
+        raise TypeError(
+            f"cache is a {type(cache).__name__}: pass one of hf_kvret, as hf_kvret.ParisKVCache"
+        )
+    if max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1) > 1:
+        raise ValueError("the cache holds one sequence: ask for one answer of one beam")
     ids = cache.input_ids
     if ids is None or len(ids) != 1:
         raise ValueError(

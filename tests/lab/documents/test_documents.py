@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import ParisKVCache, Shelf
@@ -186,6 +186,10 @@ def test_bad_questions_are_refused(reference: Subject, monkeypatch: pytest.Monke
     cache = _cache(model, hf_kvret.document_ids(tokenizer, TEXT[:400]))
     with pytest.raises(ValueError, match="no question"):
         hf_kvret.ask(model, tokenizer, cache, " ")
+    with pytest.raises(ValueError, match="one answer of one beam"):
+        hf_kvret.ask(model, tokenizer, cache, QUESTION, num_beams=2)
+    with pytest.raises(TypeError, match="DynamicCache: pass one of hf_kvret"):
+        hf_kvret.ask(model, tokenizer, DynamicCache(config=model.config), QUESTION)  # type: ignore[arg-type]
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].role }}")
     with pytest.raises(ValueError, match="doesn't show a message"):
         hf_kvret.ask(model, tokenizer, cache, QUESTION)
