@@ -49,7 +49,7 @@ ROOMS = (
     Room("hf_kvret.artifacts", 1_710),
     Room("hf_kvret.cache", 460),
     Room("hf_kvret.methods", 6_560),
-    Room("hf_kvret.shelf", 700),
+    Room("hf_kvret.shelf", 710),
     Room("hf_kvret.replay", 970),
     Room("hf_kvret.attention", 2_245),
     Room("hf_kvret.registry", 300),

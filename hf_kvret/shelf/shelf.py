@@ -128,6 +128,19 @@ class Shelf:
                 return cache
         return None
 
+    def has(
+        self, input_ids: torch.Tensor, model: PreTrainedModel, method: str, **options: Any
+    ) -> ShelfEntry | None:
+        """The entry of exactly these tokens, which `find` would look at; None where there is none.
+
+        Arguments and errors as of `find`, which leaves a token to be read.
+        """
+        ids = _one_sequence(input_ids)
+        _check_model(model)
+        key, last = _key(_method(method)(model.config, **options), model), chain_of(ids)[-1]
+        same = (one for one in self.entries() if one.key == key and one.tokens == len(ids))
+        return next((entry for entry in same if entry.chain[-1] == last), None)
+
     def load(self, name: str, model: PreTrainedModel, **changes: Any) -> RetrievalCache:
         """The cache of the entry with that name or title.
 

@@ -128,7 +128,12 @@ def run_read(options: ReadOptions) -> int:
     subject = load_subject(options.model, DTYPES[options.dtype], options.device)
     ids = document_ids(subject.need_tokenizer("read"), text).to(subject.device)
     name = options.name or options.document.stem
-    found = shelf.find(ids, subject.model, choice.method, **asdict(choice.options))
+    wanted = ids, subject.model, choice.method
+    there = shelf.has(*wanted, **asdict(choice.options))
+    if there is not None and there.title == name:
+        print(f"all {there.tokens:,} tokens are on {options.shelf} already")
+        return 0
+    found = shelf.find(*wanted, **asdict(choice.options))
     cache = choice.make(subject.model.config, ids.shape[1]) if found is None else found
     assert isinstance(cache, RetrievalCache)
     started = time.perf_counter()

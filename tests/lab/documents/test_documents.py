@@ -71,7 +71,11 @@ def test_a_document_is_read_once_and_asked_about(
     assert main(asks) == 0
     assert report["answer"] in capsys.readouterr().out
     assert _read(document, shelf) == 0
+    assert f"all {count:,} tokens are on" in capsys.readouterr().out
+    assert _read(document, shelf, "--name", "other") == 0
     assert f"read 1 of {count:,} tokens" in capsys.readouterr().out
+    [entry] = Shelf(shelf).entries()
+    assert entry.title == "other", "one title each"
 
 
 @pytest.mark.parametrize("moment", ["layer", "head", "put"])
