@@ -25,10 +25,10 @@ from hf_kvret import (
     attach,
     registered_methods,
 )
-from hf_kvret import cache as cache_module
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.models.compatibility import retrieval_shapes
+from hf_kvret.observe import missing_kernels
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret_kernels import host_library
 
@@ -246,9 +246,9 @@ def test_an_unknown_store_is_refused_and_auto_stays_on_a_cpu(llama: PreTrainedMo
 @pytest.fixture
 def first_cache() -> Iterator[None]:
     """The next cache is the first of this process."""
-    cache_module._log_missing_kernels.cache_clear()
+    missing_kernels.log_missing_kernels.cache_clear()
     yield
-    cache_module._log_missing_kernels.cache_clear()
+    missing_kernels.log_missing_kernels.cache_clear()
 
 
 @pytest.fixture
@@ -289,5 +289,5 @@ def test_missing_kernels_are_not_told_of_where_others_do_the_work(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: instead == "a GPU")
     if instead == "the library":
-        monkeypatch.setattr(cache_module.host_attention, "why_not", lambda: "")
+        monkeypatch.setattr(missing_kernels.host_attention, "why_not", lambda: "")
     assert warnings_of(caplog, 2) == []

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import hf_kvret
+from hf_kvret.cache import LayerStack
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
-from hf_kvret.layer.stack import LayerStack
 from hf_kvret.registry import registered_methods
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
