@@ -27,7 +27,7 @@ def test_every_way_is_timed_and_compared(bench: Bench, tmp_path: Path) -> None:
     rows: dict[Any, Any] = {
         (cell["cache"], cell["work"], cell["way"]): row for cell, row in results
     }
-    assert len(rows) == 2 * 2 * 3
+    assert len(rows) == 2 * 2 * 4
     for (cache, _, _), row in rows.items():
         assert row["timed"] == 2 and row["seconds"] > 0
         assert row["bytes"] == rows[cache, "save", "checked"]["bytes"]
