@@ -154,18 +154,20 @@ class Save(Measurement):
         for cell, row in results:
             key = cell["cache"], cell["context"], cell["work"]
             found.setdefault(key, {})[cell["way"]] = row
+        # Older results lack one.
+        measured = [way for way in _WAYS if any(way in ways for ways in found.values())]
         columns: tuple[timed.Column, ...] = (
             ("cache", lambda cell, row: cell["cache"]),
             ("context", lambda cell, row: f"{cell['context']:,}"),
             ("GB", lambda cell, row: f"{row['checked']['bytes'] / 1e9:.2f}"),
             ("", lambda cell, row: cell["work"]),
-            *((f"{way}, s", _seconds(way)) for way in _WAYS),
-            *((f"checked / {way}", _ratio(way)) for way in _WAYS[1:]),
+            *((f"{way}, s", _seconds(way)) for way in measured),
+            *((f"checked / {way}", _ratio(way)) for way in measured[1:]),
         )
         rows = [
             (dict(zip(("cache", "context", "work"), key, strict=True)), ways)
             for key, ways in found.items()
-            if len(ways) == len(_WAYS)
+            if len(ways) == len(measured)
         ]
         setup = results.setup
         said = (
@@ -181,7 +183,8 @@ class Save(Measurement):
         for cell, row in results:
             name = f"{cell['cache']}, {cell['context']:,}: {cell['work']}"
             groups.setdefault(name, {})[cell["way"]] = row["seconds"]
-        bars = {way: [result.get(way) for result in groups.values()] for way in _WAYS}
+        measured = [way for way in _WAYS if any(way in result for result in groups.values())]
+        bars = {way: [result.get(way) for result in groups.values()] for way in measured}
         plot_groups(path, list(groups), bars, title="a filled cache", y="seconds")
 
 

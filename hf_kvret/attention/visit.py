@@ -23,7 +23,7 @@ SHELF, STEP = "shelf", "shelf_step"
 _USUAL_STEP = 2048
 _TEXT = {"inputs", "input_ids", "attention_mask"}
 _TYPES = {"token_type_ids", "mm_token_type_ids"}
-# Of a disk, of files, of memory: an answer needs none of these.
+# Disks, files and memory fail with these. An answer can be given without a shelf.
 _FAILURES = (OSError, RuntimeError, MemoryError, ValueError)
 
 
@@ -60,6 +60,7 @@ def new_cache(
         raise ValueError(f"{STEP}={step!r}: pass a number of tokens, at least 1")
     shelf = place if isinstance(place, Shelf) else Shelf(place)
     ids, why = call.prompt_ids(), _obstacle(call, generation_config, mask)
+    # Made first, so that wrong options raise whatever the shelf does.
     cache = method(call.model.config, **options)
     if ids is not None and not why:
         try:

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret_kernels import host_attention
 
-# It is the cache's own.
+# The name under which users know the warning.
 _log = logging.getLogger("hf_kvret.cache")
 
 

@@ -150,7 +150,7 @@ class SavedTensors:
             if rows.dtype not in DTYPES:
                 raise ValueError(f"{path}: {name[:80]} is {rows.dtype}, unlike any save; {_AGAIN}")
             if self._mapped and name.endswith(_ROWS):
-                # Private: what is written to it would be copied first, and nothing is.
+                # The mapping is private: nobody's write to it would reach the file.
                 expect_random_reads(rows)
                 return rows
             tensor = empty(tuple(rows.shape), rows.dtype, _CPU).copy_(rows)

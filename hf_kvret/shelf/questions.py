@@ -77,7 +77,7 @@ def ask(
     prompt = torch.cat([ids.cpu(), behind], dim=1).to(model.device)
     # A fork serves layers that can't go back, too.
     usual: dict[str, Any] = {"past_key_values": cache.fork()}
-    # Else generate would mask what a document has of padding tokens.
+    # Without a mask generate would mask padding tokens that a document contains.
     usual["attention_mask"] = torch.ones_like(prompt)
     if "generation_config" not in options:
         usual |= {"max_new_tokens": 512, "do_sample": False}

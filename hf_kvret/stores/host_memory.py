@@ -77,7 +77,7 @@ def expect_random_reads(tensor: torch.Tensor) -> None:
         return
     start = tensor.data_ptr() // _MEMORY_PAGE * _MEMORY_PAGE
     size = tensor.data_ptr() + tensor.nbytes - start
-    # An advice: where the system refuses it, reading works all the same.
+    # Where the system refuses the advice, reading works all the same.
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 

@@ -222,9 +222,10 @@ class PagedStore(Store):
         """Rows in pages, see ``PAGES``: a load may map them, and kernels read them as they lie."""
         if self.length == 0:
             return {}
-        assert self._table is not None and not self._apart, "codes are saved by `dense_state`"
+        if self._apart:
+            return self.dense_state()
         pages = self._pages_of(0, self._page_count, torch.device("cpu"))
-        # What was dropped stays out.
+        # Slots behind the last token may hold tokens that were dropped, which are not saved.
         pages[:, -1, :, self.length - self._page_count * self.page_len or self.page_len :] = 0
         state = {PAGES: pages, "length": torch.tensor(self.length)}
         state["key_dim"] = torch.tensor(self._key_dim)
@@ -239,10 +240,8 @@ class PagedStore(Store):
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """As for every store; pages in memory that can be ours are taken as they are."""
         pages = state.get(PAGES)
-        if pages is None or self._apart or pages.shape[3] != self.page_len:
-            super().load_state_dict(state, device)
-            return
-        if not self.memory.takes(pages):
+        fits = pages is not None and not self._apart and pages.shape[3] == self.page_len
+        if pages is None or not fits or not self.memory.takes(pages):
             super().load_state_dict(state, device)
             return
         self._key_dim, self.length = int(state["key_dim"]), int(state["length"])

@@ -30,11 +30,12 @@ from hf_kvret.lab.program.progress import prompt_bar
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.lab.report.verification import verify
 from hf_kvret.models.versions import as_argument
+from hf_kvret.registry import registered_methods
 from hf_kvret.shelf import Shelf, ShelfEntry, ask, document_ids
 
 _FOLDER = Path("~/.cache/hf_kvret/shelf")
 _CHUNK = 2048
-# What is shorter would be taken for drafted tokens.
+# A cache takes a shorter chunk for drafted tokens.
 _LEAST_CHUNK = 512
 _OF_SHELF = ("list", "inspect", "verify", "remove")
 
@@ -134,8 +135,8 @@ def run_read(options: ReadOptions) -> int:
         print(f"all {there.tokens:,} tokens are on {options.shelf} already")
         return 0
     found = shelf.find(*wanted, **asdict(choice.options))
-    cache = choice.make(subject.model.config, ids.shape[1]) if found is None else found
-    assert isinstance(cache, RetrievalCache)
+    method = registered_methods()[choice.method]
+    cache = method(subject.model.config, choice.options) if found is None else found
     started = time.perf_counter()
     try:
         _read(subject, cache, ids, name)

@@ -11,7 +11,7 @@ _BLOCKS = (
     *("p", "br", "div", "li", "ul", "ol", "dl", "dt", "dd", "tr", "table", "pre", "blockquote"),
     *("h1", "h2", "h3", "h4", "h5", "h6", "hr", "section", "article", "header", "footer"),
 )
-# What a page shows to nobody.
+# A browser does not show the content of these.
 _HIDDEN = ("script", "style", "template", "noscript", "head")
 
 
