@@ -104,6 +104,14 @@ class TokenBuffer(State):
         """Copy ``rows [B, H, count, *width]`` behind the others."""
         self.reserve(rows.shape[2], rows).copy_(rows)
 
+    def take(self, rows: torch.Tensor) -> None:
+        """Hold ``rows [B, H, n, *width]``, the first ones, where they lie, as in a file's mapping.
+
+        Nothing is written to them: they are copied when others join.
+        """
+        self._adopt(rows)
+        self._end, self._owns_memory = rows.shape[2], False
+
     def put(self, rows: torch.Tensor, start: int) -> None:
         """Copy ``rows`` to the slots from ``start`` on, in place of what was there and after it.
 
@@ -206,7 +214,9 @@ class TokensField(PartField):
 
     def loaded(self, value: Any, state: Tensors, device: torch.device | None) -> Any:
         if self.key in state or not self.may_be_empty:
-            value.append(state[self.key].to(device))
+            rows = state[self.key].to(device)
+            # Kernels of other devices want rows that begin where wide loads may.
+            (value.take if rows.is_cpu else value.append)(rows)
         return value
 
 

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ DTYPES = (
 
 _AGAIN = "save the cache again"
 _ROWS = f".store.{PAGES}"
+_OF_INDEX = ".index."
+# A smaller tensor of an index is read and compared as fast as it is mapped.
+_LEAST_MAPPED = 1 << 20
 _CPU = torch.device("cpu")
 
 
@@ -99,8 +103,8 @@ class SavedTensors:
     """The tensors of saved shards, by name, each compared with its checksum when it is read.
 
     They are copies, so that it does not matter what happens to the files later. One shard is mapped
-    at a time. Only rows of tokens that are to be ``mapped`` stay in their files: nothing of them is
-    read, or compared, before it is used.
+    at a time. What is to be ``mapped`` stays in its file, and nothing of it is read, or compared,
+    before it is used: rows of tokens, and what an index holds of them.
     """
 
     def __init__(
@@ -130,12 +134,12 @@ class SavedTensors:
 
     def with_prefix(self, prefix: str) -> Tensors:
         """The tensors whose names begin with ``prefix``, without it."""
-        names = [name for name in self._paths if name.startswith(prefix)]
-        return {name.removeprefix(prefix): self.read(name) for name in names}
+        tensors = self._read([name for name in self._paths if name.startswith(prefix)])
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
     def without_prefix(self, prefix: str) -> Tensors:
         """The tensors whose names begin with anything else."""
-        return {name: self.read(name) for name in self._paths if not name.startswith(prefix)}
+        return self._read([name for name in self._paths if not name.startswith(prefix)])
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU.
@@ -144,16 +148,28 @@ class SavedTensors:
             MemoryError: there is too little for it.
             ValueError: it is damaged.
         """
-        path = self._paths[name]
-        with _opened(path) as shard:
-            rows = shard.get_tensor(name)
-            if rows.dtype not in DTYPES:
-                raise ValueError(f"{path}: {name[:80]} is {rows.dtype}, unlike any save; {_AGAIN}")
-            if self._mapped and name.endswith(_ROWS):
-                # The mapping is private: nobody's write to it would reach the file.
-                expect_random_reads(rows)
-                return rows
-            tensor = empty(tuple(rows.shape), rows.dtype, _CPU).copy_(rows)
+        return self._read([name])[name]
+
+    def _read(self, names: list[str]) -> Tensors:
+        """Tensors by name; a shard is opened once for those that lie in it side by side."""
+        tensors: Tensors = {}
+        for path, group in groupby(names, self._paths.__getitem__):
+            with _opened(path) as shard:
+                tensors |= {name: self._from(shard, path, name) for name in group}
+        return tensors
+
+    def _from(self, shard: Any, path: Path, name: str) -> torch.Tensor:
+        """One tensor of an opened shard."""
+        rows: torch.Tensor = shard.get_tensor(name)
+        if rows.dtype not in DTYPES:
+            raise ValueError(f"{path}: {name[:80]} is {rows.dtype}, unlike any save; {_AGAIN}")
+        # The mapping is private: nobody's write to it would reach the file.
+        if self._mapped and name.endswith(_ROWS):
+            expect_random_reads(rows)
+            return rows
+        if self._mapped and _OF_INDEX in name and rows.nbytes >= _LEAST_MAPPED:
+            return rows
+        tensor = empty(tuple(rows.shape), rows.dtype, _CPU).copy_(rows)
         if checksum(name, tensor) != self._checksums[name]:
             raise ValueError(
                 f"{path} is damaged: {name[:80]} differs from what was saved; {_AGAIN}"

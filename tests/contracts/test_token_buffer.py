@@ -19,7 +19,9 @@ def test_no_operation_changes_what_another_fork_reads(seed: int) -> None:
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     first = _rows(2, 5, generator)
     start = TokenBuffer(least_step=4)
-    start.append(first)
+    # The second one begins with rows that lie elsewhere, as in a file.
+    (start.take if seed == 1 else start.append)(first)
+    given = first.clone()
     pairs: list[tuple[TokenBuffer, torch.Tensor]] = [(start, first)]
     for _ in range(200):
         place = choose.randrange(len(pairs))
@@ -46,6 +48,7 @@ def test_no_operation_changes_what_another_fork_reads(seed: int) -> None:
         for held, wanted in pairs:
             assert len(held) == wanted.shape[2]
             assert torch.equal(held.rows, wanted)
+    assert torch.equal(first, given)
 
 
 def test_reserved_rows_are_a_view_to_be_filled() -> None:
@@ -66,6 +69,17 @@ def test_a_fork_shares_memory_until_it_appends() -> None:
     address = rows.rows.data_ptr()
     rows.append(torch.full((1, 1, 1, 2), 2.0))
     assert rows.rows.data_ptr() == address, "the original goes on in place"
+
+
+def test_rows_that_are_taken_stay_where_they_lie_until_others_join() -> None:
+    file, more = torch.randn(1, 2, 5, 3), torch.randn(1, 2, 1, 3)
+    rows = TokenBuffer()
+    rows.take(file)
+    assert rows.rows.data_ptr() == file.data_ptr() and rows.end == 5
+    rows.crop(4)
+    rows.append(more)
+    assert torch.equal(rows.rows, torch.cat([file[:, :, :4], more], dim=2))
+    assert rows.rows.data_ptr() != file.data_ptr()
 
 
 def test_capacity_grows_in_steps_and_counts_as_bytes() -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
-from hf_kvret.saved import persistence
+from hf_kvret.saved import persistence, shards
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -20,6 +20,11 @@ from .saved_files import NAME, read_saved, saved_file, write_saved
 
 RUN: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 PROMPT = prompt(2, 150)
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_LEAST_MAPPED", 1)
 
 
 @pytest.fixture
@@ -82,21 +87,29 @@ def test_a_mapped_cache_goes_on_as_one_that_was_read(
     assert torch.equal(_goes_on(llama, mapped), expected)
 
 
-@pytest.mark.parametrize("store", ["device", "host", "cpu"])
-def test_rows_are_where_the_file_is(store: str, llama: PreTrainedModel, tmp_path: Path) -> None:
-    _saved(llama, tmp_path, "flat", store)
-    mapped = FlatKVCache.from_pretrained(tmp_path, llama.config, mapped=True)
+def _file_at(address: int) -> str:
+    """The file whose mapping holds ``address``; empty for other memory."""
     maps = Path("/proc/self/maps")
     if not maps.is_file():
         pytest.skip("no /proc")
-    address = _chunk(mapped).data_ptr()
-    spans = (line.split() for line in maps.read_text().splitlines())
-    [name] = [
-        words[-1]
-        for words in spans
-        if int(words[0].split("-")[0], 16) <= address < int(words[0].split("-")[1], 16)
-    ]
-    assert name == str(saved_file(tmp_path))
+    for words in map(str.split, maps.read_text().splitlines()):
+        first, last = (int(end, 16) for end in words[0].split("-"))
+        if first <= address < last:
+            return words[5] if len(words) > 5 else ""
+    raise AssertionError("memory that is nowhere")
+
+
+@pytest.mark.parametrize("store", ["device", "host", "cpu"])
+def test_rows_are_where_the_file_is(store: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+    _saved(llama, tmp_path, "flat", store)
+    file = str(saved_file(tmp_path))
+    mapped = FlatKVCache.from_pretrained(tmp_path, llama.config, mapped=True)
+    assert _file_at(_chunk(mapped).data_ptr()) == file
+    assert _file_at(mapped.retrieval_layers[0].kv.index._keys.rows.data_ptr()) == file
+    # Tokens that join have memory of their own, and so does what an index holds of all.
+    _goes_on(llama, mapped)
+    assert _file_at(mapped.retrieval_layers[0].kv.index._keys.rows.data_ptr()) != file
+    assert _file_at(_chunk(mapped).data_ptr()) == file
 
 
 def test_a_save_over_the_mapped_files_leaves_them(llama: PreTrainedModel, tmp_path: Path) -> None:
