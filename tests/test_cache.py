@@ -231,9 +231,9 @@ def test_threads_share_a_model_and_not_their_caches(llama: PreTrainedModel) -> N
 def test_an_unknown_store_is_refused_and_auto_stays_on_a_cpu(llama: PreTrainedModel) -> None:
     with pytest.raises(
         ValueError,
-        match="choose one of device, host, resident, cpu, higgs, higgs-host, split, auto",
+        match="choose one of device, host, resident, cpu, higgs, higgs-host, split, disk, auto",
     ):
-        FlatKVCache(llama.config, store="disk")
+        FlatKVCache(llama.config, store="tape")
     cache = FlatKVCache(llama.config, **SMALL)
     assert cache.stats()["store"] is None, "nobody needed one yet"
     llama.generate(_ids(40), **RUN, past_key_values=cache)

@@ -87,6 +87,9 @@ class Store(State):
     def expect(self, tokens: int) -> None:
         """About ``tokens`` will come, the first block is only the first of them; 0: it is all."""
 
+    def make_room(self, tokens: int) -> None:
+        """Have room for so many more tokens, where that may fail; nothing else changes then."""
+
     @abstractmethod
     def append(self, block: TokenBlock) -> None:
         """Take in ``block``, whose ``start`` is ``len(self)``. May copy asynchronously."""

@@ -273,6 +273,10 @@ class RetrievalLayer(CacheLayerMixin):
         rows = self.rows_of(key, value)
         new = key.shape[2]
         past = self.kv.length - (0 if self.pending_attention else new)
+        surplus = self.kv.window.length + new - self.config.recent
+        if self.pending_attention and surplus > self.config.flush:
+            # Where the store has no room for them, nothing has changed yet.
+            self.kv.make_room(surplus)
         self._takes_in = self.pending_attention
         if past and new <= self.config.max_draft:
             out = self._attend_few(query, *rows, call)

@@ -173,6 +173,12 @@ class LayerKV:
         return full and window.end >= config.dense_len
 
     @keeps_tensors
+    def make_room(self, tokens: int) -> None:
+        """Have the store, where there is one, make room for so many that leave the window."""
+        if self.store is not None:
+            self.store.make_room(tokens)
+
+    @keeps_tensors
     def take_step(
         self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
     ) -> None:

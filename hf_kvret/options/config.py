@@ -47,13 +47,16 @@ class RetrievalConfig:
         store: ``"device"``, ``"host"``, ``"resident"`` (the host, with slots on the device for rows
             in use), ``"cpu"`` (the host, where the CPU attends to them), ``"higgs"`` and
             ``"higgs-host"`` (in ``bits`` a number, on the device and on the host), ``"split"`` (on
-            the device as long as ``device_budget`` lasts, then on the host), or ``"auto"``: with a
+            the device as long as ``device_budget`` lasts, then on the host), ``"disk"`` (in files
+            of the folder ``disk``, where the CPU attends to them), or ``"auto"``: with a
             ``device_budget`` split; else by the memory that is free when the first rows go cold:
             on the device, on the host where they need more than a quarter of a GPU's free memory,
             and in ``bits`` a number where host memory is short (see ``stores.placement``).
         device_budget: of ``store="split"``, device memory for the cold rows of all layers
             together, each of which gets an equal share: bytes (int), or a text as ``"90GB"`` or
             ``"75GiB"``. None: half of what is free when the first rows go cold; a GPU only.
+        disk: of ``store="disk"``, the folder for its files, which have no names and are gone with
+            the cache. It must be there when rows go cold.
         slots: of ``store="resident"``, rows on the device per head that selects: a count
             (``int >= top_k``), or a multiple of the budget (``float >= 1``). More than the budget
             keep rows that were used recently, for a later query to find.
@@ -93,6 +96,7 @@ class RetrievalConfig:
     slots: int | float = 1.0
     bits: int = 4
     device_budget: int | str | None = None
+    disk: str | None = None
     rest: Literal["mean"] | None = None
     rest_blocks: int | None = None
     warn_lost_mass: float | None = None
@@ -108,6 +112,7 @@ class RetrievalConfig:
             check_choice("bits", self.bits, (2, 3, 4, 16))
         check_type("store", self.store, str, "a name")
         check_device_budget(self.device_budget, self.store)
+        check_disk(self.disk, self.store)
         for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
             check_int(name, getattr(self, name), least, "tokens")
         if self.select_heads is not None:
@@ -392,6 +397,17 @@ def check_device_budget(size: Any, store: str) -> None:
         )
 
 
+def check_disk(folder: Any, store: str) -> None:
+    """Errors for a ``folder`` that is none, or that the ``store`` has no use for, or lacks."""
+    if folder is not None:
+        check_type("disk", folder, str, "a folder (a text), or None")
+    if (store == "disk") != bool(folder):
+        raise ValueError(
+            f"disk={folder!r} with store={store!r}: rows in files need both, as store='disk' and "
+            "disk='/data/rows'; leave both out to keep rows in memory"
+        )
+
+
 def check_prefill_chunk(chunk: Any, max_draft: int) -> None:
     """Errors for a ``chunk`` that is none beside drafts of ``max_draft``."""
     if chunk is None or chunk == "auto":
@@ -454,7 +470,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 # Options that do not affect what is stored, so a load may change them.
-_STORE_OPTIONS = {"store", "slots", "device_budget"}
+_STORE_OPTIONS = {"store", "slots", "device_budget", "disk"}
 _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"),
     *("warn_lost_mass", "rest", "rest_blocks", "prompt"),

@@ -253,6 +253,8 @@ def _options_to_load(
         options = cls.Config.from_options(**saved)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{directory} has options that no save writes: {error}") from error
+    if options.disk is not None:
+        raise ValueError(f"{directory} has options that no save writes: disk={options.disk!r}")
     most = max((x for x in saved.values() if type(x) is int), key=abs, default=0)
     if abs(most) > _MOST_NUMBER:
         raise ValueError(f"{directory} has options that no save writes: {most:.0e} is too large")

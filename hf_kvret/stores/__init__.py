@@ -9,6 +9,7 @@ import torch
 from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.options.config import RetrievalConfig, byte_count, free_bytes
 from hf_kvret.stores.cpu import CpuStore
+from hf_kvret.stores.disk import DiskStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.offsets import warn_of_offset, why_in_full
 from hf_kvret.stores.paged import PagedStore
@@ -19,6 +20,7 @@ from hf_kvret.stores.resident import ResidentStore
 __all__ = [
     "STORES",
     "CpuStore",
+    "DiskStore",
     "PagedStore",
     "QuantizedStore",
     "ResidentStore",
@@ -47,10 +49,13 @@ def _coded(memory: PageMemory, options: RetrievalConfig) -> Store:
 SPLIT = "split"
 """Name of the store on device and host; each layer gets an equal share of the device budget."""
 
+DISK = "disk"
+"""Name of the store in files of the folder ``disk``."""
+
 
 def store_names() -> str:
     """Every value of the option ``store``, for messages and help."""
-    return ", ".join([*STORES, SPLIT, "auto"])
+    return ", ".join([*STORES, SPLIT, DISK, "auto"])
 
 
 class StoreChoice:
@@ -85,7 +90,7 @@ class StoreChoice:
             ValueError: ``options.store`` is neither ``"auto"`` nor a key of ``STORES``.
         """
         name = SPLIT if options.splits_rows else options.store
-        if name not in ("auto", SPLIT, *STORES):
+        if name not in ("auto", SPLIT, DISK, *STORES):
             raise ValueError(f"store={name!r}: choose one of {store_names()}")
         self.name = None if name == "auto" else name
         self._choice: str | None = None
@@ -109,11 +114,14 @@ class StoreChoice:
         return None if self._choice is None else "; ".join([self._choice, *layers])
 
     def named(self, options: RetrievalConfig) -> RetrievalConfig:
-        """``options``, with the name of a coded store that ``"auto"`` decided for.
+        """``options`` to save: with the name of a coded store that ``"auto"`` decided for.
 
         That store would code the rows of layers that keep them in full. Where there are any the
         name stays ``"auto"``, which takes rows as they were saved.
         """
+        if self.name == DISK:
+            # A file must not say where others are written.
+            return options.replace(store="host", disk=None)
         codes_rows = self._choice is not None and self.name in CODED and not self._in_full
         return options.replace(store=self.name) if codes_rows else options
 
@@ -153,6 +161,9 @@ class StoreChoice:
             if self._share is None:
                 self._share = self._budget(device) // self._layers
             store = PagedStore(SplitMemory(device, self._share))
+        elif name == DISK:
+            assert self._options.disk is not None, "options are checked"
+            store = DiskStore(device, self._options.disk)
         else:
             store = STORES[name](device, self._options)
         if self._chunk < self.announced_len:

@@ -11,7 +11,7 @@ import torch
 from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult
-from hf_kvret.stores.memory import CPU, HostMemory
+from hf_kvret.stores.memory import CPU, HostMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
 from hf_kvret_kernels.paged import PagedRows
@@ -34,10 +34,11 @@ class CpuStore(WrappedStore):
 
     Args:
         device: where queries are.
+        memory: where rows lie, which the CPU reads; None for host memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(PagedStore(HostMemory(device, CPU)))
+    def __init__(self, device: torch.device, memory: PageMemory | None = None) -> None:
+        super().__init__(PagedStore(memory or HostMemory(device, CPU)))
         self._device = device
         self.ranks_elsewhere = device.type != "cpu"
         self._staging: dict[str, _Staging] = {}

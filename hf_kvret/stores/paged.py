@@ -78,6 +78,17 @@ class PagedStore(Store):
     def expect(self, tokens: int) -> None:
         self._expected_len = tokens
 
+    def add_room(self, tokens: int) -> None:
+        """Allocate a chunk for so many more tokens now, unless there is room for them."""
+        if self._table is None:
+            return
+        batch, like = len(self._table), self._chunks[-1]
+        pages = batch * -(-tokens // self.page_len)
+        if self._free_pages < pages:
+            self._forget_rows()
+            heads, page_len, width = like.shape[1:]
+            self._add_chunk(batch, pages, (heads, page_len, width), like.dtype)
+
     def append(self, block: TokenBlock) -> None:
         if block.start != self.length:
             raise ValueError(f"block starts at slot {block.start}, the store ends at {self.length}")

@@ -29,7 +29,7 @@ MEANINGLESS: dict[str, Any] = {
     "rest": "mean",
 }
 # Refused by what they need, which has no meaning here either.
-DEPENDENT = ("select_heads", "rest_blocks", "warn_lost_mass")
+DEPENDENT = ("select_heads", "rest_blocks", "warn_lost_mass", "disk")
 PASSES: dict[str, Any] = {"max_draft": 6, "prefill_chunk": 64, "graph": False}
 
 

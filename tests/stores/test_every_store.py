@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections.abc import Callable
+from tempfile import gettempdir
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +14,15 @@ import torch
 from hf_kvret import TokenBlock
 from hf_kvret.contracts.store import scores_of_gathered
 from hf_kvret.methods.flat import FlatConfig
-from hf_kvret.stores import STORES, CpuStore, PagedStore, QuantizedStore, ResidentStore, Store
+from hf_kvret.stores import (
+    STORES,
+    CpuStore,
+    DiskStore,
+    PagedStore,
+    QuantizedStore,
+    ResidentStore,
+    Store,
+)
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
 from hf_kvret_kernels._dispatch import interpreted, prefer
 from hf_kvret_kernels.higgs import HiggsCodec
@@ -75,6 +84,7 @@ DIMS = [(16, 16, 16), (32, 48, 16), (24, 40, 8)]
 CASES = {
     **{name: Case(lambda make=make: PagedStore(make(CPU), 4)) for name, make in PLAIN.items()},
     "cpu": Case(lambda: CpuStore(CPU), (12, 20), most=80),
+    "disk": Case(lambda: DiskStore(CPU, gettempdir()), (12, 20), most=80),
     **{
         f"resident-{slots}": Case(
             lambda slots=slots: ResidentStore(CPU, slots), steps=120, most_ids=16

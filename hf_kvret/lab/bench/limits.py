@@ -59,7 +59,7 @@ def predict_need(
         if bits < 16:
             # Scales take a sixteenth of the bytes of codes.
             rows = rows * bits * 17 // (16 * 8 * dtype.itemsize)
-        if store in ("host", "resident", "cpu", "higgs-host"):
+        if store in ("host", "resident", "cpu", "disk", "higgs-host"):
             return Need(index + passing, rows)
         if choice.options.splits_rows:
             # Without a budget the store takes half of the memory that is free: here, no row.

@@ -35,6 +35,7 @@ _META = torch.device("meta")
 _ALONE, _CHAINED = 1, 4
 _FULL_EVEN_LEN = 8192
 _WHOLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
+_ON_CPU = ("cpu", "disk")
 _SCALARS = {"__bool__": False, "__int__": 0, "__index__": 0, "__float__": 0.0, "item": 0}
 
 
@@ -201,11 +202,11 @@ class Predictor:
     def _make(self, capacity: int) -> Cache:
         """The empty cache; on the meta device all stores keep rows as those of two types do."""
         cache, options = self.choice.make(self.config, capacity), self.choice.options
-        if options is None or not (options.splits_rows or options.store == "cpu"):
+        if options is None or not (options.splits_rows or options.store in _ON_CPU):
             return cache
         assert isinstance(cache, RetrievalCache)
         store = "device" if options.splits_rows else "host"
-        changes: dict[str, Any] = {"store": store, "device_budget": None}
+        changes: dict[str, Any] = {"store": store, "device_budget": None, "disk": None}
         if getattr(options, "rerank", None) == "cpu":
             changes["rerank"] = "auto"
         return type(cache)(config=self.config, options=cache.options.replace(**changes))
@@ -255,7 +256,7 @@ class Predictor:
             near += rows
         device, host = report.store_device, report.store_host
         bus, cpu = far, 0.0
-        if options.store == "cpu":
+        if options.store in _ON_CPU:
             # Page tables lie in host memory too, and nothing crosses the bus.
             device, host, bus, cpu = 0, host + device, 0.0, far
         return CacheBytes(
