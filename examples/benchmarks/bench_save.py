@@ -104,7 +104,9 @@ class Save(Measurement):
     @torch.inference_mode()
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """The times of one cache."""
-        cache = self._filled(group[0]["cache"], group[0]["context"])
+        cache = fill_cache(
+            self._shape, group[0]["cache"], group[0]["context"], self.seed, self.dtype
+        )
         # It says at each load what no model and no prompt is compared with.
         silent = mock.patch.object(logging.getLogger(persistence.__name__), "disabled", True)
         with silent, tempfile.TemporaryDirectory(dir=self.folder) as place:
@@ -121,31 +123,6 @@ class Save(Measurement):
     @cached_property
     def _shape(self) -> Shape:
         return load_shape(self.shape)
-
-    def _filled(self, name: str, context: int) -> RetrievalCache:
-        """A cache of ``context`` random rows.
-
-        Raises:
-            ValueError: the model has layers that hold something else.
-        """
-        config = self._shape.config
-        choice: CacheChoice = choose_cache(name, {"store": "device"})
-        cache = choice.make(config, context)
-        assert isinstance(cache, RetrievalCache)
-        if strange := skipped_layers(cache):
-            raise ValueError(
-                f"--shape {self.shape}: layer {strange[0]} holds no keys and values that random "
-                "rows could stand for; choose a model whose layers all do"
-            )
-        layers = []
-        for number in range(self._shape.layers):
-            shape = layer_shape(config, number)
-            rank, dim = shape.rank, shape.head_dim
-            dims = (rank, dim - rank) if rank else (dim, dim)
-            layers.append(LayerRows(shape.kv_heads, *dims, 1.0, 1.0))
-        place: dict[str, Any] = {"device": torch.device("cpu"), "dtype": DTYPES[self.dtype]}
-        fill_randomly(config, cache, layers, 1, context, self.seed, **place)
-        return cache
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -186,6 +163,36 @@ class Save(Measurement):
         measured = [way for way in _WAYS if any(way in result for result in groups.values())]
         bars = {way: [result.get(way) for result in groups.values()] for way in measured}
         plot_groups(path, list(groups), bars, title="a filled cache", y="seconds")
+
+
+def layer_rows(config: PreTrainedConfig) -> list[LayerRows]:
+    """Shapes of random rows for every layer."""
+    layers = []
+    for number in range(config.num_hidden_layers):
+        shape = layer_shape(config, number)
+        rank, dim = shape.rank, shape.head_dim
+        dims = (rank, dim - rank) if rank else (dim, dim)
+        layers.append(LayerRows(shape.kv_heads, *dims, 1.0, 1.0))
+    return layers
+
+
+def fill_cache(shape: Shape, name: str, context: int, seed: int, dtype: str) -> RetrievalCache:
+    """A cache of ``context`` random rows.
+
+    Raises:
+        ValueError: the model has layers that hold something else.
+    """
+    choice: CacheChoice = choose_cache(name, {"store": "device"})
+    cache = choice.make(shape.config, context)
+    assert isinstance(cache, RetrievalCache)
+    if strange := skipped_layers(cache):
+        raise ValueError(
+            f"--shape {shape.name}: layer {strange[0]} holds no keys and values that random "
+            "rows could stand for; choose a model whose layers all do"
+        )
+    place: dict[str, Any] = {"device": torch.device("cpu"), "dtype": DTYPES[dtype]}
+    fill_randomly(shape.config, cache, layer_rows(shape.config), 1, context, seed, **place)
+    return cache
 
 
 class _Turn:

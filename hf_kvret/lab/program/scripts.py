@@ -36,6 +36,7 @@ SCRIPTS = {
     "bench machine-code": "benchmarks/bench_machine_code.py",
     "bench llama-cpp": "benchmarks/bench_llama_cpp.py",
     "bench save": "benchmarks/bench_save.py",
+    "bench mapped": "benchmarks/bench_mapped.py",
 }
 """Each script by the name in its result files."""
 

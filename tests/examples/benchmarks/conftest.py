@@ -27,12 +27,20 @@ refused, small_buffers, six_layers = (
 )
 
 
+_WITHOUT_DEVICE = ("host-attention", "save", "mapped", "machine-code")
+
+
 @pytest.fixture
 def bench() -> Callable[..., int]:
     """``bench("kernels", "--ops", "paris")`` runs a script's measurement; returns its status."""
 
     def run(name: str, *arguments: str) -> int:
-        without = "--device" in arguments or name in ("host-attention", "save", "machine-code")
+        without = "--device" in arguments or name in (
+            "host-attention",
+            "save",
+            "mapped",
+            "machine-code",
+        )
         parser = script_parser(load_measurement(f"bench {name}"))
         options = parser.parse_args([*arguments, *([] if without else ["--device", "cpu"])])
         return options.run(options)
