@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from hf_kvret.shelf import shelf as shelf_checks
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-RUN: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 SMALL = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
 
 
@@ -77,9 +77,9 @@ def test_a_part_of_an_entry_is_found_and_an_answer_is_not_put(
 ) -> None:
     ids = prompt(1, 300)
     cache = _read(llama, ids)
-    assert cache.get_seq_length() == 305
+    assert cache.get_seq_length() == 303
     entry = shelf.put(cache, ids, llama)
-    assert entry.tokens == 300 and entry.can_crop and cache.get_seq_length() == 305
+    assert entry.tokens == 300 and entry.can_crop and cache.get_seq_length() == 303
     other = torch.cat([ids[:, :250], prompt(1, 30, salt=2)], dim=1)
     found = shelf.find(other, llama, "paris", **COVERING_OPTIONS)
     # Whole blocks of 64: three of the four that begin within 250 tokens end there.
@@ -91,6 +91,19 @@ def test_a_part_of_an_entry_is_found_and_an_answer_is_not_put(
     assert torch.equal(llama.generate(ids, past_key_values=same, **RUN), llama.generate(ids, **RUN))
     assert shelf.find(prompt(1, 300, salt=3), llama, "paris", **COVERING_OPTIONS) is None
     assert shelf.find(ids[:, :40], llama, "paris", **COVERING_OPTIONS) is None
+
+
+@pytest.mark.parametrize("method", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
+def test_an_entry_has_the_same_name_in_every_process(
+    method: str, llama: PreTrainedModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key has what JSON has, and nothing whose text is another one there, as a set's."""
+    dumps = json.dumps
+    # Without ``default`` it refuses anything else.
+    plain = SimpleNamespace(dumps=lambda content, **_: dumps(content, sort_keys=True))
+    monkeypatch.setattr(shelf_checks, "json", plain)
+    options = {**COVERING_OPTIONS, "prompt": {"above": 0, "floor": 0, "exact": 16}}
+    assert shelf.find(prompt(1, 70), llama, method, **options) is None
 
 
 @pytest.mark.parametrize(("name", "method"), [("gemma3", "flat"), ("qwen3_next", "paris")])
@@ -303,47 +316,46 @@ def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
     assert shelf.find(ids, llama, "paris", **COVERING_OPTIONS) is None
 
 
-_PUT = """
-import sys, torch
-import hf_kvret
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
-from hf_kvret.testing.scenario import prompt
-model, ids = MODELS["llama"].build(), prompt(1, 128)
-cache = hf_kvret.ParisKVCache(model.config, **COVERING_OPTIONS)
-model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
-if sys.argv[2] == "hang":
-    save = hf_kvret.ParisKVCache.save_pretrained
-    def hang(self, directory, **options):
-        save(self, directory, **options)
-        print("written", flush=True)
-        sys.stdin.read()
-    hf_kvret.ParisKVCache.save_pretrained = hang
-print(hf_kvret.Shelf(sys.argv[1]).put(cache, ids, model).name, flush=True)
-"""
-
-
-def _process(folder: Path, how: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _PUT, str(folder), how]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **pipes)
-
-
 def test_two_processes_put_the_same_and_a_killed_one_leaves_nothing(
     llama: PreTrainedModel, shelf: Shelf
 ) -> None:
-    killed = _process(shelf.folder, "hang")
-    assert killed.stdout is not None and killed.stdout.readline() == "written\n"
+    ids = prompt(1, 128)
+    cache, fork = _read(llama, ids), multiprocessing.get_context("fork")
+    names, is_written = fork.SimpleQueue(), fork.Event()
+
+    def put(hangs: bool) -> None:
+        # A forked process lacks the threads of a pool that its parent has used.
+        torch.set_num_threads(1)
+        save = ParisKVCache.save_pretrained
+
+        def saved(self: ParisKVCache, *args: Any, **options: Any) -> None:
+            save(self, *args, **options)
+            if hangs:
+                is_written.set()
+                signal.pause()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ParisKVCache, "save_pretrained", saved)
+            names.put(shelf.put(cache, ids, llama).name)
+
+    killed, *others = (
+        fork.Process(target=put, args=(hangs,), daemon=True) for hangs in (True, False, False)
+    )
+    killed.start()
+    assert is_written.wait(60)
     assert len(list(shelf.folder.glob(".unfinished-*"))) == 1 and not shelf.entries()
-    two = [_process(shelf.folder, "put") for _ in range(2)]
-    names = {process.communicate(timeout=120)[0] for process in two}
-    assert len(names) == 1 and [entry.name for entry in shelf.entries()] == [names.pop().strip()]
+    for process in others:
+        process.start()
+    for process in others:
+        process.join(60)
+        assert process.exitcode == 0
+    assert {names.get() for _ in others} == {entry.name for entry in shelf.entries()}
     # One that is at work keeps its folder.
     assert len(list(shelf.folder.glob(".unfinished-*"))) == 1
-    killed.send_signal(signal.SIGKILL)
-    killed.wait(60)
-    found = shelf.find(_with_more(prompt(1, 128)), llama, "paris", **COVERING_OPTIONS)
+    killed.kill()
+    killed.join(60)
+    found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
     assert found is not None and found.from_shelf == 128
     other = prompt(1, 128, salt=9)
-    time.sleep(0.01)
     shelf.put(_read(llama, other), other, llama)
     assert not list(shelf.folder.glob(".unfinished-*")) and len(shelf.entries()) == 2

@@ -17,7 +17,7 @@ from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 
 RUN: dict[str, Any] = {
-    "max_new_tokens": 6,
+    "max_new_tokens": 4,
     "do_sample": False,
     "return_dict_in_generate": True,
 }

@@ -18,7 +18,7 @@ from hf_kvret.testing.scenario import prompt
 
 from .saved_files import NAME, read_saved, saved_file, write_saved
 
-RUN: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+RUN: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 PROMPT = prompt(2, 150)
 
 

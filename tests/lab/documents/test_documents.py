@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from hf_kvret.lab.documents.document import document_text
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-TEXT = "\n\n".join(f"Chapter {n}. The {n}th king had {3 * n} ships." for n in range(170))
+TEXT = "\n\n".join(f"Chapter {n}. The {n}th king had {3 * n} ships." for n in range(40))
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -28,8 +31,22 @@ METHOD = "paris:top_k=1000000:recent=64:flush=64:dense_below=0"
 
 
 @pytest.fixture(scope="module")
-def reference() -> Subject:
-    return load_subject("reference")
+def reference(subjects: Callable[..., Subject]) -> Subject:
+    return subjects("reference", torch.float32, "cpu")
+
+
+@pytest.fixture(scope="module")
+def subjects() -> Callable[..., Subject]:
+    """Models as the command line names them, each loaded once."""
+    return functools.cache(load_subject)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch, subjects: Callable[..., Subject]) -> None:
+    """Chunks of which a short document has several."""
+    monkeypatch.setattr(command, "_CHUNK", 128)
+    monkeypatch.setattr(command, "_LEAST_CHUNK", 64)
+    monkeypatch.setattr(command, "load_subject", subjects)
 
 
 @pytest.fixture
@@ -81,42 +98,38 @@ def test_a_document_is_read_once_and_asked_about(
 @pytest.mark.parametrize("moment", ["layer", "head", "put"])
 def test_what_was_read_before_an_interrupt_is_kept(
     moment: str,
+    subjects: Callable[..., Subject],
     document: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the middle of a pass, behind its last layer, or while all is written."""
-    monkeypatch.setattr(command, "_CHUNK", 512)
-    load, calls = load_subject, []
+    calls: list[int] = []
 
     def count(*_: Any) -> None:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
 
-    def interrupted(*args: Any) -> Subject:
-        subject: Any = load(*args)
-        part = subject.model.model.layers[2] if moment == "layer" else subject.model.lm_head
-        part.register_forward_pre_hook(count)
-        return subject
-
-    if moment == "put":
-        calls += [1, 1]
-        put = Shelf.put
-        monkeypatch.setattr(Shelf, "put", lambda *args: [count(), put(*args)][1])
-    else:
-        monkeypatch.setattr(command, "load_subject", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _read(document, tmp_path / "shelf")
-    kept = "1,024" if moment != "put" else ""
-    assert f"{kept}" in (said := capsys.readouterr().err) and "tokens were kept" in said
+    model: Any = subjects("reference", torch.float32, "cpu").model
+    with ExitStack() as stack:
+        if moment == "put":
+            calls += [1, 1]
+            put = Shelf.put
+            monkeypatch.setattr(Shelf, "put", lambda *args: [count(), put(*args)][1])
+        else:
+            part = model.model.layers[2] if moment == "layer" else model.lm_head
+            stack.callback(part.register_forward_pre_hook(count).remove)
+        with pytest.raises(KeyboardInterrupt):
+            _read(document, tmp_path / "shelf")
+    kept = "256" if moment != "put" else ""
+    assert f"{kept} tokens were kept" in capsys.readouterr().err
     [entry] = Shelf(tmp_path / "shelf").entries()
-    assert entry.tokens == 1024 or moment == "put"
-    monkeypatch.setattr(command, "load_subject", load)
+    assert entry.tokens == 256 or moment == "put"
     assert _read(document, tmp_path / "shelf", "--name", "kings") == 0
     whole = Shelf(tmp_path / "shelf").entry("kings")
-    new = 1 if moment == "put" else whole.tokens - 1024
+    new = 1 if moment == "put" else whole.tokens - 256
     assert f"read {new:,} of" in capsys.readouterr().out
 
 
