@@ -299,6 +299,7 @@ class RetrievalCache(Cache):
         self.stack.crop(int(tokens_to_remove))
         self.tokens.crop(self.get_seq_length())
         self.model_state.crop(self.get_seq_length())
+        self.from_shelf = min(self.from_shelf, self.get_seq_length())
 
     @property
     def input_ids(self) -> torch.Tensor | None:

@@ -258,6 +258,32 @@ def test_a_damaged_entry_is_skipped(
     assert {entry.name for entry in shelf.entries()} == set(names)
 
 
+def test_what_is_damaged_leaves_before_what_is_whole(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    texts = [prompt(1, 128, salt=salt) for salt in range(4)]
+    names = [Shelf(tmp_path).put(_read(llama, ids), ids, llama).name for ids in texts[:3]]
+    nbytes = Shelf(tmp_path).entries()[0].nbytes
+    (tmp_path / names[2] / "shelf.json").write_text("{")
+    (tmp_path / "others").mkdir()
+    shelf = Shelf(tmp_path, max_size=int(nbytes * 3.5))
+    new = shelf.put(_read(llama, texts[3]), texts[3], llama).name
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*names[:2], new, "others"}
+
+
+def test_a_cropped_cache_has_no_more_from_the_shelf_than_it_holds(
+    llama: PreTrainedModel, shelf: Shelf
+) -> None:
+    ids = prompt(1, 128)
+    shelf.put(_read(llama, ids), ids, llama)
+    found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
+    assert found is not None and found.from_shelf == 128
+    found.crop(-28)
+    llama.generate(_with_more(ids[:, :100]), past_key_values=found, **RUN)
+    assert found.stats()["from_shelf"] == found.fork().stats()["from_shelf"] == 100
+
+
 def test_what_has_a_title_stays_and_is_found_by_it(llama: PreTrainedModel, shelf: Shelf) -> None:
     ids = prompt(1, 300)
     cache = _read(llama, ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -17,6 +18,7 @@ def document_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """``[1, T]`` token ids of a document as `ask` expects it in a cache.
 
     It begins the user's message where the tokenizer has a chat template, else the whole text.
+    Names of control tokens in it, as ``<|im_end|>``, are read as text.
 
     Raises:
         ValueError: a chat template that can't be used, see `around_message`.
@@ -28,7 +30,7 @@ def document_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
         begins = _encode(tokenizer, _shown(tokenizer))[:1]
     # Where neither the tokenizer nor its template begins with one, generate's users have none.
     first = [bos] if bos is not None and begins == [bos] else []
-    return torch.tensor([[*first, *_encode(tokenizer, before + text)]], dtype=torch.long)
+    return torch.tensor([[*first, *_message(tokenizer, text, before=before)]], dtype=torch.long)
 
 
 def ask(
@@ -73,7 +75,7 @@ def ask(
     if not question.strip():
         raise ValueError("there is no question: write one")
     _, after = around_message(tokenizer)
-    behind = torch.tensor([_encode(tokenizer, f"\n\n{question}{after or chr(10)}")])
+    behind = torch.tensor([_message(tokenizer, f"\n\n{question}", after=after or "\n")])
     prompt = torch.cat([ids.cpu(), behind], dim=1).to(model.device)
     # A fork serves layers that can't go back, too.
     usual: dict[str, Any] = {"past_key_values": cache.fork()}
@@ -94,7 +96,7 @@ def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     as some would strip its blanks.
 
     Raises:
-        ValueError: a template that doesn't show the message once and as it is.
+        ValueError: a template that fails, or doesn't show the message once and as it is.
     """
     if not tokenizer.chat_template:
         return "", ""
@@ -109,10 +111,28 @@ def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def _shown(tokenizer: PreTrainedTokenizerBase) -> str:
-    message = [{"role": "user", "content": _PLACE}]
-    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+    message, how = [{"role": "user", "content": _PLACE}], {"add_generation_prompt": True}
+    try:
+        return str(tokenizer.apply_chat_template(message, tokenize=False, **how))
+    except TemplateError as error:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path!r} can't show a single message of a "
+            f"user ({error}): give the tokenizer another one, or set tokenizer.chat_template = None"
+        ) from error
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _message(
+    tokenizer: PreTrainedTokenizerBase, text: str, before: str = "", after: str = ""
+) -> list[int]:
+    """The tokens of ``text`` between parts of a template; control tokens are in these alone."""
+    whole, first, last = (_encode(tokenizer, one) for one in (before + text + after, before, after))
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    control = {number for number, token in added if token.special}
+    if sum(map(control.__contains__, whole)) == sum(map(control.__contains__, first + last)):
+        return whole
+    return [*first, *_encode(tokenizer, text, split_special_tokens=True), *last]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> list[int]:
     """The tokens of a text, none added."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False, **how)["input_ids"])

@@ -273,9 +273,9 @@ class Shelf:
         shutil.rmtree(path, ignore_errors=True)
 
     def _make_room(self, new: ShelfEntry) -> None:
-        """Remove what ``new`` makes superfluous, and the least used until the rest fits."""
-        size, is_full = new.nbytes, False
-        for entry in self.entries():
+        """Remove what ``new`` makes superfluous, then what can't be read, then the least used."""
+        entries, size, is_full = self.entries(), new.nbytes, False
+        for entry in entries:
             if entry.name == new.name:
                 continue
             begins_new = entry.tokens < new.tokens and entry.chain[-1] == new.at(entry.tokens)
@@ -286,6 +286,15 @@ class Shelf:
                 self._take_away(self.folder / entry.name)
             else:
                 size += entry.nbytes
+        names = {entry.name for entry in entries}
+        for path in self.folder.iterdir():
+            is_damaged = path.name not in names and _NAME.fullmatch(path.name)
+            # It is counted behind all entries, so that it leaves before any of them.
+            with suppress(OSError):
+                if is_damaged and not path.is_symlink():
+                    size += folder_nbytes(path)
+                    if is_full or size > self.max_bytes:
+                        self._take_away(path)
 
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:

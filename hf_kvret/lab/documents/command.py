@@ -22,6 +22,7 @@ from hf_kvret.lab.documents.document import document_text
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.plan.prediction import Predictor
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whole_number
 from hf_kvret.lab.program.common_options import count_option, device_option, dtype_option
 from hf_kvret.lab.program.help_text import HelpFormatter
@@ -137,6 +138,7 @@ def run_read(options: ReadOptions) -> int:
     found = shelf.find(*wanted, **asdict(choice.options))
     method = registered_methods()[choice.method]
     cache = method(subject.model.config, choice.options) if found is None else found
+    _check_size(options, shelf, subject, ids.shape[1])
     started = time.perf_counter()
     try:
         _read(subject, cache, ids, name)
@@ -152,6 +154,25 @@ def run_read(options: ReadOptions) -> int:
         f'hf-kvret ask {shlex.quote(name)} "..." --shelf {shlex.quote(str(options.shelf))}'
     )
     return 0
+
+
+def _check_size(options: ReadOptions, shelf: Shelf, subject: Subject, tokens: int) -> None:
+    """ValueError where the rows of a document alone are more than the shelf holds."""
+    choice = choose_cache(options.method, {"store": "device"})
+    config = subject.model.config.get_text_config(decoder=True)
+    try:
+        size = Predictor(config, choice, subject.model.dtype).at(tokens)
+    except (OSError, RuntimeError, ValueError):
+        # Free memory divides some stores: what these take is known behind the reading.
+        return
+    # Where a store has rows twice, a file has them once.
+    nbytes = max(size.store_device, size.store_host)
+    if nbytes > shelf.max_bytes:
+        raise ValueError(
+            f"{options.document} has {tokens:,} tokens, which take {nbytes / 1e9:.2f} GB and more, "
+            f"and the shelf holds at most {shelf.max_bytes / 1e9:.2f} GB: give a larger "
+            "--max-size, or a part of the document"
+        )
 
 
 @torch.no_grad()
