@@ -290,7 +290,9 @@ def test_what_has_a_title_stays_and_is_found_by_it(llama: PreTrainedModel, shelf
     short = shelf.put(cache, ids[:, :128], llama, title="short")
     shelf.put(cache, ids, llama)
     assert {entry.tokens for entry in shelf.entries()} == {128, 300}
+    os.utime(shelf.folder / short.name / "shelf.json", (1, 1))
     assert shelf.load("short", llama).from_shelf == 128
+    assert shelf.entries()[0].name == short.name, "it was used just now"
     other = shelf.put(cache, ids[:, :192], llama, title=short.name)
     assert shelf.entry(short.name).tokens == 128, "a name comes before a title"
     shelf.remove(other.name)

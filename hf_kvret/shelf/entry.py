@@ -38,7 +38,7 @@ class ShelfEntry:
         method: of the cache.
         tokens: that it holds.
         nbytes: of its files.
-        used: when it was last put or found, in seconds since the epoch.
+        used: when it was last put, found or loaded, in seconds since the epoch.
         key: hash of what a request must have in common with it, besides tokens.
         chain: hashes of its tokens up to the end of each block of 64, and of all of them.
         can_crop: whether a part of its tokens can be taken.

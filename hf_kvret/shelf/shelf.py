@@ -150,10 +150,11 @@ class Shelf:
             ValueError: no such entry, another model, or files that are damaged.
         """
         entry = self.entry(name)
+        path, load = self.folder / entry.name, _method(entry.method).from_pretrained
         with self._locked(exclusive=False):
-            cache = _method(entry.method).from_pretrained(
-                self.folder / entry.name, model.config, model.device, model=model, **changes
-            )
+            cache = load(path, model.config, model.device, model=model, **changes)
+            with suppress(OSError):
+                os.utime(path / DESCRIPTION)
         cache.from_shelf = entry.tokens
         return cache
 
@@ -274,8 +275,8 @@ class Shelf:
 
     def _make_room(self, new: ShelfEntry) -> None:
         """Remove what ``new`` makes superfluous, then what can't be read, then the least used."""
-        entries, size, is_full = self.entries(), new.nbytes, False
-        for entry in entries:
+        size, is_full = new.nbytes, False
+        for entry in self.entries():
             if entry.name == new.name:
                 continue
             begins_new = entry.tokens < new.tokens and entry.chain[-1] == new.at(entry.tokens)
@@ -286,12 +287,10 @@ class Shelf:
                 self._take_away(self.folder / entry.name)
             else:
                 size += entry.nbytes
-        names = {entry.name for entry in entries}
         for path in self.folder.iterdir():
-            is_damaged = path.name not in names and _NAME.fullmatch(path.name)
-            # It is counted behind all entries, so that it leaves before any of them.
+            # What can't be read is counted behind all entries, so that it leaves before any.
             with suppress(OSError):
-                if is_damaged and not path.is_symlink():
+                if _NAME.fullmatch(path.name) and not read_entry(path) and not path.is_symlink():
                     size += folder_nbytes(path)
                     if is_full or size > self.max_bytes:
                         self._take_away(path)
