@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 # Read when huggingface_hub is imported.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -76,6 +77,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="32",
         help=most("tokens of an answer", limits.answer),
     )
+    add(
+        "--shelf",
+        type=Path,
+        metavar="DIR",
+        help="a folder that keeps what was read (default: none)",
+    )
     add("--plain", action="store_true", help="leave out the tokenizer's chat template")
     return parser
 
@@ -90,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_device(options.device)
         subject = load_subject(options.model, DTYPES[options.dtype], options.device)
-        desk = Desk(subject, Choices(options.cache, options.top_k, limits, options.plain))
+        choices = Choices(options.cache, options.top_k, limits, options.plain, options.shelf)
+        desk = Desk(subject, choices)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from app_parts.answers import Answer, Step, retrieved
 from app_parts.languages import Language, Tokens
+from hf_kvret import Shelf
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.observe.observers import Selection, observe
+from hf_kvret.options.config import LOAD_OPTIONS
 
 CACHES = ("paris", "lrqk", "flat", "ctkvr", "a2ats")
 # A small window, so that a short document shows something.
@@ -117,6 +119,26 @@ class Reading:
         # Builds the indexes, so that no question has to.
         self._reader.fork()
         self.seconds = self._reader.seconds + time.perf_counter() - started
+
+    def load(self, shelf: Shelf) -> bool:
+        """Whether the document is on a shelf; then it is in the cache, and need not be read."""
+        reader, options = self._reader, asdict(self._reader.choice.options)
+        entry = shelf.has(self._ids, reader.model, self.method, **options)
+        if entry is not None:
+            changes = {name: options[name] for name in LOAD_OPTIONS & {*options}}
+            reader.cache = shelf.load(entry.name, reader.model, **changes)
+            reader.length = entry.tokens
+        return entry is not None
+
+    @torch.inference_mode()
+    def put(self, shelf: Shelf) -> bool:
+        """Put the document on a shelf, by its name; it is there then, or an error says why not."""
+        shelf.put(self._reader.cache, self._ids, self._reader.model, self.document.name)
+        return True
+
+    @property
+    def _ids(self) -> torch.Tensor:
+        return torch.tensor([self.document.tokens.ids])
 
     def prompt(self, question: str) -> Tokens:
         """Document and question.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from app_parts.answers import Answer, Part
 from app_parts.languages import Example, Language, language_of
 from app_parts.reading import CACHES, Document, Limits, Reading, memory_named
 from app_parts.uploads import check_size, checked, text_of
+from hf_kvret import Shelf
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.program.arguments import budget
 
@@ -24,12 +25,14 @@ class Choices:
         top_k: a count or a share, as written.
         limits: see there.
         plain: no chat template.
+        shelf: the folder of a ``Shelf``; None for none.
     """
 
     cache: str = "paris"
     top_k: str = "64"
     limits: Limits = Limits()
     plain: bool = False
+    shelf: Path | None = None
 
 
 class Desk:
@@ -39,6 +42,7 @@ class Desk:
         self.subject, self.choices, self.limits = subject, choices, choices.limits
         self.language: Language = language_of(subject, plain=choices.plain)
         self.example: Example | None = self.language.example
+        self.shelf = None if choices.shelf is None else Shelf(choices.shelf)
 
     @property
     def first_step(self) -> str:
@@ -85,7 +89,8 @@ class Session:
     def read(self, document: Document, method: str) -> Iterator[str]:
         """Read a document in place of that which is open; yields messages.
 
-        What was open stays until all is read, and where that fails.
+        What was open stays until all is read, and where that fails. What is on the desk's shelf is
+        loaded instead, and what is not is put there behind its reading.
 
         Raises:
             ValueError: a document or a cache that is refused.
@@ -98,10 +103,18 @@ class Session:
         with memory_named(task):
             reading = Reading(desk.subject, desk.language, document, method, desk.limits)
             yield f"{task} ..."
-            for done in reading.read():
+            is_loaded, failure = _with_shelf(reading.load, desk.shelf)
+            for done in () if is_loaded else reading.read():
                 yield f"{document.name}: {done:,} of {count:,} tokens read into {method} ..."
         self.reading, self.answer = reading, None
-        yield f"{document.name}: {count:,} tokens read into {method} in {reading.seconds:.1f} s."
+        if is_loaded:
+            yield f"{document.name}: {count:,} tokens in {method}, from the shelf."
+            return
+        result = f"{document.name}: {count:,} tokens read into {method} in {reading.seconds:.1f} s"
+        if desk.shelf is not None and not failure:
+            yield f"{result}; putting them on the shelf ..."
+            _, failure = _with_shelf(reading.put, desk.shelf)
+        yield f"{result}.{failure}"
 
     def ask(self, question: str, method: str, top_k: str) -> Iterator[str | Answer]:
         """Answer a question; reads the document again first where another method is wanted.
@@ -136,6 +149,14 @@ class Session:
         layer = layer if layer in heads else None
         most = max(heads.values(), default=0) if layer is None else heads[layer]
         return Part(tokens, layer, head if head is not None and 0 <= head < most else None)
+
+
+def _with_shelf(act: Callable[[Shelf], bool], shelf: Shelf | None) -> tuple[bool, str]:
+    """What ``act`` says, and why it failed: without a shelf all goes on as well."""
+    try:
+        return shelf is not None and act(shelf), ""
+    except (OSError, RuntimeError, ValueError, MemoryError) as error:
+        return False, f" The shelf can't be used: {error}"
 
 
 def budget_of(text: str) -> int | float:

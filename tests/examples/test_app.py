@@ -22,6 +22,7 @@ from app_parts.session import Choices, Desk, Session, budget_of
 from app_parts.showing import answer_html, document_html, escaped, notice, numbers_html, shown_slots
 from app_parts.uploads import check_size, checked, size_text, text_of, visible
 
+from hf_kvret import Shelf
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL, load_bundled_model
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 
@@ -284,6 +285,54 @@ def test_every_cache_that_is_offered_answers(subject: Subject, method: str) -> N
     assert answer.dense is None
 
 
+def shelved(subject: Subject, folder: Path, method: str = "flat") -> tuple[list[str], list[int]]:
+    """What another run of the app says while it reads ``TEXT``, and its answer."""
+    desk = Desk(subject, Choices(top_k="8", limits=Limits(answer=4), shelf=folder))
+    session = Session(desk)
+    messages = list(session.read(desk.of_text(TEXT), method))
+    list(session.ask(QUESTION, method, "8"))
+    return messages, answer_of(session).ids
+
+
+@pytest.mark.parametrize("method", CACHES)
+def test_what_another_run_has_read_comes_from_the_shelf(
+    subject: Subject, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages, expected = shelved(subject, tmp_path, method)
+    assert messages[-2].endswith("putting them on the shelf ...") and messages[-1].endswith(" s.")
+    monkeypatch.delattr(Reading, "read")
+    messages, ids = shelved(subject, tmp_path, method)
+    assert messages[1:] == [f"the text: 446 tokens in {method}, from the shelf."]
+    assert ids == expected
+
+
+@pytest.mark.parametrize("step", ["has", "load", "put"])
+def test_a_shelf_that_fails_is_told_and_costs_no_answer(
+    subject: Subject, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = shelved(subject, tmp_path / "whole")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Shelf, step, full)
+    folder = tmp_path / ("new" if step == "put" else "whole")
+    messages, ids = shelved(subject, folder)
+    assert messages[-1].endswith(" s. The shelf can't be used: No space left on device")
+    assert ids == expected and len(Shelf(folder).entries()) == (step != "put")
+
+
+def test_who_stops_while_it_is_put_on_the_shelf_has_the_document_open(
+    subject: Subject, tmp_path: Path
+) -> None:
+    desk = Desk(subject, Choices(shelf=tmp_path))
+    session = Session(desk)
+    for message in (changes := session.read(desk.of_text(TEXT), "flat")):
+        if "putting" in message:
+            changes.close()
+    assert session.reading is not None and not Shelf(tmp_path).entries()
+
+
 def test_questions_leave_the_document_as_it_was(session: Session) -> None:
     assert session.reading is not None
     prompt = session.reading.prompt(QUESTION)
@@ -522,6 +571,9 @@ def test_the_command_line_says_what_is_wrong(capsys: pytest.CaptureFixture[str])
         with pytest.raises(SystemExit):
             app.main(arguments)
     assert "is not a memory size" in capsys.readouterr().err
+    given = app.make_parser().parse_args(["--shelf", __file__])
+    with pytest.raises(ValueError, match="give a folder for the shelf"):
+        Desk(load_subject("needle"), Choices(shelf=given.shelf))
 
 
 def test_without_gradio_the_remedy_is_named(
