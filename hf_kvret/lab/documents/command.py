@@ -101,7 +101,7 @@ def add_document_parsers(commands: Any) -> None:
         "read a document once and keep it on a shelf",
         "Read a document into a cache and put it on a shelf, from where hf-kvret ask, or any call "
         "of generate with that shelf, goes on. After Ctrl-C the same command goes on behind the "
-        "last chunk, where the model's layers can go back to it.",
+        "last chunk; where the model's layers can't go back to it, it begins again.",
     )
     add(
         "ask",
@@ -205,7 +205,7 @@ def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: 
         cache.crop(-unknown)
         entry = shelf.put(cache, ids[:, : cache.get_seq_length()], subject.model)
     except (OSError, RuntimeError, ValueError) as error:
-        print(f"\nnothing was kept: {error}", file=sys.stderr)
+        print(f"\nnothing was kept, the same command begins again: {error}", file=sys.stderr)
     else:
         print(f"\n{entry.tokens:,} tokens were kept: the same command goes on", file=sys.stderr)
 

@@ -20,6 +20,7 @@ from hf_kvret.lab.documents import command
 from hf_kvret.lab.documents.document import document_text
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
 
 TEXT = "\n\n".join(f"Chapter {n}. The {n}th king had {3 * n} ships." for n in range(40))
 TEMPLATE = (
@@ -131,6 +132,27 @@ def test_what_was_read_before_an_interrupt_is_kept(
     whole = Shelf(tmp_path / "shelf").entry("kings")
     new = 1 if moment == "put" else whole.tokens - 256
     assert f"read {new:,} of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+@pytest.mark.parametrize("moment", ["layer", "head"])
+def test_models_that_can_not_go_back_begin_again(
+    name: str, moment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model: Any = MODELS[name].build()
+    ids, shelf = prompt(1, 100), Shelf(tmp_path)
+    cache = _cache(model, ids[:, :70])
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    part = model.model.layers[1] if moment == "layer" else model.lm_head
+    part.register_forward_pre_hook(interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(ids[:, 70:], past_key_values=cache)
+    command._keep_part(shelf, cache, ids, Subject(name, model, None))
+    assert "nothing was kept, the same command begins again: " in capsys.readouterr().err
+    assert not shelf.entries()
 
 
 @pytest.mark.parametrize("store", ["resident", "higgs"])
