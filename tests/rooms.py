@@ -55,7 +55,7 @@ ROOMS = (
     Room("hf_kvret.registry", 300),
     Room(FACE, 65),
     Room("hf_kvret.testing", 2_230),
-    Room("hf_kvret.lab", 16_490),
+    Room("hf_kvret.lab", 16_500),
     Room("hf_kvret.cli", 80),
     Room("hf_kvret.__main__", 10),
     Room("hf_kvret_cli", 85),
