@@ -418,9 +418,9 @@ class RetrievalCache(Cache):
             device: where the model's queries are.
             model: that is to use the cache; compared with the one that filled it.
             mapped: rows of tokens stay in their files, of which a query reads what it selects, and
-                which have to stay as they are (a file that is cut kills the process). They are
-                compared with no checksum: ``hf-kvret inspect --verify`` does that. ``"auto"``: on a
-                CPU, above 256 MB.
+                so does what an index holds of them. The files have to stay as they are (one that is
+                cut kills the process), and are compared with no checksum: ``hf-kvret inspect
+                --verify`` does that. ``"auto"``: above 256 MB, where a CPU attends to the rows.
             **changes: options to change, for instance ``store="host"``; and ``artifact``, which is
                 not taken from the file. Without it the model's own is used.
 

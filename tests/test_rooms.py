@@ -25,13 +25,13 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 26_880
+MOST_LIBRARY_LINES = 26_930
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 66_600,
-    ("examples", ".py"): 12_330,
+    ("tests", ".py"): 67_000,
+    ("examples", ".py"): 13_150,
     ("kernels/csrc", ".cpp"): 1_665,
     ("kernels/csrc", ".h"): 3_025,
 }

@@ -60,6 +60,7 @@ def new_cache(
         raise ValueError(f"{STEP}={step!r}: pass a number of tokens, at least 1")
     shelf = place if isinstance(place, Shelf) else Shelf(place)
     ids, why = call.prompt_ids(), _obstacle(call, generation_config, mask)
+    counts = generation_config.num_beams or 1, generation_config.num_return_sequences or 1
     # Made first, so that wrong options raise whatever the shelf does.
     cache = method(call.model.config, **options)
     if ids is not None and not why:
@@ -71,6 +72,9 @@ def new_cache(
         cache.shelf_note = f"not used: {why}"
         _log.warning("the shelf %s is not used: %s", shelf.folder, why)
         return cache
+    if cache.from_shelf and max(counts) > 1:
+        # The prompt's rows were repeated for beams, or for several answers.
+        cache.reorder_cache(ids.new_zeros(max(counts)))
     visit = _Visit(shelf, cache, call.model, ids, step)
     call.after_pass, call.at_end = visit.after_prompt, visit.put
     return cache
@@ -81,9 +85,8 @@ def _obstacle(call: Request, generation_config: Any, mask: Any) -> str:
     ids, mask = call.prompt_ids(), call.mask(mask)
     if ids is None:
         return "the prompt has no token ids"
-    counts = generation_config.num_beams or 1, generation_config.num_return_sequences or 1
-    if len(ids) * max(counts) > 1:
-        return f"{len(ids) * max(counts)} sequences, and it holds caches of one"
+    if len(ids) > 1:
+        return f"{len(ids)} prompts, and it holds caches of one"
     if drafts(generation_config) or call.arguments.get("assistant_model") is not None:
         return "assisted decoding of transformers reads the whole prompt again"
     if isinstance(mask, torch.Tensor) and not bool(mask.all()):
@@ -127,9 +130,13 @@ class _Visit:
         self._is_over = True
         cache, folder = self._cache, self._shelf.folder
         try:
+            if cache.retrieval_layers[0].batch_size > 1:
+                # All its rows begin with the prompt.
+                cache = cache.fork()
+                cache.reorder_cache(self._ids.new_zeros(1))
             entry = self._shelf.put(cache, self._ids, self._model)
         except _FAILURES as error:
-            cache.shelf_note = f"not put: {error}"
+            self._cache.shelf_note = f"not put: {error}"
             _log.warning("the prompt was not put on the shelf %s: %s", folder, error)
         else:
-            cache.shelf_note = f"put as {entry.name}"
+            self._cache.shelf_note = f"put as {entry.name}"

@@ -37,6 +37,8 @@ from hf_kvret.saved.folder import Replacement, replacing
 from hf_kvret.saved.identity import CacheIdentity, facts_difference
 from hf_kvret.saved.shards import SavedTensors, ShardWriter
 from hf_kvret.saved.token_record import UNKNOWN, InputDigest
+from hf_kvret.stores import READ_BY_CPU
+from hf_kvret.stores.memory import CPU
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +113,8 @@ def load(
         try:
             with torch.device("cpu"):
                 cache, hint = _empty_cache(cls, directory, description.content, config, changes)
-                is_mapped = _is_mapped(mapped, directory, description, device)
+                reader = CPU if cache.options.store in READ_BY_CPU else device
+                is_mapped = _is_mapped(mapped, directory, description, reader)
                 tensors = description.tensors(directory, is_mapped)
                 _fill(cache, directory, description, tensors, config, device, hint)
             return cache, description.digest
@@ -122,16 +125,19 @@ def load(
 
 
 def _is_mapped(
-    mapped: bool | str, directory: Path, description: Description, device: torch.device
+    mapped: bool | str, directory: Path, description: Description, reader: torch.device
 ) -> bool:
-    """Whether rows stay in their files; ValueError for another word than ``"auto"``."""
+    """Whether rows, to which ``reader`` attends, stay in their files.
+
+    ValueError for another word than ``"auto"``.
+    """
     if mapped not in (True, False, "auto"):
         raise ValueError(f"mapped={mapped!r}: pass True, False or 'auto'")
     if mapped != "auto":
         return bool(mapped)
     paths = (directory / name for name in description.content["files"])
     nbytes = sum(path.stat().st_size for path in paths if path.is_file())
-    return device.type == "cpu" and nbytes > _LEAST_MAPPED
+    return reader.type == "cpu" and nbytes > _LEAST_MAPPED
 
 
 def _fill(

@@ -51,6 +51,8 @@ SPLIT = "split"
 
 DISK = "disk"
 """Name of the store in files of the folder ``disk``."""
+READ_BY_CPU = ("cpu", DISK)
+"""Names of stores whose rows the CPU attends to, wherever queries are."""
 
 
 def store_names() -> str:

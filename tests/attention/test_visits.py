@@ -79,10 +79,32 @@ def test_what_can_not_go_back_is_put_behind_its_prompt(
     assert stats["from_shelf"] == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "more",
+    [{"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 3}],
+)
+def test_several_answers_begin_with_one_prompt(
+    name: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    model: Any = MODELS[name].build()
+    options = {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 100}
+    # The prompt as a whole is on the shelf then, with one token behind it.
+    for ids, expected in ((_asked(1), 0), (torch.cat([_asked(1), prompt(1, 9)], dim=1), 220)):
+        run = {"inputs": ids, **RUN, **more}
+        torch.manual_seed(0)
+        wanted = model.generate(**run).sequences
+        torch.manual_seed(0)
+        result = model.generate(**run, cache_implementation="flat", cache_config=options)
+        assert torch.equal(result.sequences, wanted)
+        assert cache_of(result).stats()["from_shelf"] in (expected, expected and 192)
+    [entry] = Shelf(tmp_path).entries()
+    assert entry.tokens == 220
+
+
 PADDED, MASK = ragged((70, 90))
 ELSEWHERE = {
-    "batch": ({"input_ids": prompt(2, 80)}, "2 sequences"),
-    "beams": ({"input_ids": prompt(1, 80), "num_beams": 3}, "3 sequences"),
+    "batch": ({"input_ids": prompt(2, 80)}, "2 prompts"),
     "drafts": ({"input_ids": prompt(1, 80), "prompt_lookup_num_tokens": 3}, "assisted"),
     "padding": ({"input_ids": PADDED[:1], "attention_mask": MASK[:1]}, "padding"),
     "positions": (

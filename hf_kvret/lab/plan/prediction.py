@@ -27,6 +27,7 @@ from hf_kvret.models.versions import DummyLayer
 from hf_kvret.observe.counters import counters_of
 from hf_kvret.observe.reports import memory_report
 from hf_kvret.options.config import byte_count
+from hf_kvret.stores import READ_BY_CPU
 
 _META = torch.device("meta")
 # So many of the layers that are alike are filled. In a chain rows are predicted from the layer
@@ -35,7 +36,6 @@ _META = torch.device("meta")
 _ALONE, _CHAINED = 1, 4
 _FULL_EVEN_LEN = 8192
 _WHOLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
-_ON_CPU = ("cpu", "disk")
 _SCALARS = {"__bool__": False, "__int__": 0, "__index__": 0, "__float__": 0.0, "item": 0}
 
 
@@ -202,7 +202,7 @@ class Predictor:
     def _make(self, capacity: int) -> Cache:
         """The empty cache; on the meta device all stores keep rows as those of two types do."""
         cache, options = self.choice.make(self.config, capacity), self.choice.options
-        if options is None or not (options.splits_rows or options.store in _ON_CPU):
+        if options is None or not (options.splits_rows or options.store in READ_BY_CPU):
             return cache
         assert isinstance(cache, RetrievalCache)
         store = "device" if options.splits_rows else "host"
@@ -256,7 +256,7 @@ class Predictor:
             near += rows
         device, host = report.store_device, report.store_host
         bus, cpu = far, 0.0
-        if options.store in _ON_CPU:
+        if options.store in READ_BY_CPU:
             # Page tables lie in host memory too, and nothing crosses the bus.
             device, host, bus, cpu = 0, host + device, 0.0, far
         return CacheBytes(
