@@ -43,11 +43,13 @@ def find_gguf() -> Any:
         return importlib.import_module("gguf")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "--opponents llama.cpp writes its model with the package gguf: pip install gguf"
+            "models are written for llama.cpp with the package gguf: pip install gguf"
         ) from error
 
 
-def check_architecture(config: PreTrainedConfig, shape: str) -> None:
+def check_architecture(
+    config: PreTrainedConfig, shape: str, option: str = "--opponents llama.cpp"
+) -> None:
     """ValueError for a model that ``write_gguf`` can't write; ``shape`` is the user's name of it.
 
     Layers of sliding attention are refused too: for these architectures llama.cpp has none.
@@ -57,18 +59,19 @@ def check_architecture(config: PreTrainedConfig, shape: str) -> None:
         return
     what = f"layers of {', '.join(sorted(kinds))}" if kinds else f"type {config.model_type!r}"
     raise ValueError(
-        f"--opponents llama.cpp: {shape} is a model with {what}, and for llama.cpp only "
-        f"{' and '.join(ARCHITECTURES)} with full attention are written: give a --shape of these, "
-        "as llama-3.1-8b or qwen3-0.6b, or leave --opponents out"
+        f"{option}: {shape} is a model with {what}, and for llama.cpp only "
+        f"{' and '.join(ARCHITECTURES)} with full attention are written: give one of these, as "
+        f"llama-3.1-8b or qwen3-0.6b, or leave {option.split()[0]} out"
     )
 
 
-def write_gguf(path: Path, model: PreTrainedModel) -> None:
+def write_gguf(path: Path, model: PreTrainedModel, vocabulary: bool = False) -> None:
     """Write the weights of ``model``, a model of ``ARCHITECTURES`` on the CPU, in its dtype.
 
     Vectors are written in float32, as llama.cpp wants its norms. The file is good for measuring
-    time, not for text: it has no vocabulary, no scaling of RoPE, and the rows of a Llama's queries
-    and keys stay in transformers' order.
+    time, not for text: it has no scaling of RoPE, the rows of a Llama's queries and keys stay in
+    transformers' order, and there are no words, or with ``vocabulary`` made-up ones, which a
+    program needs that writes text.
 
     Raises:
         ModuleNotFoundError: the package gguf is not installed.
@@ -78,6 +81,15 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == config.model_type)
     writer = gguf.GGUFWriter(path, config.model_type)
     _write_sizes(writer, config)
+    writer.add_tokenizer_model("llama" if vocabulary else "no_vocab")
+    if vocabulary:
+        # A server reads short texts of its own at its start: characters, and the mark of a blank.
+        words = ["<unk>", "<s>", "</s>", "\u2581", *map(chr, range(1, 128))]
+        words += [f"w{number} " for number in range(len(words), config.vocab_size)]
+        writer.add_token_list(words[: config.vocab_size])
+        writer.add_token_scores([0.0] * config.vocab_size)
+        writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
+        writer.add_add_bos_token(False)
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[model.dtype]])
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for own, tensor in model.state_dict().items():
@@ -115,7 +127,6 @@ def _write_sizes(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
 
 
 LLAMA_CPP = "llama.cpp"

@@ -37,6 +37,7 @@ SCRIPTS = {
     "bench llama-cpp": "benchmarks/bench_llama_cpp.py",
     "bench save": "benchmarks/bench_save.py",
     "bench mapped": "benchmarks/bench_mapped.py",
+    "bench documents": "benchmarks/bench_documents.py",
 }
 """Each script by the name in its result files."""
 

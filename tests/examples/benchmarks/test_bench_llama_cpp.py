@@ -103,6 +103,17 @@ def test_shapes_of_known_architectures_are_let_through(shape: str) -> None:
     check_architecture(load_shape(shape).config, shape)
 
 
+@pytest.mark.parametrize("vocabulary", [False, True])
+def test_words_are_made_up_for_what_writes_text(vocabulary: bool, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
+    model = random_model(config_of("llama"), torch.float32, "cpu", seed=0)
+    write_gguf(tmp_path / "model.gguf", model, vocabulary)
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == ("llama" if vocabulary else "no_vocab")
+    words = fields["tokenizer.ggml.tokens"].contents() if vocabulary else []
+    assert len(set(words)) == (120 if vocabulary else 0) and ("\n" in words) == vocabulary
+
+
 def test_other_architectures_and_sliding_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"phi-4 is a model with type 'phi3', .* llama and qwen3"):
         check_architecture(load_shape("phi-4").config, "phi-4")
