@@ -33,8 +33,13 @@ from hf_kvret.testing import MODELS
 from .pages import DOCS, PAGES, README, ROOT, blocks, name, prose, table
 
 FIRST_STEPS = DOCS / "tutorials" / "first-steps.md"
-# Run in tests/lab/calibrate/test_tutorial_calibration.py, where there is a hub.
-SHARING = tuple(DOCS / "tutorials" / f"{page}.md" for page in ("calibrate-share-load", "two-bits"))
+# Run with their commands in tests/lab/calibrate/test_tutorial_calibration.py, where there is a hub,
+# and in tests/lab/documents/test_tutorial_documents.py.
+ELSEWHERE = (
+    FIRST_STEPS,
+    *(DOCS / "tutorials" / f"{page}.md" for page in ("calibrate-share-load", "two-bits")),
+    DOCS / "tutorials" / "ask-a-long-text.md",
+)
 # They begin with what their blocks need.
 WHOLE = tuple(
     DOCS / f"{page}.md"
@@ -57,7 +62,7 @@ NEWCOMERS = (README, DOCS / "quickstart.md", DOCS / "choose.md")
 def pages_with_code() -> Iterator[Any]:
     """All but the tutorials, which have tests of their own; most of them are slow together."""
     for page in PAGES:
-        if page in (FIRST_STEPS, *SHARING) or all(one.language != "python" for one in blocks(page)):
+        if page in ELSEWHERE or all(one.language != "python" for one in blocks(page)):
             continue
         marks = () if page in NEWCOMERS else pytest.mark.slow
         yield pytest.param(page, id=name(page), marks=marks)
