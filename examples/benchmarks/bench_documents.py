@@ -261,8 +261,8 @@ class Documents(Measurement):
                 first = 1.0 if cell["call"] == "first" else 2.0
                 xs += [first + number for number in range(len(seconds))]
                 ys += seconds
-        title = "prompts that begin like earlier ones"
-        plot_lines(path, lines, title=title, x="call", y="seconds to the first token", log_y=True)
+        title, y = "prompts that begin like earlier ones", "seconds to the first token"
+        plot_lines(path, lines, title=title, x="call", y=y, log_y=True, whole_x=True)
 
 
 def _row(cell: Cell, rounds: Sequence[Round], lengths: Sequence[int]) -> Row:

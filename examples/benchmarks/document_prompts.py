@@ -80,7 +80,8 @@ class Prompts:
                 f"--{name} {length}: its needles and its question take {length - room} tokens, "
                 "give so many or more"
             )
-        haystack = self.wording.haystack.take(rng, room, 0.0)
+        # Questions would begin with the same tokens if their haystacks did.
+        haystack = self.wording.haystack.take(rng, room, rng.random())
         needles = [fact.needle for fact in facts] or [[]]
         tokens = [*head]
         for needle, piece in zip(needles, np.array_split(haystack, len(needles)), strict=True):
