@@ -31,7 +31,7 @@ MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
     ("tests", ".py"): 67_000,
-    ("examples", ".py"): 13_150,
+    ("examples", ".py"): 13_450,
     ("kernels/csrc", ".cpp"): 1_665,
     ("kernels/csrc", ".h"): 3_025,
 }

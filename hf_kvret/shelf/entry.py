@@ -73,10 +73,6 @@ class ShelfEntry:
         rest = chain_of(ids[BLOCK * full : self.tokens], chain[full - 1] if full else "")
         return self.tokens if not rest or rest[-1] == self.chain[-1] else BLOCK * blocks
 
-    def at(self, tokens: int) -> str | None:
-        """The hash of its first ``tokens``; None where they end within a block."""
-        return None if tokens % BLOCK else self.chain[tokens // BLOCK - 1]
-
 
 def chain_of(ids: torch.Tensor, before: str = "") -> tuple[str, ...]:
     """Hashes of ``ids [T]`` up to the end of each block, and of all of them.

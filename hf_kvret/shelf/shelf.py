@@ -237,7 +237,7 @@ class Shelf:
                         f"files in {self.folder} can't be their owner's alone: give a folder on a "
                         "file system with permissions"
                     )
-                self._make_room(entry)
+                self._make_room(entry, ids)
         return entry
 
     def entries(self) -> list[ShelfEntry]:
@@ -273,13 +273,16 @@ class Shelf:
             path = path.rename(self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}")
         shutil.rmtree(path, ignore_errors=True)
 
-    def _make_room(self, new: ShelfEntry) -> None:
-        """Remove what ``new`` makes superfluous, then what can't be read, then the least used."""
+    def _make_room(self, new: ShelfEntry, ids: torch.Tensor) -> None:
+        """Remove what ``new`` makes superfluous, then what can't be read, then the least used.
+
+        ``ids [T]``: its tokens.
+        """
         size, is_full = new.nbytes, False
         for entry in self.entries():
             if entry.name == new.name:
                 continue
-            begins_new = entry.tokens < new.tokens and entry.chain[-1] == new.at(entry.tokens)
+            begins_new = entry.tokens < len(ids) and entry.common(ids, new.chain) == entry.tokens
             is_part = begins_new and new.can_crop and entry.key == new.key and not entry.title
             # Once an entry doesn't fit, it leaves, and so do all that were used before it.
             is_full = is_full or (not is_part and size + entry.nbytes > self.max_bytes)

@@ -62,6 +62,8 @@ def test_a_talk_goes_on_with_another_object(llama: PreTrainedModel, tmp_path: Pa
         ids, stats = _ask(llama, ids, Shelf(tmp_path))
         assert 0.7 * length < stats["from_shelf"] < length
         assert stats["shelf_note"].startswith("put as ")
+    [entry] = Shelf(tmp_path).entries()
+    assert entry.tokens > 400, "the turns before it have left"
 
 
 @pytest.mark.parametrize(
