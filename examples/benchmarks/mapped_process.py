@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from bench_save import LayerRows, fill_randomly, layer_rows
@@ -29,7 +28,6 @@ from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.program.arguments import DTYPES
 from hf_kvret.saved import persistence
-from hf_kvret.stores import disk
 
 _PAGE_OUT = 21
 """MADV_PAGEOUT of Linux, which Python has no name for."""
@@ -124,7 +122,7 @@ class Process:
             if self.asked["cold_steps"] and self.asked["way"] in ("mapped", "disk"):
                 result["cold"] = self._cold_steps(cache, token)
             if self.asked["cold_steps"] and self.asked["way"] == "disk":
-                with _nothing_asked():
+                with _nothing_asked(cache):
                     result["cold_unasked"] = self._cold_steps(cache, token)
         self._cache = cache
         return result
@@ -133,7 +131,7 @@ class Process:
         """What a process does once: imports, threads, the first products."""
         cache = choose_cache(self.asked["cache"], {}).make(self.config, 64)
         with serving(self.model, cache):
-            feed(self.model, cache, random_tokens(self.model, 1, 8, 0), 0)
+            feed(self.model, cache, random_tokens(self.model, 1, 1, 0), 0)
 
     def _step(self, cache: RetrievalCache, token: torch.Tensor) -> torch.Tensor:
         return feed(self.model, cache, token, cache.get_seq_length())[:, -1:].argmax(-1)
@@ -150,10 +148,17 @@ class Process:
 
 
 @contextmanager
-def _nothing_asked() -> Iterator[None]:
-    """Inside, a store on disk asks for no rows."""
-    with mock.patch.object(disk, "_blocks_read", lambda: 0):
+def _nothing_asked(cache: RetrievalCache) -> Iterator[None]:
+    """Inside, steps read rows as those of memory."""
+    rows: list[Any] = [layer.kv.store.host_rows() for layer in cache.retrieval_layers if layer.kv]
+    for each in rows:
+        # It is frozen, and made anew when tokens go cold.
+        object.__setattr__(each, "in_files", False)
+    try:
         yield
+    finally:
+        for each in rows:
+            object.__setattr__(each, "in_files", True)
 
 
 def main() -> None:

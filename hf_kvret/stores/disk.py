@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 import os
 import tempfile
-from collections.abc import Callable
 
 import torch
 
-from hf_kvret.stores.cpu import CpuStore, Result
-from hf_kvret.stores.host_memory import MEMORY_PAGE, expect_random_reads
+from hf_kvret.stores.cpu import CpuStore
+from hf_kvret.stores.host_memory import expect_random_reads
 from hf_kvret.stores.memory import CPU, PageMemory
-from hf_kvret_kernels.paged import PagedRows
-
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
-
-# Blocks of 512 bytes that a process reads from disks while nothing of a store is missing.
-_FEW_BLOCKS = 256
 
 
 class DiskMemory(PageMemory):
@@ -34,11 +22,13 @@ class DiskMemory(PageMemory):
         ValueError: there is no such folder, or the system lacks what this needs.
     """
 
+    in_files = True
+
     def __init__(self, folder: str) -> None:
         super().__init__(CPU)
         if not os.path.isdir(folder):
             raise ValueError(f"disk={folder!r}: there is no such folder, make it")
-        if resource is None or not hasattr(os, "posix_fallocate"):
+        if not hasattr(os, "posix_fallocate"):
             raise ValueError("store='disk' needs Linux: take store='cpu' or 'higgs' here")
         self._folder = folder
 
@@ -72,9 +62,9 @@ class DiskMemory(PageMemory):
 class DiskStore(CpuStore):
     """Rows in files; the CPU attends to those that are selected, where they are mapped.
 
-    While a process reads from its disks, a step asks for all selected rows before it attends, so
-    that the disk has many requests at once. Else nothing is asked, and a step is that of the
-    ``CpuStore``.
+    While the process reads from its disks, the compiled library asks for all rows that a head
+    selects before it reads the first, so that a disk has many requests at once. Else a step is
+    that of the ``CpuStore``.
 
     Args:
         device: where queries are.
@@ -83,61 +73,10 @@ class DiskStore(CpuStore):
 
     def __init__(self, device: torch.device, folder: str) -> None:
         super().__init__(device, DiskMemory(folder))
-        self._blocks, self._is_cold = _blocks_read(), False
 
     def make_room(self, tokens: int) -> None:
         self.rows.add_room(tokens)
 
-    def host_rows(self) -> PagedRows | None:
-        """As for every store; None where rows are missing: a step in one call can't ask first."""
-        self._look()
-        return None if self._is_cold else super().host_rows()
-
-    def _start(
-        self, purpose: str, work: Callable[..., Result], query: torch.Tensor, ids: torch.Tensor
-    ) -> Callable[[], Result]:
-        rows = self.rows.paged_rows()
-        if not query.is_cpu:
-            self._look()
-
-        def ask_first(query: torch.Tensor, ids: torch.Tensor) -> Result:
-            if self._is_cold:
-                ask_for(rows, ids)
-            return work(query, ids)
-
-        return super()._start(purpose, ask_first, query, ids)
-
-    def _look(self) -> None:
-        """Note whether the process has read from disks since the last look."""
-        blocks = _blocks_read()
-        self._blocks, self._is_cold = blocks, blocks - self._blocks > _FEW_BLOCKS
-
     @property
     def capture_obstacle(self) -> str | None:
         return "store='disk' attends on the CPU, whose work a CUDA graph can't replay"
-
-
-def ask_for(rows: PagedRows, ids: torch.Tensor) -> None:
-    """Have the system read the ``rows`` that ``ids [B, H, Q, k]`` name, without waiting for it."""
-    row_bytes = rows.width * rows.dtype.itemsize
-    kept = (ids >= 0) & (ids < rows.token_count)
-    tokens = ids.clamp(0, rows.token_count - 1).long()
-    pages = rows.table.long().gather(1, (tokens // rows.page_len).flatten(1)).view_as(tokens)
-    heads = torch.arange(rows.heads).repeat_interleave(ids.shape[1] // rows.heads)
-    slots = heads[:, None, None] * rows.page_len + tokens % rows.page_len
-    first = (rows.addresses()[pages] + slots * row_bytes)[kept]
-    ends = torch.stack([first // MEMORY_PAGE, (first + row_bytes - 1) // MEMORY_PAGE])
-    # Memory pages that follow each other are asked for at once.
-    numbers = ends.unique()
-    breaks = (numbers.diff() > 1).nonzero().flatten() + 1
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for run in numbers.tensor_split(breaks.tolist()):
-        if len(run):
-            start, size = int(run[0]) * MEMORY_PAGE, int(run[-1] - run[0] + 1) * MEMORY_PAGE
-            # Where the system refuses, reading works all the same.
-            advise(start, size, mmap.MADV_WILLNEED)
-
-
-def _blocks_read() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_inblock

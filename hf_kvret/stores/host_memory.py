@@ -24,8 +24,7 @@ _LEAST_HUGE = 2 * _HUGE_PAGE
 # MADV_WIPEONFORK, which Python has no name for. (MADV_DONTFORK leaves a hole in the child, which
 # other memory falls into and is lost with when the child unmaps it.)
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None
-MEMORY_PAGE = 4096
-"""Bytes that the system maps at once, on most machines."""
+_MEMORY_PAGE = 4096
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _USES_HOST_POINTERS = 91
 # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -76,7 +75,7 @@ def expect_random_reads(tensor: torch.Tensor) -> None:
     advice = getattr(mmap, "MADV_RANDOM", None)
     if advice is None or not tensor.nbytes:
         return
-    start = tensor.data_ptr() // MEMORY_PAGE * MEMORY_PAGE
+    start = tensor.data_ptr() // _MEMORY_PAGE * _MEMORY_PAGE
     size = tensor.data_ptr() + tensor.nbytes - start
     # Where the system refuses the advice, reading works all the same.
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
@@ -111,7 +110,7 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream
     nbytes = math.prod(shape) * dtype.itemsize
     # With an end inside of a huge page, registering succeeds and an H200 (driver 580) does not
     # know the memory all the same.
-    unit = _HUGE_PAGE if nbytes >= _LEAST_HUGE else MEMORY_PAGE
+    unit = _HUGE_PAGE if nbytes >= _LEAST_HUGE else _MEMORY_PAGE
     raw = mapped(-(-nbytes // unit) * unit, inherited=False)
     # A capture that makes a chunk of its own fails: it should have its chunks before.
     capturing = torch.cuda.is_current_stream_capturing()

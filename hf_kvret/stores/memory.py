@@ -24,6 +24,9 @@ class PageMemory(ABC):
     over_bus = False
     """Whether the device may have to read rows in host memory."""
 
+    in_files = False
+    """Whether rows may have to be read from a disk."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 

@@ -299,6 +299,7 @@ class PagedStore(Store):
                 self._apart,
                 self._value_in_key,
                 self.length,
+                self.memory.in_files,
             )
         return rows
 

@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 10
+#define HFK_VERSION 11
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -68,7 +68,7 @@ struct hfk_request {
     int32_t dtype;          // of query and rows
     int32_t path;
     int32_t threads;        // at most; the calling thread is one of them
-    int32_t reserved;
+    int32_t in_files;       // whether rows lie in mapped files, and may have to be read from a disk
 };
 
 // Attention of many queries over rows that lie side by side; last dimensions are contiguous.

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "files.h"
 #include "kernel.h"
 #include "pool.h"
 
@@ -50,6 +51,7 @@ class Job {
             part_out_.resize(items * heads_ * request_.value_dim);
             part_lse_.resize(items * heads_);
         }
+        misses_rows_ = misses_rows(request_);
         Pool::instance().run(items, threads_, &Job::work, this);
         if (!whole_) return HFK_BAD_ID;
         if (attends_ && chunks_ > 1) {
@@ -67,6 +69,7 @@ class Job {
         const Span span = locate(item);
         float *scratch = scratch_.data() + slot * scratch_floats_;
         const int64_t row = first_row(span);
+        if (misses_rows_) ask_for_rows(request_, span);
         bool whole;
         if (!attends_) {
             whole = kernel_.score(request_, span, scratch, request_.out + row * request_.count,
@@ -150,6 +153,7 @@ class Job {
     int32_t threads_;
     int64_t chunks_ = 1;
     int64_t scratch_floats_ = 0;
+    bool misses_rows_ = false;
     std::vector<float> scratch_, part_out_, part_lse_;
     // False once an id led to no row.
     std::atomic<bool> whole_{true};

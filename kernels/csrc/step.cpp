@@ -54,6 +54,7 @@ class Step {
         }
         // Whole selections keep what they read in a processor's cache. Few of them are shared out.
         if (threads_ == 1 || spans_ >= 2 * threads_) {
+            misses_rows_ = misses_rows(request_);
             Pool::instance().run(spans_, threads_, &Step::whole, this);
         } else {
             run_in_chunks();
@@ -108,6 +109,7 @@ class Step {
         const Selection own = selection(index);
         const Span span = {own.batch,      own.head, own.query, ids(index), 0,
                            request_.count, 0,        step_.window.length};
+        if (misses_rows_) ask_for_rows(request_, span);
         const int64_t heads = request_.query_heads / request_.id_heads;
         const int64_t row =
             (own.batch * request_.query_heads + own.head * heads) * request_.queries + own.query;
@@ -245,6 +247,7 @@ class Step {
     const int32_t threads_;
     const int64_t work_bytes_, scratch_bytes_;
     int64_t rows_ = 0;
+    bool misses_rows_ = false;
     std::vector<float> lse_, out_;
     // Of work in chunks.
     char *work_ = nullptr;

@@ -20,7 +20,7 @@ FILE_NAME = "libhf_kvret_host.so"
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 10
+VERSION = 11
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
@@ -96,7 +96,7 @@ def run(
     # These must live until the call is over: the request has only their addresses.
     query, ids, threads = query.contiguous(), ids.contiguous(), thread_count(threads)
     table, pages = rows.table.contiguous(), rows.addresses().contiguous()
-    where = (table, pages, rows.page_len, rows.token_count)
+    where = (table, pages, rows.page_len, rows.token_count, rows.in_files)
     sizes = (rows.heads, rows.value_dim, rows.width, rows.value_start)
     request = pack_request(query, ids, where, sizes, out, lse, scale, softcap, threads, path)
     if call(function, threads, request) == BAD_ID:
@@ -109,7 +109,7 @@ def run(
 def pack_request(
     query: torch.Tensor,
     ids: torch.Tensor,
-    pages: tuple[torch.Tensor, torch.Tensor, int, int] | None,
+    pages: tuple[torch.Tensor, torch.Tensor, int, int, bool] | None,
     sizes: tuple[int, int, int, int],
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
@@ -120,10 +120,11 @@ def pack_request(
 ) -> bytes:
     """``hfk_request`` of contiguous tensors, which must live until the call is over.
 
-    ``pages``: table, addresses, page length and number of tokens, or None where there are no rows;
-    ``sizes``: KV heads, value dim, numbers of a row, and where in it the value begins.
+    ``pages``: table, addresses, page length, number of tokens, and whether they lie in files; None
+    where there are no rows. ``sizes``: KV heads, value dim, numbers of a row, and where in it the
+    value begins.
     """
-    table, addresses, page_len, tokens = pages or (None, None, 1, 0)
+    table, addresses, page_len, tokens, in_files = pages or (None, None, 1, 0, False)
     batch, query_heads, queries, key_dim = query.shape
     return _REQUEST.pack(
         query.data_ptr(),
@@ -150,7 +151,7 @@ def pack_request(
         DTYPES[query.dtype],
         path_number(path),
         threads,
-        0,
+        in_files,
     )
 
 

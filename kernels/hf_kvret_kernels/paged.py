@@ -31,6 +31,7 @@ class PagedRows:
             as in latent attention; 0 where it follows the key.
         tokens: how many there are; ids from there on name nothing. None: as many as the table has
             room for.
+        in_files: whether chunks are mapped files, and rows may have to be read from a disk.
         heads: Hkv.
         page_len: tokens in a page.
         width: numbers of a row, ``Dk + Dv`` or, with ``value_in_key``, Dk.
@@ -51,6 +52,7 @@ class PagedRows:
     apart: bool = False
     value_in_key: int = 0
     tokens: int | None = None
+    in_files: bool = False
     # Every step reads these, so they are computed once.
     heads: int = field(init=False, repr=False)
     page_len: int = field(init=False, repr=False)

@@ -326,7 +326,7 @@ def test_a_work_space_that_no_memory_has_is_told() -> None:
     request = library.pack_request(
         torch.zeros(1, 1, 1, 16),
         ids,
-        (ids[0, 0], pages, 16, 1),
+        (ids[0, 0], pages, 16, 1, False),
         (1, more_than_addresses, more_than_addresses, 0),
         None,
         None,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, TokenBlock
 from hf_kvret.methods.flat import FlatConfig
-from hf_kvret.stores import DiskStore, disk
-from hf_kvret.stores.host_memory import MEMORY_PAGE
+from hf_kvret.stores import DiskStore
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
+from hf_kvret_kernels.host_attention import why_not
 
-from .rows import CPU, draw
+from .rows import CPU, GROUP, HEADS, draw
 
 SMALL: dict[str, Any] = {"top_k": 24, "sink": 2, "recent": 16, "flush": 16, "dense_below": 0}
 RUN: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -30,13 +30,6 @@ RUN: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 @pytest.fixture
 def llama() -> PreTrainedModel:
     return MODELS["llama"].build()
-
-
-@pytest.fixture
-def cold_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look finds that the process has read much."""
-    blocks = count(10_000, 10_000)
-    monkeypatch.setattr(disk, "_blocks_read", lambda: next(blocks))
 
 
 @contextmanager
@@ -61,64 +54,57 @@ def test_rows_in_files_give_the_tokens_of_rows_in_memory(
     assert torch.equal(llama.generate(ids, cache_config=options, **asked), expected)
 
 
-@pytest.mark.usefixtures("cold_disk")
-@pytest.mark.parametrize("method", ["paris", "ctkvr"])
-def test_rows_that_are_asked_for_first_give_the_same_tokens(
-    method: str, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids, calls = prompt(2, 150), []
-    ask_for = disk.ask_for
-
-    def asked_for(rows: Any, ids: torch.Tensor) -> None:
-        calls.append(ids.shape)
-        ask_for(rows, ids)
-
-    monkeypatch.setattr(disk, "ask_for", asked_for)
-    options = SMALL | {"store": "disk", "disk": str(tmp_path)}
-    asked = {"cache_implementation": method, **RUN}
-    expected = llama.generate(ids, cache_config=SMALL, **asked)
-    assert torch.equal(llama.generate(ids, cache_config=options, **asked), expected)
-    # Steps of two layers at least.
-    assert len(calls) >= 2 * (RUN["max_new_tokens"] - 1)
+def _page_out(store: Any) -> None:
+    """Take the rows of a store out of memory, so that they have to be read from the disk."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for chunk in store.rows.paged_rows().chunks:
+        if libc.madvise(chunk.data_ptr(), chunk.nbytes, 21):
+            pytest.skip("the system can't page out")
 
 
-def test_a_step_asks_for_the_pages_of_its_rows_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(bool(why_not()), reason="the library is not compiled")
+def test_missing_rows_are_asked_for_before_one_is_read(tmp_path: Path) -> None:
+    keys, values = draw(1, 20_000, (64, 64))
     store = DiskStore(CPU, str(tmp_path))
-    for start, length in ((0, 900), (900, 300)):
-        keys, values = draw(2, length, (64, 64))
-        store.append(TokenBlock(keys, values, start=start))
-    spans: list[tuple[int, int]] = []
+    store.append(TokenBlock(keys, values, start=0))
+    rows: Any = store.host_rows()
+    query, ids = torch.randn(1, HEADS * GROUP, 1, 64), torch.randperm(20_000)[:2000]
+    ids = ids.int().sort().values.expand(1, HEADS, 1, -1).contiguous()
+    expected = store.attend(query, ids, 0.1)
+    faults: dict[bool, list[int]] = {True: [], False: []}
+    for asks in (True, True, False, False):
+        object.__setattr__(rows, "in_files", asks)
+        _page_out(store)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        out, lse = store.attend(query, ids, 0.1)
+        faults[asks].append(resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    if not faults[False][-1]:
+        pytest.skip("the folder is not on a disk")
+    # The first call finds out that rows are missing.
+    assert faults[True][-1] < 0.2 * faults[False][-1]
 
-    class Libc:
-        class madvise:
-            argtypes: Any = None
 
-            def __new__(cls, start: int, size: int, advice: int) -> int:  # type: ignore[misc]
-                assert advice == disk.mmap.MADV_WILLNEED
-                spans.append((start, start + size))
-                return 0
-
-    monkeypatch.setattr(disk.ctypes, "CDLL", lambda name: Libc)
-    rows = store.rows.paged_rows()
-    heads = rows.heads
-    ids = torch.tensor([3, 64, 65, 899, 900, 1199, -1, 5000], dtype=torch.int32)
-    ids = ids.expand(2, heads, 1, -1).contiguous()
-    # Other rows in each of the heads.
-    ids[1, 0] = torch.tensor([7, 7, 7, 7, -1, -1, -1, -1])
-    disk.ask_for(rows, ids)
-    wanted = set()
-    row_bytes = rows.width * 4
-    for batch in range(2):
-        for head in range(heads):
-            for token in ids[batch, head, 0].tolist():
-                if 0 <= token < 1200:
-                    page = int(rows.table[batch, token // 64])
-                    first = int(rows.addresses()[page]) + (head * 64 + token % 64) * row_bytes
-                    wanted |= {first // MEMORY_PAGE, (first + row_bytes - 1) // MEMORY_PAGE}
-    pages = [page for first, last in spans for page in range(first // 4096, last // 4096)]
-    assert len(pages) == len(set(pages)) and set(pages) == wanted
+@torch.inference_mode()
+@pytest.mark.parametrize("method", ["paris", "ctkvr"])
+def test_rows_that_left_memory_are_read_again(
+    method: str, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    cls, ids = hf_kvret.registered_methods()[method], prompt(2, 900)
+    options = SMALL | {"store": "disk", "disk": str(tmp_path)}
+    caches = [cls(llama.config, **each) for each in (SMALL, options)]
+    hf_kvret.attach(llama)
+    for cache in caches:
+        llama(ids, past_key_values=cache)
+    for step in range(6):
+        for layer in caches[1].retrieval_layers:
+            _page_out(layer.kv.store)
+        one, other = (
+            llama(ids[:, step : step + 1], past_key_values=cache).logits for cache in caches
+        )
+        assert torch.equal(one, other)
+    hf_kvret.restore(llama)
 
 
 def test_files_have_no_names_and_count_as_host_memory(

@@ -44,7 +44,7 @@ def log(gpu: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return register(self, address, size, flags)
 
     # Whole memory pages and pages of rows are the same here.
-    monkeypatch.setattr(host_memory, "MEMORY_PAGE", PAGE_BYTES)
+    monkeypatch.setattr(host_memory, "_MEMORY_PAGE", PAGE_BYTES)
     monkeypatch.setattr(Runtime, "cudaHostRegister", noted)
     return sizes
 

@@ -26,6 +26,7 @@ _COMMANDS = {
     "read": "read a document once and keep it on a shelf",
     "ask": "ask a question to a document on a shelf",
     "shelf": "list, check or remove what is on a shelf",
+    "serve": "serve a model over an OpenAI-compatible API, with a retrieval cache",
     "tune": "find the cheapest cache that agrees with full attention on your text",
     "eval": "measure caches on tasks: answers, perplexity, agreement with full attention",
     "bench": "measure time and memory of caches on models of true shape with random weights",

@@ -206,7 +206,8 @@ def run_step(
     if cold is not None:
         rows = cold.rows
         addresses = rows.addresses() if rows.page_address is None else rows.page_address
-        pages = rows.table.contiguous(), addresses, rows.page_len, rows.token_count
+        table = rows.table.contiguous()
+        pages = table, addresses, rows.page_len, rows.token_count, rows.in_files
     # Without cold tokens no row is read.
     layout = (query.shape[3] + value_dim, query.shape[3])
     if cold is not None:

@@ -1,0 +1,1 @@
+"""transformers' server with retrieval caches."""
