@@ -29,8 +29,8 @@ from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.program.arguments import DTYPES
 from hf_kvret.saved import persistence
 
-_PAGE_OUT = 21
-"""MADV_PAGEOUT of Linux, which Python has no name for."""
+# MS_SYNC and MADV_PAGEOUT of Linux, which Python has no names for.
+_SYNC, _PAGE_OUT = 4, 21
 
 
 def memory_of(folder: Path, field: str) -> int:
@@ -57,9 +57,12 @@ def page_out(folder: Path) -> None:
         words = line.split()
         if len(words) > 5 and words[5].startswith(str(folder)):
             first, last = (int(end, 16) for end in words[0].split("-"))
-            advise = ctypes.CDLL(None, use_errno=True).madvise
-            advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-            if advise(first, last - first, _PAGE_OUT):
+            libc = ctypes.CDLL(None, use_errno=True)
+            for call in (libc.msync, libc.madvise):
+                call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+            # What is not on the disk yet would stay.
+            libc.msync(first, last - first, _SYNC)
+            if libc.madvise(first, last - first, _PAGE_OUT):
                 raise OSError(ctypes.get_errno(), "the system keeps pages of mapped files")
 
 

@@ -57,8 +57,10 @@ def test_rows_in_files_give_the_tokens_of_rows_in_memory(
 def _page_out(store: Any) -> None:
     """Take the rows of a store out of memory, so that they have to be read from the disk."""
     libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.madvise.argtypes = libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for chunk in store.rows.paged_rows().chunks:
+        # What is not on the disk yet would stay: MS_SYNC, then MADV_PAGEOUT.
+        libc.msync(chunk.data_ptr(), chunk.nbytes, 4)
         if libc.madvise(chunk.data_ptr(), chunk.nbytes, 21):
             pytest.skip("the system can't page out")
 
