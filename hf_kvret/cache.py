@@ -420,7 +420,7 @@ class RetrievalCache(Cache):
             mapped: rows of tokens stay in their files, of which a query reads what it selects, and
                 so does what an index holds of them. The files have to stay as they are (one that is
                 cut kills the process), and are compared with no checksum: ``hf-kvret inspect
-                --verify`` does that. ``"auto"``: above 256 MB, where a CPU attends to the rows.
+                --verify`` does that. ``"auto"``: above 256 MB, on a CPU or with ``store="disk"``.
             **changes: options to change, for instance ``store="host"``; and ``artifact``, which is
                 not taken from the file. Without it the model's own is used.
 

@@ -129,7 +129,9 @@ class Mapped(Measurement):
         saved = sum(path.stat().st_size for path in place.iterdir())
         # Files without names are mapped once.
         files = saved or row["mapped"]
-        return row | {"pss": sum(shares), "files": files, "processes": count}
+        # One process has given its pages up in between.
+        pss = sum(shares) if count > 1 else row["touched_last"]
+        return row | {"pss": pss, "files": files, "processes": count}
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -142,6 +144,7 @@ class Mapped(Measurement):
             ("to the first token, s", lambda cell, row: f"{row['first']:.2f}"),
             ("files, GB", _gigabytes("files")),
             ("memory without a file, GB", lambda cell, row: f"{row['own'] / 1e9:.2f}"),
+            ("the index, GB", _gigabytes("index")),
             ("of files in memory after 1 token, GB", _gigabytes("touched_first")),
             (f"after {results.setup['steps']}", _gigabytes("touched_last")),
             ("shared out among processes, GB", _gigabytes("pss")),

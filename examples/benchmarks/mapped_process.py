@@ -111,6 +111,7 @@ class Process:
                 "open": opened - start,
                 "first": first - start,
                 "own": max(filled, own_memory() - before),
+                "index": cache.memory().index,
                 "touched_first": memory_of(self.folder, "Pss"),
                 "mapped": memory_of(self.folder, "Size"),
             }
@@ -132,9 +133,11 @@ class Process:
 
     def _warm_up(self) -> None:
         """What a process does once: imports, threads, the first products."""
-        cache = choose_cache(self.asked["cache"], {}).make(self.config, 64)
+        small = {"recent": 1, "flush": 1, "sink": 1, "dense_below": 0, "top_k": 1}
+        cache = choose_cache(self.asked["cache"].partition(":")[0], small).make(self.config, 64)
         with serving(self.model, cache):
-            feed(self.model, cache, random_tokens(self.model, 1, 1, 0), 0)
+            for start in range(6):
+                feed(self.model, cache, random_tokens(self.model, 1, 1, 0), start)
 
     def _step(self, cache: RetrievalCache, token: torch.Tensor) -> torch.Tensor:
         return feed(self.model, cache, token, cache.get_seq_length())[:, -1:].argmax(-1)
@@ -155,13 +158,13 @@ def _nothing_asked(cache: RetrievalCache) -> Iterator[None]:
     """Inside, steps read rows as those of memory."""
     rows: list[Any] = [layer.kv.store.host_rows() for layer in cache.retrieval_layers if layer.kv]
     for each in rows:
-        # It is frozen, and made anew when tokens go cold.
-        object.__setattr__(each, "in_files", False)
+        # They are made anew when tokens go cold.
+        each.in_files = False
     try:
         yield
     finally:
         for each in rows:
-            object.__setattr__(each, "in_files", True)
+            each.in_files = True
 
 
 def main() -> None:

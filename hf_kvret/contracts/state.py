@@ -13,6 +13,19 @@ from hf_kvret.contracts.schema import DTypes, Schema, check_finite, damaged
 
 Tensors = dict[str, torch.Tensor]
 
+_MAPPED = "_hf_kvret_mapped"
+
+
+def mark_mapped(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, marked as the mapping of a file that a load may leave where it is."""
+    setattr(tensor, _MAPPED, True)
+    return tensor
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether this very tensor was marked; a view or a copy of it is not."""
+    return hasattr(tensor, _MAPPED)
+
 
 class Field:
     """How a ``State`` treats one of its attributes; the base does nothing. See ``tensor`` etc.

@@ -25,14 +25,14 @@ class FirstRows:
     Attributes:
         device: of the queries.
         nbytes: bytes of the first block, or of a saved store.
-        keys: ``[B, Hkv, n, Dk]`` of the first block, or of all rows of a saved store; None where
-            these are codes.
+        keys: ``[B, Hkv, n, Dk]`` of the first block, or of the first or all rows of a saved store,
+            or what makes them; None where these are codes.
         valid: ``[B, n]`` bool, False for padding; None when all are valid.
     """
 
     device: torch.device
     nbytes: int
-    keys: torch.Tensor | None
+    keys: torch.Tensor | Callable[[], torch.Tensor] | None
     valid: torch.Tensor | None = None
 
     @classmethod

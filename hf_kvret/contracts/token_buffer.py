@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.contracts.schema import DTypes, Schema, check_range
-from hf_kvret.contracts.state import PartField, State, Tensors
+from hf_kvret.contracts.state import PartField, State, Tensors, is_mapped
 
 MOST_SLOT = 2**31 - 1
 """No slot of a saved cache is above."""
@@ -69,7 +69,7 @@ class TokenBuffer(State):
     def rows_nbytes(self) -> int:
         """Bytes of ``rows``, spare room left out; 0 before the first row."""
         memory = self._memory
-        return 0 if memory is None else memory.nbytes // memory.shape[2] * len(self)
+        return memory.nbytes // memory.shape[2] * len(self) if memory is not None and self else 0
 
     def since(self, slot: int) -> torch.Tensor:
         """View ``[B, H, *, *width]`` of the rows from ``slot`` on."""
@@ -215,8 +215,8 @@ class TokensField(PartField):
     def loaded(self, value: Any, state: Tensors, device: torch.device | None) -> Any:
         if self.key in state or not self.may_be_empty:
             rows = state[self.key].to(device)
-            # Kernels of other devices want rows that begin where wide loads may.
-            (value.take if rows.is_cpu else value.append)(rows)
+            # What is mapped stays in its file; other tensors are the caller's.
+            (value.take if is_mapped(rows) else value.append)(rows)
         return value
 
 

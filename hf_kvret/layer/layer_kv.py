@@ -405,7 +405,7 @@ class LayerKV:
 # No machine has the second.
 _LARGE_WINDOW, _MOST_BYTES = 1 << 30, 1 << 60
 # Tokens whose keys tell which store a layer gets, of pages that may be mapped.
-_SAMPLED = 4096
+_SAMPLED = 1024
 _PARTS = ("window", "index", "store", "rest")
 
 
@@ -489,9 +489,9 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
             raise damaged("there is a store of a layer without cold tokens")
         return
     nbytes = sum(x.nbytes for x in rows.values())
-    with _named("store."):
-        first = rows_of_pages(rows, _SAMPLED) if PAGES in rows else rows
-    store = kv.store = kv.make_store(FirstRows(device, nbytes, first.get("keys")))
+    # Only a store that may code rows looks at some of them, and mapped ones stay in their file.
+    sample = functools.partial(_first_keys, rows) if PAGES in rows else rows.get("keys")
+    store = kv.store = kv.make_store(FirstRows(device, nbytes, sample))
     _load("store.", store, state, schema, device)
     if len(store) != kv.window.start:
         raise damaged(f"the store has {len(store)} tokens, not {kv.window.start}")
@@ -505,6 +505,12 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
     if _part(state, "rest.") and needs_sums and not store.codes_rows:
         kv.sums = kv.new_sums()
         _load("rest.", kv.sums, state, schema, device)
+
+
+def _first_keys(rows: Tensors) -> torch.Tensor:
+    """``[B, Hkv, n, Dk]`` of saved pages, a copy."""
+    with _named("store."):
+        return rows_of_pages(rows, _SAMPLED)["keys"]
 
 
 def _check_room(kv: LayerKV) -> None:

@@ -401,7 +401,7 @@ def check_disk(folder: Any, store: str) -> None:
     """Errors for a ``folder`` that is none, or that the ``store`` has no use for, or lacks."""
     if folder is not None:
         check_type("disk", folder, str, "a folder (a text), or None")
-    if (store == "disk") != bool(folder):
+    if folder == "" or (store == "disk") != (folder is not None):
         raise ValueError(
             f"disk={folder!r} with store={store!r}: rows in files need both, as store='disk' and "
             "disk='/data/rows'; leave both out to keep rows in memory"

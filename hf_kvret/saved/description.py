@@ -75,10 +75,12 @@ class Description:
             raise ValueError(f"{path} is corrupt ({error}): {_AGAIN}") from error
         return cls(content, digest)
 
-    def tensors(self, directory: Path, mapped: bool = False) -> SavedTensors:
+    def tensors(
+        self, directory: Path, mapped: bool = False, maps_index: bool = False
+    ) -> SavedTensors:
         """The tensors of the cache in ``directory``, rows ``mapped``; see ``SavedTensors``."""
         paths = [directory / name for name in self.content["files"]]
-        return SavedTensors(paths, self.content["tensors"], mapped)
+        return SavedTensors(paths, self.content["tensors"], mapped, maps_index)
 
 
 def encoded(content: Mapping[str, Any]) -> bytes:

@@ -37,7 +37,7 @@ from hf_kvret.saved.folder import Replacement, replacing
 from hf_kvret.saved.identity import CacheIdentity, facts_difference
 from hf_kvret.saved.shards import SavedTensors, ShardWriter
 from hf_kvret.saved.token_record import UNKNOWN, InputDigest
-from hf_kvret.stores import READ_BY_CPU
+from hf_kvret.stores import DISK
 from hf_kvret.stores.memory import CPU
 
 _log = logging.getLogger(__name__)
@@ -113,9 +113,9 @@ def load(
         try:
             with torch.device("cpu"):
                 cache, hint = _empty_cache(cls, directory, description.content, config, changes)
-                reader = CPU if cache.options.store in READ_BY_CPU else device
+                reader = CPU if cache.options.store == DISK else device
                 is_mapped = _is_mapped(mapped, directory, description, reader)
-                tensors = description.tensors(directory, is_mapped)
+                tensors = description.tensors(directory, is_mapped, device.type == "cpu")
                 _fill(cache, directory, description, tensors, config, device, hint)
             return cache, description.digest
         except FileNotFoundError:

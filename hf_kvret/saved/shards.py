@@ -21,7 +21,7 @@ from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hf_kvret.contracts.state import Tensors
+from hf_kvret.contracts.state import Tensors, mark_mapped
 from hf_kvret.contracts.store import PAGES
 from hf_kvret.saved.folder import VERSION_LEN, Replacement
 from hf_kvret.stores.host_memory import empty, expect_random_reads
@@ -104,11 +104,15 @@ class SavedTensors:
 
     They are copies, so that it does not matter what happens to the files later. One shard is mapped
     at a time. What is to be ``mapped`` stays in its file, and nothing of it is read, or compared,
-    before it is used: rows of tokens, and what an index holds of them.
+    before it is used: rows of tokens, and, with ``maps_index``, what an index holds of them.
     """
 
     def __init__(
-        self, paths: list[Path], checksums: Mapping[str, Any], mapped: bool = False
+        self,
+        paths: list[Path],
+        checksums: Mapping[str, Any],
+        mapped: bool = False,
+        maps_index: bool = True,
     ) -> None:
         """Look into the shards at ``paths``, which hold the tensors that ``checksums`` names.
 
@@ -117,6 +121,7 @@ class SavedTensors:
             ValueError: one is damaged, or they hold other tensors.
         """
         self._checksums, self._mapped = checksums, mapped
+        self._maps_index = mapped and maps_index
         self._paths: dict[str, Path] = {}
         for path in paths:
             with _opened(path) as shard:
@@ -166,9 +171,9 @@ class SavedTensors:
         # The mapping is private: nobody's write to it would reach the file.
         if self._mapped and name.endswith(_ROWS):
             expect_random_reads(rows)
-            return rows
-        if self._mapped and _OF_INDEX in name and rows.nbytes >= _LEAST_MAPPED:
-            return rows
+            return mark_mapped(rows)
+        if self._maps_index and _OF_INDEX in name and rows.nbytes >= _LEAST_MAPPED:
+            return mark_mapped(rows)
         tensor = empty(tuple(rows.shape), rows.dtype, _CPU).copy_(rows)
         if checksum(name, tensor) != self._checksums[name]:
             raise ValueError(

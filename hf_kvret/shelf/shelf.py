@@ -79,6 +79,8 @@ class Shelf:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is a file: give a folder for the shelf")
         self.max_bytes = byte_count(max_size)
+        # Names of entries that could not be loaded: they are put again.
+        self._damaged: set[str] = set()
 
     def find(
         self, input_ids: torch.Tensor, model: PreTrainedModel, method: str, **options: Any
@@ -119,6 +121,7 @@ class Shelf:
                     )
                 except (OSError, ValueError) as error:
                     _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
+                    self._damaged.add(entry.name)
                     continue
                 if common < entry.tokens:
                     cache.crop(common - entry.tokens)
@@ -196,7 +199,8 @@ class Shelf:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_own(self.folder):
             raise ValueError(f"others may write into {self.folder}: take their right away (chmod)")
-        there = next((entry for entry in self.entries() if entry.name == name), None)
+        whole = (entry for entry in self.entries() if entry.name not in self._damaged)
+        there = next((entry for entry in whole if entry.name == name), None)
         # Another process may remove it at this moment.
         with suppress(FileNotFoundError):
             if there is not None and title in ("", there.title):
@@ -227,7 +231,7 @@ class Shelf:
             with self._locked(exclusive=True):
                 target = self.folder / name
                 # Another process may have put the same meanwhile, or left what can't be read.
-                if title or read_entry(target) is None:
+                if title or name in self._damaged or read_entry(target) is None:
                     self._take_away(target)
                     path.rename(target)
                 entry = read_entry(target)
@@ -293,7 +297,7 @@ class Shelf:
         for path in self.folder.iterdir():
             # What can't be read is counted behind all entries, so that it leaves before any.
             with suppress(OSError):
-                if _NAME.fullmatch(path.name) and not read_entry(path) and not path.is_symlink():
+                if _NAME.fullmatch(path.name) and not read_entry(path) and is_own(path):
                     size += folder_nbytes(path)
                     if is_full or size > self.max_bytes:
                         self._take_away(path)

@@ -9,7 +9,7 @@ import torch
 from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.options.config import RetrievalConfig, byte_count, free_bytes
 from hf_kvret.stores.cpu import CpuStore
-from hf_kvret.stores.disk import DiskStore
+from hf_kvret.stores.disk import DiskStore, check_folder
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.offsets import warn_of_offset, why_in_full
 from hf_kvret.stores.paged import PagedStore
@@ -89,11 +89,13 @@ class StoreChoice:
                 for ``layers``: they are alike.
 
         Raises:
-            ValueError: ``options.store`` is neither ``"auto"`` nor a key of ``STORES``.
+            ValueError: ``options.store`` is no store, or its folder is missing.
         """
         name = SPLIT if options.splits_rows else options.store
         if name not in ("auto", SPLIT, DISK, *STORES):
             raise ValueError(f"store={name!r}: choose one of {store_names()}")
+        if name == DISK:
+            check_folder(options.disk or "")
         self.name = None if name == "auto" else name
         self._choice: str | None = None
         self._options = options

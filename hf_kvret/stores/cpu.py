@@ -32,10 +32,15 @@ class CpuStore(WrappedStore):
     two parts are merged, at every step and layer.
     As in CTkvr (section 3.3) and A2ATS, for every index.
 
+    Attributes:
+        name: of the store, as ``store`` has it.
+
     Args:
         device: where queries are.
         memory: where rows lie, which the CPU reads; None for host memory.
     """
+
+    name = "cpu"
 
     def __init__(self, device: torch.device, memory: PageMemory | None = None) -> None:
         super().__init__(PagedStore(memory or HostMemory(device, CPU)))
@@ -142,7 +147,13 @@ class CpuStore(WrappedStore):
     def chunks(
         self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return self.rows.chunks(chunk_len, stop, self._device)
+        if not self.rows.memory.in_files:
+            return self.rows.chunks(chunk_len, stop, self._device)
+        # Files are not pinned, so that a GPU can't read them itself.
+        return (
+            (start, keys.to(self._device), values.to(self._device))
+            for start, keys, values in self.rows.chunks(chunk_len, stop)
+        )
 
     def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         """As for every store; a GPU reads whole rows, and the next chunk while one is in use."""
@@ -166,7 +177,7 @@ class CpuStore(WrappedStore):
 
     @property
     def capture_obstacle(self) -> str | None:
-        return "store='cpu' attends on the CPU, whose work a CUDA graph can't replay"
+        return f"store={self.name!r} attends on the CPU, whose work a CUDA graph can't replay"
 
 
 class _Staging:

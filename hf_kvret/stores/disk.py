@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
 
 import torch
 
+from hf_kvret.contracts.state import is_mapped
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.host_memory import expect_random_reads
 from hf_kvret.stores.memory import CPU, PageMemory
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskMemory(PageMemory):
     """Rows in files of ``folder``: the system keeps in memory what is in use, as far as it fits.
 
     The files have no names, so that they are gone with their last view, or with the process.
-
-    Raises:
-        ValueError: there is no such folder, or the system lacks what this needs.
     """
 
     in_files = True
 
     def __init__(self, folder: str) -> None:
         super().__init__(CPU)
-        if not os.path.isdir(folder):
-            raise ValueError(f"disk={folder!r}: there is no such folder, make it")
-        if not hasattr(os, "posix_fallocate"):
-            raise ValueError("store='disk' needs Linux: take store='cpu' or 'higgs' here")
-        self._folder = folder
+        self._folder, self._process = folder, os.getpid()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
         try:
-            with tempfile.NamedTemporaryFile(prefix=".hf_kvret-", dir=self._folder) as file:
+            with tempfile.TemporaryFile(dir=self._folder) as file:
                 # Without it a full disk would be a signal at some later write.
                 os.posix_fallocate(file.fileno(), 0, size)
-                rows = torch.from_file(file.name, True, size, dtype=torch.uint8, device=CPU)
-        except OSError as error:
+                name = f"/proc/self/fd/{file.fileno()}"
+                rows = torch.from_file(name, True, size, dtype=torch.uint8, device=CPU)
+        except (OSError, RuntimeError) as error:
+            number = getattr(error, "errno", None)
+            remedy = "free space, or name" if number in _FULL else "name"
             message = (
-                f"disk={self._folder!r}: no {size / 1e9:.2f} GB for rows ({error.strerror}): free "
-                "space, or name a folder on another disk. cache.crop(0) drops the pass that broke "
-                "off, cache.reset() a first one"
+                f"disk={self._folder!r}: no {size / 1e9:.2f} GB for rows "
+                f"({getattr(error, 'strerror', None) or error}): {remedy} a folder on another "
+                "disk. cache.crop(0) drops the pass that broke off; where it refuses, cache.reset()"
             )
-            raise OSError(error.errno, message) from error
+            raise OSError(number, message) from error
         expect_random_reads(rows)
         return rows.view(dtype).view(shape)
 
@@ -53,9 +53,14 @@ class DiskMemory(PageMemory):
         return True
 
     def takes(self, pages: torch.Tensor) -> bool:
-        return pages.is_cpu
+        return is_mapped(pages)
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"rows of store='disk' are those of process {self._process}, which would see what "
+                "its child writes: fill or load a cache in the child"
+            )
         target.copy_(rows)
 
 
@@ -71,12 +76,15 @@ class DiskStore(CpuStore):
         folder: for the files.
     """
 
+    name = "disk"
+
     def __init__(self, device: torch.device, folder: str) -> None:
         super().__init__(device, DiskMemory(folder))
 
-    def make_room(self, tokens: int) -> None:
-        self.rows.add_room(tokens)
 
-    @property
-    def capture_obstacle(self) -> str | None:
-        return "store='disk' attends on the CPU, whose work a CUDA graph can't replay"
+def check_folder(folder: str) -> None:
+    """ValueError where there is no such folder, or the system has no files that this needs."""
+    if not os.path.isdir(folder):
+        raise ValueError(f"disk={folder!r}: there is no such folder, make it")
+    if not hasattr(os, "posix_fallocate") or not os.path.isdir("/proc/self/fd"):
+        raise ValueError("store='disk' needs Linux: take store='cpu' or 'higgs' here")

@@ -124,7 +124,7 @@ class HostMemory(PageMemory):
         return True
 
     def takes(self, pages: torch.Tensor) -> bool:
-        return self.device == self._chunk_device == pages.device
+        return self._stream is None and self.device == self._chunk_device == pages.device
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         if self._stream is None:

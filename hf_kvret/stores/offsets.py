@@ -46,9 +46,10 @@ def offset_ratio(first: FirstRows) -> float | None:
     are all alike; None for fewer than 32 in every sequence. 1 without keys, as for codes or on
     the meta device. Waits for the device.
     """
-    if first.keys is None or first.keys.device.type == "meta":
+    keys = first.keys() if callable(first.keys) else first.keys
+    if keys is None or keys.device.type == "meta":
         return 1.0
-    energies = [_energies(keys) for keys in _sequences(first.keys, first.valid)]
+    energies = [_energies(some) for some in _sequences(keys, first.valid)]
     if not energies:
         return None
     total, offset = (sum(energy) for energy in zip(*energies, strict=True))

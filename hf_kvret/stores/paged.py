@@ -78,11 +78,13 @@ class PagedStore(Store):
     def expect(self, tokens: int) -> None:
         self._expected_len = tokens
 
-    def add_room(self, tokens: int) -> None:
-        """Allocate a chunk for so many more tokens now, unless there is room for them."""
-        if self._table is None:
+    def make_room(self, tokens: int) -> None:
+        """As for every store: in files a chunk is made now, unless there is room."""
+        if self._table is None or not self.memory.in_files:
             return
         batch, like = len(self._table), self._chunks[-1]
+        # A page that a fork may share is written again.
+        tokens += self.length % self.page_len if self._tail is None else 0
         pages = batch * -(-tokens // self.page_len)
         if self._free_pages < pages:
             self._forget_rows()
@@ -421,6 +423,9 @@ class WrappedStore(Store):
 
     def expect(self, tokens: int) -> None:
         self.rows.expect(tokens)
+
+    def make_room(self, tokens: int) -> None:
+        self.rows.make_room(tokens)
 
     def append(self, block: TokenBlock) -> None:
         self.rows.append(block)

@@ -133,9 +133,10 @@ def test_auto_maps_what_is_large_and_no_checksum_is_asked(
         FlatKVCache.from_pretrained(tmp_path, llama.config)
     monkeypatch.setattr(persistence, "_LEAST_MAPPED", 0)
     # On other devices all is read and compared, but for rows that the CPU attends to.
-    for store, error in (("device", "is damaged"), ("cpu", "on meta tensors")):
+    disk = {"store": "disk", "disk": str(tmp_path)}
+    for options, error in (({"store": "cpu"}, "is damaged"), (disk, "on meta tensors")):
         with pytest.raises((ValueError, RuntimeError), match=error):
-            FlatKVCache.from_pretrained(tmp_path, llama.config, "meta", store=store)
+            FlatKVCache.from_pretrained(tmp_path, llama.config, "meta", **options)
     assert FlatKVCache.from_pretrained(tmp_path, llama.config).get_seq_length() == 150
     with pytest.raises(ValueError, match="is damaged"):
         FlatKVCache.from_pretrained(tmp_path, llama.config, mapped=False)

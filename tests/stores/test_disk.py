@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,15 +35,28 @@ def llama() -> PreTrainedModel:
     return MODELS["llama"].build()
 
 
+def _file_at(address: int) -> str:
+    """The file whose mapping holds ``address``."""
+    for words in map(str.split, Path("/proc/self/maps").read_text().splitlines()):
+        first, last = (int(end, 16) for end in words[0].split("-"))
+        if first <= address < last:
+            return words[5] if len(words) > 5 else ""
+    raise AssertionError("memory that is nowhere")
+
+
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """No file may have more than a page."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
+def full_disk(files: int = 0) -> Iterator[None]:
+    """A disk with room for so many more files."""
+    left, fallocate = [files], os.posix_fallocate
+
+    def allocate(*arguments: int) -> None:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= 1
+        fallocate(*arguments)
+
+    with mock.patch.object(os, "posix_fallocate", allocate):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("method", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
@@ -76,7 +92,7 @@ def test_missing_rows_are_asked_for_before_one_is_read(tmp_path: Path) -> None:
     expected = store.attend(query, ids, 0.1)
     faults: dict[bool, list[int]] = {True: [], False: []}
     for asks in (True, True, False, False):
-        object.__setattr__(rows, "in_files", asks)
+        rows.in_files = asks
         _page_out(store)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         out, lse = store.attend(query, ids, 0.1)
@@ -123,9 +139,10 @@ def test_files_have_no_names_and_count_as_host_memory(
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("files", [0, 1])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_full_disk_leaves_the_cache_as_it_was(
-    tokens: int, llama: PreTrainedModel, tmp_path: Path
+    tokens: int, files: int, llama: PreTrainedModel, tmp_path: Path
 ) -> None:
     ids, more = prompt(1, 200), prompt(1, tokens + 1)
     caches = [
@@ -137,7 +154,10 @@ def test_a_full_disk_leaves_the_cache_as_it_was(
     broken, whole = (cache.fork() for cache in caches)
     length = broken.get_seq_length()
     hf_kvret.attach(llama)
-    with full_disk(), pytest.raises(OSError, match=r"for rows .*: free space, or name a folder"):
+    with (
+        full_disk(files),
+        pytest.raises(OSError, match=r"for rows .*: free space, or name"),
+    ):
         for _ in range(40):
             llama(more[:, :tokens], past_key_values=broken)
             length += tokens
@@ -158,7 +178,7 @@ def test_a_full_disk_at_the_first_rows_leaves_a_cache_that_can_be_reset(
 ) -> None:
     ids = prompt(1, 150)
     cache = ParisKVCache(llama.config, **SMALL, store="disk", disk=str(tmp_path))
-    with full_disk(), pytest.raises(OSError, match=r"cache\.reset\(\) a first one"):
+    with full_disk(), pytest.raises(OSError, match=r"where it refuses, cache\.reset"):
         llama.generate(ids, past_key_values=cache, **RUN)
     cache.reset()
     expected = llama.generate(ids, cache_implementation="paris", cache_config=SMALL, **RUN)
@@ -170,6 +190,7 @@ def test_a_full_disk_at_the_first_rows_leaves_a_cache_that_can_be_reset(
     [
         ({"store": "disk"}, ValueError, "disk=None with store='disk'"),
         ({"store": "disk", "disk": ""}, ValueError, "disk='' with store='disk'"),
+        ({"store": "host", "disk": ""}, ValueError, "disk='' with store='host'"),
         ({"disk": "/tmp"}, ValueError, "disk='/tmp' with store='auto'"),
         ({"store": "disk", "disk": 3}, TypeError, "disk must be a folder"),
     ],
@@ -181,10 +202,22 @@ def test_a_folder_and_its_store_belong_together(
         FlatConfig(**options)
 
 
-def test_a_missing_folder_is_named(llama: PreTrainedModel, tmp_path: Path) -> None:
-    options = SMALL | {"store": "disk", "disk": str(tmp_path / "none")}
+def test_a_missing_folder_is_named_when_the_cache_is_made(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="none': there is no such folder, make it"):
-        llama.generate(prompt(1, 90), cache_implementation="flat", cache_config=options, **RUN)
+        FlatKVCache(llama.config, store="disk", disk=str(tmp_path / "none"))
+
+
+def test_a_forked_process_writes_to_no_file_of_its_parent(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    ids = prompt(1, 150)
+    cache = FlatKVCache(llama.config, **SMALL, store="disk", disk=str(tmp_path))
+    llama.generate(ids, past_key_values=cache, max_new_tokens=1)
+    store: Any = cache.retrieval_layers[0].kv.store
+    with mock.patch.object(os, "getpid", lambda: -1), pytest.raises(RuntimeError, match="child"):
+        store.append(TokenBlock(*draw(1, 3, (32, 32)), start=len(store)))
 
 
 def test_a_saved_cache_names_no_folder_and_loads_into_one(
@@ -205,4 +238,7 @@ def test_a_saved_cache_names_no_folder_and_loads_into_one(
             saved, llama.config, model=llama, mapped=mapped, **place
         )
         assert again.options.disk == str(rows)
+        chunk = again.retrieval_layers[0].kv.store.host_rows().chunks[0]
+        # What was read is written to a file of its own.
+        assert _file_at(chunk.data_ptr()).startswith(str(saved if mapped else rows))
         assert torch.equal(llama.generate(longer, past_key_values=again, **RUN), expected)

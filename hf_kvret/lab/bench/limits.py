@@ -59,8 +59,10 @@ def predict_need(
         if bits < 16:
             # Scales take a sixteenth of the bytes of codes.
             rows = rows * bits * 17 // (16 * 8 * dtype.itemsize)
-        if store in ("host", "resident", "cpu", "disk", "higgs-host"):
+        if store in ("host", "resident", "cpu", "higgs-host"):
             return Need(index + passing, rows)
+        if store == "disk":
+            return Need(index + passing, 0)
         if choice.options.splits_rows:
             # Without a budget the store takes half of the memory that is free: here, no row.
             budget = choice.options.device_budget

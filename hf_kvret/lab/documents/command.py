@@ -163,9 +163,9 @@ def _check_size(options: ReadOptions, shelf: Shelf, subject: Subject, tokens: in
     if 2 * tokens * width * subject.model.dtype.itemsize <= shelf.max_bytes:
         # Not even full attention has more rows, so that nothing need be estimated.
         return
-    choice = choose_cache(options.method, {"store": "device"})
     config = subject.model.config.get_text_config(decoder=True)
     try:
+        choice = choose_cache(options.method, {"store": "device"})
         size = Predictor(config, choice, subject.model.dtype).at(tokens)
     except (OSError, RuntimeError, ValueError):
         # Free memory divides some stores: what these take is known behind the reading.

@@ -32,8 +32,8 @@ def add_serve_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--method",
-        default="paris",
-        help="of requests that name no cache, and its options after colons (default: %(default)s)",
+        help="of requests that name no cache, and its options after colons; the one that the "
+        "model's generation config names unless given, else paris",
     )
     parser.add_argument(
         "--shelf",
@@ -54,13 +54,17 @@ def add_serve_parser(commands: Any) -> None:
 
 
 def run_serve(
-    arguments: Sequence[str], method: str, shelf: Path | None = None, max_size: str = "200GB"
+    arguments: Sequence[str],
+    method: str | None = None,
+    shelf: Path | None = None,
+    max_size: str = "200GB",
 ) -> int:
     """Serve until the process is ended; returns 0.
 
     Args:
         arguments: of `transformers serve`.
-        method: of requests that name no cache, with options after colons.
+        method: of requests that name no cache, with options after colons; None: that of the
+            model's generation config, else paris.
         shelf: folder for prompts, or None.
         max_size: of the shelf.
 
@@ -75,7 +79,7 @@ def run_serve(
             f"{_PAGED}: paged attention has a cache of its own, and nothing would be retrieved; "
             "leave it out, or use `transformers serve`"
         )
-    choice = choose_cache(method)
+    choice = choose_cache(method or "paris")
     if choice.options is None:
         raise ValueError(
             f"--method {method}: name a cache of hf-kvret, or use `transformers serve`"
@@ -86,13 +90,12 @@ def run_serve(
 
     from hf_kvret.lab.serve.requests import ServedCache, answering_with
 
-    config = {name: value for name, value in asdict(choice.options).items() if value is not None}
     usual = asdict(type(choice.options)())
-    options = {name: value for name, value in config.items() if value != usual[name]}
-    if shelf is not None:
-        options["shelf"] = Shelf(shelf, max_size)
+    options = {name: x for name, x in asdict(choice.options).items() if x != usual[name]}
+    place = None if shelf is None else Shelf(shelf, max_size)
+    served = ServedCache(choice.method, options, place, yields=method is None)
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
-    with answering_with(ServedCache(choice.method, options)):
+    with answering_with(served):
         app(args=list(arguments), prog_name="hf-kvret serve", standalone_mode=False)
     return 0

@@ -19,11 +19,10 @@ from transformers.cli.serving import utils as serving
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from hf_kvret.registry import registered_methods
+from hf_kvret.shelf import Shelf
 
 BUDGETS = ("top_k", "select_heads", "rest", "rest_blocks", "warn_lost_mass", "prompt")
 """Options of a cache that a request may set: none names a path, a memory or a repository."""
-
-_OF_SERVER = ("shelf", "shelf_step")
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,15 @@ class ServedCache:
 
     Attributes:
         method: name of a registered method.
-        options: of ``cache_config``, a shelf among them.
+        options: of ``cache_config``.
+        shelf: for prompts, or None.
+        yields: whether a cache that the model's own generation config names goes before it.
     """
 
     method: str
     options: dict[str, Any]
+    shelf: Shelf | None = None
+    yields: bool = False
 
     def give(self, config: GenerationConfig, asked: dict[str, Any]) -> None:
         """Put a cache into the ``config`` of a request.
@@ -62,10 +65,20 @@ class ServedCache:
                     f"cache_config has {option!r}, which is the server's: a request may set "
                     f"{', '.join(BUDGETS)}"
                 )
-        same = name in (None, self.method)
-        shared = {key: self.options[key] for key in _OF_SERVER if key in self.options}
-        config.cache_implementation = name or self.method
-        config.cache_config = {**(self.options if same else shared), **(own or {})}
+        method, options = self._usual(config, asked)
+        if name not in (None, method):
+            method, options = name, {}
+        config.cache_implementation, config.cache_config = method, {**options, **(own or {})}
+        if self.shelf is not None:
+            config.cache_config["shelf"] = self.shelf
+
+    def _usual(self, config: GenerationConfig, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The cache of the model's generation config, or of the server: method and options."""
+        # A request with a config of its own leaves nothing of the model's.
+        method = None if asked else config.cache_implementation
+        if self.yields and method in registered_methods():
+            return method, config.cache_config or {}
+        return self.method, self.options
 
 
 def check_cache(model: PreTrainedModel, config: GenerationConfig) -> None:
@@ -73,9 +86,8 @@ def check_cache(model: PreTrainedModel, config: GenerationConfig) -> None:
     method = registered_methods().get(config.cache_implementation)
     if method is None:
         return
-    options = {
-        name: value for name, value in (config.cache_config or {}).items() if name not in _OF_SERVER
-    }
+    options = dict(config.cache_config or {})
+    options.pop("shelf", None)
     try:
         method(model.config, **options)
     except (OSError, TypeError, ValueError) as error:

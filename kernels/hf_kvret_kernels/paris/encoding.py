@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from hf_kvret_kernels._dispatch import (
@@ -171,29 +172,30 @@ def magnitude_levels(m: int, count: int = 8) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _converged_levels(m: int, count: int) -> torch.Tensor:
-    """Lloyd's iteration in fp64: levels to midpoints to the means between the midpoints."""
-    width = 1.0 / _GRID
-    centre = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * width
-    density = (1.0 - centre.square()).pow((m - 3) / 2)
-    start = torch.zeros(1, dtype=torch.float64)
-    mass = torch.cat([start, density.cumsum(0)]) * width
-    moment = torch.cat([start, (density * centre).cumsum(0)]) * width
+    """Lloyd's iteration in fp64: levels to midpoints to the means between the midpoints.
 
-    levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    end = torch.ones(1, dtype=torch.float64)
+    In numpy, whose calls on a few numbers take a tenth of torch's time.
+    """
+    width = 1.0 / _GRID
+    centre = (np.arange(_GRID) + 0.5) * width
+    density = (1.0 - centre**2) ** ((m - 3) / 2)
+    mass = np.concatenate([[0.0], density.cumsum()]) * width
+    moment = np.concatenate([[0.0], (density * centre).cumsum()]) * width
+
+    levels = (np.arange(count) + 0.5) / count
     for _ in range(_MAX_ROUNDS):
-        edges = torch.cat([start, (levels[1:] + levels[:-1]) / 2, end])
-        new_levels = _interpolate(moment, edges).diff() / _interpolate(mass, edges).diff()
-        change = (new_levels - levels).abs().max().item()
+        edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
+        new_levels = np.diff(_interpolate(moment, edges)) / np.diff(_interpolate(mass, edges))
+        change = np.abs(new_levels - levels).max()
         levels = new_levels
         if change < _TOLERANCE:
             break
-    return levels.float()
+    return torch.from_numpy(levels).float()
 
 
-def _interpolate(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _interpolate(table: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Values at ``x`` in [0, 1] of a function given on the grid's edges, linear in between."""
     place = x * _GRID
-    index = place.floor().long().clamp(max=_GRID - 1)
+    index = np.minimum(place.astype(np.int64), _GRID - 1)
     share = place - index
     return table[index] * (1 - share) + table[index + 1] * share

@@ -1,0 +1,237 @@
+"""``hf-kvret serve``: an OpenAI client against transformers' server on 127.0.0.1."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_kvret.lab.serve.command import run_serve
+from hf_kvret.shelf import Shelf
+from hf_kvret.testing import MODELS
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+from hf_kvret.lab.serve.requests import ServedCache, answering_with  # noqa: E402
+
+SMALL = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 16, "top_k": 16}
+TEXT = "The quick brown fox jumps over the lazy dog. " * 4
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("served")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # The tiny model has 128 tokens: those of ASCII, as far as they go.
+    letters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    vocabulary |= {letter: i + 3 for i, letter in enumerate(letters) if letter in alphabet}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<s>"))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    model: Any = MODELS["llama"].build()
+    model.generation_config.do_sample = False
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Served:
+    """A client of a running server."""
+
+    def __init__(self, port: int, model: Path) -> None:
+        self.model = str(model)
+        self.url = f"http://127.0.0.1:{port}/v1"
+        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
+
+    def ask(self, text: Any = TEXT, **more: Any) -> str:
+        """The answer to a text, or to messages."""
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        answer = self.client.chat.completions.create(
+            model=self.model, messages=messages, max_tokens=12, **more
+        )
+        return answer.choices[0].message.content
+
+    def with_config(self, **config: Any) -> str:
+        """The answer to a request with a generation config of its own."""
+        own = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 2, **config}
+        return self.ask(extra_body={"generation_config": json.dumps(own)})
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    return Shelf(tmp_path_factory.mktemp("shelf"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, shelf: Shelf) -> Iterator[Served]:
+    """A server whose requests get a cache that covers everything, and a shelf."""
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with answering_with(ServedCache("paris", {**SMALL, "top_k": 1.0}, shelf)):
+        place = {"host": "127.0.0.1", "port": port, "device": "cpu", "dtype": "float32"}
+        server = Serve(str(folder), non_blocking=True, **place)
+        one = Served(port, folder)
+        for _ in range(200):
+            try:
+                one.client.models.list()
+                break
+            except openai.APIConnectionError:
+                time.sleep(0.05)
+        yield one
+        server.kill_server()
+
+
+def _full(folder: Path, text: str) -> str:
+    """The answer of transformers alone."""
+    model: Any = MODELS["llama"].build()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [{"role": "user", "content": text}]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = inputs["input_ids"]
+    with torch.inference_mode():
+        out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=2)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_answers_are_those_of_transformers_streamed_and_at_once(
+    served: Served, folder: Path
+) -> None:
+    expected = _full(folder, TEXT)
+    assert served.ask() == expected
+    messages = [{"role": "user", "content": TEXT}]
+    stream = served.client.chat.completions.create(
+        model=served.model, messages=messages, max_tokens=12, stream=True
+    )
+    parts = [part.choices[0].delta.content or "" for part in stream if part.choices]
+    assert "".join(parts) == expected
+
+
+def test_four_at_once_and_a_second_turn(served: Served, folder: Path) -> None:
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = served.ask(f"{TEXT}{number}")
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: _full(folder, f"{TEXT}{number}") for number in range(4)}
+    first = served.ask()
+    turns = [
+        {"role": "user", "content": TEXT},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert isinstance(served.ask(turns), str)
+
+
+def test_what_requests_have_in_common_is_read_once(
+    served: Served, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, lengths = TEXT * 14, []
+    find = Shelf.find
+
+    def found(*arguments: Any, **options: Any) -> Any:
+        cache = find(*arguments, **options)
+        lengths.append(0 if cache is None else cache.from_shelf)
+        return cache
+
+    monkeypatch.setattr(Shelf, "find", found)
+    served.ask(text + "Who?")
+    served.ask(text + "Where?")
+    # A prompt is put from 2,048 tokens on.
+    assert lengths[0] < 300 and lengths[1] > 2000
+    assert max(entry.tokens for entry in shelf.entries()) > 2048
+
+
+def test_a_request_may_set_a_budget_and_name_a_cache(served: Served, folder: Path) -> None:
+    full = _full(folder, TEXT)
+    assert served.with_config() == full
+    assert served.with_config(cache_config={"top_k": 1.0}) == full
+    assert served.with_config(cache_implementation="dynamic") == full
+    own = {"cache_implementation": "flat", "cache_config": {"top_k": 1.0}}
+    assert served.with_config(**own) == full
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"cache_config": {"top_q": 16}}, "which is the server's: a request may set top_k"),
+        ({"cache_config": {"store": "disk"}}, "'store', which is the server's"),
+        ({"cache_config": {"disk": "/etc"}}, "'disk', which is the server's"),
+        ({"cache_config": {"shelf": "/etc"}}, "'shelf', which is the server's"),
+        ({"cache_config": {"artifact": "evil/artifact"}}, "'artifact', which is the server's"),
+        ({"cache_config": {"track_recall": True}}, "'track_recall', which is the server's"),
+        ({"cache_config": {"top_k": 0}}, "top_k=0: a count must be at least 1"),
+        ({"cache_config": [1]}, "pass an object"),
+        ({"cache_implementation": "nonsense"}, "name one of flat"),
+        ({"cache_implementation": "a2ats"}, "artifact"),
+        ({"num_beams": "many"}, ""),
+    ],
+)
+def test_a_mistake_is_answered_with_400_and_the_way_out(
+    config: dict[str, Any], message: str, served: Served
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        served.with_config(**config)
+    assert caught.value.status_code == 400
+    # The server goes on.
+    assert served.ask("Hi")
+
+
+def test_a_config_that_is_no_json_is_a_mistake(served: Served) -> None:
+    for text in ("{", "[1]", '"paris"'):
+        with pytest.raises(openai.BadRequestError):
+            served.ask(extra_body={"generation_config": text})
+
+
+def test_the_models_own_cache_goes_before_the_usual_one() -> None:
+    from transformers import GenerationConfig
+
+    own = {"cache_implementation": "flat", "cache_config": {"top_k": 3}}
+    for yields, expected in ((True, ("flat", {"top_k": 3})), (False, ("paris", SMALL))):
+        config = GenerationConfig(**own)
+        ServedCache("paris", SMALL, yields=yields).give(config, {})
+        assert (config.cache_implementation, config.cache_config) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "method", "message"),
+    [
+        (["MODEL", "--continuous-batching"], None, "nothing would be retrieved"),
+        (["MODEL"], "full", "name a cache of hf-kvret"),
+        (["MODEL"], "paris:top_q=3", "no option 'top_q'"),
+    ],
+)
+def test_what_can_not_be_served_is_refused(
+    arguments: list[str], method: str | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_serve(arguments, method)
