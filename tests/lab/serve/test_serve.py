@@ -191,17 +191,16 @@ def test_a_request_may_set_a_budget_and_name_a_cache(served: Served, folder: Pat
         ({"cache_config": {"track_recall": True}}, "'track_recall', which is the server's"),
         ({"cache_config": {"top_k": 0}}, "top_k=0: a count must be at least 1"),
         ({"cache_config": [1]}, "pass an object"),
-        ({"cache_implementation": "nonsense"}, "name one of flat"),
+        ({"cache_implementation": "nonsense"}, "Choose one of"),
         ({"cache_implementation": "a2ats"}, "artifact"),
-        ({"num_beams": "many"}, ""),
     ],
 )
 def test_a_mistake_is_answered_with_400_and_the_way_out(
     config: dict[str, Any], message: str, served: Served
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=message) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         served.with_config(**config)
-    assert caught.value.status_code == 400
+    assert message in caught.value.response.text
     # The server goes on.
     assert served.ask("Hi")
 
