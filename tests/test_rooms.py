@@ -32,8 +32,8 @@ MOST_FILE_LINES = 600
 FOLDERS = {
     ("tests", ".py"): 67_000,
     ("examples", ".py"): 13_450,
-    ("kernels/csrc", ".cpp"): 1_665,
-    ("kernels/csrc", ".h"): 3_025,
+    ("kernels/csrc", ".cpp"): 1_730,
+    ("kernels/csrc", ".h"): 3_040,
 }
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
 LAB = "hf_kvret.lab"

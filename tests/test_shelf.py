@@ -344,6 +344,20 @@ def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
     assert shelf.find(ids, llama, "paris", **COVERING_OPTIONS) is None
 
 
+def test_a_prompt_whose_entry_is_damaged_is_put_again(llama: PreTrainedModel, shelf: Shelf) -> None:
+    ids = prompt(1, 128)
+    cache = _read(llama, ids)
+    entry = shelf.put(cache, ids, llama)
+    [file] = (shelf.folder / entry.name).glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    for there in (False, True):
+        found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
+        assert (found is not None) == there
+        shelf.put(cache, ids, llama)
+
+
 def test_two_processes_put_the_same_and_a_killed_one_leaves_nothing(
     llama: PreTrainedModel, shelf: Shelf
 ) -> None:

@@ -234,6 +234,7 @@ class Shelf:
                 if title or name in self._damaged or read_entry(target) is None:
                     self._take_away(target)
                     path.rename(target)
+                    self._damaged.discard(name)
                 entry = read_entry(target)
                 if entry is None:
                     self._take_away(target)

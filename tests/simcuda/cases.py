@@ -23,7 +23,7 @@ from hf_kvret.testing.tiny import spread_weights
 from ..simulated_gpu.device import Simulation, simulated, to_device
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
-STORES = ("device", "host", "split", "resident", "cpu", "higgs", "higgs-host")
+STORES = ("device", "host", "split", "resident", "cpu", "disk", "higgs", "higgs-host")
 MODES = ("eager", "graph", "padded", "chunks", "fork", "crop", "saved", "two devices")
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
@@ -343,6 +343,8 @@ class _Session:
             options["warn_lost_mass"] = 0.99
         if case.store == "split":
             options["device_budget"] = _BUDGET
+        if case.store == "disk":
+            options["disk"] = tempfile.gettempdir()
         if case.method in _WITH_ARTIFACT:
             options["artifact"] = _artifact(case.method, case.family)
         return cls(self.model.config, **options, graph="auto" if self._is_captured else False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
-import numpy as np
 import torch
 
 from hf_kvret_kernels._dispatch import (
@@ -174,28 +174,32 @@ def magnitude_levels(m: int, count: int = 8) -> torch.Tensor:
 def _converged_levels(m: int, count: int) -> torch.Tensor:
     """Lloyd's iteration in fp64: levels to midpoints to the means between the midpoints.
 
-    In numpy, whose calls on a few numbers take a tenth of torch's time.
+    In Python's own numbers, as there are few: calls of torch would take ten times as long.
     """
     width = 1.0 / _GRID
-    centre = (np.arange(_GRID) + 0.5) * width
-    density = (1.0 - centre**2) ** ((m - 3) / 2)
-    mass = np.concatenate([[0.0], density.cumsum()]) * width
-    moment = np.concatenate([[0.0], (density * centre).cumsum()]) * width
+    centre = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * width
+    density = (1.0 - centre.square()).pow((m - 3) / 2)
+    start = torch.zeros(1, dtype=torch.float64)
+    mass = (torch.cat([start, density.cumsum(0)]) * width).tolist()
+    moment = (torch.cat([start, (density * centre).cumsum(0)]) * width).tolist()
 
-    levels = (np.arange(count) + 0.5) / count
+    levels = [(number + 0.5) / count for number in range(count)]
     for _ in range(_MAX_ROUNDS):
-        edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
-        new_levels = np.diff(_interpolate(moment, edges)) / np.diff(_interpolate(mass, edges))
-        change = np.abs(new_levels - levels).max()
+        edges = [0.0, *((low + high) / 2 for low, high in pairwise(levels)), 1.0]
+        moments, masses = _differences(moment, edges), _differences(mass, edges)
+        new_levels = [x / y for x, y in zip(moments, masses, strict=True)]
+        change = max(abs(x - y) for x, y in zip(new_levels, levels, strict=True))
         levels = new_levels
         if change < _TOLERANCE:
             break
-    return torch.from_numpy(levels).float()
+    return torch.tensor(levels, dtype=torch.float64).float()
 
 
-def _interpolate(table: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Values at ``x`` in [0, 1] of a function given on the grid's edges, linear in between."""
-    place = x * _GRID
-    index = np.minimum(place.astype(np.int64), _GRID - 1)
-    share = place - index
-    return table[index] * (1 - share) + table[index + 1] * share
+def _differences(table: list[float], edges: list[float]) -> list[float]:
+    """Differences between ``edges`` in [0, 1] of a function given on the grid, linear in between."""
+    values = []
+    for x in edges:
+        index = min(int(x * _GRID), _GRID - 1)
+        share = x * _GRID - index
+        values.append(table[index] * (1 - share) + table[index + 1] * share)
+    return [high - low for low, high in pairwise(values)]
