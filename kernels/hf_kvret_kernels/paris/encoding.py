@@ -196,7 +196,7 @@ def _converged_levels(m: int, count: int) -> torch.Tensor:
 
 
 def _differences(table: list[float], edges: list[float]) -> list[float]:
-    """Differences between ``edges`` in [0, 1] of a function given on the grid, linear in between."""
+    """Between ``edges`` in [0, 1], of a function given on the grid and linear in between."""
     values = []
     for x in edges:
         index = min(int(x * _GRID), _GRID - 1)
