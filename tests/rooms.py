@@ -55,7 +55,7 @@ ROOMS = (
     Room("hf_kvret.registry", 300),
     Room(FACE, 65),
     Room("hf_kvret.testing", 2_230),
-    Room("hf_kvret.lab", 16_750),
+    Room("hf_kvret.lab", 16_820),
     Room("hf_kvret.cli", 85),
     Room("hf_kvret.__main__", 10),
     Room("hf_kvret_cli", 85),

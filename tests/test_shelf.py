@@ -356,6 +356,10 @@ def test_a_prompt_whose_entry_is_damaged_is_put_again(llama: PreTrainedModel, sh
         found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
         assert (found is not None) == there
         shelf.put(cache, ids, llama)
+    place = shelf.folder / entry.name
+    written = place.stat().st_ino
+    shelf.put(cache, ids, llama)
+    assert place.stat().st_ino == written, "it is whole, and not put once more"
 
 
 def test_two_processes_put_the_same_and_a_killed_one_leaves_nothing(

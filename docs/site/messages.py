@@ -46,7 +46,7 @@ GROUPS = {
     "Saving and loading a cache": ["saved/*.py", "contracts/schema.py", "shelf/*.py"],
     "The command line": [
         "lab/documents/*.py",
-        "lab/serve/command.py",
+        "lab/serve/*.py",
         "cli.py",
         "lab/calibrate/command.py",
         "lab/calibrate/command_options.py",

@@ -56,7 +56,7 @@ class RetrievalConfig:
             together, each of which gets an equal share: bytes (int), or a text as ``"90GB"`` or
             ``"75GiB"``. None: half of what is free when the first rows go cold; a GPU only.
         disk: of ``store="disk"``, the folder for its files, which have no names and are gone with
-            the cache. It must be there when rows go cold.
+            the cache.
         slots: of ``store="resident"``, rows on the device per head that selects: a count
             (``int >= top_k``), or a multiple of the budget (``float >= 1``). More than the budget
             keep rows that were used recently, for a later query to find.

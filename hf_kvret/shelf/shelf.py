@@ -121,7 +121,8 @@ class Shelf:
                     )
                 except (OSError, ValueError) as error:
                     _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
-                    self._damaged.add(entry.name)
+                    if isinstance(error, ValueError):
+                        self._damaged.add(entry.name)
                     continue
                 if common < entry.tokens:
                     cache.crop(common - entry.tokens)

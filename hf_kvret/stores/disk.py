@@ -29,6 +29,10 @@ class DiskMemory(PageMemory):
         super().__init__(CPU)
         self._folder, self._process = folder, os.getpid()
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """In a process that unpickles it, rows are copies of its own."""
+        vars(self).update(state, _process=os.getpid())
+
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
         try:
@@ -45,7 +49,7 @@ class DiskMemory(PageMemory):
                 f"({getattr(error, 'strerror', None) or error}): {remedy} a folder on another "
                 "disk. cache.crop(0) drops the pass that broke off; where it refuses, cache.reset()"
             )
-            raise OSError(number, message) from error
+            raise OSError(number or errno.EIO, message) from error
         expect_random_reads(rows)
         return rows.view(dtype).view(shape)
 

@@ -83,8 +83,9 @@ class PagedStore(Store):
         if self._table is None or not self.memory.in_files:
             return
         batch, like = len(self._table), self._chunks[-1]
-        # A page that a fork may share is written again.
-        tokens += self.length % self.page_len if self._tail is None else 0
+        # The last page goes on, or is written again where a fork may share it.
+        offset = self.length % self.page_len
+        tokens += offset if self._tail is None or not offset else offset - self.page_len
         pages = batch * -(-tokens // self.page_len)
         if self._free_pages < pages:
             self._forget_rows()

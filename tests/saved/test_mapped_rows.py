@@ -132,7 +132,7 @@ def test_auto_maps_what_is_large_and_no_checksum_is_asked(
     with pytest.raises(ValueError, match="is damaged"):
         FlatKVCache.from_pretrained(tmp_path, llama.config)
     monkeypatch.setattr(persistence, "_LEAST_MAPPED", 0)
-    # On other devices all is read and compared, but for rows that the CPU attends to.
+    # On other devices all is read and compared, but for rows of store="disk".
     disk = {"store": "disk", "disk": str(tmp_path)}
     for options, error in (({"store": "cpu"}, "is damaged"), (disk, "on meta tensors")):
         with pytest.raises((ValueError, RuntimeError), match=error):

@@ -13,8 +13,15 @@ from transformers.utils.import_utils import is_serve_available
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.shelf import Shelf
+from hf_kvret.stores.disk import check_folder
 
-_PAGED = "--continuous-batching"
+_REFUSED = {
+    "--continuous-batching": "paged attention has a cache of its own, and nothing is retrieved",
+    "--compile": "it would use transformers' static cache",
+    "--non-blocking": "the server would go on without the cache",
+}
+_OURS = ("--method", "--shelf", "--max-size")
+_USUAL_SIZE = "200GB"
 
 
 def add_serve_parser(commands: Any) -> None:
@@ -41,7 +48,9 @@ def add_serve_parser(commands: Any) -> None:
         metavar="DIR",
         help="keep prompts there, so that what requests have in common is read once",
     )
-    parser.add_argument("--max-size", default="200GB", help="of the shelf (default: %(default)s)")
+    parser.add_argument(
+        "--max-size", default=_USUAL_SIZE, help="of the shelf (default: %(default)s)"
+    )
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
@@ -57,9 +66,9 @@ def run_serve(
     arguments: Sequence[str],
     method: str | None = None,
     shelf: Path | None = None,
-    max_size: str = "200GB",
+    max_size: str = _USUAL_SIZE,
 ) -> int:
-    """Serve until the process is ended; returns 0.
+    """Serve until the process is ended; returns the exit status.
 
     Args:
         arguments: of `transformers serve`.
@@ -70,32 +79,44 @@ def run_serve(
 
     Raises:
         ModuleNotFoundError: the packages of a server are missing.
-        ValueError: no cache of ours, or paged attention, which has a cache of its own.
+        ValueError: no model, no cache of ours, or an option that would leave it unused.
     """
+    words = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
     if not is_serve_available():
         raise ModuleNotFoundError("serve needs a server: pip install 'transformers[serving]'")
-    if _PAGED in arguments:
-        raise ValueError(
-            f"{_PAGED}: paged attention has a cache of its own, and nothing would be retrieved; "
-            "leave it out, or use `transformers serve`"
-        )
+    if not words or words[0].startswith("-"):
+        raise ValueError("name the model: hf-kvret serve [our options] MODEL [transformers' own]")
+    for word in words[1:]:
+        name = word.partition("=")[0]
+        if name in _OURS:
+            raise ValueError(f"{name} is hf-kvret's: put it in front of {words[0]}")
+        if name in _REFUSED:
+            raise ValueError(f"{name}: {_REFUSED[name]}; leave it out, or use `transformers serve`")
     choice = choose_cache(method or "paris")
     if choice.options is None:
         raise ValueError(
             f"--method {method}: name a cache of hf-kvret, or use `transformers serve`"
         )
+    if choice.options.disk is not None:
+        check_folder(choice.options.disk)
     # They import fastapi, which is no requirement of the program.
     import typer
     from transformers.cli.serve import Serve
 
     from hf_kvret.lab.serve.requests import ServedCache, answering_with
 
-    usual = asdict(type(choice.options)())
-    options = {name: x for name, x in asdict(choice.options).items() if x != usual[name]}
-    place = None if shelf is None else Shelf(shelf, max_size)
-    served = ServedCache(choice.method, options, place, yields=method is None)
+    defaults = asdict(type(choice.options)())
+    values = asdict(choice.options)
+    options = {name: value for name, value in values.items() if value != defaults[name]}
+    place: Shelf | str | None = None if shelf is None else str(shelf)
+    if shelf is not None and max_size != _USUAL_SIZE:
+        place = Shelf(shelf, max_size)
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
-    with answering_with(served):
-        app(args=list(arguments), prog_name="hf-kvret serve", standalone_mode=False)
+    with answering_with(ServedCache(choice.method, options, place, model_first=method is None)):
+        try:
+            app(args=words, prog_name="hf-kvret serve MODEL")
+        except SystemExit as end:
+            # It ends so whatever happens, also with help and wrong options.
+            return int(end.code or 0)
     return 0

@@ -9,12 +9,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from hf_kvret import RetrievalCache
 from hf_kvret.lab.serve.command import run_serve
 from hf_kvret.shelf import Shelf
 from hf_kvret.testing import MODELS
@@ -90,7 +93,7 @@ def served(folder: Path, shelf: Shelf) -> Iterator[Served]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with answering_with(ServedCache("paris", {**SMALL, "top_k": 1.0}, shelf)):
+    with answering_with(ServedCache("paris", {**SMALL, "top_k": 1.0, "prefill_chunk": 512}, shelf)):
         place = {"host": "127.0.0.1", "port": port, "device": "cpu", "dtype": "float32"}
         server = Serve(str(folder), non_blocking=True, **place)
         one = Served(port, folder)
@@ -104,11 +107,11 @@ def served(folder: Path, shelf: Shelf) -> Iterator[Served]:
         server.kill_server()
 
 
-def _full(folder: Path, text: str) -> str:
-    """The answer of transformers alone."""
+def _full(folder: Path, text: Any) -> str:
+    """The answer of transformers alone, to a text or to messages."""
     model: Any = MODELS["llama"].build()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    messages = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -143,13 +146,12 @@ def test_four_at_once_and_a_second_turn(served: Served, folder: Path) -> None:
     for thread in threads:
         thread.join()
     assert answers == {number: _full(folder, f"{TEXT}{number}") for number in range(4)}
-    first = served.ask()
-    turns = [
+    messages = [
         {"role": "user", "content": TEXT},
-        {"role": "assistant", "content": first},
+        {"role": "assistant", "content": served.ask()},
         {"role": "user", "content": "And then?"},
     ]
-    assert isinstance(served.ask(turns), str)
+    assert served.ask(messages) == _full(folder, messages)
 
 
 def test_what_requests_have_in_common_is_read_once(
@@ -171,13 +173,49 @@ def test_what_requests_have_in_common_is_read_once(
     assert max(entry.tokens for entry in shelf.entries()) > 2048
 
 
-def test_a_request_may_set_a_budget_and_name_a_cache(served: Served, folder: Path) -> None:
-    full = _full(folder, TEXT)
-    assert served.with_config() == full
-    assert served.with_config(cache_config={"top_k": 1.0}) == full
-    assert served.with_config(cache_implementation="dynamic") == full
-    own = {"cache_implementation": "flat", "cache_config": {"top_k": 1.0}}
-    assert served.with_config(**own) == full
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[RetrievalCache]:
+    """Every cache of ours that is made while a test runs."""
+    caches: list[RetrievalCache] = []
+    init = RetrievalCache.__init__
+
+    def noted(self: RetrievalCache, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        caches.append(self)
+
+    monkeypatch.setattr(RetrievalCache, "__init__", noted)
+    return caches
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "top_k"),
+    [
+        ({}, "paris", 1.0),
+        ({"cache_config": {"top_k": 3}}, "paris", 3),
+        ({"cache_implementation": "paris"}, "paris", 1.0),
+        ({"cache_implementation": "flat", "cache_config": {"top_k": 1.0}}, "flat", 1.0),
+    ],
+)
+def test_a_request_may_set_a_budget_and_name_a_cache(
+    config: dict[str, Any],
+    name: str,
+    top_k: float,
+    served: Served,
+    folder: Path,
+    made: list[RetrievalCache],
+) -> None:
+    answer = served.with_config(**config)
+    assert made and {(cache.name, cache.options.top_k) for cache in made} == {(name, top_k)}
+    assert {cache.options.prefill_chunk for cache in made} == {512}, "the server's, for all"
+    if top_k == 1.0:
+        assert answer == _full(folder, TEXT)
+
+
+def test_full_attention_may_be_asked_for(
+    served: Served, folder: Path, made: list[RetrievalCache]
+) -> None:
+    assert served.with_config(cache_implementation="dynamic") == _full(folder, TEXT)
+    assert not made
 
 
 @pytest.mark.parametrize(
@@ -192,7 +230,10 @@ def test_a_request_may_set_a_budget_and_name_a_cache(served: Served, folder: Pat
         ({"cache_config": {"top_k": 0}}, "top_k=0: a count must be at least 1"),
         ({"cache_config": [1]}, "pass an object"),
         ({"cache_implementation": "nonsense"}, "Choose one of"),
-        ({"cache_implementation": "a2ats"}, "artifact"),
+        ({"cache_implementation": "a2ats"}, "a request may name flat"),
+        ({"cache_implementation": "static"}, "a request may name flat"),
+        ({"cache_implementation": "dynamic", "cache_config": {"top_k": 3}}, "may name flat"),
+        ({"use_mtp": True}, "answers without drafts"),
     ],
 )
 def test_a_mistake_is_answered_with_400_and_the_way_out(
@@ -211,20 +252,61 @@ def test_a_config_that_is_no_json_is_a_mistake(served: Served) -> None:
             served.ask(extra_body={"generation_config": text})
 
 
-def test_the_models_own_cache_goes_before_the_usual_one() -> None:
-    from transformers import GenerationConfig
+def test_no_other_model_is_loaded(served: Served) -> None:
+    other = f"{served.model}-other"
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(openai.BadRequestError):
+        served.client.chat.completions.create(model=other, messages=messages)
+    for path in ("load_model", "v1/completions"):
+        request = Request(
+            f"{served.url.removesuffix('/v1')}/{path}",
+            json.dumps({"model": other, "prompt": "Hi"}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with pytest.raises(HTTPError, match="400"):
+            urlopen(request)
 
-    own = {"cache_implementation": "flat", "cache_config": {"top_k": 3}}
-    for yields, expected in ((True, ("flat", {"top_k": 3})), (False, ("paris", SMALL))):
-        config = GenerationConfig(**own)
-        ServedCache("paris", SMALL, yields=yields).give(config, {})
+
+def test_a_mistake_in_a_stream_is_a_400(served: Served) -> None:
+    own = json.dumps({"cache_config": {"top_k": 0}})
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(openai.BadRequestError):
+        served.client.chat.completions.create(
+            model=served.model,
+            messages=messages,
+            stream=True,
+            extra_body={"generation_config": own},
+        )
+
+
+@pytest.mark.parametrize("requested", [{}, {"max_new_tokens": 5}])
+def test_the_models_own_cache_goes_first_where_no_method_is_named(
+    requested: dict[str, Any],
+) -> None:
+    options = {"top_k": 3, "disk": "/etc", "shelf": "/tmp", "artifact": "evil/artifact"}
+    defaults = GenerationConfig(cache_implementation="flat", cache_config=options)
+    for first, expected in ((True, ("flat", {"top_k": 3})), (False, ("paris", SMALL))):
+        config = GenerationConfig(**requested)
+        ServedCache("paris", SMALL, model_first=first).set_cache(config, requested, defaults)
         assert (config.cache_implementation, config.cache_config) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["--help"], 0), (["--prot", "1"], 2), (["--port", "many"], 2)]
+)
+def test_transformers_own_options_are_its_own(arguments: list[str], status: int) -> None:
+    assert run_serve(["MODEL", *arguments]) == status
 
 
 @pytest.mark.parametrize(
     ("arguments", "method", "message"),
     [
-        (["MODEL", "--continuous-batching"], None, "nothing would be retrieved"),
+        ([], None, "name the model"),
+        (["--port", "8000"], None, "name the model"),
+        (["MODEL", "--continuous-batching"], None, "nothing is retrieved"),
+        (["MODEL", "--compile"], None, "transformers' static cache"),
+        (["MODEL", "--shelf=s"], None, "put it in front of MODEL"),
+        (["MODEL"], "paris:store=disk:disk=/nowhere", "there is no such folder"),
         (["MODEL"], "full", "name a cache of hf-kvret"),
         (["MODEL"], "paris:top_q=3", "no option 'top_q'"),
     ],
