@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from hf_kvret.stores import store_names
+from hf_kvret.stores import DISK, store_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"k": 1024, "m": 1024**2}
@@ -71,6 +71,11 @@ def store_name(text: str) -> str:
     """The name of a store."""
     if text not in store_names().split(", "):
         raise argparse.ArgumentTypeError(f"{text!r} is no store: choose one of {store_names()}")
+    if text == DISK:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no store for all caches, as it needs a folder: name both with a cache, "
+            "as paris:store=disk:disk=/data"
+        )
     return text
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.import_utils import is_serve_available
+from transformers.utils.import_utils import is_accelerate_available, is_serve_available
 
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
@@ -82,7 +82,7 @@ def run_serve(
         ValueError: no model, no cache of ours, or an option that would leave it unused.
     """
     words = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
-    if not is_serve_available():
+    if not is_serve_available() or not is_accelerate_available():
         raise ModuleNotFoundError("serve needs a server: pip install 'transformers[serving]'")
     if not words or words[0].startswith("-"):
         raise ValueError("name the model: hf-kvret serve [our options] MODEL [transformers' own]")
