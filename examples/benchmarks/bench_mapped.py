@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from bench_save import fill_cache
+from bench_save import check_saving, fill_cache
 
 from hf_kvret.lab.bench import timed
 from hf_kvret.lab.bench.shapes import SHAPES, load_shape
-from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import names
@@ -63,11 +62,7 @@ class Mapped(Measurement):
             raise ValueError(f"--steps {self.steps} --cold-steps {self.cold_steps}: at least 2, 1")
         if not Path("/proc/self/smaps").is_file():
             raise ValueError("bench mapped counts pages in /proc, which Linux alone has")
-        for name in names(self.caches):
-            if choose_cache(name, {"store": "cpu"}).options is None:
-                raise ValueError(f"--caches {name}: only retrieval caches lie in files")
-        if self.folder is not None and not self.folder.is_dir():
-            raise ValueError(f"--folder {self.folder}: there is no such folder; make it")
+        check_saving(self.caches, self.folder)
 
     def setup(self) -> dict[str, Any]:
         options = "shape", "steps", "cold_steps", "dtype", "seed"
@@ -103,7 +98,7 @@ class Mapped(Measurement):
         cell = group[0]
         with tempfile.TemporaryDirectory(dir=self.folder) as place:
             if cell["way"] not in _FILLED:
-                # What is written stays in the system's page cache, as far as that holds it.
+                # The system keeps the written files in its page cache, if they fit.
                 cache = fill_cache(
                     load_shape(self.shape), cell["cache"], cell["context"], self.seed, self.dtype
                 )

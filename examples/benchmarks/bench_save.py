@@ -69,12 +69,7 @@ class Save(Measurement):
     seed: int = common.seed_option()
 
     def check(self) -> None:
-        for name in names(self.caches):
-            options = choose_cache(name, {"store": "device"}).options
-            if options is None:
-                raise ValueError(f"--caches {name}: only retrieval caches can be saved")
-        if self.folder is not None and not self.folder.is_dir():
-            raise ValueError(f"--folder {self.folder}: there is no such folder; make it")
+        check_saving(self.caches, self.folder)
 
     def setup(self) -> dict[str, Any]:
         here = timed.describe(
@@ -163,6 +158,15 @@ class Save(Measurement):
         measured = [way for way in _WAYS if any(way in result for result in groups.values())]
         bars = {way: [result.get(way) for result in groups.values()] for way in measured}
         plot_groups(path, list(groups), bars, title="a filled cache", y="seconds")
+
+
+def check_saving(caches: str, folder: Path | None) -> None:
+    """ValueError where one of the ``caches`` can't be saved, or the ``folder`` is missing."""
+    for name in names(caches):
+        if choose_cache(name, {"store": "device"}).options is None:
+            raise ValueError(f"--caches {name}: only retrieval caches can be saved")
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--folder {folder}: there is no such folder; make it")
 
 
 def layer_rows(config: PreTrainedConfig) -> list[LayerRows]:

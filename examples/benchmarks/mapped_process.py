@@ -60,7 +60,7 @@ def page_out(folder: Path) -> None:
             libc = ctypes.CDLL(None, use_errno=True)
             for call in (libc.msync, libc.madvise):
                 call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-            # What is not on the disk yet would stay.
+            # Pages must be written to the disk before the system takes them out.
             libc.msync(first, last - first, _SYNC)
             if libc.madvise(first, last - first, _PAGE_OUT):
                 raise OSError(ctypes.get_errno(), "the system keeps pages of mapped files")

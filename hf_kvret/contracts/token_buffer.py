@@ -215,7 +215,7 @@ class TokensField(PartField):
     def loaded(self, value: Any, state: Tensors, device: torch.device | None) -> Any:
         if self.key in state or not self.may_be_empty:
             rows = state[self.key].to(device)
-            # What is mapped stays in its file; other tensors are the caller's.
+            # A mapped tensor stays in its file. The caller may change any other, so it is copied.
             (value.take if is_mapped(rows) else value.append)(rows)
         return value
 

@@ -112,7 +112,7 @@ class SavedTensors:
         paths: list[Path],
         checksums: Mapping[str, Any],
         mapped: bool = False,
-        maps_index: bool = True,
+        maps_index: bool = False,
     ) -> None:
         """Look into the shards at ``paths``, which hold the tensors that ``checksums`` names.
 

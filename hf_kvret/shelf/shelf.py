@@ -297,7 +297,7 @@ class Shelf:
             else:
                 size += entry.nbytes
         for path in self.folder.iterdir():
-            # What can't be read is counted behind all entries, so that it leaves before any.
+            # Damaged entries are counted last, so they leave before whole ones.
             with suppress(OSError):
                 if _NAME.fullmatch(path.name) and not read_entry(path) and is_own(path):
                     size += folder_nbytes(path)

@@ -75,7 +75,7 @@ def _page_out(store: Any) -> None:
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for chunk in store.rows.paged_rows().chunks:
-        # What is not on the disk yet would stay: MS_SYNC, then MADV_PAGEOUT.
+        # MS_SYNC writes the pages, then MADV_PAGEOUT takes them out.
         libc.msync(chunk.data_ptr(), chunk.nbytes, 4)
         if libc.madvise(chunk.data_ptr(), chunk.nbytes, 21):
             pytest.skip("the system can't page out")
@@ -239,6 +239,6 @@ def test_a_saved_cache_names_no_folder_and_loads_into_one(
         )
         assert again.options.disk == str(rows)
         chunk = again.retrieval_layers[0].kv.store.host_rows().chunks[0]
-        # What was read is written to a file of its own.
+        # Rows that were read get a file of their own.
         assert _file_at(chunk.data_ptr()).startswith(str(saved if mapped else rows))
         assert torch.equal(llama.generate(longer, past_key_values=again, **RUN), expected)
