@@ -31,7 +31,7 @@ from hf_kvret.models.compatibility import (
     retrieval_shapes,
 )
 from hf_kvret.models.compiled import not_compiled
-from hf_kvret.models.ranks import check_load
+from hf_kvret.models.ranks import Part, part_of, place_to_save
 from hf_kvret.observe.missing_kernels import log_missing_kernels
 from hf_kvret.observe.observers import subscribe
 from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
@@ -252,6 +252,17 @@ class RetrievalCache(Cache):
         elif self.identity is not None and current is not self.last_identity:
             check_identity(self.identity, current, owner)
         self.last_identity = current
+        self.set_part(part_of(model))
+
+    @property
+    def part(self) -> Part:
+        """The part of the model's heads that this process holds."""
+        return self.retrieval_layers[0].layer_info.part
+
+    def set_part(self, part: Part) -> None:
+        """Note which heads the tokens of the next pass have; ``meet`` does it by itself."""
+        for layer in self.retrieval_layers:
+            layer.layer_info = layer.layer_info._replace(part=part)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence b of the batch becomes the old sequence ``beam_idx[b]``."""
@@ -378,7 +389,8 @@ class RetrievalCache(Cache):
         """Write the filled cache to ``directory``: ``cache.json``, and shards that it names.
 
         A crash, a kill or a full disk leaves what was there before, or the new cache as a whole.
-        Other files of the folder stay, but for leftovers of broken saves.
+        Other files of the folder stay, but for leftovers of broken saves. Ranks of a tensor
+        parallel model give one folder, in which each makes a folder for the heads that it has.
 
         Args:
             directory: where to; made if needed.
@@ -391,13 +403,14 @@ class RetrievalCache(Cache):
             FileExistsError: a cache is there that may not be replaced.
             OSError: the disk is full, for instance; says which cache is in place.
             ValueError: ``cache.json`` there is not of a cache, or a symbolic link; another model
-                than ``model`` filled the cache; a process group of several ranks.
+                than ``model`` filled the cache; a cache of other ranks; some heads, of nobody knows
+                which rank, where ``model`` is missing.
         """
         self.stack.check_pass()
         if model is not None:
             self.identity = self.identity or identity_of(model)
             self.meet(model, "the cache")
-        persistence.save(self, Path(directory), overwrite)
+        persistence.save(self, place_to_save(Path(directory), self.part), overwrite)
 
     @classmethod
     def from_pretrained(
@@ -427,16 +440,11 @@ class RetrievalCache(Cache):
         Raises:
             FileNotFoundError: no cache there.
             ValueError: a damaged file, another method or model, an artifact that has to be named, a
-                changed option that the saved index depends on; several ranks, no whole ``model``.
+                changed option that the saved index depends on; the file of another rank, or of as
+                many as are not here.
         """
-        check_load(model)
-        path = Path(directory)
-        place = torch.device(device)
-        cache, digest = persistence.load(cls, path, config, place, changes, mapped)
-        if model is not None and cache.identity is not None:
-            cache.meet(model, f"the cache in {directory}")
-        persistence.note_saved(cache, path, digest)
-        return cache
+        arguments = Path(directory), config, torch.device(device), model
+        return persistence.load(cls, *arguments, changes, mapped)
 
 
 class LayerStack:

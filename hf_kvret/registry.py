@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.native import NativeKVCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.models.compatibility import check_model, text_key
+from hf_kvret.models.ranks import agreed, check_split, tell_of_error
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, name_cache
 from hf_kvret.replay import DecodeGraph
 from hf_kvret_model_patches import generation, latent, mappings, pooled_choice
@@ -68,6 +70,9 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
     LatentKVCache,
     NativeKVCache,
 )
+
+# Options that may differ by rank: where files lie.
+_OF_A_RANK = ("artifact", "disk")
 
 _attached: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 # Held while a call checks a model's attention and switches or restores it.
@@ -137,6 +142,7 @@ def attach(model: PreTrainedModel) -> None:
         ValueError: a model that a retrieval cache cannot serve, with the reason.
     """
     check_model(model)
+    check_split(model)
     latent.apply(model, _is_handle)
     pooled_choice.apply(model, _is_switched, lambda cache: isinstance(cache, RetrievalCache))
     text = model.config.get_text_config(decoder=True)
@@ -192,15 +198,20 @@ def _around_generate(
     with request(model, arguments) as call, state_of_call(call):
         cache = cache_argument(arguments)
         retrieves, past_len = _retrieves(call), 0
-        if retrieves:
-            past_len = 0 if cache is None else cache.get_seq_length()
-            check_shapes(call, past_len)
         try:
+            if retrieves:
+                past_len = 0 if cache is None else cache.get_seq_length()
+                check_shapes(call, past_len)
             yield partial(check_end, call)
             if retrieves and isinstance(arguments.get("custom_generate"), str):
                 check_foreign(call, past_len)
             call.at_end()
             failed, call.has_retrieved = False, call.cache is not None
+        except Exception:
+            if retrieves and not call.is_prepared:
+                # The other ranks wait in `_prepare_cache`.
+                tell_of_error(model)
+            raise
         finally:
             cache, call.cache = call.cache, None
             # A call in another thread may still use the attention that this one switched.
@@ -230,6 +241,19 @@ def _prepare_cache(
     the model's attention if a retrieval cache is used.
     """
     call = current_request(model)
+    call.is_prepared = True
+    with agreed(model) as facts:
+        is_made = _make_cache(call, generation_config, model_kwargs)
+        if call.cache is not None:
+            options = asdict(call.cache.options) | dict.fromkeys(_OF_A_RANK)
+            facts += [call.cache.name, sorted(options.items()), call.start_len]
+            facts.append(generation_config.prefill_chunk_size)
+    return is_made
+
+
+def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """As ``_prepare_cache``, of one rank."""
+    model = call.model
     keep_prepared(call)
     name = generation_config.cache_implementation
     cache: Any = model_kwargs.get(CACHE_NAME)

@@ -26,6 +26,7 @@ class Request:
         start_len: tokens in the cache before the call.
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
+        is_prepared: ``generate`` came to the point where it makes a cache.
         prepared_state: what ``generate`` had the model keep for the first pass; None after that.
         after_pass: called when the tokens of a pass are in the cache: first of the whole prompt.
         at_end: called when the result is there.
@@ -38,6 +39,7 @@ class Request:
     start_len: int = 0
     has_retrieved: bool = False
     is_delegated: bool = False
+    is_prepared: bool = False
     prepared_state: dict[str, Any] | None = None
     after_pass: Callable[[], None] = lambda: None
     at_end: Callable[[], None] = lambda: None

@@ -138,6 +138,7 @@ class Index(State):
     the window just before.
 
     Attributes:
+        kv_heads: numbers of the layer's KV heads that this process holds; None: all of them.
         capture_obstacle: for an index that is not a ``CapturableIndex``, why its decode steps
             can't be captured in a CUDA graph, as the message says it.
         needs_finite: whether a pass raises where rows are NaN or infinite, so that a load refuses
@@ -148,6 +149,7 @@ class Index(State):
         recalls: whether its ``recall`` belongs to its ``search``, and not to one that was replaced.
     """
 
+    kv_heads: range | None = None
     capture_obstacle: ClassVar[str] = ""
     needs_finite: ClassVar[bool] = False
     watches: ClassVar[bool] = False

@@ -25,6 +25,7 @@ from hf_kvret.layer.retrieved import SPANS, RetrievedTokens
 from hf_kvret.layer.step import attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
+from hf_kvret.models.ranks import WHOLE, Part
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.options.prompt import PromptRecipe
 
@@ -41,12 +42,13 @@ class LayerInfo(NamedTuple):
 
     Attributes:
         number: in the model.
-        shape: of the layer's heads, of which tensor parallelism gives each process a part; None:
-            not known.
+        shape: of the layer's heads; None: not known.
+        part: of these heads, that this process holds.
     """
 
     number: int = 0
     shape: AttentionShape | None = None
+    part: Part = WHOLE
 
 
 def without_autocast(
@@ -127,6 +129,9 @@ class RetrievalLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the ``LayerKV`` for tokens shaped like these, ``[B, Hkv, *, D]``."""
         index, store = self._make_index(), partial(new_store, LayerReference(self))
+        _, shape, part = self.layer_info
+        if index is not None and not (shape and shape.rank):
+            index.kv_heads = part.heads(key_states.shape[1])
         rows, options = (key_states, value_states), (self.needs_positions, self._value_in_key)
         self.kv = LayerKV(self.config, index, store, *rows, *options)
         self.is_initialized = True
@@ -508,9 +513,10 @@ class RetrievalLayer(CacheLayerMixin):
         Raises:
             ValueError: keys that this layer of the model doesn't have.
         """
-        shape, heads, dim = self.layer_info.shape, keys.shape[1], keys.shape[3]
-        if shape is None:
+        heads, dim = keys.shape[1], keys.shape[3]
+        if self.layer_info.shape is None:
             return None
+        shape = self.layer_info.shape.held_by(self.layer_info.part.ranks)
         if dim != shape.head_dim or heads not in (shape.kv_heads, shape.heads):
             raise ValueError(
                 f"window.keys are of {heads} KV heads with {dim} numbers, and this model has "

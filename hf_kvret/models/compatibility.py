@@ -237,6 +237,11 @@ class AttentionShape(NamedTuple):
         """Numbers in the keys of a token."""
         return self.kv_heads * self.head_dim
 
+    def held_by(self, ranks: int) -> AttentionShape:
+        """What each of ``ranks`` processes holds: a part of the heads, or all latent rows."""
+        kv_heads = self.kv_heads if self.rank else self.kv_heads // ranks
+        return self._replace(heads=self.heads // ranks, kv_heads=kv_heads)
+
 
 def layer_shape(config: PreTrainedConfig, layer: int) -> AttentionShape:
     """Shape of the model's layer number ``layer``, for a ``config`` that passes ``check_config``.

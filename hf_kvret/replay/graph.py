@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.window import Capture, Window, wide_mask
+from hf_kvret.models.ranks import is_split
 from hf_kvret.models.versions import CACHE_NAMES, DummyLayer, cache_argument
 from hf_kvret.replay.layer_step import LayerStep, SlidingStep
 from hf_kvret.replay.recorders import RECORDERS, Recorder
@@ -358,6 +359,8 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return f"the model is on {device}, and only {', '.join(RECORDERS)} devices have graphs"
     if {parameter.device for parameter in model.parameters()} != {device}:
         return "the model's weights lie on several devices"
+    if is_split(model):
+        return "the model is split over processes, and their exchange was not tried in a graph"
     still = RetrievalLayer, DummyLayer
     others = [x for x in cache.layers if not isinstance(x, still) and not _slides(x)]
     if others:

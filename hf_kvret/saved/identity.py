@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_kvret.models.compatibility import by_layer, is_latent, layer_shapes, one_or_all
+from hf_kvret.models.ranks import part_of
 from hf_kvret_model_patches.decoders import decoder_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class CacheIdentity:
         name: hub id or name of the model, for display only.
         facts: facts that must agree, by name: type, counts and widths, types of layers, RoPE,
             ``dtype``, ``quantization.<setting>``, and ``adapters`` that are active.
-        weights: digests of 16 elements each, or of codes of quantized weights, by parameter.
+        weights: digests of 16 elements each, or of codes of quantized weights, by parameter; of a
+            weight in shards that of this process' shard, by parameter and place.
     """
 
     name: str
@@ -92,6 +94,8 @@ def identity_of(model: PreTrainedModel) -> CacheIdentity:
     facts |= {"dtype": str(decoder.dtype).removeprefix("torch."), **_quantization(model)}
     if adapters := _active_adapters(decoder):
         facts["adapters"] = sorted(set(adapters.values()))
+    # First, as it explains other differences.
+    facts = part_of(model).facts(model.config) | facts
     identity = CacheIdentity(model_name(model), facts, _weights(model, decoder, tuple(adapters)))
     if _newest.get(model) != identity:
         _newest[model] = _newest[decoder] = identity
@@ -168,7 +172,8 @@ def _weights(
 
 def _digests(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, str]:
     """Hex digests of 16 elements of up to ``count`` of ``tensors``, of those that can be read."""
-    plain = ((name, plain_tensor(tensor)) for name, tensor in tensors.items())
+    local = dict(_local(name, tensor) for name, tensor in tensors.items())
+    plain = ((name, plain_tensor(tensor)) for name, tensor in local.items())
     readable = {name: tensor for name, tensor in plain if tensor is not None}
     digests = {}
     for name in chosen(readable, count):
@@ -180,13 +185,17 @@ def _digests(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, str]:
     return digests
 
 
-def plain_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The first plain tensor that holds ``tensor``; None if none can be read.
+def _local(name: str, tensor: Any) -> tuple[str, torch.Tensor]:
+    """``tensor`` by its name; of one in shards this process' own, by a name that says which."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return name, tensor
+    where = ", ".join(map(str, mesh.get_coordinate()))
+    return f"{name} at {where} of {', '.join(map(str, mesh.shape))}", tensor.detach().to_local()
 
-    Shards are not read: they differ by rank.
-    """
-    if hasattr(tensor, "device_mesh"):
-        return None
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The first plain tensor that holds ``tensor``; None if none can be read."""
     if hasattr(tensor, "__tensor_flatten__"):
         inner = (getattr(tensor, name, None) for name in tensor.__tensor_flatten__()[0])
         plain = (plain_tensor(one) for one in inner if isinstance(one, torch.Tensor))
@@ -312,6 +321,8 @@ def model_name(model: PreTrainedModel, name: str | None = None) -> str:
 
 
 def _in_words(name: str, theirs: Any, ours: Any) -> str:
+    if name == "rank":
+        return f"filled by rank {theirs or '0 of 1'}, and this is rank {ours or '0 of 1'}"
     if name == "model_type":
         return f"made for a {_shown(theirs)} model, this one is {ours}"
     if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):

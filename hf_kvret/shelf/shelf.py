@@ -26,6 +26,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.methods.known import METHODS
 from hf_kvret.models.exact_chunks import depends_on_length, why_whole
+from hf_kvret.models.ranks import is_split
 from hf_kvret.options.config import LOAD_OPTIONS, byte_count
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import identity_of
@@ -380,6 +381,11 @@ def _check_model(model: PreTrainedModel) -> None:
     if len(devices) > 1:
         raise ValueError(
             f"the model lies on {', '.join(sorted(devices))}: a shelf serves models on one device"
+        )
+    if is_split(model):
+        raise ValueError(
+            "the model is split over processes, of which each could find another prompt on a "
+            "shelf: take save_pretrained and from_pretrained"
         )
     why = why_whole(model.config) or ""
     if depends_on_length(model.config):

@@ -31,7 +31,8 @@ SMALL: dict[str, Any] = {
 """Settings of every model in the zoo."""
 
 
-def _config(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
+def small_config(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
+    """Makes the configuration of a type with ``SMALL`` and ``changes``, anew at each call."""
     return lambda: AutoConfig.for_model(model_type, **{**SMALL, **changes})
 
 
@@ -127,17 +128,21 @@ _YARN = {
 
 _ZOO = (
     TinyModel(
-        "llama", _config("llama", rope_parameters=_LLAMA3_ROPE), (0, 1), "llama3 rope, GQA", seed=4
+        "llama",
+        small_config("llama", rope_parameters=_LLAMA3_ROPE),
+        (0, 1),
+        "llama3 rope, GQA",
+        seed=4,
     ),
-    TinyModel("qwen2", _config("qwen2"), (0, 1), "biases on q, k, v"),
-    TinyModel("qwen3", _config("qwen3", head_dim=24), (0, 1), "q/k norm, head dim 24", seed=3),
+    TinyModel("qwen2", small_config("qwen2"), (0, 1), "biases on q, k, v"),
+    TinyModel("qwen3", small_config("qwen3", head_dim=24), (0, 1), "q/k norm, head dim 24", seed=3),
     TinyModel(
-        "mistral", _config("mistral", sliding_window=None, head_dim=16), (0, 1), "full", seed=4
+        "mistral", small_config("mistral", sliding_window=None, head_dim=16), (0, 1), "full", seed=4
     ),
-    TinyModel("phi3", _config("phi3"), (0, 1), "q, k and v in one matrix"),
+    TinyModel("phi3", small_config("phi3"), (0, 1), "q, k and v in one matrix"),
     TinyModel(
         "gemma2",
-        _config("gemma2", head_dim=16, query_pre_attn_scalar=16, **_SLIDE_AND_FULL),
+        small_config("gemma2", head_dim=16, query_pre_attn_scalar=16, **_SLIDE_AND_FULL),
         (1, 2),
         "soft cap of 50 on the scores, layers that slide",
         seed=4,
@@ -145,7 +150,7 @@ _ZOO = (
     ),
     TinyModel(
         "gemma3",
-        _config("gemma3_text", head_dim=16, query_pre_attn_scalar=16, **_SLIDE_AND_FULL),
+        small_config("gemma3_text", head_dim=16, query_pre_attn_scalar=16, **_SLIDE_AND_FULL),
         (1, 2),
         "q/k norm, layers that slide, two kinds of rope",
         seed=1,
@@ -160,14 +165,14 @@ _ZOO = (
     ),
     TinyModel(
         "gpt_oss",
-        _config("gpt_oss", rope_parameters=_YARN, **_GPT_OSS, **_SLIDE_AND_FULL),
+        small_config("gpt_oss", rope_parameters=_YARN, **_GPT_OSS, **_SLIDE_AND_FULL),
         (1, 2),
         "attention sinks, layers that slide, experts",
         seed=2,
     ),
     TinyModel(
         "gpt_neox",
-        _config(
+        small_config(
             "gpt_neox",
             rope_parameters={
                 "rope_type": "default",
@@ -185,27 +190,40 @@ _ZOO = (
         "learned positions, MHA",
     ),
     TinyModel(
-        "cohere", _config("cohere", logit_scale=1.0), (0, 1), "interleaved rope, parallel block"
+        "cohere",
+        small_config("cohere", logit_scale=1.0),
+        (0, 1),
+        "interleaved rope, parallel block",
     ),
-    TinyModel("glm", _config("glm", head_dim=16), (0, 1), "interleaved rope on half of the head"),
-    TinyModel("olmo2", _config("olmo2"), (0, 1), "norms after attention", seed=1),
     TinyModel(
-        "exaone4", _config("exaone4", **_SLIDE_AND_FULL), (1, 2), "full layers without rope", seed=2
+        "glm", small_config("glm", head_dim=16), (0, 1), "interleaved rope on half of the head"
+    ),
+    TinyModel("olmo2", small_config("olmo2"), (0, 1), "norms after attention", seed=1),
+    TinyModel(
+        "exaone4",
+        small_config("exaone4", **_SLIDE_AND_FULL),
+        (1, 2),
+        "full layers without rope",
+        seed=2,
     ),
     TinyModel(
         "smollm3",
-        _config("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1]),
+        small_config("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1]),
         (0, 1, 2),
         "a layer without rope",
     ),
     TinyModel(
         "mixtral",
-        _config("mixtral", num_local_experts=4, num_experts_per_tok=2),
+        small_config("mixtral", num_local_experts=4, num_experts_per_tok=2),
         (0, 1),
         "experts",
     ),
     TinyModel(
-        "qwen3_next", _config("qwen3_next", **QWEN3_NEXT), (1, 2), "linear hybrid, gated", seed=5
+        "qwen3_next",
+        small_config("qwen3_next", **QWEN3_NEXT),
+        (1, 2),
+        "linear hybrid, gated",
+        seed=5,
     ),
     TinyModel(
         "qwen2_vl",
@@ -214,7 +232,9 @@ _ZOO = (
         "text in three dimensions of positions, composite config",
         architecture="Qwen2VLForConditionalGeneration",
     ),
-    TinyModel("lfm2", _config("lfm2", **_LFM2), (1, 2), "convolutions between the layers", seed=4),
+    TinyModel(
+        "lfm2", small_config("lfm2", **_LFM2), (1, 2), "convolutions between the layers", seed=4
+    ),
 )
 
 MODELS: dict[str, TinyModel] = {model.name: model for model in _ZOO}
@@ -243,8 +263,8 @@ _BART = {
 _MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": VOCAB_SIZE}
 
 _REFUSED = (
-    TinyModel("falcon", _config("falcon"), (0, 1), "ignores the attention switch"),
-    TinyModel("bloom", _config("bloom", n_head=4), (0, 1), "ignores the attention switch"),
+    TinyModel("falcon", small_config("falcon"), (0, 1), "ignores the attention switch"),
+    TinyModel("bloom", small_config("bloom", n_head=4), (0, 1), "ignores the attention switch"),
     TinyModel(
         "t5",
         lambda: AutoConfig.for_model("t5", **_T5),
@@ -262,7 +282,7 @@ _REFUSED = (
     TinyModel("mamba", lambda: AutoConfig.for_model("mamba", **_MAMBA), (), "no attention"),
     TinyModel(
         "mistral_sliding",
-        _config("mistral", sliding_window=16, head_dim=16),
+        small_config("mistral", sliding_window=16, head_dim=16),
         (),
         "slides in all layers",
     ),
@@ -516,13 +536,15 @@ _ZAYA = {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "router_
 _HYBRID_ZOO = (
     TinyModel(
         "falcon_h1",
-        _config("falcon_h1", head_dim=16, **_FALCON_H1),
+        small_config("falcon_h1", head_dim=16, **_FALCON_H1),
         (0, 1),
         "a linear state before attention, in each layer",
         seed=1,
     ),
-    TinyModel("zamba2", _config("zamba2", **_ZAMBA2), (1, 3), "a linear state behind attention"),
-    TinyModel("zaya", _config("zaya", **_ZAYA), (0, 1), "a convolution of queries and keys"),
+    TinyModel(
+        "zamba2", small_config("zamba2", **_ZAMBA2), (1, 3), "a linear state behind attention"
+    ),
+    TinyModel("zaya", small_config("zaya", **_ZAYA), (0, 1), "a convolution of queries and keys"),
 )
 
 HYBRID_MODELS: dict[str, TinyModel] = {model.name: model for model in _HYBRID_ZOO}

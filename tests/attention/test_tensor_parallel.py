@@ -1,85 +1,113 @@
-"""Two ranks, each with a part of the heads: the tokens of one process."""
+"""Two ranks, each with a part of the heads: the text of one process, or an error on both."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from transformers import PreTrainedModel
 
-from hf_kvret.testing import LATENT_MODELS, MODELS
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODES, TinyModel
+from hf_kvret.testing.models import small_config
+from hf_kvret.testing.ranks import RankCase, RankOutcome, run_on_ranks
 
-RANK = Path(__file__).with_name("tensor_parallel_rank.py")
-RANKS = 2
+from .rank_plays import SMALL
 
+pytest.importorskip("accelerate", reason="transformers spreads a model with accelerate")
 
-def start(folder: Path, out: Path, ranks: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(RANK), str(folder), str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | ranks,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+PLAYS = Path(__file__).with_name("rank_plays.py")
+# Behind a copy of a split model that drafts, transformers' own cache waits forever.
+ALL_MODES = [mode for mode in MODES if mode != "assisted"]
+FEW_MODES = ["beams_ragged", "chunked_prefill", "second_turn_ragged", "crop_deep"]
+METHODS = ["flat", "paris", "lrqk", "ctkvr", "h2o", "a2ats"]
+STORES = ["host", "resident", "cpu", "split", "higgs", "higgs-host"]
+SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+LLAMA = TinyModel("four heads", small_config("llama", **SIZES), (0, 1), "")
 
 
-def results(folder: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
-    """Of each rank; of one process alone where ``ranks`` is 1."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    places = [
-        {**address, "RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": str(ranks)}
-        for i in range(ranks)
+def play(name: str, method: str = "paris", **options: Any) -> RankCase:
+    return RankCase(method, f"{PLAYS}:{name}", {**SMALL, **options})
+
+
+def more_of(store: str) -> dict[str, Any]:
+    return {"store": store} | ({"device_budget": "20KB"} if store == "split" else {})
+
+
+def covering(method: str, mode: str, artifacts: dict[str, str]) -> RankCase:
+    more = {"artifact": artifacts[method]} if method in artifacts else {}
+    return RankCase(method, mode, {**COVERING_OPTIONS, **more})
+
+
+def in_default_tests(artifacts: dict[str, str]) -> list[RankCase]:
+    learned = {"artifact": artifacts["a2ats"]}
+    return [
+        *(play(name) for name in ("saved", "other_files", "errors", "a_shelf", "by_hand")),
+        play("saved", "a2ats", **learned),
+        *(covering("paris", mode, artifacts) for mode in ALL_MODES),
+        *(covering(method, mode, artifacts) for method in METHODS[2:] for mode in FEW_MODES[:2]),
+        *(RankCase(method, "second_turn", {**SMALL, "rest": "mean"}) for method in METHODS[:3]),
+        RankCase("a2ats", "second_turn", {**SMALL, **learned}),
+        RankCase("paris", "second_turn", {**SMALL, **more_of("split")}),
     ]
-    running = [start(folder, out, place) for place in (places if ranks > 1 else [{}])]
-    try:
-        for process in running:
-            said, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, said
-    finally:
-        for process in running:
-            process.kill()
-    names = [str(i) for i in range(ranks)] if ranks > 1 else ["one"]
-    return [torch.load(f"{out}.{name}.pt") for name in names]
+
+
+def failures(cases: list[RankCase], outcomes: list[RankOutcome]) -> list[str]:
+    pairs = zip(cases, outcomes, strict=True)
+    return [f"{case}: {outcome.detail}" for case, outcome in pairs if not outcome.equal]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return LLAMA.build()
+
+
+@pytest.fixture(scope="module")
+def artifacts(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("artifacts")
+    return {method: tiny_artifact(model, method, folder / method) for method in ("a2ats", "aqua")}
+
+
+def test_two_ranks_give_what_one_process_gives(
+    model: PreTrainedModel, artifacts: dict[str, str]
+) -> None:
+    """All of it in one spawn, which is most of the time."""
+    cases = in_default_tests(artifacts)
+    refused = [
+        RankCase("aqua", "greedy", {"artifact": artifacts["aqua"]}),
+        RankCase("stock", "second_turn"),
+    ]
+    *outcomes, aqua, stock = run_on_ranks(model, [*cases, *refused], ranks=2)
+    assert failures(cases, outcomes) == []
+    assert stock.equal, stock.detail
+    assert "refused: " in aqua.detail and "pass predictor='none'" in aqua.detail
+
+
+@pytest.mark.slow
+def test_four_ranks_give_what_one_process_gives(
+    model: PreTrainedModel, artifacts: dict[str, str]
+) -> None:
+    cases = [
+        *(covering(method, mode, artifacts) for method in METHODS for mode in FEW_MODES),
+        *(
+            RankCase(method, mode, {**SMALL, **more_of(store)})
+            for store in STORES
+            for method in ("paris", "lrqk")
+            for mode in ("second_turn", "beams", "greedy_ragged")
+        ),
+    ]
+    assert failures(cases, run_on_ranks(model, cases, ranks=4, seconds=600)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe_lite"])
-def test_each_rank_gives_what_one_process_gives(family: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="transformers spreads a model with accelerate")
+def test_ranks_share_the_rows_of_latents(family: str) -> None:
+    """One selection serves all heads of a latent, those of other ranks too: it has to cover all."""
     model = LATENT_MODELS[family].build()
-    model.save_pretrained(tmp_path / "model")
-    (expected,) = results(tmp_path / "model", tmp_path / "out", 1)
-    name, shape, (heads, width, rank) = expected.pop("weight")
-    assert (name, shape) == ("Parameter", (heads * width, rank))
-    text = expected["dynamic"]
-    assert all(torch.equal(found, text) for found in expected.values())
-    for found in results(tmp_path / "model", tmp_path / "out", RANKS):
-        # These are this rank's heads of a weight that knows its whole shape.
-        assert found.pop("weight") == ("DTensor", shape, (heads // RANKS, width, rank))
-        assert found.keys() == expected.keys()
-        assert [method for method in found if not torch.equal(found[method], text)] == []
-
-
-@pytest.mark.slow
-def test_each_rank_selects_and_samples_as_one_process_does(tmp_path: Path) -> None:
-    """By head: with small budgets, and with what stands for the rest, seeded by head too."""
-    pytest.importorskip("accelerate", reason="transformers spreads a model with accelerate")
-    MODELS["llama"].build().save_pretrained(tmp_path / "model")
-    (expected,) = results(tmp_path / "model", tmp_path / "out", 1)
-    kinds = {found.numpy().tobytes() for found in expected.values()}
-    assert len(kinds) > 2, "all variants say the same, so that none of them is told apart"
-    for found in results(tmp_path / "model", tmp_path / "out", RANKS):
-        assert found.keys() == expected.keys()
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    cases = [
+        *(covering(x, "second_turn", {}) for x in ("flat", "paris", "lrqk", "ctkvr", "h2o")),
+        RankCase("latent", "second_turn", {"recent": 8, "flush": 4}),
+        RankCase("flat", f"{PLAYS}:latent_weight", COVERING_OPTIONS),
+    ]
+    assert failures(cases, run_on_ranks(model, cases, ranks=2)) == []

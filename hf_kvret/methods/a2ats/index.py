@@ -202,7 +202,8 @@ class A2ATSIndex(Index):
     def _on(self, device: torch.device) -> LearnedLayer:
         """The layer's codebook and metric on ``device``, loaded at first use."""
         if self._quantizer is None:
-            self._quantizer = learned_layer(self.options.load(), self.layer, device)
+            artifact = self.options.load()
+            self._quantizer = learned_layer(artifact, self.layer, device, self.kv_heads)
         return self._quantizer
 
 

@@ -302,8 +302,12 @@ def _check_metric(artifact: CalibrationArtifact, layer: int) -> None:
         raise damaged(artifact, f"has a metric of layer {layer} that can't be inverted")
 
 
-def learned_layer(artifact: CalibrationArtifact, layer: int, device: torch.device) -> LearnedLayer:
+def learned_layer(
+    artifact: CalibrationArtifact, layer: int, device: torch.device, heads: range | None = None
+) -> LearnedLayer:
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
+
+    ``heads`` are the KV heads that this process holds; None: all of them.
 
     Raises:
         ValueError: as ``check_whole``.
@@ -311,9 +315,11 @@ def learned_layer(artifact: CalibrationArtifact, layer: int, device: torch.devic
     check_each(artifact, [layer], _check_layer)
 
     def make() -> LearnedLayer:
-        words, metric = (artifact.tensors[f"layers.{layer}.{x}"] for x in ("codewords", "metric"))
+        names = (f"layers.{layer}.{name}" for name in ("codewords", "metric"))
+        held = slice(None) if heads is None else slice(heads.start, heads.stop)
+        words, metric = (artifact.tensors[name][held] for name in names)
         options = _options(artifact)
         space = SPACES[options.space](learned_rope(artifact, layer), options.distance)
         return LearnedLayer(words, metric.float(), space).to(device)
 
-    return made_once(artifact, (layer, device), make)
+    return made_once(artifact, (layer, device, heads), make)

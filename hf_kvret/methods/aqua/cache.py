@@ -18,6 +18,7 @@ from hf_kvret.methods.aqua.kivi import KiviStore
 from hf_kvret.methods.aqua.learned import METHOD, check_artifact, learned_options
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.models.compatibility import is_latent, retrieval_shapes
+from hf_kvret.models.ranks import part_of
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import PagedStore, Store, StoreChoice
 from hf_kvret_kernels.higgs.codec import SMALLEST_GROUP
@@ -98,10 +99,15 @@ class AquaKVCache(RetrievalCache):
         """Refuse a model with other weights than the artifact was made from.
 
         Raises:
-            ValueError: it has.
+            ValueError: it has; a tensor parallel model, whose heads can't predict each other.
         """
         assert isinstance(self.options, AquaConfig)
         if self.options.predictor == "artifact":
+            if not part_of(model).is_whole:
+                raise ValueError(
+                    "all KV heads of a token predict together, and each rank of this tensor "
+                    "parallel model has some of them: pass predictor='none'"
+                )
             self.options.load().check_weights(model)
 
 

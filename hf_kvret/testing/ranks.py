@@ -1,0 +1,208 @@
+"""Conformance on several ranks: a tensor parallel model must give what one process gives.
+
+    outcomes = run_on_ranks(model, [RankCase("paris", "beams", {"top_k": 8})], ranks=2)
+
+The ranks are processes of this machine, which speak by gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_kvret.registry import attach, registered_methods, restore
+from hf_kvret.testing.conformance import LOGIT_TOLERANCE, cold_rows_read, first_difference
+from hf_kvret.testing.modes import MODES, Mode
+from hf_kvret.testing.scenario import FAILURES, Outcome, describe
+
+_MODEL, _CASES = "model", "cases.json"
+_COLLECTIVE_SECONDS = 60
+_FOREIGN = "stock"
+"""The method that is transformers' own cache."""
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """A method and a mode of use, and options of the cache.
+
+    Attributes:
+        method: by name; ``"stock"`` is transformers' own cache.
+        mode: one of ``MODES``, or ``"file.py:function"`` for one of your own, which gets a
+            ``Scenario`` and a folder that all ranks see.
+        options: of the cache.
+    """
+
+    method: str
+    mode: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What came out of a case on all ranks.
+
+    Attributes:
+        equal: each rank gave what one process gives, and some cold row was read.
+        detail: else what differed or was missing; ``"refused: ..."`` where each rank raised the
+            same error.
+    """
+
+    equal: bool
+    detail: str = ""
+
+
+# Of a case on one rank: values, and cold rows that were read; or an error in one line.
+_Found = tuple[dict[str, torch.Tensor], int] | str
+
+
+def run_on_ranks(
+    model: PreTrainedModel, cases: Sequence[RankCase], ranks: int, seconds: float = 240
+) -> list[RankOutcome]:
+    """What each of ``cases`` gives on as many processes as ``ranks``, compared with this one.
+
+    Args:
+        model: on the CPU; its folder is read by each rank, with ``tp_plan="auto"``.
+        cases: in order, with one load of the model.
+        ranks: processes.
+        seconds: until a rank is given up.
+
+    Raises:
+        RuntimeError: a rank ended without results; the message has the end of its output.
+    """
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model.save_pretrained(folder / _MODEL)
+        (folder / _CASES).write_text(json.dumps([asdict(case) for case in cases]))
+        spawned = _spawn([sys.executable, "-m", __spec__.name, scratch], ranks, folder)
+        try:
+            # Read from the folder too, so that settings are those of the ranks.
+            alone = _run_cases(_load(folder), cases, folder / "alone")
+            _wait(spawned, folder, seconds)
+        finally:
+            for process in spawned:
+                process.kill()
+        each = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
+    return [_compare(alone[i], [found[i] for found in each]) for i in range(len(cases))]
+
+
+def _spawn(command: list[str], ranks: int, folder: Path) -> list[subprocess.Popen[bytes]]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    spawned = []
+    for rank in range(ranks):
+        own = {**shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {name: str(value) for name, value in own.items()}
+        with (folder / f"{rank}.log").open("wb") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        spawned.append(process)
+    return spawned
+
+
+def _wait(spawned: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> None:
+    """Wait for all; RuntimeError with what was said by those that failed."""
+    end, faults = time.monotonic() + seconds, []
+    for rank, process in enumerate(spawned):
+        try:
+            how = f"ended with {process.wait(max(1.0, end - time.monotonic()))}"
+        except subprocess.TimeoutExpired:
+            how = "did not end"
+        if process.returncode != 0:
+            said = (folder / f"{rank}.log").read_text(errors="replace")[-2000:]
+            faults.append(f"rank {rank} {how}: {said}")
+    if faults:
+        raise RuntimeError("\n".join(faults))
+
+
+def _load(folder: Path, **options: Any) -> PreTrainedModel:
+    path = folder / _MODEL
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+
+def _run_cases(
+    model: PreTrainedModel,
+    cases: Sequence[RankCase],
+    folder: Path,
+    finish: Callable[[], object] = lambda: None,
+) -> list[_Found]:
+    found = []
+    for number, case in enumerate(cases):
+        found.append(_run_case(model, case, folder / str(number)))
+        finish()
+    return found
+
+
+def _mode(name: str, folder: Path) -> Mode:
+    if name in MODES:
+        return MODES[name]
+    path, _, function = name.rpartition(":")
+    play = runpy.run_path(path)[function]
+    return Mode(function, partial(play, folder=folder), direct=False)
+
+
+def _run_case(model: PreTrainedModel, case: RankCase, folder: Path) -> _Found:
+    mode, is_ours = _mode(case.mode, folder), case.method != _FOREIGN
+
+    def make_cache() -> Any:
+        return registered_methods()[case.method](model.config, **case.options)
+
+    try:
+        if is_ours and mode.direct:
+            attach(model)
+        outcome = mode.run(model, make_cache if is_ours else None)
+    except (*FAILURES, AssertionError) as error:
+        return describe(error)
+    finally:
+        restore(model)
+    read = sum(cold_rows_read(cache) for cache in outcome.caches) if is_ours else 1
+    return outcome.values, read
+
+
+def _compare(alone: _Found, each: list[_Found]) -> RankOutcome:
+    errors = [found for found in each if isinstance(found, str)]
+    if errors:
+        same = len(errors) == len(each) and len(set(errors)) == 1
+        return RankOutcome(False, f"refused: {errors[0]}" if same else f"raised: {errors}")
+    if isinstance(alone, str):
+        return RankOutcome(False, f"one process raised {alone}, and the ranks did not")
+    expected, read = Outcome(alone[0]), 0
+    for rank, found in enumerate(each):
+        assert not isinstance(found, str), "errors are returned"
+        difference = first_difference(Outcome(found[0]), expected, LOGIT_TOLERANCE)
+        if difference is not None:
+            return RankOutcome(False, f"rank {rank}: {difference}")
+        read += found[1]
+    return RankOutcome(read > 0, "" if read else "no cold row was read")
+
+
+def _main(folder: Path) -> None:
+    """One rank: write what the cases give to ``<rank>.pt``."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
+    model = _load(folder, tp_plan="auto")
+    cases = [RankCase(**case) for case in json.loads((folder / _CASES).read_text())]
+    found = _run_cases(model, cases, folder / "ranks", distributed.barrier)
+    torch.save(found, folder / f"{distributed.get_rank()}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
