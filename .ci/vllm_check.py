@@ -1,0 +1,208 @@
+"""What ``.ci/vllm`` runs in an environment with vLLM: ``python .ci/vllm_check.py``.
+
+vLLM's tokens with our attention must be those of our own caches in transformers: ragged requests,
+twice, so that the second time finds its prompts in vLLM's prefix cache. Then requests a second with
+a prompt of 16K tokens, ours and vLLM's own attention one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+SIZES = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+POSITIONS = {"max_position_embeddings": 20_480, "vocab_size": 264}
+WINDOW = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 1}
+COVERING, SMALL = {**WINDOW, "top_k": 10**6}, {**WINDOW, "top_k": 32}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+NEW_TOKENS, LONG, LONG_REQUESTS, LONG_TOKENS = 16, 16_384, 4, 64
+
+
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Case(NamedTuple):
+    """A run of vLLM: the method and its options, and arguments of ``LLM``."""
+
+    name: str
+    method: str
+    options: Mapping[str, Any]
+    arguments: Mapping[str, Any] = NONE
+    model: str = "llama"
+    refusal: str = ""
+
+
+TINY_POOL = {"num_gpu_blocks_override": 7, "block_size": 128, "max_model_len": 512}
+CASES = (
+    Case("flat, covering", "flat", COVERING),
+    Case("paris, covering", "paris", COVERING),
+    Case("flat, 32 rows", "flat", SMALL),
+    Case("paris, 32 rows", "paris", SMALL),
+    Case("paris, window moves by 8", "paris", {**COVERING, "flush": 8}),
+    Case("paris, prompts in chunks", "paris", SMALL, {"max_num_batched_tokens": 128}),
+    Case("paris, preempted requests", "paris", SMALL, TINY_POOL),
+    Case("paris, 2 ranks", "paris", SMALL, {"tensor_parallel_size": 2}),
+    Case("latent attention", "paris", SMALL, NONE, "deepseek_v2", "latent attention"),
+    Case(
+        "a store of ours", "paris", {"store": "host"}, NONE, "llama", "store is of a cache of our"
+    ),
+    Case("lrqk", "lrqk", SMALL, NONE, "llama", "decode steps of vLLM select by flat or paris"),
+)
+
+
+def prompts() -> list[list[int]]:
+    """Token ids of three ragged requests."""
+    return [[(7 * i + 3 * j) % 250 + 4 for i in range(300 + 10 * j)] for j in range(3)]
+
+
+def named(method: str, options: Mapping[str, Any]) -> str:
+    """The text of ``HF_KVRET_VLLM``."""
+    return ":".join([method, *(f"{name}={value}" for name, value in options.items())])
+
+
+def make_models(folder: Path) -> None:
+    """Save a small model for the cases, a wider one for the times, and one of latents."""
+    from hf_kvret.testing import LATENT_MODELS, TinyModel
+    from hf_kvret.testing.models import small_config
+
+    small = small_config("llama", **SIZES, **POSITIONS, num_hidden_layers=3)
+    wide = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    long = small_config("llama", **wide, **heads, **POSITIONS)
+    TinyModel("llama", small, (0, 1, 2), "").build().save_pretrained(folder / "llama")
+    TinyModel("long", long, (0, 1), "").build().save_pretrained(folder / "long")
+    LATENT_MODELS["deepseek_v2"].build().save_pretrained(folder / "deepseek_v2")
+
+
+def expected(folder: Path) -> dict[str, list[list[int]]]:
+    """By case, the tokens of our caches in transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import hf_kvret
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).eval()
+    run = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    texts = {}
+    for case in CASES:
+        if case.refusal:
+            continue
+        cls = hf_kvret.registry.registered_methods()[case.method]
+        options = {**case.options, **({"center": False} if case.method == "paris" else {})}
+        texts[case.name] = []
+        for ids in prompts():
+            cache = cls(model.config, **options)
+            text = model.generate(torch.tensor([ids]), past_key_values=cache, **run)
+            texts[case.name].append(text[0, len(ids) :].tolist())
+    return texts
+
+
+def run_vllm(folder: Path, model: str, arguments: dict[str, Any]) -> None:
+    """In a process of its own: print the tokens of two rounds as JSON, or those of a long prompt
+    and their seconds."""
+    from vllm import LLM, SamplingParams
+
+    is_long = model == "long"
+    usual = {"max_model_len": 20_480 if is_long else 1024, "max_num_seqs": 4}
+    llm = LLM(
+        str(folder / model),
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        **{**usual, **arguments},
+    )
+    count = LONG_TOKENS if is_long else NEW_TOKENS
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+    def generate(texts: list[list[int]]) -> list[list[int]]:
+        results = llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling)
+        return [list(one.outputs[0].token_ids) for one in results]
+
+    if not is_long:
+        print(json.dumps([generate(prompts()), generate(prompts())]))
+        return
+    document = [(i * i + 7 * i) % 250 + 4 for i in range(LONG)]
+    generate([[*document, 5]])
+    start = time.perf_counter()
+    tokens = generate([[*document, 9 + number] for number in range(LONG_REQUESTS)])
+    print(json.dumps([tokens, time.perf_counter() - start]))
+
+
+def in_process(folder: Path, model: str, arguments: Mapping[str, Any], text: str) -> Any:
+    """What ``run_vllm`` prints, or the end of an error."""
+    command = [sys.executable, __file__, str(folder), model, json.dumps(dict(arguments))]
+    environment = {**os.environ, **ENVIRONMENT, "HF_KVRET_VLLM": text}
+    if model == "long":
+        environment["OMP_NUM_THREADS"] = str(os.cpu_count())
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    if ended.returncode == 0:
+        return json.loads(ended.stdout.strip().splitlines()[-1])
+    return ended.stdout + ended.stderr
+
+
+def check_cases(folder: Path) -> int:
+    """Print a line a case; the number of those that failed."""
+    texts, failed = expected(folder), 0
+    for case in CASES:
+        found = in_process(folder, case.model, case.arguments, named(case.method, case.options))
+        if case.refusal:
+            good, what = case.refusal in str(found), "refused at the start"
+        else:
+            good, what = found == [texts[case.name]] * 2, "transformers' tokens, twice"
+        failed += not good
+        print(f"{'ok    ' if good else 'FAILED'}  {case.name}: {what}", flush=True)
+        if not good:
+            print(f"        {str(found)[-3000:]}")
+    return failed
+
+
+def measure(folder: Path) -> None:
+    """Print requests a second, ours and vLLM's, and their ratio."""
+    seconds = []
+    for text in ("", "paris:top_k=512:recent=64:flush=64"):
+        found = in_process(folder, "long", NONE, text)
+        if isinstance(found, str):
+            raise RuntimeError(found[-3000:])
+        seconds.append(found[1])
+        rate, name = LONG_REQUESTS / found[1], text or "vLLM's own attention"
+        print(f"{name}: {rate:.3f} requests/s, of {LONG:,} + {LONG_TOKENS} tokens", flush=True)
+    print(f"ratio: {seconds[0] / seconds[1]:.2f}")
+
+
+def main() -> int:
+    """The exit status: 1 where a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("one", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--no-times", action="store_true", help="leave the measurement out")
+    options = parser.parse_args()
+    if options.one:
+        folder, model, arguments = options.one
+        run_vllm(Path(folder), model, json.loads(arguments))
+        return 0
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        make_models(folder)
+        failed = check_cases(folder)
+        if not options.no_times:
+            measure(folder)
+    return min(1, failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

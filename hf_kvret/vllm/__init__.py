@@ -1,0 +1,77 @@
+"""vLLM with decode steps that read ``top_k`` rows of its own pages.
+
+``HF_KVRET_VLLM=paris:top_k=512 vllm serve MODEL``; without that variable vLLM is as it was. See
+docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.methods.paris import ParisConfig
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.registry import registered_methods
+from hf_kvret_cli.vllm_plugin import VARIABLE
+
+__all__ = ["VARIABLE", "register", "selection_of"]
+
+_METHODS = ("flat", "paris")
+# Options that say how to select. Others are of a cache of our own, which there is none of.
+_OPTIONS = {
+    *("top_k", "sink", "recent", "flush", "dense_below"),
+    *("subspace_dim", "tiers", "schedule", "per_selected", "group_reduce", "levels", "seed"),
+}
+_BACKENDS = {
+    "CPU_ATTN": "hf_kvret.vllm.cpu.SelectingBackend",
+    "FLASH_ATTN": "hf_kvret.vllm.cuda.SelectingBackend",
+    "FLASHINFER": "hf_kvret.vllm.cuda.SelectingBackend",
+    "TRITON_ATTN": "hf_kvret.vllm.cuda.SelectingBackend",
+}
+
+
+def selection_of(text: str) -> tuple[type[RetrievalCache], RetrievalConfig]:
+    """The method that ``text`` names, ``paris:top_k=512`` for instance, and its options.
+
+    Codes of paris are those of keys as they are: a mean key would be that of one request.
+
+    Raises:
+        ValueError: another method than flat and paris, an unknown option, or one that says nothing
+            about a selection.
+    """
+    choice = choose_cache(text)
+    if choice.method not in _METHODS or choice.options is None:
+        raise ValueError(
+            f"{VARIABLE}={text!r}: decode steps of vLLM select by {' or '.join(_METHODS)}; take "
+            "transformers for the other methods"
+        )
+    method, options = registered_methods()[choice.method], choice.options
+    if isinstance(options, ParisConfig):
+        options = options.replace(center=False)
+    usual = method.Config()
+    for field in dataclasses.fields(options):
+        name, value = field.name, getattr(options, field.name)
+        if name not in {*_OPTIONS, "center"} and value != getattr(usual, name):
+            raise ValueError(
+                f"{VARIABLE}={text!r}: {name} is of a cache of our own, and rows are vLLM's: leave "
+                f"it out; options of a selection are {', '.join(sorted(_OPTIONS))}"
+            )
+    return method, options
+
+
+def register() -> None:
+    """Put our attention in place of vLLM's, as ``HF_KVRET_VLLM`` says.
+
+    Raises:
+        ValueError: as ``selection_of``.
+    """
+    selection_of(os.environ[VARIABLE])
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for backend in AttentionBackendEnum:
+        if backend.name in _BACKENDS:
+            register_backend(backend, _BACKENDS[backend.name])
+        elif "MLA" in backend.name:
+            register_backend(backend, "hf_kvret.vllm.selecting.RefusedBackend")

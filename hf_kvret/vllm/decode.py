@@ -1,0 +1,130 @@
+"""A decode step over vLLM's pages: each request attends to sinks, recent tokens and ``top_k`` rows.
+
+Nothing here imports vLLM. Selection is that of ``cache_implementation="paris"`` or ``"flat"`` with
+the same options, but that the window moves at multiples of ``flush`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, Scoring
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.vllm.sequences import Sequence
+from hf_kvret_kernels import host_step
+from hf_kvret_kernels._dispatch import preferred
+from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.paged import PagedRows
+
+
+@dataclass(frozen=True)
+class Selector:
+    """How a layer selects.
+
+    Attributes:
+        method: whose index it is.
+        options: of the method.
+        layer: name of the layer.
+        scale: factor of the dot products.
+        softcap: or None.
+    """
+
+    method: type[RetrievalCache]
+    options: RetrievalConfig
+    layer: str
+    scale: float
+    softcap: float | None = None
+
+    def cold_end(self, length: int) -> int:
+        """The first tokens of ``length``, the query's included, that are selected among."""
+        options = self.options
+        if length <= options.dense_len:
+            return 0
+        return max(0, length - 1 - options.recent) // options.flush * options.flush
+
+
+def decode(
+    selector: Selector,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    lengths: Items[int],
+    sequences: Items[Sequence],
+) -> torch.Tensor:
+    """Attention ``[B, Hq, D]`` of one query a request to what it selects.
+
+    Args:
+        selector: of the layer.
+        query: ``[B, Hq, D]``.
+        pages: ``[blocks, Hkv, block_len, 2 * D]``, key and value of a token side by side.
+        table: ``[B, max_blocks]`` int32, the blocks of each request.
+        lengths: tokens of each request, that of its query included, whose rows are in ``pages``.
+        sequences: of each request, see ``Sequences``; tokens that left the window are added.
+    """
+    results = []
+    for number, (length, sequence) in enumerate(zip(lengths, sequences, strict=True)):
+        rows = PagedRows([pages], table[number : number + 1], query.shape[-1], tokens=length)
+        one, end = query[number, None, :, None], selector.cold_end(length)
+        if end > selector.options.sink:
+            results.append(_select(selector, one, rows, end, sequence))
+        else:
+            ids = torch.arange(length, device=query.device, dtype=torch.int32)
+            results.append(_attend(selector, one, rows, ids.expand(1, rows.heads, 1, -1)))
+    return torch.cat(results)[:, :, 0]
+
+
+def _select(
+    selector: Selector, query: torch.Tensor, rows: PagedRows, end: int, sequence: Sequence
+) -> torch.Tensor:
+    """Attention ``[1, Hq, 1, D]`` to sinks, to tokens from ``end`` on, and to what is found."""
+    options, device = selector.options, query.device
+    index, known = sequence.index(selector.layer, lambda: _new_index(selector))
+    if known < end:
+        new = torch.arange(known, end, device=device)
+        index.add(TokenBlock(*_rows_of(rows, new), known))
+        sequence.added[selector.layer] = end
+    valid = torch.ones(1, end, dtype=torch.bool, device=device)
+    valid[:, : options.sink] = False
+    # An index of these methods reads no rows of a store.
+    store = PagedStore(DeviceMemory(device))
+    scoring = Scoring(valid, selector.scale, selector.softcap)
+    cold = ColdTokens(store, scoring, options.budget(end))
+    sinks = torch.arange(options.sink, device=device)
+    always = torch.cat([sinks, torch.arange(end, rows.token_count, device=device)])
+    by_library = query.is_cpu and preferred() is None and not host_step.why_not()
+    search = index.host_search(query, cold) if by_library else None
+    if search is not None:
+        window = host_step.HostWindow(*_rows_of(rows, always), len(always))
+        host_cold = host_step.HostCold(rows, search, valid, cold.budget)
+        scores: dict[str, Any] = {"scale": selector.scale, "softcap": selector.softcap}
+        return host_step.run_step(query, window, host_cold, **scores)[0]
+    ids = index.search(query, cold)
+    shared = always.int().expand(*ids.shape[:3], -1)
+    return _attend(selector, query, rows, torch.cat([shared, ids], dim=-1))
+
+
+def _new_index(selector: Selector) -> Any:
+    return selector.method.make_index(selector.options, 0)
+
+
+def _attend(
+    selector: Selector, query: torch.Tensor, rows: PagedRows, ids: torch.Tensor
+) -> torch.Tensor:
+    scores: dict[str, Any] = {"scale": selector.scale, "softcap": selector.softcap}
+    return gather_attention(query, rows, ids.contiguous(), **scores)[0]
+
+
+def _rows_of(rows: PagedRows, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous keys and values ``[1, Hkv, n, D]`` of the tokens ``ids [n]``."""
+    blocks = rows.table[0, ids // rows.page_len].long()
+    found = rows.chunks[0][blocks, :, ids % rows.page_len].transpose(0, 1)[None]
+    keys, values = found.split(rows.key_dim, dim=-1)
+    return keys.contiguous(), values.contiguous()

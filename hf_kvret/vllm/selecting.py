@@ -1,0 +1,173 @@
+"""What the backends for all devices have in common. vLLM's workers import it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
+
+from hf_kvret.vllm import VARIABLE, selection_of
+from hf_kvret.vllm.decode import Selector, decode
+from hf_kvret.vllm.sequences import Sequence, Sequences
+
+_WITHOUT = f"unset {VARIABLE} for this model"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The requests of a batch that decode one token.
+
+    Attributes:
+        rows: ``[B]`` int64, their places among the batch's tokens.
+        table: ``[B, max_blocks]`` int32, their blocks.
+        lengths: of each, that of its query included.
+        sequences: of each.
+        is_all: the batch has no other tokens.
+    """
+
+    rows: torch.Tensor
+    table: torch.Tensor
+    lengths: Items[int]
+    sequences: Items[Sequence]
+    is_all: bool
+
+
+class SelectingBuilder:
+    """Gives the metadata of a batch the steps in it, once for all layers.
+
+    In front of one of vLLM's builders. Prompts, and drafted tokens, attend to everything. A step
+    selects whatever else is in its batch, so that tokens don't depend on what runs beside.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        # As many again as run at once: a finished request is the beginning of its next turn.
+        most = 2 * vllm_config.scheduler_config.max_num_seqs
+        self._sequences = Sequences(kv_cache_spec.block_size, most)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Never: graphs have all of a model but its attention (piecewise)."""
+        from vllm.v1.attention.backend import AttentionCGSupport
+
+        return AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        """vLLM's metadata with ``steps``, or None. Waits for the device."""
+        common = common_attn_metadata
+        metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
+        self._sequences.note_writes(common.slot_mapping[: common.num_actual_tokens])
+        metadata.steps = self._steps(common) if common.causal is True else None
+        return metadata
+
+    def _steps(self, common: Any) -> Steps | None:
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].long()
+        decodes = starts.diff() == 1
+        if common.is_prefilling is not None:
+            decodes &= ~common.is_prefilling[: common.num_reqs].cpu()
+        if not decodes.any():
+            return None
+        chosen = decodes.nonzero()[:, 0]
+        device = common.block_table_tensor.device
+        rows, chosen = starts[chosen].to(device), chosen.to(device)
+        lengths, table = common.seq_lens[chosen].tolist(), common.block_table_tensor[chosen]
+        sequences = self._sequences.of_requests(table, lengths)
+        return Steps(rows, table, lengths, sequences, len(lengths) == common.num_actual_tokens)
+
+
+class SelectingAttention:
+    """Decode steps that select, in front of one of vLLM's implementations.
+
+    Layers with a sliding window, and of encoders, stay as they are.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        own: Any = self
+        self._method, self._options = selection_of(os.environ[VARIABLE])
+        windows = own.sliding_window
+        window = max(windows) if isinstance(windows, tuple) else windows
+        is_decoder = own.attn_type == AttentionType.DECODER
+        self.selects = is_decoder and window in (None, -1)
+        config = get_current_vllm_config()
+        for there, what in (
+            (own.alibi_slopes is not None, "biases by distance (ALiBi)"),
+            (own.sinks is not None, "learned attention sinks"),
+            (own.kv_sharing_target_layer_name is not None, "layers that read another's keys"),
+            (own.kv_cache_dtype != "auto", f"kv_cache_dtype={own.kv_cache_dtype}"),
+            (config.kv_transfer_config is not None, "rows that a KV connector brings"),
+            (config.parallel_config.decode_context_parallel_size > 1, "decode context parallel"),
+            (own.attn_type == AttentionType.ENCODER_DECODER, "cross attention"),
+        ):
+            if there:
+                raise ValueError(f"hf_kvret selects no rows with {what}: {_WITHOUT}")
+        if self.selects:
+            self._options.check_model(own.head_size)
+
+    @cached_property
+    def _scale_and_cap(self) -> tuple[float, float | None]:
+        own: Any = self
+        return own.scale, float(own.logits_soft_cap or 0.0) or None
+
+    def rows_of(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """``[blocks, Hkv, block_len, 2 * D]``: keys and values side by side, contiguous."""
+        return kv_cache
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As vLLM's own, but that each step attends to what it selects."""
+        steps: Steps | None = getattr(attn_metadata, "steps", None)
+        if steps is None or not self.selects or not steps.is_all:
+            super().forward(  # type: ignore[misc]
+                *(layer, query, key, value, kv_cache, attn_metadata, output),
+                *(output_scale, output_block_scale),
+            )
+        if steps is not None and self.selects:
+            scores = self._scale_and_cap
+            selector = Selector(self._method, self._options, layer.layer_name, *scores)
+            pages, queries = self.rows_of(kv_cache), query[steps.rows]
+            out = decode(selector, queries, pages, steps.table, steps.lengths, steps.sequences)
+            output[steps.rows] = out.view(len(out), *output.shape[1:]).to(output.dtype)
+        return output
+
+
+class RefusedBackend(AttentionBackend):
+    """In place of backends for latent attention, whose rows nothing here reads."""
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """The reason, for vLLM's list of backends that were not chosen."""
+        return [f"hf_kvret selects no rows of latent attention: {_WITHOUT}"]
+
+    @staticmethod
+    def get_name() -> str:
+        """As vLLM shows it."""
+        return "HF_KVRET_REFUSED"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        """ValueError: there is none."""
+        raise ValueError(f"hf_kvret selects no rows of latent attention: {_WITHOUT}")
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        """ValueError: there is none."""
+        return RefusedBackend.get_impl_cls()

@@ -1,0 +1,170 @@
+"""A step over pages of another engine gives what our own cache gives with the same options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import FlatKVCache, ParisKVCache
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.contracts.index import Scoring
+from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.testing import MODELS
+from hf_kvret.vllm import VARIABLE, register, selection_of
+from hf_kvret.vllm.decode import Selector, decode
+from hf_kvret.vllm.sequences import Sequences
+from hf_kvret_cli import vllm_plugin
+from hf_kvret_kernels._dispatch import prefer
+
+BLOCK_LEN, DIM, HEADS, QUERY_HEADS = 16, 16, 2, 4
+WINDOW = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 1}
+LENGTHS = [90, 41, 130]
+SCALE = DIM**-0.5
+
+
+# Of the first token's pass, which nobody looks at.
+NOTHING = torch.zeros(1, QUERY_HEADS, 1, DIM)
+CALL = AttentionCall(Scoring(None, SCALE), lambda: NOTHING)
+
+
+class Engine:
+    """Pages of some requests with random rows, whose blocks lie anywhere."""
+
+    def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.sequences = Sequences(BLOCK_LEN, most=8)
+        self.lengths = lengths
+        self.rows = torch.randn(len(lengths), HEADS, 200, 2 * DIM, generator=generator).to(dtype)
+        self.queries = torch.randn(len(lengths), QUERY_HEADS, DIM, generator=generator).to(dtype)
+        order = torch.randperm(64, generator=generator)
+        self.table = order[: 16 * len(lengths)].view(len(lengths), 16).int()
+        self.pages = torch.full((64, HEADS, BLOCK_LEN, 2 * DIM), torch.nan, dtype=dtype)
+        for number, length in enumerate(lengths):
+            self.write(number, 0, length)
+
+    def write(self, number: int, start: int, end: int) -> None:
+        tokens = torch.arange(start, end)
+        blocks = self.table[number, tokens // BLOCK_LEN].long()
+        slots = blocks * BLOCK_LEN + tokens % BLOCK_LEN
+        self.sequences.note_writes(slots)
+        rows = self.rows[number, :, start:end].transpose(0, 1)
+        self.pages[blocks, :, tokens % BLOCK_LEN] = rows
+
+    def grow(self) -> None:
+        """A token more of each request."""
+        for number, length in enumerate(self.lengths):
+            self.write(number, length, length + 1)
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def step(self, selector: Selector) -> torch.Tensor:
+        sequences = self.sequences.of_requests(self.table, self.lengths)
+        inputs = self.queries, self.pages, self.table, self.lengths, sequences
+        return decode(selector, *inputs)
+
+    def own_step(self, method: type[RetrievalCache], options: Any, number: int) -> torch.Tensor:
+        """``[Hq, D]`` of our own layer, to which the tokens came one after the other."""
+        config = MODELS["llama"].config()
+        layer = method(config, options).retrieval_layers[0]
+        keys, values = self.rows[number, None].split(DIM, dim=-1)
+        end = self.lengths[number]
+        for start in range(end):
+            part = slice(start, start + 1)
+            handle, value = layer.update(keys[:, :, part].contiguous(), values[:, :, part])
+            out = layer.attend(self.queries[number, None, :, None], handle, value, CALL)
+        return out[0, :, 0]
+
+
+METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
+    "flat": (FlatKVCache, {}),
+    "paris": (ParisKVCache, {"center": False}),
+}
+
+
+def selector(name: str, **options: Any) -> Selector:
+    method, more = METHODS[name]
+    return Selector(method, method.Config.of(None, WINDOW | more | options, name), "layer", SCALE)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("backend", ["library", "naive"])
+def test_steps_are_those_of_our_own_cache(name: str, backend: str) -> None:
+    engine, chosen = Engine(LENGTHS), selector(name, top_k=8)
+    for _ in range(3):
+        if backend == "naive":
+            with prefer("naive"):
+                out = engine.step(chosen)
+        else:
+            out = engine.step(chosen)
+        for number in range(len(LENGTHS)):
+            expected = engine.own_step(chosen.method, chosen.options, number)
+            torch.testing.assert_close(out[number], expected, atol=2e-5, rtol=0)
+        engine.grow()
+
+
+def dense(engine: Engine, number: int) -> torch.Tensor:
+    keys, values = engine.rows[number, :, : engine.lengths[number]].float().split(DIM, dim=-1)
+    queries = engine.queries[number].float().view(HEADS, -1, DIM)
+    return ((queries @ keys.mT * SCALE).softmax(-1) @ values).flatten(0, 1)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 10**6}, {"top_k": 8, "dense_below": 10**6}])
+@pytest.mark.parametrize("flush", [1, 7, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_covering_budget_and_short_requests_are_dense(
+    options: dict[str, Any], flush: int, dtype: torch.dtype
+) -> None:
+    engine, chosen = Engine(LENGTHS, dtype), selector("paris", **options, flush=flush)
+    out = engine.step(chosen).float()
+    atol = 2e-5 if dtype == torch.float32 else 2e-2
+    for number in range(len(LENGTHS)):
+        torch.testing.assert_close(out[number], dense(engine, number), atol=atol, rtol=0)
+
+
+def test_a_small_budget_bites_and_a_soft_cap_counts() -> None:
+    engine = Engine(LENGTHS)
+    few = engine.step(selector("flat", top_k=1))
+    assert (few[0] - dense(engine, 0)).abs().max() > 1e-2
+    capped = engine.step(replace(selector("flat", top_k=10**6), softcap=0.5))
+    assert (capped[0] - dense(engine, 0)).abs().max() > 1e-2
+
+
+def test_the_window_moves_at_multiples_of_flush() -> None:
+    chosen = selector("paris", flush=8)
+    ends = [chosen.cold_end(length) for length in (10, 24, 25, 32, 33, 40, 41)]
+    assert ends == [0, 0, 8, 8, 16, 16, 24]
+    assert selector("paris", dense_below=100).cold_end(100) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lrqk", "select by flat or paris"),
+        ("full", "select by flat or paris"),
+        ("paris:store=host", "store is of a cache of our own"),
+        ("paris:rest=mean", "rest is of a cache of our own"),
+        ("paris:top_q=3", "did you mean 'top_k'"),
+    ],
+)
+def test_what_vllm_is_not_told_to_do(
+    text: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        selection_of(text)
+    monkeypatch.setenv(VARIABLE, text)
+    for call in (register, vllm_plugin.register):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_codes_are_of_keys_as_they_are() -> None:
+    method, options = selection_of("paris:top_k=64")
+    assert method is ParisKVCache
+    assert options.top_k == 64 and not options.center  # type: ignore[attr-defined]
+
+
+def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    vllm_plugin.register()
