@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,9 @@ from hf_kvret.vllm import VARIABLE, register, selection_of
 from hf_kvret.vllm.decode import Selector, decode
 from hf_kvret.vllm.sequences import Sequences
 from hf_kvret_cli import vllm_plugin
-from hf_kvret_kernels._dispatch import prefer
+from hf_kvret_kernels._dispatch import interpreted, prefer
+
+from ..simulated_gpu.device import simulated
 
 BLOCK_LEN, DIM, HEADS, QUERY_HEADS = 16, 16, 2, 4
 WINDOW = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 1}
@@ -46,7 +49,7 @@ class Engine:
             self.write(number, 0, length)
 
     def write(self, number: int, start: int, end: int) -> None:
-        tokens = torch.arange(start, end)
+        tokens = torch.arange(start, end, device=self.table.device)
         blocks = self.table[number, tokens // BLOCK_LEN].long()
         slots = blocks * BLOCK_LEN + tokens % BLOCK_LEN
         self.sequences.note_writes(slots)
@@ -63,6 +66,12 @@ class Engine:
         sequences = self.sequences.of_requests(self.table, self.lengths)
         inputs = self.queries, self.pages, self.table, self.lengths, sequences
         return decode(selector, *inputs)
+
+    def to(self, device: str) -> Engine:
+        """Itself, its tensors on ``device``."""
+        for name in ("rows", "queries", "table", "pages"):
+            setattr(self, name, getattr(self, name).to(device))
+        return self
 
     def own_step(self, method: type[RetrievalCache], options: Any, number: int) -> torch.Tensor:
         """``[Hq, D]`` of our own layer, to which the tokens came one after the other."""
@@ -89,14 +98,13 @@ def selector(name: str, **options: Any) -> Selector:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("backend", ["library", "naive"])
+@pytest.mark.parametrize("backend", ["library", "naive", "triton"])
 def test_steps_are_those_of_our_own_cache(name: str, backend: str) -> None:
     engine, chosen = Engine(LENGTHS), selector(name, top_k=8)
+    if backend == "triton" and not interpreted():
+        pytest.skip("Triton runs on the CPU in its interpreter only")
     for _ in range(3):
-        if backend == "naive":
-            with prefer("naive"):
-                out = engine.step(chosen)
-        else:
+        with nullcontext() if backend == "library" else prefer(backend):
             out = engine.step(chosen)
         for number in range(len(LENGTHS)):
             expected = engine.own_step(chosen.method, chosen.options, number)
@@ -168,3 +176,28 @@ def test_codes_are_of_keys_as_they_are() -> None:
 def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     vllm_plugin.register()
+
+
+@pytest.mark.skipif(not interpreted(), reason="a simulated GPU interprets kernels")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_on_a_gpu_waits_for_nothing_but_its_blocks(name: str) -> None:
+    """On a simulated one: kernels read the pages in place, and the host asks once for the table."""
+    pytest.importorskip("triton")
+    chosen = selector(name, top_k=8)
+    on_cpu = Engine(LENGTHS)
+    expected = [on_cpu.step(chosen), (on_cpu.grow(), on_cpu.step(chosen))[1]]
+    with simulated() as gpu:
+        engine = Engine(LENGTHS).to("cuda")
+        for number, each in enumerate(expected):
+            if number:
+                engine.grow()
+            gpu.phase = "blocks"
+            sequences = engine.sequences.of_requests(engine.table, engine.lengths)
+            # An index copies its signs to the device once.
+            gpu.phase = "decode" if number else "first"
+            inputs = engine.queries, engine.pages, engine.table, engine.lengths, sequences
+            out = decode(chosen, *inputs)
+            gpu.phase = "check"
+            torch.testing.assert_close(out.cpu(), each, atol=2e-5, rtol=0)
+        assert not gpu.findings
+        assert not gpu.waits_in("decode")
