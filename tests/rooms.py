@@ -41,7 +41,7 @@ ROOMS = (
     Room("hf_kvret.version", 10),
     Room("hf_kvret.options", 630),
     Room("hf_kvret.contracts", 1_795),
-    Room("hf_kvret.models", 1_220),
+    Room("hf_kvret.models", 1_240),
     Room("hf_kvret.stores", 2_350),
     Room("hf_kvret.layer", 3_585),
     Room("hf_kvret.observe", 755),
@@ -55,10 +55,11 @@ ROOMS = (
     Room("hf_kvret.registry", 330),
     Room(FACE, 65),
     Room("hf_kvret.testing", 2_460),
-    Room("hf_kvret.lab", 16_820),
+    Room("hf_kvret.lab", 16_930),
+    Room("hf_kvret.vllm", 630),
     Room("hf_kvret.cli", 85),
     Room("hf_kvret.__main__", 10),
-    Room("hf_kvret_cli", 85),
+    Room("hf_kvret_cli", 105),
 )
 LEVELS = {room.name: level for level, room in enumerate(ROOMS)}
 NOT_LIBRARY = (KERNELS, "hf_kvret.testing", "hf_kvret.lab")

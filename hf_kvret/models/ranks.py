@@ -65,9 +65,34 @@ def group_size() -> int:
 
 
 def launched_ranks() -> int:
-    """Processes of this run, also of a launcher's (torchrun) that have formed no group yet."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return max(group_size(), int(size) if size.isdecimal() else 1)
+    """Processes of this run, also of a launcher's that have formed no group yet."""
+    return max(group_size(), launched_part().ranks)
+
+
+# A number of this process and how many there are, as torchrun, accelerate or a shell say it, and
+# as Slurm's srun does for the tasks of a step.
+_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+
+
+def launched_part() -> Part:
+    """Which of a launcher's processes this one is, by its environment.
+
+    ValueError for a rank that its number of processes doesn't have.
+    """
+    for rank_name, size_name in _LAUNCHERS:
+        rank, size = (os.environ.get(name, "") for name in (rank_name, size_name))
+        if size.isdecimal() and int(size) > 1:
+            if not rank.isdecimal() or int(rank) >= int(size):
+                raise ValueError(f"{size_name}={size} with {rank_name}={rank!r}: 0 to {size} - 1")
+            return Part(int(rank), int(size))
+    return WHOLE
+
+
+def local_rank() -> int:
+    """Number of this process on its machine, by the launcher; 0 without one."""
+    names = ("LOCAL_RANK", "SLURM_LOCALID")
+    numbers = (os.environ.get(name, "") for name in names)
+    return next((int(number) for number in numbers if number.isdecimal()), 0)
 
 
 def is_split(model: nn.Module) -> bool:
@@ -232,5 +257,6 @@ def check_one_process() -> None:
         raise ValueError(
             f"this is one of {size} ranks, and all would do the same work at once, so that times "
             "are wrong and results overwrite each other: run the command in one process, without "
-            "torchrun or accelerate launch (or unset WORLD_SIZE)"
+            "torchrun, accelerate launch or srun (or unset WORLD_SIZE); only `hf-kvret eval` deals "
+            "its cells to ranks"
         )

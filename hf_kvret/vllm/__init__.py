@@ -14,9 +14,11 @@ from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.registry import registered_methods
-from hf_kvret_cli.vllm_plugin import VARIABLE
 
 __all__ = ["VARIABLE", "register", "selection_of"]
+
+VARIABLE = "HF_KVRET_VLLM"
+"""Of the environment: the method and its options."""
 
 _METHODS = ("flat", "paris")
 # Options that say how to select. Others are of a cache of our own, which there is none of.

@@ -221,7 +221,7 @@ def test_a_model_that_transformers_split_is_known_by_its_size(model: Any) -> Non
 
 
 COMMANDS: dict[str, Any] = {
-    "measurement": lambda: run_measurement(None, Outputs()),  # type: ignore[arg-type]
+    "measurement": lambda: run_measurement(SimpleNamespace(is_dealt=False), Outputs()),  # type: ignore[arg-type]
     "calibrate": lambda: run_calibrate(None),  # type: ignore[arg-type]
 }
 
@@ -231,6 +231,7 @@ def test_a_command_is_refused_on_one_of_several_ranks(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
     with pytest.raises(ValueError, match=r"one of 4 ranks.* without torchrun"):
         COMMANDS[command]()
 

@@ -174,6 +174,7 @@ def test_codes_are_of_keys_as_they_are() -> None:
 
 
 def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vllm_plugin.VARIABLE == VARIABLE
     monkeypatch.delenv(VARIABLE, raising=False)
     vllm_plugin.register()
 

@@ -89,7 +89,8 @@ def run_calibrate(options: CalibrateOptions) -> int:
     _check_outputs(options, calibration.method)
     check_sources(options)
     check_device(options.device)
-    subject = load_subject(options.model, DTYPES[options.dtype], options.device)
+    place = DTYPES[options.dtype], options.device, options.device_map
+    subject = load_subject(options.model, *place)
     corpus = make_corpus(options, subject)
     artifact = calibrate(
         subject.model,

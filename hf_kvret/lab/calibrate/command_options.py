@@ -21,6 +21,7 @@ from hf_kvret.lab.program.arguments import (
 )
 from hf_kvret.lab.program.common_options import (
     count_option,
+    device_map_option,
     device_option,
     dtype_option,
     seed_option,
@@ -73,6 +74,7 @@ class CalibrateOptions(ABC):
     private: bool = option(False, "of a repository that is made")
     dtype: str = dtype_option()
     device: str = device_option()
+    device_map: str | None = device_map_option()
     seed: int = seed_option(0)
 
     @abstractmethod

@@ -13,7 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -27,8 +27,8 @@ from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.report.environment import program
 from hf_kvret.lab.report.outputs import check_outputs, write_outputs
-from hf_kvret.lab.report.results import Cell, Results, sole_writer
-from hf_kvret.models.ranks import check_one_process
+from hf_kvret.lab.report.results import Cell, Results, rank_file, sole_writer
+from hf_kvret.models.ranks import WHOLE, check_one_process, launched_part, local_rank
 
 Row = dict[str, Any]
 """The numbers of a cell, as plain JSON values."""
@@ -68,6 +68,7 @@ class Measurement(ABC):
         description: the text of the command's own ``--help``; the class's docstring without one.
         examples: commands below it.
         smallest: of a script, the options of its smallest run.
+        is_dealt: processes that a launcher started share its cells, as nothing in them is timed.
     """
 
     command: ClassVar[str]
@@ -76,6 +77,7 @@ class Measurement(ABC):
     description: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
     smallest: ClassVar[str] = ""
+    is_dealt: ClassVar[bool] = False
 
     @classmethod
     def title(cls) -> str:
@@ -134,8 +136,9 @@ class Measurement(ABC):
         return why
 
     def waiting(self, results: Results) -> list[Cell]:
-        """The cells without numbers of ``cells()``."""
-        return [cell for cell in self.cells() if _waits(results, cell)]
+        """The cells without numbers of ``cells()``, of several ranks those of this one."""
+        part = launched_part() if self.is_dealt else WHOLE
+        return [cell for cell in self.cells()[part.rank :: part.ranks] if _waits(results, cell)]
 
     def count(self, results: Results) -> int | None:
         """How many cells the plan has; None where it is found out on the way."""
@@ -243,7 +246,10 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     That is 1 when cells failed: the table or a line says why, and the others were measured. The
     same command tries them again.
     """
-    check_one_process()
+    if measurement.is_dealt:
+        outputs = _of_rank(outputs)
+    else:
+        check_one_process()
     check_outputs(outputs, measurement)
     measurement.check()
     with sole_writer(outputs.json), measurement.surroundings():
@@ -272,6 +278,25 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     for why in wrong:
         print(f"{program()}: error: {why}", file=sys.stderr)
     return int(bool(failed or wrong))
+
+
+def _of_rank(outputs: Outputs) -> Outputs:
+    """``outputs`` of this rank, which has a result file of its own.
+
+    ValueError where several ranks have no such file, or would write one page or picture.
+    """
+    part = launched_part()
+    if part.is_whole:
+        return outputs
+    if outputs.json is None or outputs.plot or outputs.table:
+        raise ValueError(
+            f"this is rank {part.rank} of {part.ranks}, which share the cells: give --json FILE, "
+            "and leave --plot and --table to the same command in one process afterwards, which "
+            "reads the files of all ranks"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+    return replace(outputs, json=rank_file(outputs.json, part.rank))
 
 
 def add_measurement(

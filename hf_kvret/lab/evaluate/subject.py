@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import is_accelerate_available
 
 from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, BUNDLED_MODEL, LATENT_MODEL, REFERENCE_MODEL
 from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
@@ -51,8 +52,10 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where input tokens belong."""
-        return self.model.device
+        """Where input tokens belong; a model's parts that lie elsewhere get them from there."""
+        # Weights on a disk are on no device.
+        real = (one.device for one in self.model.parameters() if not one.is_meta)
+        return next(real, torch.device("cpu"))
 
     def need_tokenizer(self, task: str) -> PreTrainedTokenizerBase:
         """The tokenizer; ValueError when the model has none and ``task`` needs text."""
@@ -79,6 +82,9 @@ class Subject:
         """The hash of a sample of every weight, and of the tokenizer."""
         digest = hashlib.sha256()
         for name, weight in self.model.state_dict().items():
+            if weight.is_meta:
+                # On the disk, or handed in by a hook: others tell the model.
+                continue
             flat = weight.detach().flatten()
             sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
             digest.update(f"{name} {tuple(weight.shape)}".encode())
@@ -95,20 +101,29 @@ def model_folder(name: str) -> Path:
 
 
 def load_subject(
-    name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    device_map: str | None = None,
 ) -> Subject:
     """Load a model and its tokenizer.
 
     Args:
         name: ``needle``, ``reference``, ``reference-latent``, ``reference-books``, ``smollm2``,
             else a folder or a hub id.
+        dtype: of the weights.
+        device: where they are put.
+        device_map: ``"auto"`` spreads them over all devices instead; None doesn't.
 
     Raises:
         FileNotFoundError: neither a folder nor a hub id, or the weights are not installed.
+        ModuleNotFoundError: ``device_map`` without accelerate.
         ConnectionError: a hub id that is not in the cache, and the hub can't be reached.
         ValueError: no model there, or one that can't be loaded or that retrieval can't serve; the
             message says what was tried.
     """
+    if device_map is not None and not is_accelerate_available():
+        raise ModuleNotFoundError("--device-map needs accelerate: pip install accelerate")
     path = str(model_folder(name))
     if name == "smollm2":
         expand_smollm2()
@@ -118,7 +133,9 @@ def load_subject(
     if name not in _BUNDLED:
         print(f"loading the model {name} ...", file=sys.stderr)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=cached)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=cached, device_map=device_map
+        )
     except _UNLOADABLE as error:
         raise ValueError(
             f"--model {name}: can't be loaded ({_first_line(error)}). Give a folder with "
@@ -131,7 +148,7 @@ def load_subject(
         except _UNLOADABLE as error:
             # Tasks that work on token ids go on without; the others ask need_tokenizer.
             reason = _first_line(error)
-    model = model.to(device).eval()
+    model = (model if device_map else model.to(device)).eval()
     attach(model)
     return Subject(name, model, tokenizer, reason)
 

@@ -41,6 +41,7 @@ class Task(Measurement):
     """
 
     command: ClassVar[str] = "eval"
+    is_dealt: ClassVar[bool] = True
 
     model: str = option(
         default_model(),
@@ -57,12 +58,13 @@ class Task(Measurement):
     store: str = common.store_option()
     dtype: str = common.dtype_option()
     device: str = common.device_option()
+    device_map: str | None = common.device_map_option()
     seed: int = common.seed_option()
 
     @cached_property
     def subject(self) -> Subject:
         """The model, loaded when it is first asked for."""
-        return load_subject(self.model, DTYPES[self.dtype], self.device)
+        return load_subject(self.model, DTYPES[self.dtype], self.device, self.device_map)
 
     @cached_property
     def choices(self) -> Choices:
@@ -78,7 +80,7 @@ class Task(Measurement):
 
     def setup(self) -> dict[str, Any]:
         """Model, place and budget; and ``details``."""
-        place = {"device": self.device, "seed": self.seed}
+        place = {"device": self.device_map or self.device, "seed": self.seed}
         return self.subject.describe() | place | self._retrieval() | self._details
 
     @cached_property

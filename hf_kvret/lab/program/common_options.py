@@ -33,6 +33,16 @@ def device_option() -> Any:
     return option(usual, "cpu, cuda, or one of several as cuda:1", kind=arguments.device_name)
 
 
+def device_map_option() -> Any:
+    """``--device-map``, over which devices a model is spread."""
+    return option(
+        None,
+        "auto: spread a model that is too large for one device over all of them, over the host's "
+        "memory and the disk (takes accelerate)",
+        choices=("auto",),
+    )
+
+
 def seed_option(usual: int = 42) -> Any:
     """``--seed``, what random numbers begin with."""
     return option(usual, "of all random numbers", kind=arguments.seed)

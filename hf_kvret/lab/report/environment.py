@@ -15,7 +15,7 @@ import torch
 def describe_environment() -> dict[str, Any]:
     """Command, machine and versions, for the JSON beside every table."""
     return {
-        "command": shlex.join([*program().split(), *sys.argv[1:]]),
+        "command": shlex.join([*program().split(), *map(_without_folder, sys.argv[1:])]),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -24,6 +24,11 @@ def describe_environment() -> dict[str, Any]:
             name: _version(name) for name in ("hf-kvret", "torch", "transformers", "triton")
         },
     }
+
+
+def _without_folder(word: str) -> str:
+    """``word``, of an absolute path its name: results are shared, and folders are of a machine."""
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 def program() -> str:

@@ -17,7 +17,13 @@ from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
 from hf_kvret.lab.report.outputs import PAGE_MARK, check_file, check_folder, check_own
 from hf_kvret.lab.report.plots import plot_points, require_matplotlib
-from hf_kvret.lab.report.results import Results, naming_damage, why_no_results
+from hf_kvret.lab.report.results import (
+    Results,
+    files_of,
+    naming_damage,
+    shared_file,
+    why_no_results,
+)
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.saved.folder import replace_file
 
@@ -70,6 +76,8 @@ def write_report(folder: Path, measurements: _Known) -> Report:
     # Studies join them when they are met.
     measurements = dict(measurements)
     reasons = {path: why_no_results(path) for path in sorted(folder.glob("*.json"))}
+    # Files of ranks make one page.
+    reasons = {shared_file(path): reason for path, reason in reasons.items()}
     skipped = {path: reason for path, reason in reasons.items() if reason is not None}
     loaded: dict[Path, Results] = {}
     failed: dict[Path, str] = {}
@@ -141,6 +149,7 @@ def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known
 def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path:
     script = f"Made now by `{command_line(results.name)}`." if results.name in SCRIPTS else ""
     texts = [f"# {results.name}: {path.stem}", measurement.table(results)]
+    files = ", ".join(f"[{file.name}]({file.name})" for file in files_of(path))
     notes = path.with_suffix(".notes.txt")
     if notes.is_file():
         texts.append(notes.read_text(encoding="utf-8").strip())
@@ -150,7 +159,7 @@ def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path
         "\n\n".join(map(_made, results.environments)),
         *([script] if script else []),
         "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
-        f"All numbers are in [{path.name}]({path.name}). {PAGE_MARK}",
+        f"All numbers are in {files}. {PAGE_MARK}",
     ]
     return _write_page(path.with_suffix(".md"), texts)
 

@@ -7,9 +7,11 @@ other file. A cell may be taken out, and is measured again.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
+_RANK = re.compile(r"\.rank[0-9]+$")
 _CHECKSUM = "checksum"
 _CHECKSUM_LEN = 16
 # A page names these of a run; None stands for a thing that the machine lacks.
@@ -40,7 +43,9 @@ Cell = dict[str, Any]
 class Results:
     """Finished cells of one task, written to ``path`` after each one.
 
-    A file of the same task and set-up is gone on with; its cells are not run again.
+    A file of the same task and set-up is gone on with; its cells are not run again. Processes that
+    share the work write ``NAME.rank0.json`` and so on, each its own cells; whoever reads one of
+    ``NAME.json`` and these reads all.
 
     Args:
         name: of the task, as ``eval ruler``.
@@ -55,28 +60,35 @@ class Results:
         self.name, self.setup, self.path = name, json.loads(json.dumps(setup)), path
         self._environments: list[dict[str, Any]] = []
         self._results: dict[str, tuple[Cell, dict[str, Any]]] = {}
-        if path is not None and path.is_file():
-            self._read(path)
+        # Those of other ranks' files, which this one doesn't write.
+        self._others: dict[str, tuple[Cell, dict[str, Any]]] = {}
+        self.other_environments: list[dict[str, Any]] = []
+        if path is not None:
+            for other in files_of(path):
+                self._read(other, is_own=other == path)
         environment = describe_environment()
         if environment not in self._environments:
             self._environments.append(environment)
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The results of a file, to be looked at; errors as ``read_results``."""
-        content = read_results(path)
+        """The results of a file and of other ranks, to be looked at; errors as ``read_results``."""
+        content = read_results(next(iter(files_of(path)), path))
         results = cls(content["name"], content["setup"])
-        results._take(content)
+        results._environments = []
+        for file in files_of(path):
+            results._read(file, is_own=True)
         return results
 
     @property
     def environments(self) -> list[dict[str, Any]]:
         """Command, machine and versions of each run that added to the results."""
-        return self._environments
+        others = [one for one in self.other_environments if one not in self._environments]
+        return self._environments + others
 
     def find(self, cell: Cell) -> dict[str, Any] | None:
         """The result of a finished cell, else None."""
-        entry = self._results.get(_key(cell))
+        entry = self._results.get(_key(cell)) or self._others.get(_key(cell))
         return None if entry is None else entry[1]
 
     def add(self, cell: Cell, result: dict[str, Any]) -> None:
@@ -95,10 +107,10 @@ class Results:
         replace_file(path, json.dumps(self.to_dict(), indent=1).encode() + b"\n")
 
     def __iter__(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        return iter(self._results.values())
+        return iter((self._others | self._results).values())
 
     def __len__(self) -> int:
-        return len(self._results)
+        return len(self._others | self._results)
 
     def to_dict(self) -> dict[str, Any]:
         """The file's content."""
@@ -109,14 +121,15 @@ class Results:
             "environments": self._environments,
         }
         above = _checksum(content)
-        cells = ({"cell": cell, "result": result} for cell, result in self)
+        own = self._results.values()
+        cells = ({"cell": cell, "result": result} for cell, result in own)
         return {
             **content,
             _CHECKSUM: above,
             "cells": [entry | {_CHECKSUM: _cell_checksum(entry, above)} for entry in cells],
         }
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path, is_own: bool) -> None:
         content = check_results(path, self.name)
         assert content is not None
         changed = [
@@ -129,12 +142,29 @@ class Results:
                 f"{path} was made with another set-up ({'; '.join(changed)}): give another --json, "
                 "or delete the file"
             )
-        self._take(content)
-
-    def _take(self, content: dict[str, Any]) -> None:
-        self._environments = content["environments"]
+        environments = self._environments if is_own else self.other_environments
+        environments += [one for one in content["environments"] if one not in environments]
+        cells = self._results if is_own else self._others
         for entry in content["cells"]:
-            self._results[_key(entry["cell"])] = (entry["cell"], entry["result"])
+            cells[_key(entry["cell"])] = (entry["cell"], entry["result"])
+
+
+def rank_file(path: Path, rank: int) -> Path:
+    """``NAME.rank0.json`` of ``NAME.json``, where rank 0 keeps its cells."""
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def shared_file(path: Path) -> Path:
+    """The inverse of ``rank_file``; ``path`` itself where it is no rank's."""
+    return path.with_name(_RANK.sub("", path.stem) + path.suffix)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that are there of ``path`` and of other ranks with it."""
+    shared = shared_file(path)
+    beside = path.parent.glob(f"{glob.escape(shared.stem)}.rank*{path.suffix}")
+    ranks = sorted(one for one in beside if shared_file(one) == shared)
+    return [one for one in (shared, *ranks) if one.is_file()]
 
 
 def read_results(path: Path) -> dict[str, Any]:

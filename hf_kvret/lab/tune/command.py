@@ -20,6 +20,7 @@ from hf_kvret.lab.program import arguments
 from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names, several
 from hf_kvret.lab.program.common_options import (
     count_option,
+    device_map_option,
     device_option,
     dtype_option,
     seed_option,
@@ -102,6 +103,7 @@ class Tune(Measurement):
     )
     dtype: str = dtype_option()
     device: str = device_option()
+    device_map: str | None = device_map_option()
     seed: int = seed_option()
 
     def __post_init__(self) -> None:
@@ -121,7 +123,7 @@ class Tune(Measurement):
     @cached_property
     def subject(self) -> Subject:
         """The model, loaded when it is first asked for."""
-        return load_subject(self.model, DTYPES[self.dtype], self.device)
+        return load_subject(self.model, DTYPES[self.dtype], self.device, self.device_map)
 
     @cached_property
     def variants(self) -> dict[str, Variant]:
