@@ -61,14 +61,16 @@ class RankOutcome:
         equal: each rank gave what one process gives, and some cold row was read.
         detail: else what differed or was missing; ``"refused: ..."`` where each rank raised the
             same error.
+        alike: the ranks gave the same tokens as each other.
     """
 
     equal: bool
     detail: str = ""
+    alike: bool = True
 
 
-# Of a case on one rank: values, and cold rows that were read; or an error in one line.
-_Found = tuple[dict[str, torch.Tensor], int] | str
+Found = tuple[dict[str, torch.Tensor], int] | str
+"""Of a case in one process: values, and cold rows that were read; or an error in one line."""
 
 
 def run_on_ranks(
@@ -92,13 +94,13 @@ def run_on_ranks(
         spawned = _spawn([sys.executable, "-m", __spec__.name, scratch], ranks, folder)
         try:
             # Read from the folder too, so that settings are those of the ranks.
-            alone = _run_cases(_load(folder), cases, folder / "alone")
+            alone = run_cases(_load(folder), cases, folder / "alone")
             _wait(spawned, folder, seconds)
         finally:
             for process in spawned:
                 process.kill()
         each = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
-    return [_compare(alone[i], [found[i] for found in each]) for i in range(len(cases))]
+    return [compare(alone[i], [found[i] for found in each]) for i in range(len(cases))]
 
 
 def _spawn(command: list[str], ranks: int, folder: Path) -> list[subprocess.Popen[bytes]]:
@@ -137,12 +139,20 @@ def _load(folder: Path, **options: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
 
 
-def _run_cases(
+def run_cases(
     model: PreTrainedModel,
     cases: Sequence[RankCase],
     folder: Path,
     finish: Callable[[], object] = lambda: None,
-) -> list[_Found]:
+) -> list[Found]:
+    """What each case gives with ``model``, in this process.
+
+    Args:
+        model: in eval mode.
+        cases: in order.
+        folder: for modes that write files.
+        finish: called after each case.
+    """
     found = []
     for number, case in enumerate(cases):
         found.append(_run_case(model, case, folder / str(number)))
@@ -158,7 +168,7 @@ def _mode(name: str, folder: Path) -> Mode:
     return Mode(function, partial(play, folder=folder), direct=False)
 
 
-def _run_case(model: PreTrainedModel, case: RankCase, folder: Path) -> _Found:
+def _run_case(model: PreTrainedModel, case: RankCase, folder: Path) -> Found:
     mode, is_ours = _mode(case.mode, folder), case.method != _FOREIGN
 
     def make_cache() -> Any:
@@ -176,21 +186,22 @@ def _run_case(model: PreTrainedModel, case: RankCase, folder: Path) -> _Found:
     return outcome.values, read
 
 
-def _compare(alone: _Found, each: list[_Found]) -> RankOutcome:
+def compare(alone: Found, each: Sequence[Found]) -> RankOutcome:
+    """What ``each`` process gave, compared with one that had the model ``alone``."""
     errors = [found for found in each if isinstance(found, str)]
     if errors:
         same = len(errors) == len(each) and len(set(errors)) == 1
-        return RankOutcome(False, f"refused: {errors[0]}" if same else f"raised: {errors}")
+        return RankOutcome(False, f"refused: {errors[0]}" if same else f"raised: {errors}", same)
     if isinstance(alone, str):
         return RankOutcome(False, f"one process raised {alone}, and the ranks did not")
-    expected, read = Outcome(alone[0]), 0
-    for rank, found in enumerate(each):
-        assert not isinstance(found, str), "errors are returned"
-        difference = first_difference(Outcome(found[0]), expected, LOGIT_TOLERANCE)
+    values = [found[0] for found in each if not isinstance(found, str)]
+    read = sum(found[1] for found in each if not isinstance(found, str))
+    alike = all(first_difference(Outcome(x), Outcome(values[0]), 0.0) is None for x in values)
+    for rank, own in enumerate(values):
+        difference = first_difference(Outcome(own), Outcome(alone[0]), LOGIT_TOLERANCE)
         if difference is not None:
-            return RankOutcome(False, f"rank {rank}: {difference}")
-        read += found[1]
-    return RankOutcome(read > 0, "" if read else "no cold row was read")
+            return RankOutcome(False, f"rank {rank}: {difference}", alike)
+    return RankOutcome(read > 0, "" if read else "no cold row was read", alike)
 
 
 def _main(folder: Path) -> None:
@@ -199,7 +210,7 @@ def _main(folder: Path) -> None:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
     model = _load(folder, tp_plan="auto")
     cases = [RankCase(**case) for case in json.loads((folder / _CASES).read_text())]
-    found = _run_cases(model, cases, folder / "ranks", distributed.barrier)
+    found = run_cases(model, cases, folder / "ranks", distributed.barrier)
     torch.save(found, folder / f"{distributed.get_rank()}.pt")
     distributed.destroy_process_group()
 

@@ -77,9 +77,12 @@ def test_two_ranks_give_what_one_process_gives(
     refused = [
         RankCase("aqua", "greedy", {"artifact": artifacts["aqua"]}),
         RankCase("stock", "second_turn"),
+        RankCase("aqua", "second_turn", {"predictor": "none", "first_bits": 4, "recent": 8}),
     ]
-    *outcomes, aqua, stock = run_on_ranks(model, [*cases, *refused], ranks=2)
+    *outcomes, aqua, stock, codec = run_on_ranks(model, [*cases, *refused], ranks=2)
     assert failures(cases, outcomes) == []
+    # A code is of all heads that a rank has.
+    assert codec.alike, codec.detail
     assert stock.equal, stock.detail
     assert "refused: " in aqua.detail and "pass predictor='none'" in aqua.detail
 
