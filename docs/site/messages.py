@@ -44,6 +44,7 @@ GROUPS = {
     "Looking into a cache": ["layer/cached_rows.py", "observe/*.py"],
     "Stores and memory": ["stores/*.py", "contracts/store.py"],
     "Saving and loading a cache": ["saved/*.py", "contracts/schema.py", "shelf/*.py"],
+    "vLLM": ["vllm/*.py"],
     "The command line": [
         "lab/documents/*.py",
         "lab/serve/*.py",

@@ -131,7 +131,7 @@ def _wait(spawned: list[subprocess.Popen[bytes]], folder: Path, seconds: float) 
             said = (folder / f"{rank}.log").read_text(errors="replace")[-2000:]
             faults.append(f"rank {rank} {how}: {said}")
     if faults:
-        raise RuntimeError("\n".join(faults))
+        raise RuntimeError(f"ranks failed: {' '.join(faults)}")
 
 
 def _load(folder: Path, **options: Any) -> PreTrainedModel:
