@@ -71,7 +71,7 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
     NativeKVCache,
 )
 
-# Options that may differ by rank: where files lie.
+# These options say where files lie, which may differ by rank.
 _OF_A_RANK = ("artifact", "disk")
 
 _attached: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -208,8 +208,8 @@ def _around_generate(
             call.at_end()
             failed, call.has_retrieved = False, call.cache is not None
         except Exception:
-            if retrieves and not call.is_prepared:
-                # The other ranks wait in `_prepare_cache`.
+            # The other ranks wait in `_prepare_cache`, but for one of the caller's own loops.
+            if not call.is_prepared and arguments.get("custom_generate") is None:
                 tell_of_error(model)
             raise
         finally:

@@ -86,7 +86,7 @@ def cell(outcomes: Sequence[RankOutcome]) -> str:
     refusals = {one.detail for one in outcomes if one.detail.startswith("refused: ")}
     if len(refusals) == 1 and not equal:
         return next(iter(refusals))
-    alike = sum(outcome.alike for outcome in outcomes)
+    alike = sum(one.alike and "refused" not in one.detail for one in outcomes)
     if alike > equal:
         return f"{equal} of {len(outcomes)}, {alike} alike on all ranks"
     return f"{equal} of {len(outcomes)}"

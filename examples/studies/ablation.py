@@ -191,11 +191,13 @@ class Ablation(Task):
         described: fields that numbers depend on besides the cells.
         once: parts that are measured after the shortest context only.
         apart: parts that need no context and are the same for all caches.
+        is_dealt: False, as some parts are timed.
         tables: what makes the table of each part.
         plots: by the end of a picture's name what draws it.
         drawn: the part of a picture, where its name is not one.
     """
 
+    is_dealt: ClassVar[bool] = False
     method: ClassVar[str]
     others: ClassVar[Sequence[str]] = ()
     example: ClassVar[str]

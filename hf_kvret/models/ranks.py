@@ -69,8 +69,8 @@ def launched_ranks() -> int:
     return max(group_size(), launched_part().ranks)
 
 
-# A number of this process and how many there are, as torchrun, accelerate or a shell say it, and
-# as Slurm's srun does for the tasks of a step.
+# torchrun, accelerate or a shell say so which process this is and how many there are; Slurm's srun
+# says it of the tasks of a step.
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 
 
@@ -110,9 +110,11 @@ def part_of(model: nn.Module) -> Part:
 
 def _tensor_mesh(model: nn.Module) -> tuple[Any, int]:
     """The mesh of a tensor parallel model, and its dimension that divides heads; None without."""
+    # Older versions of transformers give a mesh without names, and so does FSDP by itself.
+    nameless = ("tp",) if (getattr(model, "_tp_size", None) or 1) > 1 else ()
     for parameter in model.parameters():
         mesh: Any = getattr(parameter, "device_mesh", None)
-        names = () if mesh is None else (mesh.mesh_dim_names or ("tp",))
+        names = () if mesh is None else (mesh.mesh_dim_names or nameless)
         # Weights of data parallel processes (FSDP) are in shards too: each has all heads.
         if "tp" in names and mesh.size(names.index("tp")) > 1:
             return mesh, names.index("tp")
@@ -124,7 +126,7 @@ def agreed(model: nn.Module) -> Iterator[list[object]]:
     """Context of what all ranks of a tensor parallel model do alike, before they wait for another.
 
     An error of one rank is raised on all of them, and so is a difference: yields a list for what
-    has to be the same. Each rank must come here. Other models pay nothing.
+    has to be the same. Each rank must come here. Other models are only looked at.
 
     Raises:
         RuntimeError: another rank failed.

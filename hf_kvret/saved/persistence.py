@@ -137,7 +137,8 @@ def load(
     with agreed(model) as facts:
         cache = load_part()
         ids = cache.input_ids
-        facts += [cls.name, cache.get_seq_length(), None if ids is None else ids.tolist()]
+        facts += [cls.name, cache.get_seq_length(), cache.tokens.passes]
+        facts.append(None if ids is None else ids.tolist())
     return cache
 
 

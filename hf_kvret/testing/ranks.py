@@ -182,8 +182,14 @@ def _run_case(model: PreTrainedModel, case: RankCase, folder: Path) -> Found:
         return describe(error)
     finally:
         restore(model)
-    read = sum(cold_rows_read(cache) for cache in outcome.caches) if is_ours else 1
-    return outcome.values, read
+    return outcome.values, sum(map(_cold_rows, outcome.caches)) if is_ours else 1
+
+
+def _cold_rows(cache: Any) -> int:
+    """Cold rows that were selected; of a method without selection those that it holds."""
+    if type(cache).Config.retrieves:
+        return cold_rows_read(cache)
+    return sum(layer.kv.cold_len for layer in cache.retrieval_layers if layer.kv is not None)
 
 
 def compare(alone: Found, each: Sequence[Found]) -> RankOutcome:

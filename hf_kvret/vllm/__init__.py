@@ -18,7 +18,7 @@ from hf_kvret.registry import registered_methods
 __all__ = ["VARIABLE", "register", "selection_of"]
 
 VARIABLE = "HF_KVRET_VLLM"
-"""Of the environment: the method and its options."""
+"""The name of an environment variable, which names the method and its options."""
 
 _METHODS = ("flat", "paris")
 # Options that say how to select. Others are of a cache of our own, which there is none of.
@@ -32,6 +32,8 @@ _BACKENDS = {
     "FLASHINFER": "hf_kvret.vllm.cuda.SelectingBackend",
     "TRITON_ATTN": "hf_kvret.vllm.cuda.SelectingBackend",
 }
+# These serve pictures, models without attention, and whoever registered one of his own.
+_NO_TEXT = ("TORCH_SDPA", "NO_ATTENTION", "CUSTOM")
 
 
 def selection_of(text: str) -> tuple[type[RetrievalCache], RetrievalConfig]:
@@ -51,6 +53,11 @@ def selection_of(text: str) -> tuple[type[RetrievalCache], RetrievalConfig]:
         )
     method, options = registered_methods()[choice.method], choice.options
     if isinstance(options, ParisConfig):
+        if options.center and ":center=" in text.replace(" ", ""):
+            raise ValueError(
+                f"{VARIABLE}={text!r}: a mean key is that of one request, and blocks are shared: "
+                "leave center out"
+            )
         options = options.replace(center=False)
     usual = method.Config()
     for field in dataclasses.fields(options):
@@ -73,7 +80,6 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for backend in AttentionBackendEnum:
-        if backend.name in _BACKENDS:
-            register_backend(backend, _BACKENDS[backend.name])
-        elif "MLA" in backend.name:
-            register_backend(backend, "hf_kvret.vllm.selecting.RefusedBackend")
+        if backend.name not in _NO_TEXT:
+            path = _BACKENDS.get(backend.name, "hf_kvret.vllm.selecting.RefusedBackend")
+            register_backend(backend, path)

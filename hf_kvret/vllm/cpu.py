@@ -38,9 +38,11 @@ class SelectingImpl(SelectingAttention, CPUAttentionBackendImpl):
             self._rows = torch.empty(kv_cache.shape, dtype=key.dtype)
             mebibytes = self._rows.nbytes / 2**20
             _log.info("%s: %.0f MiB of plain rows", layer.layer_name, mebibytes)
-        count, block_len = len(slot_mapping), kv_cache.shape[2]
-        new = torch.cat([key[:count], value[:count]], dim=-1)
-        self._rows[slot_mapping // block_len, :, slot_mapping % block_len] = new
+        # Padding of a batch has negative slots.
+        places = (slot_mapping >= 0).nonzero()[:, 0]
+        slots, block_len = slot_mapping[places], kv_cache.shape[2]
+        new = torch.cat([key[places], value[places]], dim=-1)
+        self._rows[slots // block_len, :, slots % block_len] = new
 
     def rows_of(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The plain copy."""

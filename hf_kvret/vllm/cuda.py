@@ -34,6 +34,11 @@ class SelectingBackend(FlashAttentionBackend):
         """Blocks of heads of rows, those of each layer contiguous."""
         return (KVCacheLayout.LBHNC,)
 
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """False: a step knows no window behind the prompt."""
+        return False
+
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
         """Attention."""

@@ -43,12 +43,12 @@ class Selector:
     scale: float
     softcap: float | None = None
 
-    def cold_end(self, length: int) -> int:
-        """The first tokens of ``length``, the query's included, that are selected among."""
-        options = self.options
-        if length <= options.dense_len:
-            return 0
-        return max(0, length - 1 - options.recent) // options.flush * options.flush
+
+def cold_end(options: RetrievalConfig, length: int) -> int:
+    """How many tokens of ``length``, the query's included, are selected among: the first ones."""
+    if length <= options.dense_len:
+        return 0
+    return max(0, length - 1 - options.recent) // options.flush * options.flush
 
 
 def decode(
@@ -72,7 +72,7 @@ def decode(
     results = []
     for number, (length, sequence) in enumerate(zip(lengths, sequences, strict=True)):
         rows = PagedRows([pages], table[number : number + 1], query.shape[-1], tokens=length)
-        one, end = query[number, None, :, None], selector.cold_end(length)
+        one, end = query[number, None, :, None], cold_end(selector.options, length)
         if end > selector.options.sink:
             results.append(_select(selector, one, rows, end, sequence))
         else:
@@ -89,11 +89,13 @@ def _select(
     index, known = sequence.index(selector.layer, lambda: _new_index(selector))
     if known < end:
         new = torch.arange(known, end, device=device)
-        index.add(TokenBlock(*_rows_of(rows, new), known))
+        # An index of these methods reads keys alone.
+        keys = _rows_of(rows, new, rows.key_dim)
+        index.add(TokenBlock(keys, keys, known))
         sequence.added[selector.layer] = end
     valid = torch.ones(1, end, dtype=torch.bool, device=device)
     valid[:, : options.sink] = False
-    # An index of these methods reads no rows of a store.
+    # Nor does it read rows of a store.
     store = PagedStore(DeviceMemory(device))
     scoring = Scoring(valid, selector.scale, selector.softcap)
     cold = ColdTokens(store, scoring, options.budget(end))
@@ -102,7 +104,9 @@ def _select(
     by_library = query.is_cpu and preferred() is None and not host_step.why_not()
     search = index.host_search(query, cold) if by_library else None
     if search is not None:
-        window = host_step.HostWindow(*_rows_of(rows, always), len(always))
+        window_rows = _rows_of(rows, always, rows.width).split(rows.key_dim, dim=-1)
+        keys, values = (part.contiguous() for part in window_rows)
+        window = host_step.HostWindow(keys, values, len(always))
         host_cold = host_step.HostCold(rows, search, valid, cold.budget)
         scores: dict[str, Any] = {"scale": selector.scale, "softcap": selector.softcap}
         return host_step.run_step(query, window, host_cold, **scores)[0]
@@ -122,9 +126,8 @@ def _attend(
     return gather_attention(query, rows, ids.contiguous(), **scores)[0]
 
 
-def _rows_of(rows: PagedRows, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous keys and values ``[1, Hkv, n, D]`` of the tokens ``ids [n]``."""
+def _rows_of(rows: PagedRows, ids: torch.Tensor, width: int) -> torch.Tensor:
+    """``[1, Hkv, n, width]``, the first ``width`` numbers of the rows ``ids [n]``, contiguous."""
     blocks = rows.table[0, ids // rows.page_len].long()
-    found = rows.chunks[0][blocks, :, ids % rows.page_len].transpose(0, 1)[None]
-    keys, values = found.split(rows.key_dim, dim=-1)
-    return keys.contiguous(), values.contiguous()
+    chosen = rows.chunks[0][..., :width][blocks, :, ids % rows.page_len]
+    return chosen.transpose(0, 1).contiguous()[None]

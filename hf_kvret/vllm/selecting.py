@@ -9,11 +9,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionBackend, AttentionType
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from hf_kvret.vllm import VARIABLE, selection_of
-from hf_kvret.vllm.decode import Selector, decode
+from hf_kvret.vllm.decode import Selector, cold_end, decode
 from hf_kvret.vllm.sequences import Sequence, Sequences
 
 _WITHOUT = f"unset {VARIABLE} for this model"
@@ -45,18 +47,31 @@ class SelectingBuilder:
     selects whatever else is in its batch, so that tokens don't depend on what runs beside.
     """
 
+    # Each group of layers has its own steps, and a draft's steps have lengths of their own.
+    supports_update_block_table = False
+    supports_draft_decode_metadata_update = False
+
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+        if not any(getattr(getattr(layer, "impl", None), "selects", False) for layer in layers):
+            raise ValueError(f"no layer of this model has full attention to select in: {_WITHOUT}")
+        _, self._options = selection_of(os.environ[VARIABLE])
         # As many again as run at once: a finished request is the beginning of its next turn.
         most = 2 * vllm_config.scheduler_config.max_num_seqs
         self._sequences = Sequences(kv_cache_spec.block_size, most)
+        # Layers with chunks of their own see other tables, of virtual requests.
+        self._has_steps = not isinstance(kv_cache_spec, ChunkedLocalAttentionSpec)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """Never: graphs have all of a model but its attention (piecewise)."""
-        from vllm.v1.attention.backend import AttentionCGSupport
-
         return AttentionCGSupport.NEVER
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """False: which requests decode is read on the host."""
+        return False
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -65,7 +80,8 @@ class SelectingBuilder:
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
         self._sequences.note_writes(common.slot_mapping[: common.num_actual_tokens])
-        metadata.steps = self._steps(common) if common.causal is True else None
+        can_select = common.causal is True and self._has_steps
+        metadata.steps = self._steps(common) if can_select else None
         return metadata
 
     def _steps(self, common: Any) -> Steps | None:
@@ -79,7 +95,8 @@ class SelectingBuilder:
         device = common.block_table_tensor.device
         rows, chosen = starts[chosen].to(device), chosen.to(device)
         lengths, table = common.seq_lens[chosen].tolist(), common.block_table_tensor[chosen]
-        sequences = self._sequences.of_requests(table, lengths)
+        ends = [cold_end(self._options, length) for length in lengths]
+        sequences = self._sequences.of_requests(table, lengths, ends)
         return Steps(rows, table, lengths, sequences, len(lengths) == common.num_actual_tokens)
 
 
@@ -98,6 +115,7 @@ class SelectingAttention:
         is_decoder = own.attn_type == AttentionType.DECODER
         self.selects = is_decoder and window in (None, -1)
         config = get_current_vllm_config()
+        copies = getattr(config.cache_config, "mamba_cache_mode", "") == "align"
         for there, what in (
             (own.alibi_slopes is not None, "biases by distance (ALiBi)"),
             (own.sinks is not None, "learned attention sinks"),
@@ -106,6 +124,8 @@ class SelectingAttention:
             (config.kv_transfer_config is not None, "rows that a KV connector brings"),
             (config.parallel_config.decode_context_parallel_size > 1, "decode context parallel"),
             (own.attn_type == AttentionType.ENCODER_DECODER, "cross attention"),
+            (config.parallel_config.use_ubatching, "microbatches"),
+            (copies and config.cache_config.enable_prefix_caching, "mamba_cache_mode='align'"),
         ):
             if there:
                 raise ValueError(f"hf_kvret selects no rows with {what}: {_WITHOUT}")
@@ -149,13 +169,16 @@ class SelectingAttention:
         return output
 
 
+_REFUSAL = f"hf_kvret selects rows on CPU_ATTN and FLASH_ATTN alone, not latent ones: {_WITHOUT}"
+
+
 class RefusedBackend(AttentionBackend):
-    """In place of backends for latent attention, whose rows nothing here reads."""
+    """In place of all other backends, for latent attention for instance: they would be dense."""
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """The reason, for vLLM's list of backends that were not chosen."""
-        return [f"hf_kvret selects no rows of latent attention: {_WITHOUT}"]
+        return [_REFUSAL]
 
     @staticmethod
     def get_name() -> str:
@@ -165,7 +188,7 @@ class RefusedBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> Any:
         """ValueError: there is none."""
-        raise ValueError(f"hf_kvret selects no rows of latent attention: {_WITHOUT}")
+        raise ValueError(_REFUSAL)
 
     @staticmethod
     def get_builder_cls() -> Any:

@@ -8,7 +8,7 @@ the tokens that lie there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,18 +38,23 @@ class Sequence:
         return min(self.added.values(), default=0)
 
     def common(self, blocks: np.ndarray, uses: np.ndarray, block_len: int) -> int:
-        """Tokens that its indexes have in common with a request of these blocks."""
+        """Tokens that its indexes have in common with a request of ``blocks``, used so often."""
         count = min(len(blocks), len(self.blocks))
         differs = (self.blocks[:count] != blocks[:count]) | (self.uses[:count] != uses[:count])
         first = int(differs.argmax()) if differs.any() else count
         return min(first * block_len, self.length)
 
+    def crop(self, length: int) -> None:
+        """Hold the first ``length`` tokens alone."""
+        for layer, index in self.indexes.items():
+            index.crop(length)
+            self.added[layer] = length
+
     def fork(self, length: int) -> Sequence:
         """A copy that holds the first ``length`` tokens, of which rows are shared."""
         twin = Sequence(self.blocks, self.uses)
-        for layer, index in self.indexes.items():
-            twin.indexes[layer], twin.added[layer] = index.fork(), length
-            twin.indexes[layer].crop(length)
+        twin.indexes = {layer: index.fork() for layer, index in self.indexes.items()}
+        twin.crop(length)
         return twin
 
     def index(self, layer: str, make: Callable[[], Index]) -> tuple[Index, int]:
@@ -69,7 +74,7 @@ class Sequences:
 
     def __init__(self, block_len: int, most: int) -> None:
         self.block_len, self._most = block_len, most
-        # By block.
+        # How often each block was used.
         self._uses = np.zeros(0, dtype=np.int64)
         # The one that was used last comes last.
         self._known: list[Sequence] = []
@@ -93,37 +98,50 @@ class Sequences:
         if missing > 0:
             self._uses = np.pad(self._uses, (0, missing + len(self._uses)))
 
-    def of_requests(self, table: torch.Tensor, lengths: list[int]) -> list[Sequence]:
-        """A sequence for each request with blocks ``table [B, pages]`` and so many tokens.
+    def of_requests(
+        self, table: torch.Tensor, lengths: Iterable[int], ends: Iterable[int]
+    ) -> list[Sequence]:
+        """A sequence for each request, with indexes of its longest known beginning.
 
-        It holds indexes of the longest known beginning of the request, and of nothing else.
+        Args:
+            table: ``[B, pages]``, the blocks of each request.
+            lengths: its tokens.
+            ends: how many of them, the first ones, may be in an index.
         """
         rows, claimed = table.cpu().numpy(), set[int]()
         self._make_room(rows)
-        # Requests that are too short have nothing in their indexes.
-        self._known = [one for one in self._known if one.length]
-        found = []
-        for row, length in zip(rows, lengths, strict=True):
+        self._known = [one for one in self._known if self._keep(one)]
+        sequences = []
+        for row, length, end in zip(rows, lengths, ends, strict=True):
             blocks = row[: -(-length // self.block_len)].copy()
-            sequence = self._of_request(blocks, claimed)
+            sequence = self._of_request(blocks, end, claimed)
             claimed.add(id(sequence))
-            found.append(sequence)
-        self._known = [one for one in self._known if id(one) not in claimed] + found
-        del self._known[: max(0, len(self._known) - max(self._most, len(found)))]
-        return found
+            sequences.append(sequence)
+        self._known = [one for one in self._known if id(one) not in claimed] + sequences
+        del self._known[: max(0, len(self._known) - max(self._most, len(sequences)))]
+        return sequences
 
-    def _of_request(self, blocks: np.ndarray, claimed: set[int]) -> Sequence:
+    def _keep(self, one: Sequence) -> bool:
+        """Cut off what lies in blocks that hold other tokens now; False if that is most of it."""
+        length = one.common(one.blocks, self._uses[one.blocks], self.block_len)
+        if 0 < length < one.length <= 2 * length:
+            one.crop(length)
+        return 0 < length == one.length
+
+    def _of_request(self, blocks: np.ndarray, end: int, claimed: set[int]) -> Sequence:
         uses = self._uses[blocks]
-        best, rank = None, (0, False)
+        best, most, best_score = None, 0, 0
         for one in self._known:
-            common = one.common(blocks, uses, self.block_len)
-            # Its own sequence is used up as a whole, and is nobody else's in this step.
+            common = min(end, one.common(blocks, uses, self.block_len))
+            # Its own sequence is used up as a whole, and is nobody else's in this step. A fork of
+            # another one has to bring a block more.
             is_own = common == one.length and id(one) not in claimed
-            if common and (common, is_own) > rank:
-                best, rank = one, (common, is_own)
+            score = common + self.block_len * is_own
+            if common and score > best_score:
+                best, most, best_score = one, common, score
         if best is None:
             return Sequence(blocks, uses)
-        if not rank[1]:
-            best = best.fork(rank[0])
+        if most < best.length or id(best) in claimed:
+            best = best.fork(most)
         best.blocks, best.uses = blocks, uses
         return best

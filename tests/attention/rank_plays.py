@@ -124,8 +124,13 @@ def errors(s: Scenario, folder: Path) -> None:
         call = {"cache_implementation": "lrqk"} if mine else {}
         s.model.generate(prompt(1, 200), past_key_values=cache, **call, **RUN)
 
+    def unknown_keyword() -> None:
+        call: dict[str, Any] = {"no_such_keyword": 1} if mine else {}
+        s.model.generate(prompt(1, 200), cache_implementation="paris", cache_config=SMALL, **call)
+
     s.record("options differ", refused(other_options, "the ranks of this tensor parallel model"))
-    for name, call in (("unknown option", unknown_option), ("two caches", two_caches)):
+    calls = {"option": unknown_option, "caches": two_caches, "keyword": unknown_keyword}
+    for name, call in calls.items():
         how: Any = ("", (TypeError, ValueError)) if mine else ("another rank", RuntimeError)
         s.record(name, refused(call, *how))
     s.generate(prompt(1, 200), s.cache(), "after", **RUN)

@@ -24,6 +24,7 @@ FEW_MODES = ["beams_ragged", "chunked_prefill", "second_turn_ragged", "crop_deep
 METHODS = ["flat", "paris", "lrqk", "ctkvr", "h2o", "a2ats"]
 STORES = ["host", "resident", "cpu", "split", "higgs", "higgs-host"]
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+CODEC = {"predictor": "none", "first_bits": 4, "recent": 8, "flush": 4, "dense_below": 0}
 LLAMA = TinyModel("four heads", small_config("llama", **SIZES), (0, 1), "")
 
 
@@ -77,12 +78,12 @@ def test_two_ranks_give_what_one_process_gives(
     refused = [
         RankCase("aqua", "greedy", {"artifact": artifacts["aqua"]}),
         RankCase("stock", "second_turn"),
-        RankCase("aqua", "second_turn", {"predictor": "none", "first_bits": 4, "recent": 8}),
+        RankCase("aqua", "second_turn", CODEC),
     ]
     *outcomes, aqua, stock, codec = run_on_ranks(model, [*cases, *refused], ranks=2)
     assert failures(cases, outcomes) == []
-    # A code is of all heads that a rank has.
-    assert codec.alike, codec.detail
+    # A code is of all heads that a rank has: other tokens than in one process, or the same.
+    assert codec.alike and (codec.equal or codec.detail.startswith("rank 0: ")), codec.detail
     assert stock.equal, stock.detail
     assert "refused: " in aqua.detail and "pass predictor='none'" in aqua.detail
 

@@ -64,14 +64,27 @@ def group(request: pytest.FixtureRequest) -> Iterator[int]:
     distributed.destroy_process_group()
 
 
-def split(model: PreTrainedModel) -> PreTrainedModel:
-    """``model`` with the queries of a layer in shards."""
+def split(model: Any) -> PreTrainedModel:
+    """``model`` with the queries of a layer in shards, as transformers' tensor parallelism."""
     projection: Any = model.model.layers[0].self_attn.q_proj
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
     projection.weight = nn.Parameter(
         distribute_tensor(projection.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
     )
-    return model
+    return model  # type: ignore[no-any-return]
+
+
+def test_a_mesh_without_a_name_divides_heads_where_transformers_says_so(
+    group: int, model: Any
+) -> None:
+    """FSDP's own meshes have none either, and each process has all heads there."""
+    projection = model.model.layers[0].self_attn.q_proj
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(projection.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+    projection.weight = nn.Parameter(weight)
+    assert is_split(model) and part_of(model) == WHOLE
+    model._tp_size = 2
+    assert part_of(model) == Part(0, 2)
 
 
 def test_a_group_is_counted(group: int) -> None:

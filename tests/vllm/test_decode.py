@@ -15,8 +15,8 @@ from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.testing import MODELS
 from hf_kvret.vllm import VARIABLE, register, selection_of
-from hf_kvret.vllm.decode import Selector, decode
-from hf_kvret.vllm.sequences import Sequences
+from hf_kvret.vllm.decode import Selector, cold_end, decode
+from hf_kvret.vllm.sequences import Sequence, Sequences
 from hf_kvret_cli import vllm_plugin
 from hf_kvret_kernels._dispatch import interpreted, prefer
 
@@ -63,9 +63,14 @@ class Engine:
         self.lengths = [length + 1 for length in self.lengths]
 
     def step(self, selector: Selector) -> torch.Tensor:
-        sequences = self.sequences.of_requests(self.table, self.lengths)
+        sequences = self.found(selector)
         inputs = self.queries, self.pages, self.table, self.lengths, sequences
         return decode(selector, *inputs)
+
+    def found(self, selector: Selector) -> list[Sequence]:
+        """The sequences of its requests."""
+        ends = [cold_end(selector.options, length) for length in self.lengths]
+        return self.sequences.of_requests(self.table, self.lengths, ends)
 
     def to(self, device: str) -> Engine:
         """Itself, its tensors on ``device``."""
@@ -141,9 +146,31 @@ def test_a_small_budget_bites_and_a_soft_cap_counts() -> None:
 
 def test_the_window_moves_at_multiples_of_flush() -> None:
     chosen = selector("paris", flush=8)
-    ends = [chosen.cold_end(length) for length in (10, 24, 25, 32, 33, 40, 41)]
+    ends = [cold_end(chosen.options, length) for length in (10, 24, 25, 32, 33, 40, 41)]
     assert ends == [0, 0, 8, 8, 16, 16, 24]
-    assert selector("paris", dense_below=100).cold_end(100) == 0
+    assert cold_end(selector("paris", dense_below=100).options, 100) == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_shared_document_with_a_short_question(name: str) -> None:
+    """Its last tokens are in one request's index, and in the other's window."""
+    engine, chosen = Engine([150, 130]), selector(name, top_k=8)
+    engine.rows[1, :, :128] = engine.rows[0, :, :128]
+    engine.step(replace(chosen, layer="another"))
+    engine.sequences = Sequences(BLOCK_LEN, most=8)
+    shared = 128 // BLOCK_LEN
+    engine.table[1, :shared] = engine.table[0, :shared]
+    engine.write(0, 0, 150)
+    engine.write(1, 128, 130)
+    lengths, engine.lengths = engine.lengths, engine.lengths[:1]
+    ends = [cold_end(chosen.options, length) for length in lengths]
+    sequences = engine.sequences.of_requests(engine.table[:1], lengths[:1], ends[:1])
+    decode(chosen, engine.queries[:1], engine.pages, engine.table[:1], lengths[:1], sequences)
+    engine.lengths = lengths
+    out = engine.step(chosen)
+    for number in range(2):
+        expected = engine.own_step(chosen.method, chosen.options, number)
+        torch.testing.assert_close(out[number], expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +181,7 @@ def test_the_window_moves_at_multiples_of_flush() -> None:
         ("paris:store=host", "store is of a cache of our own"),
         ("paris:rest=mean", "rest is of a cache of our own"),
         ("paris:top_q=3", "did you mean 'top_k'"),
+        ("paris:center=true", "leave center out"),
     ],
 )
 def test_what_vllm_is_not_told_to_do(
@@ -193,7 +221,7 @@ def test_a_step_on_a_gpu_waits_for_nothing_but_its_blocks(name: str) -> None:
             if number:
                 engine.grow()
             gpu.phase = "blocks"
-            sequences = engine.sequences.of_requests(engine.table, engine.lengths)
+            sequences = engine.found(chosen)
             # An index copies its signs to the device once.
             gpu.phase = "decode" if number else "first"
             inputs = engine.queries, engine.pages, engine.table, engine.lengths, sequences

@@ -27,11 +27,14 @@ def write(sequences: Sequences, blocks: list[int], start: int, end: int) -> None
     sequences.note_writes(torch.tensor(blocks)[tokens // SIZE] * SIZE + tokens % SIZE)
 
 
-def ask(sequences: Sequences, *requests: tuple[list[int], int]) -> list[Sequence]:
+def ask(
+    sequences: Sequences, *requests: tuple[list[int], int], ends: list[int] | None = None
+) -> list[Sequence]:
     """Sequences of requests, each with its blocks and length; tables are padded with zeros."""
     most = max(len(blocks) for blocks, _ in requests)
     table = torch.tensor([blocks + [0] * (most - len(blocks)) for blocks, _ in requests])
-    return sequences.of_requests(table.int(), [length for _, length in requests])
+    lengths = [length for _, length in requests]
+    return sequences.of_requests(table.int(), lengths, ends or lengths)
 
 
 def fill(sequence: Sequence, end: int, value: float = 0.0) -> Any:
@@ -66,7 +69,7 @@ def test_blocks_that_are_used_anew_hold_other_tokens(sequences: Sequences) -> No
     # The second block was given back, and holds other tokens now.
     write(sequences, [2], 0, 4)
     (other,) = ask(sequences, ([5, 2], 8))
-    assert other is not first and other.length == 4 and keys(other) == [0.0] * 4
+    assert other.length == 4 and keys(other) == [0.0] * 4
     write(sequences, [5], 0, 4)
     (new,) = ask(sequences, ([5, 2], 8))
     assert new.length == 0
@@ -99,6 +102,26 @@ def test_two_requests_never_share_a_sequence(sequences: Sequences) -> None:
     write(sequences, [3, 4], 1, 2)
     theirs_again, mine_again = ask(sequences, ([1, 2, 4], 10), ([1, 2, 3], 10))
     assert theirs_again is theirs and mine_again is mine
+
+
+def test_a_short_tail_takes_no_more_than_may_be_selected_among(sequences: Sequences) -> None:
+    """Of a prefix that another request had in its index, the newest tokens are in the window."""
+    write(sequences, [1, 2, 3], 0, 12)
+    (first,) = ask(sequences, ([1, 2, 3], 12))
+    fill(first, 11)
+    write(sequences, [4], 0, 1)
+    (short,) = ask(sequences, ([1, 2, 4], 9), ends=[6])
+    assert short is not first and short.length == 6 and first.length == 11
+    (again,) = ask(sequences, ([1, 2, 3], 12), ends=[5])
+    assert again.length == 5
+
+
+def test_sequences_whose_blocks_are_overwritten_are_forgotten(sequences: Sequences) -> None:
+    write(sequences, [1, 2, 3], 0, 12)
+    fill(ask(sequences, ([1, 2, 3], 12))[0], 12)
+    write(sequences, [2], 0, 4)
+    fill(ask(sequences, ([2], 4))[0], 4)
+    assert len(sequences) == 1
 
 
 def test_sequences_that_nobody_used_for_long_leave(sequences: Sequences) -> None:

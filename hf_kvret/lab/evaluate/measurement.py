@@ -27,13 +27,11 @@ from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.report.environment import program
 from hf_kvret.lab.report.outputs import check_outputs, write_outputs
-from hf_kvret.lab.report.results import Cell, Results, rank_file, sole_writer
+from hf_kvret.lab.report.results import FAILED, Cell, Results, rank_file, sole_writer
 from hf_kvret.models.ranks import WHOLE, check_one_process, launched_part, local_rank
 
 Row = dict[str, Any]
 """The numbers of a cell, as plain JSON values."""
-
-_FAILED = "check_failed"
 
 
 class CheckFailed(RuntimeError):
@@ -68,7 +66,8 @@ class Measurement(ABC):
         description: the text of the command's own ``--help``; the class's docstring without one.
         examples: commands below it.
         smallest: of a script, the options of its smallest run.
-        is_dealt: processes that a launcher started share its cells, as nothing in them is timed.
+        is_dealt: processes that a launcher started share its cells; their seconds, if there are
+            any, are those of a busy machine.
     """
 
     command: ClassVar[str]
@@ -136,9 +135,13 @@ class Measurement(ABC):
         return why
 
     def waiting(self, results: Results) -> list[Cell]:
-        """The cells without numbers of ``cells()``, of several ranks those of this one."""
+        """The cells without numbers of ``share()``."""
+        return [cell for cell in self.share() if _waits(results, cell)]
+
+    def share(self) -> list[Cell]:
+        """The cells that this process measures: all of them, or those that it is dealt."""
         part = launched_part() if self.is_dealt else WHOLE
-        return [cell for cell in self.cells()[part.rank :: part.ranks] if _waits(results, cell)]
+        return self.cells()[part.rank :: part.ranks]
 
     def count(self, results: Results) -> int | None:
         """How many cells the plan has; None where it is found out on the way."""
@@ -226,7 +229,7 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Row]:
     try:
         result = work()
     except CheckFailed as error:
-        why = {_FAILED: str(error)}
+        why = {FAILED: str(error)}
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
@@ -247,14 +250,14 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     same command tries them again.
     """
     if measurement.is_dealt:
-        outputs = _of_rank(outputs)
+        outputs = _of_rank(measurement, outputs)
     else:
         check_one_process()
     check_outputs(outputs, measurement)
     measurement.check()
     with sole_writer(outputs.json), measurement.surroundings():
         results = Results(measurement.title(), measurement.setup(), outputs.json)
-        finished = len(measurement.cells()) - len(measurement.waiting(results))
+        finished = len(measurement.share()) - len(measurement.waiting(results))
         if opening := measurement.opening(results):
             print(f"{opening}\n", file=sys.stderr)
         try:
@@ -264,7 +267,7 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
             if len(results):
                 print(f"\n{measurement.table(results)}")
                 if missing := len(measurement.waiting(results)):
-                    print(f"\n{missing} of {len(measurement.cells())} cells are not finished")
+                    print(f"\n{missing} of {len(measurement.share())} cells are not finished")
     for cell, reason in failed:
         print(f"\n{' '.join(map(str, cell.values()))}: {reason}")
     if finished:
@@ -273,17 +276,18 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     # Also cells that the plan found out, but not those of another command with the same file.
     cells = measurement.cells()
     wrong = dict.fromkeys(
-        row[_FAILED] for cell, row in results if _FAILED in row and (not cells or cell in cells)
+        row[FAILED] for cell, row in results if FAILED in row and (not cells or cell in cells)
     )
     for why in wrong:
         print(f"{program()}: error: {why}", file=sys.stderr)
     return int(bool(failed or wrong))
 
 
-def _of_rank(outputs: Outputs) -> Outputs:
+def _of_rank(measurement: Measurement, outputs: Outputs) -> Outputs:
     """``outputs`` of this rank, which has a result file of its own.
 
-    ValueError where several ranks have no such file, or would write one page or picture.
+    ValueError where several ranks have no such file, would write one page or picture, or spread a
+    model over the same devices.
     """
     part = launched_part()
     if part.is_whole:
@@ -293,6 +297,11 @@ def _of_rank(outputs: Outputs) -> Outputs:
             f"this is rank {part.rank} of {part.ranks}, which share the cells: give --json FILE, "
             "and leave --plot and --table to the same command in one process afterwards, which "
             "reads the files of all ranks"
+        )
+    if getattr(measurement, "device_map", None) is not None:
+        raise ValueError(
+            f"--device-map on rank {part.rank} of {part.ranks}: each would spread its model over "
+            "all devices, so run it in one process"
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank() % torch.cuda.device_count())
@@ -328,7 +337,7 @@ def _run(cls: type[Measurement], parsed: argparse.Namespace) -> int:
 
 def _waits(results: Results, cell: Cell) -> bool:
     row = results.find(cell)
-    return row is None or _FAILED in row
+    return row is None or FAILED in row
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -337,5 +346,5 @@ def _out_of_memory(error: Exception) -> bool:
     # torch has no class of its own for a host that can't allocate, for pinned memory, and for what
     # CUDA's libraries can't get.
     message = str(error)
-    signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
+    signs = ("DefaultCPUAllocator", "ALLOCFAILED", "out of memory")
     return any(sign in message for sign in signs)

@@ -83,8 +83,7 @@ class Subject:
         digest = hashlib.sha256()
         for name, weight in self.model.state_dict().items():
             if weight.is_meta:
-                # On the disk, or handed in by a hook: others tell the model.
-                continue
+                weight = offloaded(self.model, name)
             flat = weight.detach().flatten()
             sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
             digest.update(f"{name} {tuple(weight.shape)}".encode())
@@ -93,6 +92,14 @@ class Subject:
             words = sorted(self.tokenizer.get_vocab().items())
             digest.update(repr((words, self.tokenizer.chat_template)).encode())
         return digest.hexdigest()[:16]
+
+
+def offloaded(model: PreTrainedModel, name: str) -> torch.Tensor:
+    """The weight ``name`` of a model that accelerate spread, from where it waits for its layer."""
+    path, _, own = name.rpartition(".")
+    hook: Any = model.get_submodule(path)._hf_hook
+    hooks = getattr(hook, "hooks", (hook,))
+    return next(one.weights_map[own] for one in hooks if getattr(one, "weights_map", None))
 
 
 def model_folder(name: str) -> Path:

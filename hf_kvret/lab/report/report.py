@@ -75,9 +75,11 @@ def write_report(folder: Path, measurements: _Known) -> Report:
         raise FileNotFoundError(f"no folder {folder}")
     # Studies join them when they are met.
     measurements = dict(measurements)
-    reasons = {path: why_no_results(path) for path in sorted(folder.glob("*.json"))}
-    # Files of ranks make one page.
-    reasons = {shared_file(path): reason for path, reason in reasons.items()}
+    reasons: dict[Path, str | None] = {}
+    for path in sorted(folder.glob("*.json")):
+        # Files of ranks make one page, if there are any of ours among them.
+        reason, page = why_no_results(path), shared_file(path)
+        reasons[page] = reason if reasons.get(page, reason) is not None else None
     skipped = {path: reason for path, reason in reasons.items() if reason is not None}
     loaded: dict[Path, Results] = {}
     failed: dict[Path, str] = {}

@@ -27,7 +27,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
-_RANK = re.compile(r"\.rank[0-9]+$")
+FAILED = "check_failed"
+"""An entry of a row without numbers, which is measured again."""
+_RANK = re.compile(r"(.+)\.rank[0-9]+(\.[^.]*)?")
 _CHECKSUM = "checksum"
 _CHECKSUM_LEN = 16
 # A page names these of a run; None stands for a thing that the machine lacks.
@@ -60,7 +62,7 @@ class Results:
         self.name, self.setup, self.path = name, json.loads(json.dumps(setup)), path
         self._environments: list[dict[str, Any]] = []
         self._results: dict[str, tuple[Cell, dict[str, Any]]] = {}
-        # Those of other ranks' files, which this one doesn't write.
+        # These are in other ranks' files, which this one doesn't write.
         self._others: dict[str, tuple[Cell, dict[str, Any]]] = {}
         self.other_environments: list[dict[str, Any]] = []
         if path is not None:
@@ -88,7 +90,7 @@ class Results:
 
     def find(self, cell: Cell) -> dict[str, Any] | None:
         """The result of a finished cell, else None."""
-        entry = self._results.get(_key(cell)) or self._others.get(_key(cell))
+        entry = self._all().get(_key(cell))
         return None if entry is None else entry[1]
 
     def add(self, cell: Cell, result: dict[str, Any]) -> None:
@@ -107,10 +109,18 @@ class Results:
         replace_file(path, json.dumps(self.to_dict(), indent=1).encode() + b"\n")
 
     def __iter__(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        return iter((self._others | self._results).values())
+        return iter(self._all().values())
 
     def __len__(self) -> int:
-        return len(self._others | self._results)
+        return len(self._all())
+
+    def _all(self) -> dict[str, tuple[Cell, dict[str, Any]]]:
+        """Own cells and others'; of one that is in both, the one with numbers."""
+        cells = dict(self._others)
+        for key, entry in self._results.items():
+            if key not in cells or FAILED not in entry[1] or FAILED in cells[key][1]:
+                cells[key] = entry
+        return cells
 
     def to_dict(self) -> dict[str, Any]:
         """The file's content."""
@@ -146,7 +156,10 @@ class Results:
         environments += [one for one in content["environments"] if one not in environments]
         cells = self._results if is_own else self._others
         for entry in content["cells"]:
-            cells[_key(entry["cell"])] = (entry["cell"], entry["result"])
+            known = cells.get(_key(entry["cell"]))
+            # Files are read in the order of their ranks, behind the one that all share.
+            if known is None or (FAILED in known[1] and FAILED not in entry["result"]):
+                cells[_key(entry["cell"])] = (entry["cell"], entry["result"])
 
 
 def rank_file(path: Path, rank: int) -> Path:
@@ -156,13 +169,14 @@ def rank_file(path: Path, rank: int) -> Path:
 
 def shared_file(path: Path) -> Path:
     """The inverse of ``rank_file``; ``path`` itself where it is no rank's."""
-    return path.with_name(_RANK.sub("", path.stem) + path.suffix)
+    match = _RANK.fullmatch(path.name)
+    return path if match is None else path.with_name(match[1] + (match[2] or ""))
 
 
 def files_of(path: Path) -> list[Path]:
     """The files that are there of ``path`` and of other ranks with it."""
     shared = shared_file(path)
-    beside = path.parent.glob(f"{glob.escape(shared.stem)}.rank*{path.suffix}")
+    beside = path.parent.glob(f"{glob.escape(shared.stem)}.rank*{glob.escape(shared.suffix)}")
     ranks = sorted(one for one in beside if shared_file(one) == shared)
     return [one for one in (shared, *ranks) if one.is_file()]
 

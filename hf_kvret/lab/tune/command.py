@@ -167,7 +167,9 @@ class Tune(Measurement):
         )
         text = describe_file("--text", self.text)
         search = {"text": text, "variants": len(self.variants)}
-        return self.subject.describe() | search | {key: getattr(self, key) for key in keys}
+        settings = {key: getattr(self, key) for key in keys}
+        settings |= {"device": self.device_map or self.device}
+        return self.subject.describe() | search | settings
 
     def cells(self) -> list[Cell]:
         """Every variant on every window; halving leaves many of them out."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
+from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.report.results import Results, files_of, rank_file, shared_file
 from hf_kvret.models.ranks import launched_part, local_rank
 
@@ -99,6 +102,29 @@ def test_a_rank_needs_a_file_and_writes_no_page(
     assert "rank 1 of 2, which share the cells: give --json FILE" in capsys.readouterr().err
 
 
+def test_ranks_don_t_spread_their_models(
+    as_rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_rank(0)
+    assert run(tmp_path / "x.json", "--device-map", "auto") == 2
+    assert "--device-map on rank 0 of 2" in capsys.readouterr().err
+
+
+def test_numbers_stand_where_another_file_has_a_failure(tmp_path: Path) -> None:
+    path, cell = tmp_path / "x.json", {"cache": "flat"}
+    numbers, failure = {"score": 1.0}, {"check_failed": "wrong"}
+    for first, second in ((failure, numbers), (numbers, failure)):
+        for file, row in ((rank_file(path, 0), first), (rank_file(path, 1), second)):
+            file.unlink(missing_ok=True)
+            own = Results("eval x", {}, file)
+            own._others.clear()
+            own.add(cell, row)
+        assert [row for _, row in Results.load(path)] == [numbers]
+        assert Results("eval x", {}, path).find(cell) == numbers
+        for rank in (0, 1):
+            assert Results("eval x", {}, rank_file(path, rank)).find(cell) == numbers
+
+
 def test_slurm_names_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a step; a batch script outside of one is alone."""
     monkeypatch.setenv("SLURM_PROCID", "2")
@@ -120,6 +146,25 @@ def test_names_of_files(tmp_path: Path) -> None:
     for file in (path, rank_file(path, 0), rank_file(path, 10), *others):
         file.touch()
     assert files_of(rank_file(path, 0)) == [path, rank_file(path, 0), rank_file(path, 10)]
+    bare = tmp_path / "bare"
+    rank_file(bare, 1).touch()
+    assert shared_file(rank_file(bare, 1)) == bare and files_of(bare) == [rank_file(bare, 1)]
+
+
+def test_weights_on_a_disk_tell_the_same_model(tmp_path: Path) -> None:
+    """Its fingerprint does not depend on where they are."""
+    pytest.importorskip("accelerate")
+    one = load_subject("needle")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {"model.layers": "disk", "lm_head": "disk"}
+    folder = one.model.config._name_or_path
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, device_map=places, offload_folder=tmp_path
+    )
+    assert any(parameter.is_meta for parameter in model.parameters())
+    spread = replace(one, model=model)
+    assert spread.describe() == one.describe()
+    assert spread.device == torch.device("cpu")
 
 
 def test_a_spread_model_gives_the_same_answers(tmp_path: Path) -> None:
