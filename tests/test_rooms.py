@@ -25,12 +25,12 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 27_900
+MOST_LIBRARY_LINES = 27_930
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 68_000,
+    ("tests", ".py"): 68_200,
     ("examples", ".py"): 13_450,
     ("kernels/csrc", ".cpp"): 1_730,
     ("kernels/csrc", ".h"): 3_040,
