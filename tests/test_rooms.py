@@ -31,7 +31,7 @@ MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
     ("tests", ".py"): 68_200,
-    ("examples", ".py"): 13_450,
+    ("examples", ".py"): 13_750,
     ("kernels/csrc", ".cpp"): 1_730,
     ("kernels/csrc", ".h"): 3_040,
 }

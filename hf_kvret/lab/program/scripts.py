@@ -38,6 +38,7 @@ SCRIPTS = {
     "bench save": "benchmarks/bench_save.py",
     "bench mapped": "benchmarks/bench_mapped.py",
     "bench documents": "benchmarks/bench_documents.py",
+    "bench weights": "benchmarks/bench_weights.py",
 }
 """Each script by the name in its result files."""
 

@@ -40,6 +40,7 @@ def bench() -> Callable[..., int]:
             "save",
             "mapped",
             "machine-code",
+            "weights",
         )
         parser = script_parser(load_measurement(f"bench {name}"))
         options = parser.parse_args([*arguments, *([] if without else ["--device", "cpu"])])
