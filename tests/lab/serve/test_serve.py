@@ -134,6 +134,28 @@ def test_answers_are_those_of_transformers_streamed_and_at_once(
     assert "".join(parts) == expected
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_other_api_goes_the_same_way(
+    stream: bool, served: Served, folder: Path, made: list[RetrievalCache]
+) -> None:
+    call: dict[str, Any] = {"model": served.model, "input": TEXT, "max_output_tokens": 12}
+    own = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 2}
+    call["extra_body"] = {"generation_config": json.dumps(own)}
+    answer: Any = served.client.responses.create(**call, stream=stream)
+    if stream:
+        events = [event for event in answer if event.type == "response.output_text.delta"]
+        text = "".join(event.delta for event in events)
+    else:
+        text = answer.output_text
+    assert text == _full(folder, TEXT)
+    assert {cache.name for cache in made} == {"paris"}
+    own["cache_config"] = {"store": "disk"}
+    call["extra_body"] = {"generation_config": json.dumps(own)}
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.responses.create(**call, stream=stream)
+    assert "'store', which is the server's" in caught.value.response.text
+
+
 def test_four_at_once_and_a_second_turn(served: Served, folder: Path) -> None:
     answers: dict[int, str] = {}
 
