@@ -36,7 +36,8 @@ STRAYS = (
     "kernels/build/CMakeCache.txt",
     "kernels/hf_kvret_kernels/libhf_kvret_host.so",
 )
-UNPINNED = {"triton", "flash-attn"}  # both have to fit the build of torch at hand
+# They have to fit the build of torch at hand, or bring one of their own.
+UNPINNED = {"triton", "flash-attn", "vllm"}
 
 
 def run_python(*args: str, folder: Path = ROOT, **variables: str) -> str:

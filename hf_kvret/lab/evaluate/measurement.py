@@ -346,5 +346,5 @@ def _out_of_memory(error: Exception) -> bool:
     # torch has no class of its own for a host that can't allocate, for pinned memory, and for what
     # CUDA's libraries can't get.
     message = str(error)
-    signs = ("DefaultCPUAllocator", "ALLOCFAILED", "out of memory")
+    signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
     return any(sign in message for sign in signs)
