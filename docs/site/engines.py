@@ -68,7 +68,8 @@ def cases_of(method: str, artifacts: Mapping[str, str], folder: Path) -> dict[st
     codec = {"predictor": "none", "first_bits": 4} if method == "aqua" else {}
     covering = {**COVERING_OPTIONS, **learned}
     if method == "aqua":
-        covering = {**codec, "recent": 8, "flush": 4, "sink": 2}
+        covering = {**COVERING_OPTIONS, **codec}
+        del covering["top_k"]
     columns = {"every mode": [RankCase(method, mode, covering) for mode in ALL_MODES]}
     for store in STORES if method in ("paris", "lrqk") else ():
         more: dict[str, Any] = {"store": store}

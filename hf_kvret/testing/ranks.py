@@ -187,9 +187,9 @@ def _run_case(model: PreTrainedModel, case: RankCase, folder: Path) -> Found:
 
 def _cold_rows(cache: Any) -> int:
     """Cold rows that were selected; of a method without selection those that it holds."""
-    if type(cache).Config.retrieves:
-        return cold_rows_read(cache)
-    return sum(layer.kv.cold_len for layer in cache.retrieval_layers if layer.kv is not None)
+    layers = [layer.kv for layer in cache.retrieval_layers if layer.kv is not None]
+    without = sum(kv.cold_len for kv in layers if kv.index is None)
+    return cold_rows_read(cache) + without
 
 
 def compare(alone: Found, each: Sequence[Found]) -> RankOutcome:
