@@ -28,7 +28,7 @@ LENGTHS = [90, 41, 130]
 SCALE = DIM**-0.5
 
 
-# Of the first token's pass, which nobody looks at.
+# The first token's pass gets these, and nobody looks at what it gives.
 NOTHING = torch.zeros(1, QUERY_HEADS, 1, DIM)
 CALL = AttentionCall(Scoring(None, SCALE), lambda: NOTHING)
 

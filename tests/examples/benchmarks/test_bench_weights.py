@@ -14,7 +14,7 @@ from hf_kvret.lab.report.results import Results
 
 Bench = Callable[..., int]
 SMALL = Weights.smallest.split()
-# By what weights are kept in.
+# The format in which a way keeps its weights decides how far its product may be off.
 MOST_ERROR = {"fp32": 1e-5, "bf16": 1e-2, "int8": 2e-2, "int4": 0.15}
 
 
