@@ -205,10 +205,10 @@ def _attend_coded(shape: KernelShape, draw: Draw) -> Any:
     code_bytes = 2 * codec.code_bytes(dim)
     # Elsewhere bytes of codes would be read as scales, some of them infinite.
     pages = lay_apart(torch.cat(parts, dim=-1), code_bytes)
-    rows = PagedRows([pages], table, code_bytes, apart=True)
+    paged = PagedRows([pages], table, code_bytes, apart=True)
+    rows = higgs.CodedRows(paged, codec, dim, dim)
     query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
-    attend = partial(higgs.attend, query, rows, ids, codec, scale=shape.scale)
-    return partial(attend, key_dim=dim, value_dim=dim)
+    return partial(higgs.attend, query, rows, ids, scale=shape.scale)
 
 
 def _draw_coded(

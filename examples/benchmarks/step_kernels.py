@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvret_kernels import paris
-from hf_kvret_kernels.higgs import HiggsCodec
+from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 
@@ -219,9 +219,10 @@ def _higgs(shape: StepShape) -> None:
     dim = shape.head_dim
     codec = HiggsCodec(HIGGS_BITS, dim)
     codes, scales = 2 * codec.code_bytes(dim), 2 * codec.scale_bytes(dim)
-    rows = replace(shape.pages(codes + scales, codes, torch.uint8), apart=True)
-    ids = shape.ids(LRQK_K)
-    triton_attend.attend_partials(shape.query(), rows, ids, codec, dim, dim, shape.scale, None)
+    pages = replace(shape.pages(codes + scales, codes, torch.uint8), apart=True)
+    mean = torch.empty(len(pages.table), pages.heads, dim, device=_META)
+    rows = CodedRows(pages, codec, dim, dim, key_mean=mean)
+    triton_attend.attend_partials(shape.query(), rows, shape.ids(LRQK_K), shape.scale, None)
 
 
 def _resident(shape: StepShape) -> None:

@@ -41,7 +41,7 @@ class Scoring:
 if TYPE_CHECKING:
     from hf_kvret.contracts.store import Store
     from hf_kvret_kernels.host_step import HostSearch
-    from hf_kvret_kernels.paged import PagedRows
+    from hf_kvret_kernels.paged import HostRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class ColdTokens:
         return self.scoring.softcap
 
     @cached_property
-    def host_rows(self) -> PagedRows | None:
+    def host_rows(self) -> HostRows | None:
         """The store's rows where the compiled library reads them; None where it can't."""
         return self.store.host_rows()
 

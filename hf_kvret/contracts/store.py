@@ -13,7 +13,7 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import HostRows
 from hf_kvret_kernels.relevance import best_ids
 from hf_kvret_kernels.soft_cap import soft_cap_
 
@@ -131,7 +131,7 @@ class Store(State):
         """The result of ``begin``, at once."""
         return self.begin(query, ids, scale, softcap)()
 
-    def host_rows(self) -> PagedRows | None:
+    def host_rows(self) -> HostRows | None:
         """The rows held, where the CPU library reads them as they lie; None, as here, where not."""
         return None
 

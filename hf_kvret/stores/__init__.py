@@ -174,15 +174,18 @@ class StoreChoice:
             store.expect(self.announced_len)
         return store
 
-    def check_offset(self, first: FirstRows, layer: int, remedy: str) -> None:
-        """Warn, once for a cache, if keys that will be coded as they are have a large offset.
+    def check_offset(self, first: FirstRows, layer: int, remedy: str, *, centered: bool) -> None:
+        """Warn, once for a cache, if keys that will be coded have a large offset.
 
         Args:
             first: rows of the layer.
             layer: number of the layer in the model.
             remedy: what to do then.
+            centered: whether they are coded around their mean.
         """
-        self._has_warned = self._has_warned or warn_of_offset(first, layer, remedy)
+        self._has_warned = self._has_warned or warn_of_offset(
+            first, layer, remedy, centered=centered
+        )
 
     def _name_for(self, first: FirstRows, layer: int) -> str:
         """Name of the store of a layer."""
@@ -195,12 +198,13 @@ class StoreChoice:
         plain = PLAIN[self.name]
         if self._choice is None or not self._options.takes_store(plain):
             remedy = f"pass store={plain!r} or bits=16, which keep rows in full"
-            self.check_offset(first, layer, remedy)
+            self.check_offset(first, layer, remedy, centered=True)
             return self.name
         why = why_in_full(first)
         if not why:
             return self.name
-        self.check_offset(first, layer, f"store='auto' keeps such layers in full, in {plain!r}")
+        remedy = f"store='auto' keeps such layers in full, in {plain!r}"
+        self.check_offset(first, layer, remedy, centered=True)
         self._in_full[layer] = why
         return plain
 

@@ -6,7 +6,8 @@ and last layers of Qwen2 and Qwen2.5, the error drowns the differences.
 
 RoPE turns the constant by an angle for each token, in each channel pair by another one. So over
 consecutive tokens a channel shows a cosine of one frequency, near zero in slow pairs: a line in its
-spectrum. What differs between tokens is spread over all frequencies.
+spectrum. What differs between tokens is spread over all frequencies. Rows that are coded around
+their mean have lost the part that hardly turns.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ _MOST_SEQUENCES = 8
 
 def why_in_full(first: FirstRows) -> str:
     """Why rows like these must not be coded without being asked for; empty where they may."""
-    ratio = offset_ratio(first)
+    ratio = offset_ratio(first, centered=True)
     if ratio is None:
         return f"its first {_FEWEST_TOKENS - 1} tokens or fewer do not tell of offsets"
     return "its keys have a large offset" if ratio > MOST_RATIO else ""
 
 
-def offset_ratio(first: FirstRows) -> float | None:
+def offset_ratio(first: FirstRows, *, centered: bool) -> float | None:
     """Energy of the keys over that of what differs between tokens, at least 1.
+
+    ``centered``: of keys around the mean of all tokens, by channel.
 
     Of the KV head with the largest, by up to 1,024 tokens of 8 sequences. Infinite for tokens that
     are all alike; None for fewer than 32 in every sequence. 1 without keys, as for codes or on
@@ -49,7 +52,7 @@ def offset_ratio(first: FirstRows) -> float | None:
     keys = first.keys() if callable(first.keys) else first.keys
     if keys is None or keys.device.type == "meta":
         return 1.0
-    energies = [_energies(some) for some in _sequences(keys, first.valid)]
+    energies = [_energies(some) for some in _sequences(keys, first.valid, centered)]
     if not energies:
         return None
     total, offset = (sum(energy) for energy in zip(*energies, strict=True))
@@ -59,12 +62,15 @@ def offset_ratio(first: FirstRows) -> float | None:
     return float(ratios.nan_to_num(1.0, posinf=math.inf).max())
 
 
-def _sequences(keys: torch.Tensor, valid: torch.Tensor | None) -> Iterator[torch.Tensor]:
+def _sequences(
+    keys: torch.Tensor, valid: torch.Tensor | None, centered: bool
+) -> Iterator[torch.Tensor]:
     """``[Hkv, n, D]`` fp32 keys of the valid tokens of each sequence with enough of them."""
     for number in range(min(len(keys), _MOST_SEQUENCES)):
         rows = keys[number] if valid is None else keys[number][:, valid[number].to(keys.device)]
         if rows.shape[1] >= _FEWEST_TOKENS:
-            yield rows[:, :_MOST_TOKENS].float()
+            mean = rows.mean(1, keepdim=True, dtype=torch.float32) if centered else 0.0
+            yield rows[:, :_MOST_TOKENS].float() - mean
 
 
 def _energies(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,12 +85,12 @@ def _energies(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return spectrum.sum((1, 2)), lines.sum(1)
 
 
-def warn_of_offset(first: FirstRows, layer: int, remedy: str) -> bool:
+def warn_of_offset(first: FirstRows, layer: int, remedy: str, *, centered: bool) -> bool:
     """Warn if the keys of a ``layer``, which are coded, have an offset; whether it warned.
 
-    ``remedy``: what to do then, or what is done.
+    ``remedy``: what to do then, or what is done. ``centered``: as of ``offset_ratio``.
     """
-    ratio = offset_ratio(first)
+    ratio = offset_ratio(first, centered=centered)
     if ratio is None or ratio <= MOST_RATIO:
         return False
     _log.warning(

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Schema, damaged
-from hf_kvret.contracts.state import Tensors
+from hf_kvret.contracts.schema import Schema, check_finite, damaged
+from hf_kvret.contracts.state import Tensors, tensor
 from hf_kvret.contracts.store import AttentionResult, check_in_key, check_rows
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels import higgs
 from hf_kvret_kernels.higgs.codec import LARGEST_GROUP, SMALLEST_GROUP
+
+# Tokens coded at once, so that a prompt is never in fp32 as a whole.
+_CHUNK = 4096
 
 
 class QuantizedStore(WrappedStore):
@@ -22,9 +25,12 @@ class QuantizedStore(WrappedStore):
 
     Keys and values of each KV head are coded by themselves, so that single rows can be read:
     ``bits / 8 + 2 / group`` bytes an element, with the largest power of two that divides the head's
-    dims as group. Codes are never recoded. Keys and values read back have the codec's error; if
-    they are appended again, they lose a little more, far less than the first time. Scales lie apart
-    from the codes of a page, whose rows are then aligned to their own length.
+    dims as group. Keys are coded around the mean, by channel, of the first block's: the codec's
+    error is a share of what it codes, and an offset tells no token from another. Rows of latent
+    attention are coded as they are. Codes are never recoded. Keys and values read back have the
+    codec's error; if they are appended again, they lose a little more, far less than the first
+    time. Scales lie apart from the codes of a page, whose rows are then aligned to their own
+    length.
 
     Args:
         memory: where the bytes lie.
@@ -33,10 +39,16 @@ class QuantizedStore(WrappedStore):
 
     codes_rows = True
 
+    # ``[B, Hkv, Dk]`` fp32, what is taken off the keys; None where nothing is, as in older saves.
+    _key_mean: torch.Tensor | None = tensor(
+        optional=True, shared=True, dims="B H D", dtype=torch.float32, finite=True
+    )
+
     def __init__(self, memory: PageMemory, bits: int) -> None:
         super().__init__(PagedStore(memory, apart=True))
         self._bits = bits
         self._codec: higgs.HiggsCodec | None = None
+        self._coded: higgs.CodedRows | None = None
         # Dims of keys and of values; those of values are 0 where they are elements of the keys.
         self._dims = (0, 0)
         self._value_in_key = 0
@@ -45,35 +57,52 @@ class QuantizedStore(WrappedStore):
     def append(self, block: TokenBlock) -> None:
         if len(block) == 0:
             return
+        if not len(self):
+            self._key_mean = None if block.value_in_key else block.mean_key()
         codec = self._codec_for(block.keys, block.values, block.value_in_key)
-        tensors = [block.keys] if block.value_in_key else [block.keys, block.values]
-        halves = zip(*map(codec.encode, tensors), strict=True)
-        codes, scales = (torch.cat(half, dim=-1) for half in halves)
+        parts = [self._encoded(codec, block, first) for first in range(0, len(block), _CHUNK)]
+        codes, scales = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         # Codes are the keys of the store below, scales their values.
         self.rows.append(TokenBlock(codes, scales, block.start))
+
+    def _encoded(
+        self, codec: higgs.HiggsCodec, block: TokenBlock, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales ``[B, Hkv, n, bytes]`` of the tokens of a block from ``first`` on."""
+        keys, values = (x[:, :, first : first + _CHUNK] for x in (block.keys, block.values))
+        if self._key_mean is not None:
+            keys = keys.float() - self._key_mean[:, :, None]
+        tensors = [keys] if block.value_in_key else [keys, values]
+        halves = zip(*map(codec.encode, tensors), strict=True)
+        codes, scales = (torch.cat(half, dim=-1) for half in halves)
+        return codes, scales
 
     def begin(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
-        if self._codec is None:
-            raise RuntimeError("the store is empty: append first")
-        key_dim, value_dim = self._dims
-        return higgs.attend_partials(
-            query,
-            self.rows.paged_rows(),
-            ids,
-            self._codec,
-            key_dim=key_dim,
-            value_dim=self._value_in_key or value_dim,
-            scale=scale,
-            softcap=softcap,
-            value_in_key=self._value_in_key > 0,
-        )
+        return higgs.attend_partials(query, self.coded_rows(), ids, scale=scale, softcap=softcap)
+
+    def host_rows(self) -> higgs.CodedRows | None:
+        rows = self.coded_rows()
+        return rows if rows.table.is_cpu else None
+
+    def coded_rows(self) -> higgs.CodedRows:
+        """The rows as kernels read them, until the next change. RuntimeError for an empty store."""
+        pages, rows = self.rows.paged_rows(), self._coded
+        if rows is None or rows.pages is not pages:
+            assert self._codec is not None, "there are rows"
+            key_dim, value_dim = self._dims
+            in_key = self._value_in_key
+            rows = self._coded = higgs.CodedRows(
+                pages, self._codec, key_dim, in_key or value_dim, in_key > 0, self._key_mean
+            )
+        return rows
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As for every store, in the dtype of the model."""
-        # Rows of holes are zero bytes, which decode to zeros.
-        return self._decoded(*self.rows.gather(ids))
+        keys, values = self._decoded(*self.rows.gather(ids))
+        # Rows of holes are zero bytes, which decode to zeros, beside the mean.
+        return keys.masked_fill_((ids < 0)[..., None], 0.0), values
 
     def chunks(
         self, chunk_len: int = 4096, stop: int | None = None
@@ -83,7 +112,11 @@ class QuantizedStore(WrappedStore):
 
     def reset(self) -> None:
         super().reset()
-        self._codec = None
+        self._codec = self._coded = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without rows for kernels, which have addresses."""
+        return {**vars(self), "_coded": None}
 
     def row_nbytes(self, plain: int) -> int:
         if self._codec is None:
@@ -103,6 +136,7 @@ class QuantizedStore(WrappedStore):
             "bits": torch.tensor(self._bits),
             "key_like": key_like,
             "value_like": value_like,
+            **({} if self._key_mean is None else {"key_mean": self._key_mean.cpu()}),
             **({"value_in_key": torch.tensor(self._value_in_key)} if self._value_in_key else {}),
         }
 
@@ -111,10 +145,13 @@ class QuantizedStore(WrappedStore):
         if "codes" not in state:
             check_rows(state, schema)
             return
-        names = {"codes", "scales", "bits", "key_like", "value_like", "value_in_key"}
+        names = {"codes", "scales", "bits", "key_like", "value_like", "key_mean", "value_in_key"}
         if not state.keys() <= names:
             raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
         check_in_key(state, schema)
+        if "key_mean" in state:
+            schema.check("store.key_mean", state["key_mean"], "B H D", torch.float32)
+            check_finite("store.key_mean", state["key_mean"])
         value_dim = 0 if schema.get("I") else schema["V"]
         for name, dims in (("key_like", "0 D"), ("value_like", f"0 {value_dim}")):
             schema.check(f"store.{name}", state[name], dims)
@@ -144,6 +181,7 @@ class QuantizedStore(WrappedStore):
             )
         key_like, value_like = state["key_like"].to(device), state["value_like"].to(device)
         in_key = int(state.get("value_in_key", 0))
+        self._key_mean = state["key_mean"].to(device) if "key_mean" in state else None
         self._codec_for(key_like, key_like[..., :in_key] if in_key else value_like, in_key)
         self.rows.append(TokenBlock(state["codes"].to(device), state["scales"].to(device), 0))
 
@@ -183,10 +221,12 @@ class QuantizedStore(WrappedStore):
         if self._value_in_key:
             keys = codec.decode(codes, scales, self._dtype)
             return keys, keys[..., : self._value_in_key]
-        halves = zip(
+        (key_codes, value_codes), (key_scales, value_scales) = (
             codes.split([codec.code_bytes(dim) for dim in self._dims], dim=-1),
             scales.split([codec.scale_bytes(dim) for dim in self._dims], dim=-1),
-            strict=True,
         )
-        keys, values = (codec.decode(*half, self._dtype) for half in halves)
-        return keys, values
+        mean = self._key_mean
+        if mean is not None and codes.shape[1] != mean.shape[1]:
+            mean = mean.repeat_interleave(codes.shape[1] // mean.shape[1], 1)
+        keys = codec.decode(key_codes, key_scales, self._dtype, added=mean)
+        return keys, codec.decode(value_codes, value_scales, self._dtype)

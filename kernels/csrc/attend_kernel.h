@@ -4,15 +4,10 @@
 // values are added to all their sums. So a row comes from memory once, and from a cache after that.
 #pragma once
 
-#include "kernel.h"
-#include "tiles.h"
+#include "coded_rows.h"
 #include "vector_math.h"
 
 namespace {
-
-constexpr int64_t kPad = 16; // floats to which buffers are rounded up; a multiple of all lanes
-
-inline int64_t padded(int64_t count) { return (count + kPad - 1) / kPad * kPad; }
 
 // Scratch of one span, cut from one buffer.
 struct Workspace {
@@ -25,15 +20,23 @@ struct Workspace {
         weight_sums = scores + heads * kBlock;
         largest = weight_sums + heads * kPad;
         rescale = largest + heads;
+        mean_scores = rescale + heads;
+        coded = mean_scores + heads;
     }
 
     static int64_t floats(const hfk_request &request) {
         const int64_t heads = request.query_heads / request.id_heads;
-        return heads * (padded(request.key_dim) + padded(request.value_dim) + kBlock + kPad + 2);
+        const int64_t plain =
+            heads * (padded(request.key_dim) + padded(request.value_dim) + kBlock + kPad + 3);
+        return plain + (request.coding == nullptr ? 0 : coded_block_floats(request));
     }
 
     int64_t heads, query_stride, sum_stride;
     float *query, *sums, *scores, *weight_sums, *largest, *rescale;
+    // Of each head: the query's product with what was taken off the keys, 0 for rows of numbers.
+    float *mean_scores;
+    // Room for a block of coded rows.
+    float *coded;
     // The query heads in the request.
     const void *given = nullptr;
     int64_t given_stride = 0;
@@ -63,11 +66,13 @@ void load_query(const hfk_request &request, const Span &span, Workspace &space) 
     }
 }
 
-// Raw dot products to scores, in place; `count` is padded.
-template <class I> void finish_scores(float *scores, int64_t count, float scale, float softcap) {
+// Raw dot products, but for a part `mean_score`, to scores, in place; `count` is padded.
+template <class I>
+void finish_scores(float *scores, int64_t count, float scale, float softcap,
+                   float mean_score = 0.0f) {
     using V = typename I::V;
     for (int64_t j = 0; j < count; j += I::lanes) {
-        V s = I::load(scores + j) * I::set1(scale);
+        V s = (I::load(scores + j) + I::set1(mean_score)) * I::set1(scale);
         if (softcap > 0.0f) s = I::set1(softcap) * tanh<I>(s * I::set1(1.0f / softcap));
         I::store(scores + j, s);
     }
@@ -147,7 +152,7 @@ void absorb(const hfk_request &request, Workspace &space, Stream &stream) {
                                  DotTiles<I, T>{block, request.key_dim, space});
         for (int64_t g = 0; g < space.heads; ++g) {
             float *scores = space.scores + g * kBlock;
-            finish_scores<I>(scores, padded(block.count), scale, softcap);
+            finish_scores<I>(scores, padded(block.count), scale, softcap, space.mean_scores[g]);
             weigh<I>(scores, block.count, space.largest + g, space.weight_sums + g * kPad,
                      space.rescale + g);
         }
@@ -174,23 +179,10 @@ inline DenseStream window_stream(const hfk_request &request, const hfk_window &w
                        last - span.near_first, valid);
 }
 
-template <class I, class T>
-bool attend(const hfk_request &request, const hfk_window *window, const Span &span,
-            float *scratch, float *out, int64_t out_stride, float *lse, int64_t lse_stride) {
-    Workspace space(request, scratch);
-    load_query<I, T>(request, span, space);
-    for (int64_t i = 0; i < space.heads * space.sum_stride; ++i) space.sums[i] = 0.0f;
-    for (int64_t i = 0; i < space.heads * kPad; ++i) space.weight_sums[i] = 0.0f;
-    for (int64_t g = 0; g < space.heads; ++g) space.largest[g] = -__builtin_inff();
-
-    // The stream asks for its first rows at once: they come while the window is read.
-    RowStream chosen(request, span, sizeof(T), true);
-    if (window != nullptr) {
-        DenseStream rows = window_stream(request, *window, span, sizeof(T));
-        absorb<I, T>(request, space, rows);
-    }
-    absorb<I, T>(request, space, chosen);
-
+// Sums over weights to the result; `in_pairs`: sums are in the order of pairs.
+template <class I, bool in_pairs>
+void finish(const hfk_request &request, const Workspace &space, float *out, int64_t out_stride,
+            float *lse, int64_t lse_stride) {
     for (int64_t g = 0; g < space.heads; ++g) {
         float total = 0.0f;
         for (int i = 0; i < I::lanes; ++i) total += space.weight_sums[g * kPad + i];
@@ -199,7 +191,7 @@ bool attend(const hfk_request &request, const hfk_window *window, const Span &sp
         const float *sums = space.sums + g * space.sum_stride;
         float *to = out + g * out_stride;
         int64_t d = 0;
-        if constexpr (splits<T>) {
+        if constexpr (in_pairs) {
             for (; d + 2 * I::lanes <= request.value_dim; d += 2 * I::lanes) {
                 for (int i = 0; i < I::lanes; ++i) {
                     to[d + 2 * i] = sums[d + i] * factor;
@@ -211,6 +203,77 @@ bool attend(const hfk_request &request, const hfk_window *window, const Span &sp
         lse[g * lse_stride] =
             empty ? -__builtin_inff() : space.largest[g] + __builtin_logf(total);
     }
+}
+
+// Numbers in the order of pairs to their own, in place.
+template <class I, class T> void to_own_order(float *numbers, int64_t dim) {
+    if constexpr (splits<T>) {
+        float pair[2 * I::lanes];
+        for (int64_t d = 0; d + 2 * I::lanes <= dim; d += 2 * I::lanes) {
+            for (int i = 0; i < I::lanes; ++i) {
+                pair[2 * i] = numbers[d + i];
+                pair[2 * i + 1] = numbers[d + I::lanes + i];
+            }
+            std::memcpy(numbers + d, pair, sizeof pair);
+        }
+    }
+}
+
+// What is left of `attend` once all is empty, where rows are in codes. The window's rows are numbers.
+template <class I, class T>
+bool attend_coded(const hfk_request &request, const hfk_window *window, const Span &span,
+                  Workspace &space, float *out, int64_t out_stride, float *lse,
+                  int64_t lse_stride) {
+    const hfk_coding &coding = *request.coding;
+    CodedStream<I> chosen(request, span, space.coded);
+    if (window != nullptr) {
+        DenseStream rows = window_stream(request, *window, span, sizeof(T));
+        absorb<I, T>(request, space, rows);
+    }
+    const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
+    const int64_t head = span.batch * request.kv_heads + kv_head;
+    for (int64_t g = 0; g < space.heads; ++g) {
+        float *query = space.query + g * space.query_stride;
+        float *sums = space.sums + g * space.sum_stride;
+        to_own_order<I, T>(query, request.key_dim);
+        to_own_order<I, T>(sums, request.value_dim);
+        for (int64_t d = 0; coding.key_mean != nullptr && d < request.key_dim; ++d) {
+            space.mean_scores[g] += query[d] * coding.key_mean[head * request.key_dim + d];
+        }
+        turn<I>(coding, query, request.key_dim, true);
+        turn<I>(coding, sums, request.value_dim, true);
+    }
+    absorb<I, float>(request, space, chosen);
+    for (int64_t g = 0; g < space.heads; ++g) {
+        turn<I>(coding, space.sums + g * space.sum_stride, request.value_dim, false);
+    }
+    finish<I, false>(request, space, out, out_stride, lse, lse_stride);
+    return chosen.is_whole();
+}
+
+template <class I, class T>
+bool attend(const hfk_request &request, const hfk_window *window, const Span &span,
+            float *scratch, float *out, int64_t out_stride, float *lse, int64_t lse_stride) {
+    Workspace space(request, scratch);
+    load_query<I, T>(request, span, space);
+    for (int64_t i = 0; i < space.heads * space.sum_stride; ++i) space.sums[i] = 0.0f;
+    for (int64_t i = 0; i < space.heads * kPad; ++i) space.weight_sums[i] = 0.0f;
+    for (int64_t g = 0; g < space.heads; ++g) {
+        space.largest[g] = -__builtin_inff();
+        space.mean_scores[g] = 0.0f;
+    }
+    if (request.coding != nullptr) {
+        return attend_coded<I, T>(request, window, span, space, out, out_stride, lse, lse_stride);
+    }
+
+    // The stream asks for its first rows at once: they come while the window is read.
+    RowStream chosen(request, span, sizeof(T), true);
+    if (window != nullptr) {
+        DenseStream rows = window_stream(request, *window, span, sizeof(T));
+        absorb<I, T>(request, space, rows);
+    }
+    absorb<I, T>(request, space, chosen);
+    finish<I, splits<T>>(request, space, out, out_stride, lse, lse_stride);
     return chosen.is_whole();
 }
 

@@ -46,6 +46,22 @@ struct Avx2 {
         return load(all);
     }
 
+    // Numbers of `lanes / 2` points of a grid [*, 2].
+    static V pairs_at(const uint8_t *codes, const float *grid) {
+        const auto pairs = [grid](int first, int second) {
+            const __m128 low = _mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double *>(grid + 2 * first)));
+            return _mm_loadh_pi(low, reinterpret_cast<const __m64 *>(grid + 2 * second));
+        };
+        return _mm256_set_m128(pairs(codes[2], codes[3]), pairs(codes[0], codes[1]));
+    }
+
+    // Number i is x[i ^ H].
+    template <int H> static V swapped(V x) {
+        if constexpr (H == 1) return _mm256_permute_ps(x, 0xb1);
+        if constexpr (H == 2) return _mm256_permute_ps(x, 0x4e);
+        return _mm256_permute2f128_ps(x, x, 1);
+    }
+
     static void store(float *to, V x) { _mm256_storeu_ps(to, x); }
     static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
     static V max(V a, V b) { return _mm256_max_ps(a, b); }

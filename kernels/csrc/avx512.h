@@ -52,6 +52,19 @@ struct Avx512 {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     }
 
+    // Numbers of `lanes / 2` points of a grid [*, 2].
+    static V pairs_at(const uint8_t *codes, const float *grid) {
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(codes));
+        return _mm512_castpd_ps(_mm512_i32gather_pd(_mm256_cvtepu8_epi32(bytes), grid, 8));
+    }
+
+    // Number i is x[i ^ H].
+    template <int H> static V swapped(V x) {
+        if constexpr (H == 1) return _mm512_permute_ps(x, 0xb1);
+        if constexpr (H == 2) return _mm512_permute_ps(x, 0x4e);
+        return _mm512_shuffle_f32x4(x, x, H == 4 ? 0xb1 : 0x4e);
+    }
+
     static void store(float *to, V x) { _mm512_storeu_ps(to, x); }
     static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
     static V max(V a, V b) { return _mm512_max_ps(a, b); }

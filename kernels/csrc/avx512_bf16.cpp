@@ -47,4 +47,5 @@ const Kernel avx512_bf16_kernel = {
     Entry<Avx512>::exp_all,   sign_points,
     NibbleScan::packed_bytes, NibbleScan::pack, NibbleScan::scan,
     candidates<Avx512>,       BlockRerank::rerank, relevance<Avx512>,
-    best<Avx512>,             PromptWork<Avx512>::floats, PromptWork<Avx512>::attend};
+    best<Avx512>,             PromptWork<Avx512>::floats, PromptWork<Avx512>::attend,
+    CodeWork<Avx512>::encode, CodeWork<Avx512>::decode};

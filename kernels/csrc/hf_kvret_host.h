@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 11
+#define HFK_VERSION 12
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -40,6 +40,18 @@ enum hfk_search {
     HFK_SEARCH_LISTS = 5,    // hfk_lists
 };
 
+// How rows of numbers are coded: HIGGS, see higgs/naive.py. Groups of numbers are multiplied by signs
+// and transformed; pairs over the group's scale, an fp16 number, are rounded to points of a grid.
+struct hfk_coding {
+    const float *grid;      // [4^bits, 2]
+    const float *signs;     // [group]: 1 or -1
+    const float *key_mean;  // [batch, kv_heads, key_dim], of a request: what was taken off its keys;
+                            // null: nothing was
+    int64_t group;          // a power of two from 8 to 1,024
+    int32_t bits;           // of a number: 2, 3 or 4
+    int32_t reserved;
+};
+
 // All arrays are contiguous; sizes count elements.
 struct hfk_request {
     const void *query;      // [batch, query_heads, queries, key_dim], of `dtype`
@@ -49,6 +61,7 @@ struct hfk_request {
     float *out;             // attend: [batch, query_heads, queries, value_dim]
                             // scores: [batch, query_heads, queries, count]
     float *lse;             // attend: [batch, query_heads, queries], natural log; scores: unused
+    const struct hfk_coding *coding; // of rows in codes; null: rows are numbers
     int64_t batch;
     int64_t query_heads;    // a multiple of id_heads
     int64_t id_heads;       // kv_heads or a multiple of it
@@ -61,14 +74,41 @@ struct hfk_request {
     int64_t page_len;
     int64_t page_count;     // of `pages`
     int64_t tokens;         // that have rows, at most max_pages * page_len
-    int64_t row_dim;        // at least key_dim
-    int64_t value_start;    // where in a row its value begins; value_start + value_dim <= row_dim
+    int64_t row_dim;        // at least key_dim; of rows in codes: bytes of the codes, behind which
+                            // lie, for all rows of a page's head, their scales
+    int64_t value_start;    // where in a row its value begins; value_start + value_dim <= row_dim; of
+                            // rows in codes: the bytes of a key's codes, or 0: values are in keys
     double scale;           // factor of the dot products
     double softcap;         // c of c * tanh(scale * q.k / c); 0 for none
     int32_t dtype;          // of query and rows
     int32_t path;
     int32_t threads;        // at most; the calling thread is one of them
     int32_t in_files;       // whether rows lie in mapped files, and may have to be read from a disk
+};
+
+// Cells in each direction, and points of a cell, of hfk_near_points, and where its square ends.
+#define HFK_CELLS 256
+#define HFK_NEAR 4
+#define HFK_REACH 4.0f
+
+// Rows of numbers, and the same rows in codes.
+struct hfk_codes {
+    void *numbers;          // [rows, width], of `dtype`
+    uint8_t *codes;         // [rows, width * bits / 8], `code_row` bytes from one row to the next
+    uint8_t *scales;        // [rows, width / group] fp16, `scale_row` bytes from one row to the next
+    const float *added;     // [rows / added_every, width]: is added to decoded numbers; null: nothing
+    const float *merits;    // [4^bits, 4], to encode: x, y and half the square of each point, and 0
+    const uint8_t *near;    // [HFK_CELLS, HFK_CELLS, HFK_NEAR], to encode, of hfk_near_points
+    struct hfk_coding coding;
+    int64_t rows;
+    int64_t width;          // a multiple of the group
+    int64_t code_row;
+    int64_t scale_row;
+    int64_t added_every;    // consecutive rows that one of `added` is for
+    int32_t dtype;
+    int32_t path;
+    int32_t threads;        // at most; the calling thread is one of them
+    int32_t reserved;
 };
 
 // Attention of many queries over rows that lie side by side; last dimensions are contiguous.
@@ -270,7 +310,8 @@ HFK_API int32_t hfk_has_path(int32_t path);
 // read them. Safe from several threads at once.
 HFK_API int32_t hfk_attend(const struct hfk_request *request);
 
-// scale * q.k, capped, of each query and each of its ids; -inf for holes. Reads keys alone.
+// scale * q.k, capped, of each query and each of its ids; -inf for holes. Reads keys alone. Not of
+// rows in codes.
 HFK_API int32_t hfk_scores(const struct hfk_request *request);
 
 // The `wanted` ids of the highest relevance, best first, then -1. A token is as relevant as the
@@ -282,6 +323,17 @@ HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
 // none. Products, softmax and sums are fp32. With `block_len` it computes log-sum-exps of scores
 // alone, and `values`, `out` and `lse` may be null.
 HFK_API int32_t hfk_prompt_attention(const struct hfk_prompt *request);
+
+// For a grid [count, 2] the points that are nearest to some pair of a cell, ascending, and behind them
+// the last one again and again: near [HFK_CELLS, HFK_CELLS, HFK_NEAR]. Cells fill the square of pairs
+// with both numbers from -HFK_REACH to HFK_REACH. HFK_BAD_REQUEST where a cell has more than HFK_NEAR.
+HFK_API int32_t hfk_near_points(const float *grid, int64_t count, uint8_t *near);
+
+// Codes and scales of rows. A group with NaN or Inf gets the scale NaN.
+HFK_API int32_t hfk_encode(const struct hfk_codes *work);
+
+// Rows of codes and scales, and what is added to them.
+HFK_API int32_t hfk_decode(const struct hfk_codes *work);
 
 // The step: `out` as of hfk_attend, over the window and the ids; `lse` may be null. Queries of a KV
 // head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY. A mean

@@ -28,6 +28,21 @@ const Kernel *find_kernel(int32_t path) {
     }
 }
 
+namespace {
+
+// Whether coded rows have the bytes that their dims need. Mapped files have rows of numbers.
+bool fits_coding(const hfk_request &request) {
+    const hfk_coding &coding = *request.coding;
+    const int64_t key_bytes = request.key_dim * coding.bits / 8;
+    const int64_t value_bytes = request.value_dim * coding.bits / 8;
+    const bool in_key = request.value_start == 0;
+    return is_good(coding, request.key_dim) && is_good(coding, request.value_dim) &&
+           (in_key ? request.value_dim <= request.key_dim : request.value_start == key_bytes) &&
+           request.row_dim == key_bytes + (in_key ? 0 : value_bytes) && !request.in_files;
+}
+
+} // namespace
+
 bool is_good(const hfk_request &request) {
     const auto divides = [](int64_t number, int64_t multiple) {
         return number > 0 && multiple % number == 0;
@@ -40,7 +55,10 @@ bool is_good(const hfk_request &request) {
            request.page_count >= 0 && request.page_count <= kMost && request.tokens >= 0 &&
            request.tokens <= std::min(kMost, request.max_pages * request.page_len) &&
            request.value_start >= 0 &&
-           request.row_dim >= std::max(request.key_dim, request.value_start + request.value_dim) &&
+           (request.coding != nullptr
+                ? fits_coding(request)
+                : request.row_dim >=
+                      std::max(request.key_dim, request.value_start + request.value_dim)) &&
            divides(request.kv_heads, request.id_heads) &&
            divides(request.id_heads, request.query_heads);
 }
@@ -48,7 +66,7 @@ bool is_good(const hfk_request &request) {
 namespace {
 
 int32_t serve(const hfk_request *request, bool attends) {
-    if (!is_good(*request)) return HFK_BAD_REQUEST;
+    if (!is_good(*request) || (request->coding != nullptr && !attends)) return HFK_BAD_REQUEST;
     const Kernel *kernel = find_kernel(request->path);
     if (kernel == nullptr) return HFK_NO_PATH;
     try {

@@ -14,6 +14,9 @@
 // Whether sizes and dtype of a request are what they must be.
 bool is_good(const hfk_request &request);
 
+// Whether rows of `width` numbers can be coded so.
+bool is_good(const hfk_coding &coding, int64_t width);
+
 namespace {
 
 // A chunk of a span takes at least this many ids, so that merging costs little beside it.

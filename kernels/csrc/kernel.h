@@ -135,6 +135,10 @@ struct Kernel {
     int64_t (*prompt_floats)(const hfk_prompt &request, int64_t queries);
 
     void (*prompt)(const PromptTile &tile);
+
+    // Rows `first .. last` of the work.
+    void (*encode)(const hfk_codes &work, int64_t first, int64_t last);
+    void (*decode)(const hfk_codes &work, int64_t first, int64_t last);
 };
 
 // The code of `path`; null where it was not compiled or the processor lacks its instructions.

@@ -337,4 +337,5 @@ template <class I> void rerank(const Rerank &work) {
                          HFK_PARIS_SCAN,          candidates<I>,                                   \
                          rerank<I>,               relevance<I>,                                    \
                          best<I>,                                                                  \
-                         PromptWork<I>::floats,   PromptWork<I>::attend}
+                         PromptWork<I>::floats,   PromptWork<I>::attend,                        \
+                         CodeWork<I>::encode,     CodeWork<I>::decode}

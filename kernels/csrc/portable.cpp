@@ -67,6 +67,17 @@ struct Portable {
         return load(all);
     }
 
+    // Numbers of `lanes / 2` points of a grid [*, 2].
+    static V pairs_at(const uint8_t *codes, const float *grid) {
+        const float *first = grid + 2 * codes[0], *second = grid + 2 * codes[1];
+        return V{first[0], first[1], second[0], second[1]};
+    }
+
+    // Number i is x[i ^ H].
+    template <int H> static V swapped(V x) {
+        return H == 1 ? V{x[1], x[0], x[3], x[2]} : V{x[2], x[3], x[0], x[1]};
+    }
+
     static void store(float *to, V x) { __builtin_memcpy(to, &x, sizeof x); }
     static V fma(V a, V b, V c) { return a * b + c; }
     static V max(V a, V b) { return where_less(a, b, b, a); }

@@ -50,6 +50,21 @@ struct Block {
     const char *values_ahead[kBlock];
 };
 
+// Where the rows of a page's head lie, in bytes: each of them, and what belongs to it, its value, or
+// the scales of its codes.
+struct RowLayout {
+    int64_t row_bytes;
+    int64_t side_start; // of the first row, from the head on
+    int64_t side_bytes; // from one row's to the next
+    int64_t head_bytes;
+};
+
+// Of rows of numbers.
+inline RowLayout layout_of(const hfk_request &request, int64_t element_bytes) {
+    const int64_t bytes = request.row_dim * element_bytes;
+    return {bytes, request.value_start * element_bytes, bytes, request.page_len * bytes};
+}
+
 // Addresses of the rows that a span names, holes left out, block by block.
 //
 // Ids are random, so no hardware prefetcher foresees them. When a block begins, the first line of
@@ -60,17 +75,20 @@ struct Block {
 // An id that leads to no row is left out too, and noted.
 class RowStream {
   public:
-    RowStream(const hfk_request &request, const Span &span, int64_t element_bytes, bool values) {
-        value_offset_ = request.value_start * element_bytes;
-        row_bytes_ = request.row_dim * element_bytes;
-        page_len_ = request.page_len;
+    RowStream(const hfk_request &request, const Span &span, int64_t element_bytes, bool values)
+        : RowStream(request, span, layout_of(request, element_bytes),
+                    values ? request.row_dim * element_bytes : request.key_dim * element_bytes) {}
+
+    // Asks for `bytes` of the first rows.
+    RowStream(const hfk_request &request, const Span &span, const RowLayout &layout, int64_t bytes)
+        : layout_(layout), page_len_(request.page_len) {
         shift_ = -1;
         if ((page_len_ & (page_len_ - 1)) == 0) {
             shift_ = 0;
             while ((int64_t{1} << shift_) < page_len_) ++shift_;
         }
         const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
-        head_bytes_ = kv_head * page_len_ * row_bytes_;
+        head_bytes_ = kv_head * layout.head_bytes;
         table_ = request.table + span.batch * request.max_pages;
         pages_ = request.pages;
         page_count_ = static_cast<uint32_t>(request.page_count);
@@ -79,7 +97,6 @@ class RowStream {
         next_ = span.first;
         last_ = span.last;
         resolve();
-        const int64_t bytes = values ? row_bytes_ : request.key_dim * element_bytes;
         for (int i = 0; i < count_; ++i) {
             for (int64_t byte = 0; byte < bytes; byte += kLine) ask_for(rows_[i] + byte);
         }
@@ -93,13 +110,13 @@ class RowStream {
         block.count = count_;
         for (int i = 0; i < count_; ++i) {
             block.keys[i] = rows_[i];
-            block.values[i] = rows_[i] + value_offset_;
+            block.values[i] = sides_[i];
             block.places[i] = places_[i];
         }
         resolve();
         for (int i = 0; i < block.count; ++i) {
             block.keys_ahead[i] = i < count_ ? rows_[i] : block.keys[i];
-            block.values_ahead[i] = block.keys_ahead[i] + value_offset_;
+            block.values_ahead[i] = i < count_ ? sides_[i] : block.values[i];
             ask_for(block.keys_ahead[i]);
         }
     }
@@ -115,43 +132,33 @@ class RowStream {
                 if (id != kHole) whole_ = false;
                 continue;
             }
-            const char *row = address(id);
-            if (row == nullptr) {
+            const int64_t page = shift_ >= 0 ? id >> shift_ : id / page_len_;
+            const int64_t slot = shift_ >= 0 ? id & (page_len_ - 1) : id % page_len_;
+            const int32_t number = table_[page];
+            if (static_cast<uint32_t>(number) >= page_count_) {
                 whole_ = false;
                 continue;
             }
-            rows_[count_] = row;
+            const char *head = reinterpret_cast<const char *>(pages_[number] + head_bytes_);
+            rows_[count_] = head + slot * layout_.row_bytes;
+            sides_[count_] = head + layout_.side_start + slot * layout_.side_bytes;
             places_[count_] = next_ - 1;
             ++count_;
         }
-    }
-
-    // Of a token that there is, whose page the table has; null where no page is named there.
-    const char *address(int32_t id) const {
-        int64_t page, slot;
-        if (shift_ >= 0) {
-            page = id >> shift_;
-            slot = id & (page_len_ - 1);
-        } else {
-            page = id / page_len_;
-            slot = id % page_len_;
-        }
-        const int32_t number = table_[page];
-        if (static_cast<uint32_t>(number) >= page_count_) return nullptr;
-        return reinterpret_cast<const char *>(pages_[number] + head_bytes_ + slot * row_bytes_);
     }
 
     const int32_t *ids_;
     const int32_t *table_;
     const int64_t *pages_;
     int64_t next_, last_;
-    int64_t value_offset_, row_bytes_, head_bytes_, page_len_;
+    const RowLayout layout_;
+    int64_t head_bytes_, page_len_;
     uint32_t page_count_, tokens_;
     int shift_;
     bool whole_ = true;
     // The block to come.
     int count_;
-    const char *rows_[kBlock];
+    const char *rows_[kBlock], *sides_[kBlock];
     int64_t places_[kBlock];
 };
 

@@ -13,14 +13,14 @@ from typing import Literal
 
 import torch
 
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import HostRows
 
 FILE_NAME = "libhf_kvret_host.so"
 # Names a library file to load in place of the installed one.
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 11
+VERSION = 12
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
@@ -30,26 +30,33 @@ _NO_MEMORY = 1
 _NO_PATH = 2
 BAD_ID = 4
 
-# hfk_request of csrc/hf_kvret_host.h: six addresses, fourteen sizes, scale and softcap, and dtype,
-# path, threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field
-# takes so long that it shows where few rows are read.
-_REQUEST = struct.Struct("@6P14q2d4i")
+# hfk_request of csrc/hf_kvret_host.h: seven addresses, fourteen sizes, scale and softcap; dtype,
+# path, threads and whether rows are in files. Packed in one call: to fill a ctypes.Structure field
+# by field takes so long that it shows where few rows are read.
+_REQUEST = struct.Struct("@7P14q2d4i")
 # hfk_prompt: eight addresses, nineteen numbers, scale and softcap, causal, dtype, path and threads.
 _PROMPT = struct.Struct("@8P19q2d4i")
+# hfk_coding: three addresses, the group, bits and a reserved number.
+_CODING = struct.Struct("@3Pq2i")
+# hfk_codes: six addresses, hfk_coding, five sizes, and dtype, path, threads and a reserved number.
+_CODES = struct.Struct("@6P3Pq2i5q4i")
 # hfk_ranking: three addresses, six sizes, threads and path.
 _RANKING = struct.Struct("@3P6q2i")
 
 
 def attend(
     query: torch.Tensor,
-    rows: PagedRows,
+    rows: HostRows,
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
     threads: int | None = None,
     path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``host_attention.host_attention``; the arguments were checked by the caller."""
+    """See ``host_attention.host_attention``, and ``higgs.attend`` for coded rows.
+
+    The arguments were checked by the caller.
+    """
     out = query.new_empty(*query.shape[:3], rows.value_dim, dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     run("hfk_attend", query, rows, ids, out, lse, scale, softcap, threads, path)
@@ -58,7 +65,7 @@ def attend(
 
 def score(
     query: torch.Tensor,
-    rows: PagedRows,
+    rows: HostRows,
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
@@ -74,7 +81,7 @@ def score(
 def run(
     function: Literal["hfk_attend", "hfk_scores"],
     query: torch.Tensor,
-    rows: PagedRows,
+    rows: HostRows,
     ids: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -98,7 +105,9 @@ def run(
     table, pages = rows.table.contiguous(), rows.addresses().contiguous()
     where = (table, pages, rows.page_len, rows.token_count, rows.in_files)
     sizes = (rows.heads, rows.value_dim, rows.width, rows.value_start)
-    request = pack_request(query, ids, where, sizes, out, lse, scale, softcap, threads, path)
+    request = pack_request(
+        query, ids, where, sizes, out, lse, scale, softcap, threads, path, rows.coding_address
+    )
     if call(function, threads, request) == BAD_ID:
         rows.check_range(ids)
         raise RuntimeError(
@@ -117,12 +126,13 @@ def pack_request(
     softcap: float | None,
     threads: int,
     path: str | None,
+    coding_address: int = 0,
 ) -> bytes:
     """``hfk_request`` of contiguous tensors, which must live until the call is over.
 
     ``pages``: table, addresses, page length, number of tokens, and whether they lie in files; None
     where there are no rows. ``sizes``: KV heads, value dim, numbers of a row, and where in it the
-    value begins.
+    value begins. ``coding_address``: of ``hfk_coding``, for coded rows.
     """
     table, addresses, page_len, tokens, in_files = pages or (None, None, 1, 0, False)
     batch, query_heads, queries, key_dim = query.shape
@@ -133,6 +143,7 @@ def pack_request(
         0 if addresses is None else addresses.data_ptr(),
         0 if out is None else out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
+        coding_address,
         batch,
         query_heads,
         ids.shape[1],
@@ -153,6 +164,91 @@ def pack_request(
         threads,
         in_files,
     )
+
+
+def pack_coding(
+    grid: torch.Tensor, signs: torch.Tensor, bits: int, key_mean: torch.Tensor | None = None
+) -> bytes:
+    """``hfk_coding`` of ``grid [4^bits, 2]``, ``signs [group]`` and a ``CodedRows.key_mean``.
+
+    All are fp32 and contiguous, and must live as long as it is used.
+    """
+    mean = 0 if key_mean is None else key_mean.data_ptr()
+    return _CODING.pack(grid.data_ptr(), signs.data_ptr(), mean, len(signs), bits, 0)
+
+
+# Cells and points of hfk_near_points.
+_NEAR_SHAPE = (256, 256, 4)
+
+
+def near_points(grid: torch.Tensor) -> torch.Tensor:
+    """``near`` of ``hfk_codes`` for ``grid [n, 2]`` fp32, contiguous."""
+    near = torch.empty(_NEAR_SHAPE, dtype=torch.uint8, device="cpu")
+    status = load().hfk_near_points(grid.data_ptr(), len(grid), near.data_ptr())
+    if status:
+        raise RuntimeError(_refusal("hfk_near_points", status))
+    return near
+
+
+def encode(
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    coding: bytes,
+    merits: torch.Tensor,
+    near: torch.Tensor,
+) -> None:
+    """Write codes and scales, uint8 ``[n, bytes]``, of ``rows [n, W]``; all are contiguous.
+
+    ``merits [4^bits, 4]`` fp32: x, y and half the square of each point of the grid, and 0.
+    ``near``: ``near_points`` of the grid.
+    """
+    tables = merits.data_ptr(), near.data_ptr()
+    _run_codes("hfk_encode", rows, codes, scales, coding, None, tables)
+
+
+def decode(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    coding: bytes,
+    out: torch.Tensor,
+    added: torch.Tensor | None,
+) -> None:
+    """Write to ``out [n, W]`` what ``codes`` and ``scales [n, bytes]`` stand for.
+
+    ``added [m, W]`` fp32, contiguous: each row of it is added to ``n / m`` rows in turn.
+    """
+    _run_codes("hfk_decode", out, codes, scales, coding, added, (0, 0))
+
+
+def _run_codes(
+    function: Literal["hfk_encode", "hfk_decode"],
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    coding: bytes,
+    added: torch.Tensor | None,
+    tables: tuple[int, int],
+) -> None:
+    """Call the function; ``tables``: addresses of what encoding looks up."""
+    threads = thread_count(None)
+    work = _CODES.pack(
+        rows.data_ptr(),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        0 if added is None else added.data_ptr(),
+        *tables,
+        *_CODING.unpack(coding),
+        *rows.shape,
+        codes.stride(0),
+        scales.stride(0),
+        1 if added is None else max(1, len(rows) // len(added)),
+        DTYPES[rows.dtype],
+        path_number(None),
+        threads,
+        0,
+    )
+    call(function, threads, work)
 
 
 def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: int | None) -> None:
@@ -352,10 +448,11 @@ def _open(override: str | None) -> ctypes.CDLL | str:
         return f"{file} has version {version}, this code needs {VERSION}: {remedy}"
     for name in (
         *("hfk_attend", "hfk_scores", "hfk_rank", "hfk_run_step"),
-        "hfk_prompt_attention",
+        *("hfk_prompt_attention", "hfk_encode", "hfk_decode"),
     ):
         getattr(library, name).argtypes = [ctypes.c_char_p]
     library.hfk_search_ids.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    library.hfk_near_points.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     library.hfk_exp.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return library
 

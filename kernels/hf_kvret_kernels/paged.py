@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 import torch
 
 from hf_kvret_kernels._dispatch import choose_backend, interpreted, launching_on
 from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.ids import check_id_range
+
+
+class HostRows(Protocol):
+    """Rows that the compiled library reads: ``PagedRows``, or the ``CodedRows`` of ``higgs``.
+
+    Names are as of ``PagedRows``; ``width`` and ``value_start`` of coded rows count bytes.
+
+    Attributes:
+        coding_address: of ``hfk_coding``, which says what codes mean; 0 for rows in full.
+    """
+
+    key_dim: int
+    value_dim: int
+    width: int
+    value_start: int
+    heads: int
+    page_len: int
+    token_count: int
+    table: torch.Tensor
+
+    @property
+    def in_files(self) -> bool: ...
+    @property
+    def page_address(self) -> torch.Tensor | None: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def coding_address(self) -> int: ...
+    def addresses(self) -> torch.Tensor: ...
+    def check_range(self, ids: torch.Tensor) -> None: ...
 
 
 @dataclass(eq=False)
@@ -39,6 +70,7 @@ class PagedRows:
         value_start: where in a row its value begins, unless they lie apart.
         token_count: how many tokens ids may name.
         dtype: of keys and values.
+        coding_address: see ``HostRows``.
 
     Raises:
         ValueError: no chunks, chunks or table of another form, ``key_dim`` and ``value_in_key``
@@ -60,6 +92,7 @@ class PagedRows:
     value_dim: int = field(init=False, repr=False)
     value_start: int = field(init=False, repr=False)
     token_count: int = field(init=False, repr=False)
+    coding_address: ClassVar[int] = 0
     dtype: torch.dtype = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -46,10 +46,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class CheckedStore(Store):
     """``coded``, and beside it a plain store of rows that went through ``codec``."""
 
-    coded: Store = part(key="")
+    coded: QuantizedStore = part(key="")
     plain: Store = part(saved=False)
 
-    def __init__(self, coded: Store, plain: Store, codec: HiggsCodec) -> None:
+    def __init__(self, coded: QuantizedStore, plain: Store, codec: HiggsCodec) -> None:
         self.coded, self.plain, self.codec = coded, plain, codec
 
     def __len__(self) -> int:
@@ -58,10 +58,14 @@ class CheckedStore(Store):
 
     def append(self, block: TokenBlock) -> None:
         self.coded.append(block)
+        mean = self.coded.coded_rows().key_mean
+        assert mean is not None
+        mean = mean[:, :, None]
         keys, values = (
-            self.codec.decode(*self.codec.encode(tensor), tensor.dtype)
-            for tensor in (block.keys, block.values)
+            self.codec.decode(*self.codec.encode(tensor))
+            for tensor in (block.keys.float() - mean, block.values)
         )
+        keys, values = (keys + mean).to(block.keys.dtype), values.to(block.values.dtype)
         self.plain.append(TokenBlock(keys, values, block.start, block.valid))
 
     def begin(self, *arguments: Any) -> Callable[[], Pair]:

@@ -248,7 +248,7 @@ def _calls_of_latents() -> Iterator[partial]:
     """Rows whose value is the start of their key, one KV head, up to 128 query heads; and 512."""
     from hf_kvret_kernels.gather_attention import triton as gather
     from hf_kvret_kernels.gather_scores import triton as scores_of
-    from hf_kvret_kernels.higgs import HiggsCodec, triton_attend
+    from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, triton_attend
     from hf_kvret_kernels.mean_tokens import MeanTokens
     from hf_kvret_kernels.merge import Partials
     from hf_kvret_kernels.paged import PagedRows
@@ -285,14 +285,14 @@ def _calls_of_latents() -> Iterator[partial]:
             codec = HiggsCodec(bits, 32)
             sizes = codec.code_bytes(dim), codec.scale_bytes(dim)
             page = torch.zeros(8, 1, 64, sum(sizes), dtype=torch.uint8)
-            coded = PagedRows([page], table, sizes[0], apart=True)
-            arguments = query, coded, ids, codec, dim, value_dim, 0.1, None, None, True
-            yield partial(triton_attend.attend_partials, *arguments)
+            pages = PagedRows([page], table, sizes[0], apart=True)
+            coded = CodedRows(pages, codec, dim, value_dim, value_in_key=True)
+            yield partial(triton_attend.attend_partials, query, coded, ids, 0.1, None)
 
 
 def _calls_of_higgs() -> Iterator[partial]:
     """Every number of bits, short groups and long ones, heads of whole groups and of several."""
-    from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec, triton_attend
+    from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, MinMaxCodec, triton_attend
     from hf_kvret_kernels.paged import PagedRows
 
     half, full = torch.bfloat16, torch.float32
@@ -309,6 +309,8 @@ def _calls_of_higgs() -> Iterator[partial]:
         page = torch.zeros(8, 2, 64, sum(sizes), dtype=torch.uint8)
         paged = PagedRows([page], torch.zeros(1, 8).int(), sizes[0], apart=True)
         query, ids = torch.zeros(1, 8, 1, 128, dtype=dtype), torch.zeros(1, 2, 1, 256).int()
-        options = (query, paged, ids, codec, 128, 128, 0.1)
+        mean = torch.zeros(1, 2, 128)
         for softcap in (None, 50.0) if codec.bits == 2 else (None,):
-            yield partial(triton_attend.attend_partials, *options, softcap)
+            for key_mean in (None, mean) if isinstance(codec, HiggsCodec) else (None,):
+                coded = CodedRows(paged, codec, 128, 128, key_mean=key_mean)
+                yield partial(triton_attend.attend_partials, query, coded, ids, 0.1, softcap)

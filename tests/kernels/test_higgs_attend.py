@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_kvret_kernels.higgs import Codec, HiggsCodec, MinMaxCodec, attend
+from hf_kvret_kernels.higgs import Codec, CodedRows, HiggsCodec, MinMaxCodec, attend
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 
 from .draws import Place
 from .paged_rows import NO_PAGE, TWO_ROWS, random_ids, reference
 
+# The compiled library has HIGGS alone.
+pytestmark = pytest.mark.allowed(
+    when=lambda case: (
+        case.get("where", ("", ""))[0] != "cpp"
+        or (not isinstance(case.get("codec"), MinMaxCodec) and case.get("cls") is not MinMaxCodec)
+    )
+)
 # Sums of a few hundred fp32 products of size 1, and butterflies before and after.
 FP32_ERROR = 2e-5
 # Units that Triton rounds queries, grid points and weights to where the query has 16 bits; the
@@ -29,8 +37,13 @@ def coded_rows(
     kv_heads: int = 2,
     page_len: int = 8,
     dims: tuple[int, int] = (64, 64),
-) -> tuple[PagedRows, PagedRows]:
-    """Rows coded in torch, and the fp64 rows that they decode to."""
+    offset: float = 0.0,
+) -> tuple[CodedRows, PagedRows]:
+    """Rows coded in torch, and the fp64 rows that they decode to.
+
+    ``offset``: keys are coded around a mean of this size, another one for each batch row and head;
+    then no page may be of two batch rows.
+    """
     generator = torch.Generator().manual_seed(sum(chunks))
     pages, plain = [], []
     key_bytes = sum(codec.code_bytes(dim) for dim in dims)
@@ -44,13 +57,19 @@ def coded_rows(
         plain.append(torch.cat(back, -1).to(place[1]))
     page_table = torch.tensor(table, dtype=torch.int32, device=place[1])
     coded_pages = PagedRows(pages, page_table, key_bytes, apart=True)
-    return coded_pages, PagedRows(plain, page_table, dims[0])
+    mean = None
+    if offset:
+        mean = torch.randn(len(table), kv_heads, dims[0], generator=generator) * offset
+        mean = mean.to(place[1])
+        for row, numbers in enumerate(table):
+            plain[0][numbers, ..., : dims[0]] += mean[row][:, None].double()
+    coded = CodedRows(coded_pages, codec, *dims, key_mean=mean)
+    return coded, PagedRows(plain, page_table, dims[0])
 
 
 def check(
     place: Place,
-    codec: Codec,
-    coded: tuple[PagedRows, PagedRows],
+    coded: tuple[CodedRows, PagedRows],
     ids: torch.Tensor,
     *,
     heads: int = 4,
@@ -65,17 +84,7 @@ def check(
     query = torch.randn(shape, generator=torch.Generator().manual_seed(heads)) * size
     query = query.to(place[1], dtype)
     scale = dims[0] ** -0.5
-    out, lse = attend(
-        query,
-        rows,
-        ids,
-        codec,
-        key_dim=dims[0],
-        value_dim=dims[1],
-        scale=scale,
-        softcap=softcap,
-        backend=place[0],
-    )
+    out, lse = attend(query, rows, ids, scale=scale, softcap=softcap, backend=place[0])
     want_out, want_lse, _ = reference(query, plain, ids, scale, softcap)
     assert out.dtype == lse.dtype == torch.float32
     assert out.shape == want_out.shape and lse.shape == want_lse.shape
@@ -96,9 +105,9 @@ CODECS += [MinMaxCodec(bits, 32) for bits in (2, 3, 4, 8)]
 
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.factor("codec", CODECS, ids=str)
-def test_all_codecs_and_dtypes(place: Place, codec: Codec, dtype: torch.dtype) -> None:
-    coded = coded_rows(place, codec, TWO_ROWS)
-    check(place, codec, coded, random_ids(coded[0], 2, 1, 21), dtype=dtype)
+def test_all_codecs_and_dtypes(where: Place, codec: Codec, dtype: torch.dtype) -> None:
+    coded = coded_rows(where, codec, TWO_ROWS)
+    check(where, coded, random_ids(coded[0].pages, 2, 1, 21), dtype=dtype)
 
 
 @pytest.mark.factor("cls", [HiggsCodec, MinMaxCodec])
@@ -108,74 +117,74 @@ def test_all_codecs_and_dtypes(place: Place, codec: Codec, dtype: torch.dtype) -
     ids=str,
 )
 def test_groups_of_a_head_and_odd_row_lengths(
-    place: Place, cls: type[Codec], group: int, dims: tuple[int, int]
+    where: Place, cls: type[Codec], group: int, dims: tuple[int, int]
 ) -> None:
     """With 3 bits and dims 8 and 16 a row has an odd number of bytes."""
     codec = cls(3, group)
-    coded = coded_rows(place, codec, [[2, 0, 1]], (3,), kv_heads=1, dims=dims)
-    check(place, codec, coded, random_ids(coded[0], 1, 1, 17), heads=3, dims=dims)
+    coded = coded_rows(where, codec, [[2, 0, 1]], (3,), kv_heads=1, dims=dims)
+    check(where, coded, random_ids(coded[0].pages, 1, 1, 17), heads=3, dims=dims)
     if dims == (8, 16):
-        assert coded[0].width % 2
+        assert coded[0].pages.width % 2
 
 
 @pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
 @pytest.mark.factor("heads", [2, 6])
-def test_groups_of_query_heads(place: Place, heads: int, own_selection: bool) -> None:
+def test_groups_of_query_heads(where: Place, heads: int, own_selection: bool) -> None:
     codec = HiggsCodec(4, 64)
-    coded = coded_rows(place, codec, TWO_ROWS)
-    ids = random_ids(coded[0], heads if own_selection else 2, 1, 20)
-    check(place, codec, coded, ids, heads=heads)
+    coded = coded_rows(where, codec, TWO_ROWS)
+    ids = random_ids(coded[0].pages, heads if own_selection else 2, 1, 20)
+    check(where, coded, ids, heads=heads)
 
 
 @pytest.mark.factor(("queries", "count"), [(1, 1), (1, 63), (3, 33), (7, 7)])
-def test_queries_with_ragged_selections(place: Place, queries: int, count: int) -> None:
+def test_queries_with_ragged_selections(where: Place, queries: int, count: int) -> None:
     codec = HiggsCodec(2, 32)
-    coded = coded_rows(place, codec, [[3, 1, 4, 0, 5, 2, 6, 8]], kv_heads=1)
-    ids = random_ids(coded[0], 1, queries, count, holes=0.3)
+    coded = coded_rows(where, codec, [[3, 1, 4, 0, 5, 2, 6, 8]], kv_heads=1)
+    ids = random_ids(coded[0].pages, 1, queries, count, holes=0.3)
     ids[0, 0, 0, : count // 2] = -1
-    check(place, codec, coded, ids, heads=2)
+    check(where, coded, ids, heads=2)
 
 
-def test_several_chunks_shared_pages_and_strided_ids(place: Place) -> None:
-    codec = MinMaxCodec(4, 64)
-    coded = coded_rows(place, codec, [[0, 4, 2, 6], [0, 4, 5, 1], [3, 4, 6, 6]], (3, 1, 3))
-    wide = random_ids(coded[0], 2, 2, 25)
-    check(place, codec, coded, wide[..., ::2])
-    check(place, codec, coded, wide.transpose(1, 2).contiguous().transpose(1, 2))
+def test_several_chunks_shared_pages_and_strided_ids(where: Place) -> None:
+    codec = HiggsCodec(4, 64)
+    coded = coded_rows(where, codec, [[0, 4, 2, 6], [0, 4, 5, 1], [3, 4, 6, 6]], (3, 1, 3))
+    wide = random_ids(coded[0].pages, 2, 2, 25)
+    check(where, coded, wide[..., ::2])
+    check(where, coded, wide.transpose(1, 2).contiguous().transpose(1, 2))
 
 
 # In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.factor("softcap", [0.5, 30.0])
-def test_softcap(place: Place, softcap: float) -> None:
+def test_softcap(where: Place, softcap: float) -> None:
     codec = HiggsCodec(4, 64)
-    coded = coded_rows(place, codec, TWO_ROWS)
-    check(place, codec, coded, random_ids(coded[0], 2, 1, 20), softcap=softcap, size=8.0)
+    coded = coded_rows(where, codec, TWO_ROWS)
+    check(where, coded, random_ids(coded[0].pages, 2, 1, 20), softcap=softcap, size=8.0)
 
 
 @pytest.mark.factor("codec", [HiggsCodec(3, 64), MinMaxCodec(3, 64)], ids=str)
-def test_rows_that_no_id_names_may_hold_anything(place: Place, codec: Codec) -> None:
+def test_rows_that_no_id_names_may_hold_anything(where: Place, codec: Codec) -> None:
     """Scales of NaN in every row that is not named, and pages that do not exist."""
-    coded = coded_rows(place, codec, [[0, 1, NO_PAGE], [NO_PAGE] * 3], (3,), page_len=4)
-    rows = coded[0]
+    coded = coded_rows(where, codec, [[0, 1, NO_PAGE], [NO_PAGE] * 3], (3,), page_len=4)
+    rows = coded[0].pages
     ids = torch.tensor([6, -1, 3, 5, -1], dtype=torch.int32).expand(2, 2, 1, 5).clone()
     ids[1] = -1
     used = torch.zeros(3, 2, 4, 1, dtype=torch.bool)
     for token in (6, 3, 5):
         used[token // 4, :, token % 4] = True
-    named = join_sides(rows.chunks[0], rows.key_dim).masked_fill_(~used.to(place[1]), 255)
+    named = join_sides(rows.chunks[0], rows.key_dim).masked_fill_(~used.to(where[1]), 255)
     rows.chunks[0].copy_(lay_apart(named, rows.key_dim))
-    check(place, codec, coded, ids.to(place[1]))
+    check(where, coded, ids.to(where[1]))
 
 
 @pytest.mark.factor("count", [0, 1, 40])
-def test_no_rows_at_all(place: Place, count: int) -> None:
+def test_no_rows_at_all(where: Place, count: int) -> None:
     codec = HiggsCodec(2, 64)
-    coded = coded_rows(place, codec, TWO_ROWS)
-    ids = torch.full((2, 2, 3, count), -1, dtype=torch.int32, device=place[1])
-    out, lse = check(place, codec, coded, ids)
+    coded = coded_rows(where, codec, TWO_ROWS)
+    ids = torch.full((2, 2, 3, count), -1, dtype=torch.int32, device=where[1])
+    out, lse = check(where, coded, ids)
     assert (out == 0).all() and (lse == float("-inf")).all()
-    assert check(place, codec, coded, ids[:, :, :0])[0].shape == (2, 4, 0, 64)
+    assert check(where, coded, ids[:, :, :0])[0].shape == (2, 4, 0, 64)
 
 
 def test_splitting_the_ids_changes_nothing(place: Place) -> None:
@@ -185,9 +194,9 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
 
     codec = HiggsCodec(2, 64)
     rows, _ = coded_rows(place, codec, [[0, 1, 2, 3, 4, 5, 6, 7]], (8,), kv_heads=1, page_len=16)
-    query, ids = torch.randn(1, 2, 1, 64).to(place[1]), random_ids(rows, 1, 1, 128)
+    query, ids = torch.randn(1, 2, 1, 64).to(place[1]), random_ids(rows.pages, 1, 1, 128)
     ids[..., 32:64] = -1
-    options = (query, rows, ids, codec, 64, 64, 0.3, None)
+    options = (query, rows, ids, 0.3, None)
     whole = triton_attend.attend_partials(*options, splits=1)("triton")
     for splits in (2, 3, 64):
         parts = triton_attend.attend_partials(*options, splits=splits)("triton")
@@ -197,21 +206,21 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.factor("size", [1e-3, 3e4])
 def test_scales_of_whole_rows_have_the_range_of_fp16(
-    place: Place, dtype: torch.dtype, size: float
+    where: Place, dtype: torch.dtype, size: float
 ) -> None:
     """Scaled, some of the larger numbers are no numbers of fp16."""
     codec, generator = HiggsCodec(4, 64), torch.Generator().manual_seed(5)
     keys, values = (torch.randn(2, 1, 8, 64, generator=generator) * part for part in (1.0, size))
     coded = [codec.encode(part, backend="naive") for part in (keys, values)]
     both = torch.cat([part.codes for part in coded] + [part.scales for part in coded], -1)
-    pages, table = lay_apart(both, 64).to(place[1]), torch.tensor([[1, 0]], dtype=torch.int32)
-    rows = PagedRows([pages], table.to(place[1]), 64, apart=True)
-    query = torch.randn(1, 2, 1, 64, generator=generator).to(place[1], dtype)
-    options: dict[str, Any] = {"key_dim": 64, "value_dim": 64, "scale": 0.125}
-    ids = random_ids(rows, 1, 1, 13)
-    out, _ = attend(query, rows, ids, codec, **options, backend=place[0])
-    expected, _ = attend(query.float(), rows, ids, codec, **options, backend="naive")
-    rounding = 6 * ULP[dtype] if place[0] == "triton" else 0.0
+    pages, table = lay_apart(both, 64).to(where[1]), torch.tensor([[1, 0]], dtype=torch.int32)
+    paged = PagedRows([pages], table.to(where[1]), 64, apart=True)
+    rows = CodedRows(paged, codec, 64, 64)
+    query = torch.randn(1, 2, 1, 64, generator=generator).to(where[1], dtype)
+    ids = random_ids(paged, 1, 1, 13)
+    out, _ = attend(query, rows, ids, scale=0.125, backend=where[0])
+    expected, _ = attend(query.float(), rows, ids, scale=0.125, backend="naive")
+    rounding = 6 * ULP[dtype] if where[0] == "triton" else 0.0
     torch.testing.assert_close(out / size, expected / size, rtol=0, atol=FP32_ERROR + rounding)
 
 
@@ -220,12 +229,29 @@ def test_scales_of_whole_rows_have_the_range_of_fp16(
 def test_pinned_host_rows_are_read_from_the_gpu() -> None:
     codec, place = HiggsCodec(2, 64), ("triton", "cuda")
     near, _ = coded_rows(place, codec, TWO_ROWS, (4, 5))
-    pinned = [chunk.cpu().pin_memory() for chunk in near.chunks]
-    far = PagedRows(pinned, near.table, near.key_dim, apart=True)
-    query, ids = torch.randn(2, 4, 1, 64).cuda().half(), random_ids(near, 2, 1, 20)
-    options: dict[str, Any] = {"key_dim": 64, "value_dim": 64, "scale": 0.3}
-    results = [attend(query, rows, ids, codec, **options) for rows in (near, far)]
+    pages = near.pages
+    pinned = [chunk.cpu().pin_memory() for chunk in pages.chunks]
+    far = replace(near, pages=PagedRows(pinned, pages.table, pages.key_dim, apart=True))
+    query, ids = torch.randn(2, 4, 1, 64).cuda().half(), random_ids(pages, 2, 1, 20)
+    results = [attend(query, rows, ids, scale=0.3) for rows in (near, far)]
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.factor("softcap", [None, 2.0])
+@pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
+@pytest.mark.factor("dims", [(64, 64), (96, 64)], ids=str)
+def test_keys_are_coded_around_their_mean(
+    where: Place,
+    dims: tuple[int, int],
+    own_selection: bool,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    table = [[0, 4, 2, 6, 1, 8], [3, 5, 7, 9, 10, 11]]
+    coded = coded_rows(where, HiggsCodec(4, 32), table, (12,), dims=dims, offset=3.0)
+    ids = random_ids(coded[0].pages, 4 if own_selection else 2, 1, 21)
+    check(where, coded, ids, dims=dims, dtype=dtype, softcap=softcap)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +260,23 @@ def test_pinned_host_rows_are_read_from_the_gpu() -> None:
         ({"key_dim": 128}, "rows have 32 bytes of codes and 4 of scales; .* has 48 and 6"),
         ({"value_dim": 32}, "rows have 32 numbers, group is 64"),
         ({"codec": HiggsCodec(3, 64)}, "has 48 and 4 for key_dim=64"),
+        ({"key_mean": torch.zeros(2, 2, 32)}, r"key_mean is .*: pass fp32 \[2, 2, 64\]"),
+        ({"key_mean": torch.zeros(2, 2, 64).half()}, "key_mean is torch.float16"),
+        ({"key_mean": torch.zeros(2, 64, 2).transpose(1, 2)}, "contiguous"),
+    ],
+)
+def test_rows_of_another_form_are_refused(change: dict[str, Any], message: str) -> None:
+    rows, _ = coded_rows(("naive", "cpu"), HiggsCodec(2, 64), TWO_ROWS)
+    with pytest.raises(ValueError, match=message):
+        replace(rows, **change)
+    floats = PagedRows([torch.zeros(9, 2, 8, 36)], rows.pages.table, 32)
+    with pytest.raises(ValueError, match=r"rows are torch\.float32: pass coded rows"):
+        replace(rows, pages=floats)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         (
             {"query": torch.zeros(2, 4, 1, 32)},
             "query is torch.float32 on cpu with Dk=32, .* Dk=64: they must agree",
@@ -243,7 +286,7 @@ def test_pinned_host_rows_are_read_from_the_gpu() -> None:
         ({"ids": torch.zeros(2, 2, 1, 3)}, "pass int32"),
         ({"ids": torch.zeros(2, 2, 2, 3).int()}, r"pass \[2, 2 or 4, 1, K\]"),
         ({"softcap": -1.0}, "softcap=-1.0"),
-        ({"backend": "cpp"}, "choose one of"),
+        ({"backend": "torch"}, "choose one of"),
     ],
 )
 def test_mistakes_are_refused_with_the_remedy(change: dict[str, Any], message: str) -> None:
@@ -252,16 +295,14 @@ def test_mistakes_are_refused_with_the_remedy(change: dict[str, Any], message: s
         "query": torch.zeros(2, 4, 1, 64),
         "rows": rows,
         "ids": torch.zeros(2, 2, 1, 3).int(),
-        "codec": HiggsCodec(2, 64),
-        "key_dim": 64,
-        "value_dim": 64,
         "scale": 0.1,
     }
     with pytest.raises(ValueError, match=message):
         attend(**(options | change))
-    together = PagedRows(rows.chunks, rows.table, rows.key_dim)
+    pages = rows.pages
+    together = replace(rows, pages=PagedRows(pages.chunks, pages.table, pages.key_dim))
     with pytest.raises(ValueError, match=r"rows have apart=False: .* must lie apart, as codes and"):
         attend(**(options | {"rows": together}))
-    floats = PagedRows([torch.zeros(9, 2, 8, 36)], rows.table, 32)
-    with pytest.raises(ValueError, match=r"rows are torch\.float32: pass coded rows"):
-        attend(**(options | {"rows": floats}))
+    steps, _ = coded_rows(("naive", "cpu"), MinMaxCodec(2, 64), TWO_ROWS)
+    with pytest.raises(ValueError, match="backend='cpp' on cpu, MinMaxCodec"):
+        attend(**(options | {"rows": steps, "backend": "cpp"}))

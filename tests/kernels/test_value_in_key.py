@@ -10,7 +10,7 @@ import torch
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels.gather_attention import gather_attention, gather_partials
 from hf_kvret_kernels.gather_scores import gather_scores
-from hf_kvret_kernels.higgs import HiggsCodec, attend
+from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, attend
 from hf_kvret_kernels.host_attention import host_attention
 from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
 from hf_kvret_kernels.page_copy import copy_pages
@@ -161,8 +161,8 @@ def test_coded_rows_hold_keys_alone(
         [lay_apart(torch.cat(list(parts), -1), code_bytes)], TABLE, code_bytes, apart=True
     )
     query, ids = random_query(key_dim), random_ids()
-    dims = {"key_dim": key_dim, "value_dim": value_dim, "scale": 0.3}
-    out, lse = attend(query, rows, ids, codec, value_in_key=True, backend=backend, **dims)
+    coded_rows = CodedRows(rows, codec, key_dim, value_dim, value_in_key=True)
+    out, lse = attend(query, coded_rows, ids, scale=0.3, backend=backend)
     back = codec.decode(*parts, backend="naive")
     plain = PagedRows([back], TABLE, key_dim, value_in_key=value_dim)
     expected = gather_attention(query, plain, ids, scale=0.3, backend="naive")
@@ -179,16 +179,7 @@ def test_dims_that_do_not_fit_are_refused() -> None:
     codec = HiggsCodec(4, 8)
     coded = PagedRows([torch.zeros(5, 2, 8, 18, dtype=torch.uint8)], TABLE, 12, apart=True)
     with pytest.raises(ValueError, match="value_dim=12 with value_in_key"):
-        attend(
-            random_query(24),
-            coded,
-            random_ids(),
-            codec,
-            key_dim=24,
-            value_dim=12,
-            scale=1.0,
-            value_in_key=True,
-        )
+        CodedRows(coded, codec, 24, 12, value_in_key=True)
 
 
 def test_windows_of_other_strides_are_refused() -> None:
@@ -233,10 +224,10 @@ def test_many_heads_attend_to_wide_coded_rows(bits: int, backend: str) -> None:
     parts = codec.encode(rows.chunks[0], backend="naive")
     code_bytes = codec.code_bytes(WIDE[0])
     pages = lay_apart(torch.cat(list(parts), -1), code_bytes)
-    coded = PagedRows([pages], TABLE, code_bytes, apart=True)
-    dims = {"key_dim": WIDE[0], "value_dim": WIDE[1], "scale": 0.3, "value_in_key": True}
-    expected = attend(query, coded, ids, codec, backend="naive", **dims)
-    result = attend(query, coded, ids, codec, backend=backend, **dims)
+    paged = PagedRows([pages], TABLE, code_bytes, apart=True)
+    coded = CodedRows(paged, codec, *WIDE, value_in_key=True)
+    expected = attend(query, coded, ids, scale=0.3, backend="naive")
+    result = attend(query, coded, ids, scale=0.3, backend=backend)
     torch.testing.assert_close(result, expected, rtol=0, atol=WIDE_ERROR)
 
 

@@ -10,7 +10,7 @@ import torch
 from hf_kvret_kernels import relevance
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
-from hf_kvret_kernels.higgs import MinMaxCodec, attend
+from hf_kvret_kernels.higgs import CodedRows, MinMaxCodec, attend
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
@@ -84,9 +84,9 @@ def test_attention_over_coded_rows(room: torch.Tensor, wide: str) -> None:
     pages = lay_apart(torch.cat([codes.flatten(3), scales.flatten(3)], dim=-1), code_bytes)
     table = torch.arange(3, dtype=torch.int32).view(1, 3)
     rows = PagedRows([pages], table, code_bytes, apart=True)
-    query, dims = torch.randn(1, 2, 1, DIM), {"key_dim": DIM, "value_dim": DIM, "scale": 0.3}
-    want = attend(query, rows, IDS, codec, **dims, backend="naive")
-    got = attend(query, rows, spread(room, rows, wide), codec, **dims, backend="triton")
+    query, coded = torch.randn(1, 2, 1, DIM), CodedRows(rows, codec, DIM, DIM)
+    want = attend(query, coded, IDS, scale=0.3, backend="naive")
+    got = attend(query, coded, spread(room, rows, wide), scale=0.3, backend="triton")
     torch.testing.assert_close(got, want)
 
 

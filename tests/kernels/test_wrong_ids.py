@@ -110,8 +110,8 @@ def test_attention_to_coded_rows(place: Place) -> None:
     codec = codec.to(place[1])
 
     def work(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        dims = {"key_dim": 32, "value_dim": 32, "scale": 0.3}
-        return higgs.attend(query, rows, ids, codec, backend=place[0], **dims)
+        coded_rows = higgs.CodedRows(rows, codec, 32, 32)
+        return higgs.attend(query, coded_rows, ids, scale=0.3, backend=place[0])
 
     check(place, work)
 

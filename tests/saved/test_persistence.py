@@ -184,7 +184,10 @@ def test_plain_rows_are_coded_by_a_store_for_coded_rows(
     coded = FlatKVCache.from_pretrained(saved, llama.config, store="higgs")
     fresh = _prefill(llama, FlatKVCache(llama.config, store="higgs", **SMALL))
     assert coded.memory().store_device == fresh.memory().store_device
-    assert torch.equal(_continue(llama, coded), _continue(llama, fresh))
+    # The mean around which keys are coded is that of the prompt there, and of all rows here.
+    for one, other in zip(coded.layers, fresh.layers, strict=True):
+        near, keys = one.keys[:], other.keys[:]
+        assert (near - keys).square().mean() < 0.02 * keys.square().mean()
     whole = _prefill(llama, FlatKVCache(llama.config, store="higgs", bits=16, **SMALL))
     whole.save_pretrained(tmp_path)
     plain = FlatKVCache.from_pretrained(tmp_path, llama.config, store="host")

@@ -45,12 +45,12 @@ def test_rows_come_back_in_the_models_dtype(dtype: torch.dtype) -> None:
 
 
 def test_the_more_bits_the_nearer_to_the_keys() -> None:
-    tokens = draw(2, 100, (16, 16))
+    keys, _ = draw(2, 100, (16, 16))
+    energy = (keys - keys.mean(2, keepdim=True)).square().sum()
     errors = []
     for bits in (2, 3, 4):
-        ((_, keys, values),) = _filled(bits=bits).chunks()
-        results, expected = torch.cat([keys, values]), torch.cat(tokens)
-        errors.append(float((results - expected).square().sum() / expected.square().sum()))
+        ((_, near, _),) = _filled(bits=bits).chunks()
+        errors.append(float((near - keys).square().sum() / energy))
     # What the grids lose on normal numbers, roughly: groups of 16 are few to look normal.
     assert errors == pytest.approx([0.1075, 0.0296, 0.0077], rel=0.25)
 
@@ -60,16 +60,46 @@ def test_the_more_bits_the_nearer_to_the_keys() -> None:
 def test_bytes_are_codes_and_a_scale_for_each_group(dims: tuple[int, int, int], bits: int) -> None:
     elements, group = dims[0] + dims[1], dims[2]
     row = elements * bits / 8 + elements / group * 2
-    # 100 tokens are two pages of 64 for each of two batch rows.
-    rows, table = 2 * 2 * HEADS * PAGE * row, 2 * 2 * 4
+    # 100 tokens are two pages of 64 for each of two batch rows; then a table, and a mean key.
+    rows, rest = 2 * 2 * HEADS * PAGE * row, 2 * 2 * 4 + 2 * HEADS * dims[0] * 4
     on_device = _filled(bits=bits, memory=DeviceMemory, dims=dims[:2])
-    assert (on_device.nbytes(), on_device.host_nbytes()) == (rows + table, 0)
+    assert (on_device.nbytes(), on_device.host_nbytes()) == (rows + rest, 0)
     on_host = _filled(bits=bits, memory=HostMemory, dims=dims[:2])
-    assert (on_host.nbytes(), on_host.host_nbytes()) == (rows + table, rows)
+    assert (on_host.nbytes(), on_host.host_nbytes()) == (rows + rest, rows)
     assert on_host.row_nbytes(elements * 4) == on_host.fork().row_nbytes(elements * 4) == row
     state = on_host.state_dict()
     assert state["codes"].nbytes + state["scales"].nbytes == 2 * HEADS * 100 * row
     assert (on_device.bus_share, on_host.bus_share) == (0.0, 1.0)
+
+
+def test_keys_with_an_offset_are_coded_around_their_mean() -> None:
+    keys, values = draw(2, 100, (16, 16))
+    offset = 100 * draw(2, 1, (16, 16), seed=1)[0]
+    errors = []
+    for more in (0.0, offset):
+        store = QuantizedStore(DeviceMemory(CPU), 4)
+        valid = torch.ones(2, 60, dtype=torch.bool)
+        # Padding does not count, and later tokens are coded around the mean of the first ones.
+        valid[1, :20] = False
+        first = (keys + more)[:, :, :60].clone()
+        first[1, :, :20] = 1e4
+        store.append(TokenBlock(first, values[:, :, :60], 0, valid))
+        store.append(TokenBlock((keys + more)[:, :, 60:], values[:, :, 60:], 60))
+        ((_, near, _),) = store.chunks()
+        error = (near - keys - more)[:, :, 20:].square().mean()
+        errors.append(float(error))
+    assert errors[1] == pytest.approx(errors[0], rel=1e-2) and errors[0] < 0.012
+
+
+def test_older_saves_have_keys_without_a_mean() -> None:
+    state = _filled().state_dict()
+    mean = state.pop("key_mean")
+    loaded = QuantizedStore(DeviceMemory(CPU), 4)
+    loaded.load_state_dict(state, CPU)
+    ((_, keys, _),) = loaded.chunks()
+    ((_, expected, _),) = _filled().chunks()
+    torch.testing.assert_close(keys + mean[:, :, None], expected, atol=ERROR, rtol=ERROR)
+    assert "key_mean" not in loaded.state_dict()
 
 
 def test_dims_that_no_group_divides_are_refused() -> None:

@@ -92,7 +92,8 @@ class AquaKVCache(RetrievalCache):
             return KiviStore(options, pages.memory)
         plan = layer_plan(options, layer)
         if plan.codes_offsets:
-            stores.check_offset(first, layer, _FOR_OFFSETS[plan.artifact is None])
+            remedy = _FOR_OFFSETS[plan.artifact is None]
+            stores.check_offset(first, layer, remedy, centered=False)
         return AquaStore(plan, pages.memory)
 
     def check_model(self, model: PreTrainedModel) -> None:

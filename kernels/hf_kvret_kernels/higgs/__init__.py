@@ -11,11 +11,13 @@ K selected rows, W numbers of a row that is encoded.
 
 from hf_kvret_kernels.higgs.attention import attend, attend_partials
 from hf_kvret_kernels.higgs.codec import AbsMaxCodec, Codec, Coded, HiggsCodec, MinMaxCodec
+from hf_kvret_kernels.higgs.coded_rows import CodedRows
 
 __all__ = [
     "AbsMaxCodec",
     "Codec",
     "Coded",
+    "CodedRows",
     "HiggsCodec",
     "MinMaxCodec",
     "attend",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, NamedTuple, Self
 
 import torch
 
-from hf_kvret_kernels._dispatch import Backend, check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels import host_library
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on, preferred
 from hf_kvret_kernels.higgs import naive
 from hf_kvret_kernels.higgs.naive import pack, unpack
 
@@ -51,6 +53,7 @@ class Codec(ABC):
     # fp16 numbers that a group has beside its codes, and numbers that one code stands for.
     group_scales: ClassVar[int]
     code_width: ClassVar[int]
+    is_compiled: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.bits not in self.allowed_bits:
@@ -116,18 +119,20 @@ class Codec(ABC):
         Args:
             x: ``[..., W]`` fp32, bf16 or fp16, any strides (other than contiguous rows are
                 copied); W a multiple of the group. There may be no rows.
-            backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+            backend: ``"auto"``, ``"naive"``, ``"cpp"`` (the compiled library, for HIGGS; ``"auto"``
+                on a CPU that has it) or ``"triton"``.
 
         Raises:
-            ValueError: a shape or dtype that does not fit, an unknown backend, gradients.
-            ImportError: ``"triton"`` without Triton.
+            ValueError: a shape or dtype that does not fit, an unknown backend, ``"cpp"`` for
+                another codec or device, gradients.
+            ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
         """
         check_no_grad(x=x)
         if x.ndim < 1 or x.dtype not in FLOATS:
             raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: pass fp32, bf16 or fp16 [..., W]")
         lead, width = x.shape[:-1], x.shape[-1]
         code_bytes, scale_bytes = self.code_bytes(width), self.scale_bytes(width)
-        backend_name = choose_backend(backend, x)
+        backend_name = self._choose(backend, x)
         with launching_on(x):
             codes, scales = self.encode_rows(x.reshape(-1, width).contiguous(), backend_name)
         return Coded(
@@ -141,6 +146,7 @@ class Codec(ABC):
         scales: torch.Tensor,
         dtype: torch.dtype = torch.float32,
         backend: str = "auto",
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``[..., W]`` of ``dtype``, contiguous: what ``encode`` made codes and scales of, about.
 
@@ -148,11 +154,13 @@ class Codec(ABC):
             codes: ``[..., code_bytes(W)]`` uint8; may be a part of wider rows.
             scales: ``[..., scale_bytes(W)]`` uint8, likewise, on the device of the codes.
             dtype: fp32, bf16 or fp16.
-            backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+            backend: as of ``encode``.
+            added: ``[..., W]`` fp32, added before numbers are rounded to ``dtype``: each of its m
+                rows to n / m rows in turn, of n in all.
 
         Raises:
             ValueError: a shape, dtype or device that does not fit, an unknown backend.
-            ImportError: ``"triton"`` without Triton.
+            ImportError: as of ``encode``.
         """
         if dtype not in FLOATS:
             raise ValueError(f"dtype={dtype}: choose fp32, bf16 or fp16")
@@ -174,26 +182,63 @@ class Codec(ABC):
         if scales.device != codes.device:
             raise ValueError(f"scales is on {scales.device}, codes on {codes.device}: move one")
         parts = codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scale_shape[-1])
-        backend_name = choose_backend(backend, codes)
+        backend_name = self._choose(backend, codes)
+        if added is not None:
+            added = self._checked(added, width, len(parts[0]), codes.device)
         with launching_on(codes):
-            rows = self.decode_rows(*parts, dtype, backend_name)
+            rows = self.decode_rows(*parts, dtype, backend_name, added)
         return rows.view(*codes.shape[:-1], width)
+
+    @staticmethod
+    def _checked(added: torch.Tensor, width: int, count: int, device: torch.device) -> torch.Tensor:
+        """``added [m, W]``, contiguous; ValueError where it is not for ``count`` rows."""
+        rows = added.numel() // width
+        fits = added.shape[-1:] == (width,) and rows and not count % rows
+        if not fits or added.dtype != torch.float32 or added.device != device:
+            raise ValueError(
+                f"added is {added.dtype} {tuple(added.shape)} on {added.device}: pass fp32 rows of "
+                f"{width} numbers on {device}, as many as divide {count} rows"
+            )
+        return added.reshape(-1, width).contiguous()
+
+    def _choose(self, backend: str, tensor: torch.Tensor) -> str:
+        """Name of the implementation, with ``"cpp"`` among them."""
+        if backend == "cpp" and not (tensor.is_cpu and self.is_compiled):
+            raise ValueError(f"backend='cpp' on {tensor.device}, {self}: leave backend out")
+        on_cpu = backend == "auto" and tensor.is_cpu and self.is_compiled and preferred() is None
+        if backend == "cpp" or (on_cpu and not host_library.why_not()):
+            return "cpp"
+        return choose_backend(backend, tensor)
 
     @abstractmethod
     def make_tables(self, device: torch.device) -> None:
         """Put what encoding and decoding look up on ``device``."""
 
     @abstractmethod
-    def encode_rows(
-        self, rows: torch.Tensor, backend: Backend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode_rows(self, rows: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """``(codes, scales)`` of ``rows [n, W]``, contiguous; uint8 and fp16 of any shapes."""
 
     @abstractmethod
     def decode_rows(
-        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, backend: Backend
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+        backend: str,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``n * W`` numbers of ``codes [n, code_bytes]`` and ``scales [n, scale_bytes]``, uint8."""
+        """``n * W`` numbers of ``codes [n, code_bytes]`` and ``scales [n, scale_bytes]``, uint8.
+
+        ``added [m, W]`` fp32 or None, see ``decode``.
+        """
+
+    @staticmethod
+    def _sum(rows: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+        """Decoded numbers, of any shape, plus ``added [m, W]`` as ``decode`` has it."""
+        if added is None:
+            return rows
+        count, width = added.shape
+        return rows.reshape(count, rows.numel() // (count * width), width) + added[:, None]
 
     def _by_group(
         self, codes: torch.Tensor, scales: torch.Tensor
@@ -235,6 +280,13 @@ class HiggsCodec(Codec):
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4)
     group_scales: ClassVar[int] = 1
     code_width: ClassVar[int] = 2
+    is_compiled: ClassVar[bool] = True
+
+    def host_coding(self, key_mean: torch.Tensor | None = None) -> bytes:
+        """``hfk_coding`` for the compiled library; ``key_mean`` as of ``CodedRows``."""
+        cpu = torch.device("cpu")
+        grid, signs = naive.grid_points(self.bits, cpu), self.sign_tensor(cpu)
+        return host_library.pack_coding(grid, signs, self.bits, key_mean)
 
     def sign_tensor(self, device: torch.device) -> torch.Tensor:
         """``[group]`` fp32 of +1 and -1 on ``device``; shared, not to be written to."""
@@ -246,10 +298,13 @@ class HiggsCodec(Codec):
         for dtype in (torch.float16, torch.bfloat16):
             naive.grid_words(self.bits, device, dtype)
 
-    def encode_rows(
-        self, rows: torch.Tensor, backend: Backend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode_rows(self, rows: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         signs = self.sign_tensor(rows.device)
+        if backend == "cpp":
+            codes = rows.new_empty(len(rows), self.code_bytes(rows.shape[1]), dtype=torch.uint8)
+            scales = rows.new_empty(len(rows), self.scale_bytes(rows.shape[1]), dtype=torch.uint8)
+            host_library.encode(rows, codes, scales, self.host_coding(), *_nearest(self.bits))
+            return codes, scales
         if backend == "triton":
             from hf_kvret_kernels.higgs import triton_codes
 
@@ -259,18 +314,39 @@ class HiggsCodec(Codec):
         return pack(codes.view(len(rows), rows.shape[1] // 2), self.code_bits), scales
 
     def decode_rows(
-        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, backend: Backend
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+        backend: str,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         signs = self.sign_tensor(codes.device)
+        if backend == "cpp":
+            width = codes.shape[1] * 8 // self.bits
+            out = codes.new_empty(len(codes), width, dtype=dtype)
+            codes, scales = (x if x.stride(1) == 1 else x.contiguous() for x in (codes, scales))
+            host_library.decode(codes, scales, self.host_coding(), out, added)
+            return out
+        exact = dtype if added is None else torch.float32
         if backend == "triton":
             from hf_kvret_kernels.higgs import triton_codes
 
             words = naive.grid_words(self.bits, codes.device, torch.float16)
-            return triton_codes.decode(
-                codes, scales, dtype, self.group, self.code_bits, signs, words
+            rows = triton_codes.decode(
+                codes, scales, exact, self.group, self.code_bits, signs, words
             )
-        groups = naive.higgs_decode(*self._by_group(codes, scales), signs, self.bits)
-        return groups.to(dtype)
+        else:
+            rows = naive.higgs_decode(*self._by_group(codes, scales), signs, self.bits)
+        return self._sum(rows, added).to(dtype)
+
+
+@cache
+def _nearest(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the compiled library looks up to encode: ``merits`` and ``near`` of its ``encode``."""
+    cpu = torch.device("cpu")
+    merits = torch.nn.functional.pad(naive.grid_merits(bits, cpu), (0, 1))
+    return merits, host_library.near_points(naive.grid_points(bits, cpu))
 
 
 @dataclass(frozen=True)
@@ -296,9 +372,7 @@ class MinMaxCodec(Codec):
     def make_tables(self, device: torch.device) -> None:
         """Nothing is looked up."""
 
-    def encode_rows(
-        self, rows: torch.Tensor, backend: Backend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode_rows(self, rows: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         if backend == "triton":
             from hf_kvret_kernels.higgs import triton_codes
 
@@ -307,14 +381,21 @@ class MinMaxCodec(Codec):
         return pack(codes.view(rows.shape), self.bits), scales
 
     def decode_rows(
-        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, backend: Backend
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+        backend: str,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if backend == "triton":
             from hf_kvret_kernels.higgs import triton_codes
 
-            return triton_codes.decode(codes, scales, dtype, self.group, self.bits)
-        groups = naive.minmax_decode(*self._by_group(codes, scales))
-        return groups.to(dtype)
+            exact = dtype if added is None else torch.float32
+            rows = triton_codes.decode(codes, scales, exact, self.group, self.bits)
+        else:
+            rows = naive.minmax_decode(*self._by_group(codes, scales))
+        return self._sum(rows, added).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -341,13 +422,17 @@ class AbsMaxCodec(Codec):
     def make_tables(self, device: torch.device) -> None:
         """Nothing is looked up."""
 
-    def encode_rows(
-        self, rows: torch.Tensor, backend: Backend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode_rows(self, rows: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = naive.absmax_encode(rows.view(-1, self.group), self.bits)
         return pack(codes.view(rows.shape), self.bits), scales
 
     def decode_rows(
-        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, backend: Backend
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+        backend: str,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return naive.absmax_decode(*self._by_group(codes, scales), self.bits).to(dtype)
+        rows = naive.absmax_decode(*self._by_group(codes, scales), self.bits)
+        return self._sum(rows, added).to(dtype)

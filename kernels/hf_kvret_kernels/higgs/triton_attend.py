@@ -31,11 +31,11 @@ from hf_kvret_kernels._triton_shared import (
     split_plan,
     tile_heads,
 )
-from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
+from hf_kvret_kernels.higgs.codec import HiggsCodec
+from hf_kvret_kernels.higgs.coded_rows import CodedRows
 from hf_kvret_kernels.higgs.naive import WORDS, grid_words
 from hf_kvret_kernels.higgs.triton_codes import load_numbers, load_side, transform_groups
 from hf_kvret_kernels.merge import Partials
-from hf_kvret_kernels.paged import PagedRows
 
 # Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
 _WAVES = 4
@@ -54,6 +54,7 @@ def _attend_kernel(
     page_address,
     signs_ptr,
     grid_ptr,
+    mean_ptr,
     out,
     lse,
     tickets,
@@ -100,6 +101,7 @@ def _attend_kernel(
     CODE_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -127,6 +129,11 @@ def _attend_kernel(
     query_heads = h * G + group
     q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
     q = load_rows(q_rows + key_columns[None, :], group < G, key_columns, MAIN_DK, BLOCK_DK, True)
+    mean_scores = tl.zeros([BLOCK_G], tl.float32)
+    mean_row = mean_ptr + (b * (heads // SHARE) + h // SHARE) * DK
+    if HAS_MEAN:
+        mean = tl.load(mean_row + key_columns, mask=key_columns < MAIN_DK, other=0.0)
+        mean_scores = tl.sum(q.to(tl.float32) * mean[None, :], 1)
     if HIGGS:
         signs = tl.load(signs_ptr + key_columns % GROUP)[None, :]
         q = transform_groups(
@@ -137,6 +144,9 @@ def _attend_kernel(
         columns = tl.arange(0, REST * GROUP)
         q_rest = q_rows + MAIN_DK + columns[None, :]
         q_rest = load_rows(q_rest, group < G, columns, DK - MAIN_DK, REST * GROUP, True)
+        if HAS_MEAN:
+            mean = tl.load(mean_row + MAIN_DK + columns, mask=columns < DK - MAIN_DK, other=0.0)
+            mean_scores += tl.sum(q_rest.to(tl.float32) * mean[None, :], 1)
         if HIGGS:
             signs = tl.load(signs_ptr + columns % GROUP)[None, :]
             q_rest = q_rest.to(tl.float32)
@@ -207,6 +217,8 @@ def _attend_kernel(
             rest = rest.to(DTYPE).to(DOT_DTYPE)
             dots = tl.dot(rest, q_rest, dots, input_precision="ieee")
         dots = tl.trans(dots) * key_factors
+        if HAS_MEAN:
+            dots += mean_scores[:, None]
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
@@ -258,20 +270,18 @@ def _attend_kernel(
 
 def attend_partials(
     query: torch.Tensor,
-    rows: PagedRows,
+    coded: CodedRows,
     ids: torch.Tensor,
-    codec: Codec,
-    key_dim: int,
-    value_dim: int,
     scale: float,
     softcap: float | None,
     splits: int | None = None,
-    value_in_key: bool = False,
 ) -> Partials:
     """See ``hf_kvret_kernels.higgs.attend_partials``.
 
     ``splits`` is the number of chunks the ids are cut into, None for as many as fill the device.
     """
+    rows, codec, mean = coded.pages, coded.codec, coded.key_mean
+    key_dim, value_dim = coded.key_dim, coded.value_dim
     batch, query_heads, queries, _ = query.shape
     heads, count = ids.shape[1], ids.shape[3]
     shared = query_heads // heads
@@ -311,6 +321,8 @@ def attend_partials(
         rows.addresses(),
         signs,
         grid,
+        # Any pointer will do where there is none.
+        signs if mean is None else mean,
         partials.outs,
         partials.lses,
         partials.tickets,
@@ -332,7 +344,7 @@ def attend_partials(
         VALUE_BYTES=codec.code_bytes(value_dim),
         KEY_GROUPS=key_dim // group,
         VALUE_GROUPS=value_dim // group,
-        VALUE_IN_KEY=value_in_key,
+        VALUE_IN_KEY=coded.value_in_key,
         GROUP=group,
         LOG_GROUP=group.bit_length() - 1,
         CODE_BITS=codec.code_bits,
@@ -351,6 +363,7 @@ def attend_partials(
         CODE_ALIGN=code_align,
         SCALE_ALIGN=scale_align,
         SOFTCAP=softcap is not None,
+        HAS_MEAN=mean is not None,
         DTYPE=TL_DTYPES[query.dtype],
         DOT_DTYPE=dot_dtype(query.dtype),
         num_warps=8 if full or wide else 4,

@@ -29,7 +29,7 @@ from hf_kvret_kernels.host_step.searches import (
     ProxySearch,
 )
 from hf_kvret_kernels.mean_tokens import BlockMeans
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import HostRows, PagedRows
 
 __all__ = [
     "CodebookSearch",
@@ -119,7 +119,7 @@ class HostCold:
     """Cold tokens, some of which each query chooses.
 
     Attributes:
-        rows: their keys and values, in host memory.
+        rows: their keys and values, in host memory; coded ones by HIGGS.
         search: knows the same tokens, in the same batch rows and KV heads; or ``GivenIds``, then
             ``valid`` and ``budget`` are not looked at.
         valid: ``[B, n]`` bool, False for tokens that are never chosen.
@@ -127,7 +127,7 @@ class HostCold:
         means: what stands for those that a query does not choose; None: nothing does.
     """
 
-    rows: PagedRows
+    rows: HostRows
     search: HostSearch
     valid: torch.Tensor
     budget: int
@@ -202,19 +202,17 @@ def run_step(
         budget = 0 if cold is None else cold.budget
         choosers = heads if cold is None else cold.search.heads or heads
         ids = query.new_empty(batch, choosers, queries, budget, dtype=torch.int32)
-    pages = None
+    # Without cold tokens no row is read.
+    where, layout, coding = None, (query.shape[3] + value_dim, query.shape[3]), 0
     if cold is not None:
         rows = cold.rows
         addresses = rows.addresses() if rows.page_address is None else rows.page_address
         table = rows.table.contiguous()
-        pages = table, addresses, rows.page_len, rows.token_count, rows.in_files
-    # Without cold tokens no row is read.
-    layout = (query.shape[3] + value_dim, query.shape[3])
-    if cold is not None:
-        layout = (cold.rows.width, cold.rows.value_start)
+        where = table, addresses, rows.page_len, rows.token_count, rows.in_files
+        layout, coding = (rows.width, rows.value_start), rows.coding_address
     sizes = (heads, value_dim, *layout)
     request = host_library.pack_request(
-        query, ids, pages, sizes, sums, None, scale, softcap, threads, path
+        query, ids, where, sizes, sums, None, scale, softcap, threads, path, coding
     )
     lengths = capacity, position_queries
     step, _keep = _pack_step(request, window, lengths, cold, sink_logits, selected, result)
@@ -388,17 +386,19 @@ def _value_row(keys: torch.Tensor, values: torch.Tensor) -> int:
     return keys.shape[3] if is_in_key else values.shape[3]
 
 
-def _check_cold(query: torch.Tensor, rows: PagedRows, valid: torch.Tensor, value_dim: int) -> None:
+def _check_cold(query: torch.Tensor, rows: HostRows, valid: torch.Tensor, value_dim: int) -> None:
     """ValueError where cold rows or their mask are not for this query and its window's values."""
     batch, _, _, key_dim = query.shape
-    if rows.dtype != query.dtype or (rows.key_dim, rows.value_dim) != (key_dim, value_dim):
+    dtype = query.dtype if rows.coding_address else rows.dtype
+    if dtype != query.dtype or (rows.key_dim, rows.value_dim) != (key_dim, value_dim):
         raise ValueError(
             f"cold rows are {rows.dtype} of {rows.key_dim} + {rows.value_dim} dims, the window's "
             f"are {query.dtype} of {key_dim} + {value_dim}: pass rows of one form"
         )
     if valid.dtype != torch.bool or valid.shape[0] != batch or rows.table.shape[0] != batch:
         raise ValueError(
-            f"valid is {valid.dtype} {tuple(valid.shape)}, the page table {tuple(rows.table.shape)}"
+            f"valid is {valid.dtype} {tuple(valid.shape)}, the page table "
+            f"{tuple(rows.table.shape)}"
             f": pass a bool mask and a table for a batch of {batch}"
         )
 

@@ -1,0 +1,134 @@
+"""The compiled library on coded rows, on every path: steps, encoding, decoding, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
+from hf_kvret_kernels.host_step import GivenIds, HostCold, HostWindow, run_step
+from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.paged import PagedRows, lay_apart
+
+from .draws import draw
+from .host_steps import FP32_ERROR, expected_attention
+
+B, H, GROUP, PAGE_LEN, TOKENS = 2, 2, 3, 16, 90
+
+pytestmark = pytest.mark.skipif(bool(library.why_not()), reason="the library is not compiled")
+
+
+@pytest.fixture(params=library.PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A path of the library, which calls take that name none."""
+    if request.param not in library.paths():
+        pytest.skip(f"the processor has no {request.param}")
+    monkeypatch.setenv(library.ISA_VARIABLE, request.param)
+    return request.param
+
+
+def coded_rows(
+    codec: HiggsCodec, dims: tuple[int, int], *, in_key: bool = False, offset: float = 0.0
+) -> tuple[CodedRows, torch.Tensor, torch.Tensor]:
+    """Rows on shuffled pages, and the keys and values ``[B, H, n, D]`` that they stand for."""
+    columns = -(-TOKENS // PAGE_LEN)
+    keys, values = (draw(B * columns, H, PAGE_LEN, dim, seed=seed) for seed, dim in enumerate(dims))
+    parts = [codec.encode(x, "naive") for x in ([keys] if in_key else [keys, values])]
+    halves = [torch.cat(half, -1) for half in zip(*parts, strict=True)]
+    key_bytes = halves[0].shape[-1]
+    table = torch.randperm(B * columns, generator=torch.Generator().manual_seed(4)).int()
+    table = table.view(B, columns)
+    pages = PagedRows([lay_apart(torch.cat(halves, -1), key_bytes)], table, key_bytes, apart=True)
+    mean = draw(B, H, dims[0], seed=5) * offset if offset else None
+    rows = CodedRows(pages, codec, *dims, value_in_key=in_key, key_mean=mean)
+    near = [codec.decode(*part, backend="naive") for part in parts]
+    ordered = [x[table.long()].transpose(1, 2).flatten(2, 3)[:, :, :TOKENS] for x in near]
+    if mean is not None:
+        ordered[0] = ordered[0] + mean[:, :, None]
+    return rows, ordered[0], ordered[0][..., : dims[1]] if in_key else ordered[1]
+
+
+def window_of(
+    dims: tuple[int, int], length: int, dtype: torch.dtype, in_key: bool = False
+) -> HostWindow:
+    keys = draw(B, H, max(1, length), dims[0], seed=8, dtype=dtype)
+    values = draw(B, H, max(1, length), dims[1], seed=9, dtype=dtype)
+    return HostWindow(keys, keys[..., : dims[1]] if in_key else values, length)
+
+
+@pytest.mark.factor("bits", [2, 3, 4])
+@pytest.mark.factor(
+    ("group", "dims"), [(8, (24, 16)), (32, (96, 64)), (64, (64, 64)), (128, (128, 128))], ids=str
+)
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.factor("length", [0, 21])
+@pytest.mark.factor("softcap", [None, 2.0])
+@pytest.mark.factor("offset", [0.0, 3.0])
+@pytest.mark.factor("threads", [1, 7])
+def test_a_step_reads_what_codes_stand_for(
+    path: str,
+    bits: int,
+    group: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    length: int,
+    softcap: float | None,
+    offset: float,
+    threads: int,
+) -> None:
+    rows, keys, values = coded_rows(HiggsCodec(bits, group), dims, offset=offset)
+    query, window = (
+        draw(B, H * GROUP, 1, dims[0], seed=7, dtype=dtype),
+        window_of(dims, length, dtype),
+    )
+    ids = torch.randint(-1, TOKENS, (B, H, 1, 70), generator=torch.Generator().manual_seed(6))
+    cold = HostCold(rows, GivenIds(ids.int()), torch.ones(B, TOKENS, dtype=torch.bool), 70)
+    sinks = draw(H * GROUP, seed=3)
+    scale = dims[0] ** -0.5
+    out, _ = run_step(
+        query, window, cold, scale=scale, softcap=softcap, sink_logits=sinks, threads=threads
+    )
+    expected = expected_attention(query, keys, values, ids, window, scale, softcap, sinks)
+    # Longer sums, and butterflies before and after.
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2 * FP32_ERROR)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_may_lie_in_their_keys(path: str, dtype: torch.dtype) -> None:
+    dims = (48, 32)
+    rows, keys, values = coded_rows(HiggsCodec(4, 16), dims, in_key=True)
+    query, window = draw(B, 4, 1, 48, seed=7, dtype=dtype), window_of(dims, 5, dtype, in_key=True)
+    ids = torch.arange(0, 60, dtype=torch.int32).expand(B, H, 1, -1).contiguous()
+    cold = HostCold(rows, GivenIds(ids), torch.ones(B, TOKENS, dtype=torch.bool), 60)
+    out, _ = run_step(query, window, cold, scale=0.2)
+    expected = expected_attention(query, keys, values, ids, window, 0.2, None, None)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2 * FP32_ERROR)
+
+
+@pytest.mark.parametrize("group", [8, 16, 64, 1024])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_paths_encode_and_decode_alike(path: str, bits: int, group: int) -> None:
+    codec, x = HiggsCodec(bits, group), draw(50, 3 * group, seed=group)
+    # Some pairs lie outside the square in which the nearest point is looked up.
+    x[:, ::7] *= 3
+    coded, expected = codec.encode(x, "cpp"), codec.encode(x, "naive")
+    assert (coded.codes != expected.codes).double().mean() < 0.01
+    assert (coded.scales != expected.scales).double().mean() < 0.01
+    added = draw(25, 3 * group, seed=1)
+    back = codec.decode(*expected, backend="cpp", added=added)
+    near = codec.decode(*expected, backend="naive", added=added)
+    torch.testing.assert_close(back, near, rtol=0, atol=1e-5 * float(near.abs().max()))
+    plain = codec.decode(*expected, backend="naive") + added.repeat_interleave(2, 0)
+    torch.testing.assert_close(near, plain, rtol=0, atol=1e-6 * float(near.abs().max()))
+
+
+def test_ids_of_no_token_and_scores_of_codes_are_refused(path: str) -> None:
+    rows, *_ = coded_rows(HiggsCodec(2, 16), (32, 16))
+    query, window = draw(B, H, 1, 32), window_of((32, 16), 5, torch.float32)
+    ids = torch.full((B, H, 1, 3), TOKENS + 6, dtype=torch.int32)
+    cold = HostCold(rows, GivenIds(ids), torch.ones(B, TOKENS, dtype=torch.bool), 3)
+    with pytest.raises(WrongIdError, match="id 96 of 96 tokens"):
+        run_step(query, window, cold, scale=0.2)
+    with pytest.raises(RuntimeError, match="hfk_scores returned 3"):
+        library.score(query, rows, ids.clamp(max=5), 0.2, None)
