@@ -32,8 +32,8 @@ MOST_FILE_LINES = 600
 FOLDERS = {
     ("tests", ".py"): 68_200,
     ("examples", ".py"): 13_750,
-    ("kernels/csrc", ".cpp"): 1_730,
-    ("kernels/csrc", ".h"): 3_040,
+    ("kernels/csrc", ".cpp"): 1_865,
+    ("kernels/csrc", ".h"): 3_045,
 }
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
 LAB = "hf_kvret.lab"

@@ -19,7 +19,9 @@
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
 
 // Implementations; each gives the same results up to rounding.
-enum hfk_path { HFK_AUTO = -1, HFK_PORTABLE = 0, HFK_AVX2 = 1, HFK_AVX512 = 2, HFK_AVX512_BF16 = 3 };
+enum hfk_path {
+    HFK_AUTO = -1, HFK_PORTABLE = 0, HFK_AVX2 = 1, HFK_AVX512 = 2, HFK_AVX512_BF16 = 3, HFK_NEON = 4
+};
 
 enum hfk_status {
     HFK_OK = 0,

@@ -18,8 +18,12 @@ const Kernel *find_kernel(int32_t path) {
     case HFK_AVX512_BF16:
         return Processor::instance().avx512_bf16 ? &avx512_bf16_kernel : nullptr;
 #endif
+#ifdef HFK_AARCH64
+    case HFK_NEON:
+        return &neon_kernel;
+#endif
     case HFK_AUTO:
-        for (int32_t best : {HFK_AVX512_BF16, HFK_AVX512, HFK_AVX2}) {
+        for (int32_t best : {HFK_AVX512_BF16, HFK_AVX512, HFK_AVX2, HFK_NEON}) {
             if (const Kernel *kernel = find_kernel(best)) return kernel;
         }
         return &portable_kernel;

@@ -152,3 +152,6 @@ extern const Kernel avx512_kernel;
 extern const Kernel avx512_bf16_kernel;
 #endif
 #endif
+#ifdef HFK_AARCH64
+extern const Kernel neon_kernel;
+#endif

@@ -23,7 +23,7 @@ ISA_VARIABLE = "HF_KVRET_CPU_PATH"
 VERSION = 12
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
-PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
+PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "neon": 4, "portable": 0}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _AUTO = -1
 _NO_MEMORY = 1

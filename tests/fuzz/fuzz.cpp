@@ -37,6 +37,13 @@ int main(int count, char **arguments) {
         std::fprintf(stderr, "path %d: this processor lacks it, or it was not compiled\n", path);
         return 1;
     }
+    for (int32_t each = HFK_PORTABLE; each <= HFK_NEON; ++each) {
+        if ((path != Random::kAnyPath && path != each) || !hfk_has_path(each)) continue;
+        if (const char *fault = check_numbers(each, seed)) {
+            std::fprintf(stderr, "path %d went wrong: %s\n", each, fault);
+            return 1;
+        }
+    }
     // Two callers at once share the pool of threads.
     bool other = false;
     std::thread caller([&] { other = fuzz(requests, seed + 1, path); });

@@ -38,7 +38,7 @@ class Random {
 
     int32_t path() {
         int32_t path = path_;
-        while (path == kAnyPath || !hfk_has_path(path)) path = static_cast<int32_t>(pick(-1, 3));
+        while (path == kAnyPath || !hfk_has_path(path)) path = static_cast<int32_t>(pick(-1, 4));
         return path;
     }
 
@@ -127,3 +127,6 @@ inline int32_t wrong_id(Random &random, int64_t tokens) {
 const char *fuzz_attention(Random &random);
 const char *fuzz_step(Random &random);
 const char *fuzz_prompt(Random &random);
+
+// The same of numbers that random requests don't have, on a path that there is.
+const char *check_numbers(int32_t path, uint64_t seed);

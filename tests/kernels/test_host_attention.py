@@ -284,7 +284,7 @@ def test_a_library_that_does_not_load_says_so(
         (QUERY, IDS, {"threads": 0}, "threads=0"),
         (QUERY, IDS, {"backend": "triton"}, "choose one of auto, naive, cpp"),
         (QUERY, IDS, {"path": "avx2", "backend": "naive"}, "use backend='cpp'"),
-        (QUERY, IDS, {"path": "neon"}, "choose one of avx512_bf16, avx512, avx2, portable"),
+        (QUERY, IDS, {"path": "sse"}, "choose one of avx512_bf16, avx512, avx2, neon, portable"),
     ],
 )
 @pytest.mark.parametrize("function", [host_attention, host_scores])
