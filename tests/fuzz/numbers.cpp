@@ -1,5 +1,5 @@
-// Numbers that random requests don't have: all of 16 bits, those that are not finite, and the range
-// of exp.
+// Numbers that random requests don't have: all of 8 and 16 bits, those that are not finite, and
+// the range of exp.
 #include "fuzz.h"
 
 namespace {
@@ -69,6 +69,32 @@ bool reads_all_numbers(int32_t path, int32_t dtype) {
     return true;
 }
 
+// Proxies of one number each, from 127 down to -128: the best are the first ones.
+bool orders_whole_numbers(int32_t path) {
+    constexpr int64_t dim = 45, count = 256;
+    Page page(path, HFK_FLOAT16, 1, count, dim, 1);
+    const std::vector<float> query(dim, 1.0f);
+    const std::vector<uint8_t> valid(count, 1);
+    std::vector<int8_t> rows(count * dim);
+    for (int64_t i = 0; i < count; ++i) rows[i * dim + i % dim] = static_cast<int8_t>(127 - i);
+    hfk_proxy proxy{};
+    proxy.query = query.data(), proxy.rows = rows.data(), proxy.dtype = HFK_INT8;
+    proxy.sets = 1, proxy.rank = dim;
+    hfk_step step{};
+    step.search_kind = HFK_SEARCH_PROXY, step.search = &proxy;
+    step.valid = valid.data(), step.tokens = count;
+    step.window.position_queries = step.window.value_row = 1;
+    for (int64_t wanted = 1; wanted < count; wanted += 9) {
+        page.request.count = wanted;
+        step.attention = page.request;
+        if (hfk_search_ids(&step, nullptr) != HFK_OK) return false;
+        for (int64_t k = 0; k < wanted; ++k) {
+            if (page.ids[k] != k) return false;
+        }
+    }
+    return true;
+}
+
 // A key or value that is not finite does the same to each query head as in the portable code.
 bool spreads_alike(Random &random, int32_t path, int32_t dtype) {
     const int64_t heads = random.pick(1, 9), tokens = random.pick(1, 150), dim = 2 * 16 + 5;
@@ -123,5 +149,6 @@ const char *check_numbers(int32_t path, uint64_t seed) {
             if (!spreads_alike(random, path, dtype)) return "numbers that are not finite";
         }
     }
+    if (!orders_whole_numbers(path)) return "proxies of all numbers of 8 bits";
     return has_exp(path) ? nullptr : "exp";
 }
