@@ -11,18 +11,21 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self
 
 from llama_bench import (
+    FILES,
     LLAMA_CPP,
     ROW_TYPES,
     LlamaBench,
     check_architecture,
     find_gguf,
     find_program,
+    find_quantizer,
 )
 
 from hf_kvret.lab.bench.filling import Subject
 from hf_kvret.lab.bench.limits import Need, shortage
 from hf_kvret.lab.bench.model_measurement import Line
 from hf_kvret.lab.bench.passes import Decode
+from hf_kvret.lab.bench.tables import label
 from hf_kvret.lab.bench.timed import ms
 from hf_kvret.lab.evaluate.measurement import Outputs, Progress, Row
 from hf_kvret.lab.program.scripts import run_script
@@ -60,10 +63,18 @@ class BesideLlamaCpp(Decode):
     """No option: this is what they are."""
 
     @cached_property
-    def benches(self) -> dict[str, LlamaBench]:
-        """llama.cpp by the name in cells."""
+    def benches(self) -> dict[tuple[str, str], LlamaBench]:
+        """llama.cpp by weights and the name in cells; beside codes its rows are codes too."""
         program, folder = find_program(), Path(self._folder.name)
-        return {f"{LLAMA_CPP} {name}": LlamaBench(program, folder, name) for name in ROW_TYPES}
+        return {
+            (weights, f"{LLAMA_CPP} {kind}"): LlamaBench(program, folder, kind, weights)
+            for weights in self.weights or ("",)
+            for kind in (("q8_0",) if weights in FILES else ROW_TYPES)
+        }
+
+    def bench_of(self, cell: Cell) -> LlamaBench:
+        """The one of a cell that is no cache's."""
+        return self.benches[cell.get("weights", ""), cell["cache"]]
 
     @cached_property
     def _folder(self) -> TemporaryDirectory[str]:
@@ -88,15 +99,13 @@ class BesideLlamaCpp(Decode):
             )
         check_architecture(self.whole.config, self.shape)
         find_program()
+        if set(self.weights) & set(FILES):
+            find_quantizer()
         find_gguf()
         super().check()
 
-    def cells(self) -> list[Cell]:
-        return [
-            {"cache": name, "context": context, "batch": 1}
-            for context in self.context
-            for name in (*self.choices, *self.benches)
-        ]
+    def row_names(self, weights: str) -> list[str]:
+        return [*self.choices, *(name for one, name in self.benches if one == weights)]
 
     def fill_of(self, cell: Cell) -> str:
         return super().fill_of(cell) if cell["cache"] in self.choices else "prefill"
@@ -112,13 +121,14 @@ class BesideLlamaCpp(Decode):
     def shortage(self, cell: Cell) -> str | None:
         if cell["cache"] in self.choices:
             return super().shortage(cell)
-        bench, length = self.benches[cell["cache"]], cell["context"] + self.steps
-        return shortage(Need(bench.needed_bytes(self.subjects[0], length), 0), self.place)
+        bench, length = self.bench_of(cell), cell["context"] + self.steps
+        need = bench.needed_bytes(self.subjects_of(cell)[0], length)
+        return shortage(Need(need, 0), self.place)
 
     def turn(self, cell: Cell, subject: Subject) -> Any:
         if cell["cache"] in self.choices:
             return super().turn(cell, subject)
-        return LlamaTurn(self.benches[cell["cache"]], subject, cell["context"])
+        return LlamaTurn(self.bench_of(cell), subject, cell["context"])
 
     def once(self, turn: Any) -> Any:
         if isinstance(turn, LlamaTurn):
@@ -128,7 +138,7 @@ class BesideLlamaCpp(Decode):
     def row(self, cell: Cell, samples: Mapping[int, Sequence[Any]]) -> Row:
         if cell["cache"] in self.choices:
             return super().row(cell, samples)
-        return self.benches[cell["cache"]].row(self, samples)
+        return self.bench_of(cell).row(self, samples)
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -149,7 +159,7 @@ def slope_notes(results: Results) -> list[str]:
     for cell, row in results:
         for prefix, numbers in (("", row), ("scaled ", row.get("scaled") or {})):
             if numbers.get("seconds") is not None:
-                points = seconds_of.setdefault((prefix, cell["batch"], cell["cache"]), {})
+                points = seconds_of.setdefault((prefix, cell["batch"], label(cell)), {})
                 points[cell["context"]] = numbers["seconds"]
     slopes_of: dict[tuple[str, int, int, int], list[str]] = {}
     for (prefix, batch, cache), points in seconds_of.items():

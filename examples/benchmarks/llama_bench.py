@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_kvret.lab.bench.filling import Subject
 from hf_kvret.lab.bench.floors import Floor
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, timed_row
+from hf_kvret.lab.bench.shapes import WeightBytes, random_model, weight_bytes
 from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
 from hf_kvret.lab.evaluate.reader import Usage
 from hf_kvret.models.compatibility import layer_shape, layer_shapes
@@ -157,6 +158,22 @@ ROW_TYPES: Mapping[str, RowType] = {
 """By their names in llama.cpp, which ``-ctk`` and ``-ctv`` take."""
 
 
+FILES: Mapping[str, str] = {"int8": "Q8_0", "int4": "Q4_K_M"}
+"""What ``llama-quantize`` makes of a model where the caches' has such weights."""
+QUANTIZE = "llama-quantize"
+
+
+def find_quantizer() -> Path:
+    """The ``llama-quantize`` beside ``find_program``; ValueError without one."""
+    path = find_program().with_name(QUANTIZE)
+    if not path.is_file():
+        raise ValueError(
+            f"--opponents {LLAMA_CPP} with --weights {' or '.join(FILES)} runs {path}, and it is "
+            f"not there: build {QUANTIZE} beside {PROGRAM}, as docs/benchmark.md says"
+        )
+    return path
+
+
 def find_program() -> Path:
     """The file that ``LLAMA_BENCH`` names, or else the ``llama-bench`` on PATH.
 
@@ -201,11 +218,13 @@ class LlamaBench:
         program: ``llama-bench``.
         folder: where models are written, and read again in the next turn.
         kind: of ``ROW_TYPES``.
+        weights: of the caches' model: of ``FILES``, or others, which are those of its dtype.
     """
 
     program: Path
     folder: Path
     kind: str
+    weights: str = ""
 
     def held_bytes(self, subject: Subject, length: int) -> float:
         """Keys and values of ``length`` tokens of one sequence."""
@@ -213,7 +232,7 @@ class LlamaBench:
 
     def needed_bytes(self, subject: Subject, length: int) -> int:
         """What the program takes: the weights, and keys and values twice, for it keeps a copy."""
-        return int(subject.weights.held + 2 * self.held_bytes(subject, length))
+        return int(self._plain(subject).held + 2 * self.held_bytes(subject, length))
 
     def sample(self, subject: Subject, context: int, steps: int) -> LlamaSample:
         """Read ``context`` tokens and time ``steps`` more, with each flag that there is.
@@ -223,12 +242,13 @@ class LlamaBench:
             ValueError: no room for the model on the disk.
         """
         flags = ROW_TYPES[self.kind].flags
-        command = [str(self.program), "-m", str(self._file(subject)), "-o", "json", "-r", "1"]
+        path = self._file(subject)
+        command = [str(self.program), "-m", str(path), "-o", "json", "-r", "1"]
         command += ["-p", "0", "-n", str(steps), "-d", str(context)]
         command += ["-t", str(torch.get_num_threads()), "-ngl", "0"]
         command += ["-ctk", self.kind, "-ctv", self.kind]
         command += ["-fa", ",".join(flag.split()[1] for flag in flags)]
-        tests = self._run(command)
+        tests = self._tests(command)
         try:
             seconds = {
                 f"-fa {int(one['flash_attn'])}": one["samples_ns"][0] / 1e9 / steps
@@ -248,7 +268,12 @@ class LlamaBench:
         length = context + steps
         stored_bytes = self.held_bytes(subject, length)
         plain = self._numbers(subject) * length * subject.model.dtype.itemsize
-        floor = Floor(subject.weights.read + subject.weights.row + stored_bytes, 0.0)
+        weights = self._plain(subject)
+        read = float(weights.read + weights.row)
+        if self.weights in FILES:
+            # Types of tensors differ; the share that a step reads is about that of their numbers.
+            read *= path.stat().st_size / weights.held
+        floor = Floor(read + stored_bytes, 0.0)
         return LlamaSample(
             seconds, floor, Usage(int(stored_bytes), 0, plain, 0, 0, int(stored_bytes)), build
         )
@@ -282,31 +307,51 @@ class LlamaBench:
         """Of keys and values of a token."""
         return 2 * sum(shape.width for shape in layer_shapes(subject.model.config))
 
+    def _plain(self, subject: Subject) -> WeightBytes:
+        """Of the model in its dtype."""
+        if self.weights not in FILES:
+            return subject.weights
+        return weight_bytes(subject.model.config, subject.model.dtype)
+
     def _file(self, subject: Subject) -> Path:
         """The model, written if it isn't there."""
-        path = self.folder / f"{subject.layers}-layers.gguf"
+        kind = FILES.get(self.weights)
+        path = self.folder / f"{subject.layers}-layers{f'-{kind}' if kind else ''}.gguf"
         if not path.exists():
-            free = shutil.disk_usage(self.folder).free
-            if subject.weights.held > free:
+            free, held = shutil.disk_usage(self.folder).free, self._plain(subject).held
+            if held * (2 if kind else 1) > free:
                 raise ValueError(
-                    f"--opponents {LLAMA_CPP} writes {subject.weights.held / 1e9:.1f} GB to "
-                    f"{self.folder}, where {free / 1e9:.1f} GB are free: set TMPDIR to a folder "
-                    "with more room, or give --layers"
+                    f"--opponents {LLAMA_CPP} writes {held / 1e9:.1f} GB to {self.folder}, where "
+                    f"{free / 1e9:.1f} GB are free: set TMPDIR to a folder with more room, or give "
+                    "--layers"
                 )
-            write_gguf(path, subject.model)
+            if kind is None:
+                write_gguf(path, subject.model)
+                return path
+            model, plain = subject.model, path.with_suffix(".plain")
+            write_gguf(plain, random_model(model.config, model.dtype, "cpu", subject.seed))
+            threads = str(torch.get_num_threads())
+            _output([str(find_quantizer()), str(plain), str(path), kind, threads])
+            plain.unlink()
         return path
 
-    def _run(self, command: Sequence[str]) -> list[dict[str, Any]]:
+    def _tests(self, command: Sequence[str]) -> list[dict[str, Any]]:
         """The tests that the program printed."""
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if done.returncode:
-            why = done.stderr.strip().splitlines()[-1:] or ["without a word"]
-            raise CheckFailed(f"{self.program} ended with status {done.returncode}: {why[0]}")
+        printed = _output(command)
         try:
-            tests = json.loads(done.stdout)
+            tests = json.loads(printed)
         except json.JSONDecodeError:
             tests = None
         if not isinstance(tests, list) or not all(isinstance(one, dict) for one in tests):
-            output = " ".join(done.stdout.split())[:_TOLD]
+            output = " ".join(printed.split())[:_TOLD]
             raise CheckFailed(f"{self.program} printed {output!r} in the place of JSON results")
         return tests
+
+
+def _output(command: Sequence[str]) -> str:
+    """What a program prints; CheckFailed where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1:] or ["without a word"]
+        raise CheckFailed(f"{command[0]} ended with status {done.returncode}: {why[0]}")
+    return done.stdout

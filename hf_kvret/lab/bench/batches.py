@@ -55,6 +55,7 @@ class Batch(Decode):
     batch: tuple[int, ...] = (1,)
     """No option: batches are what is looked for."""
     opponents: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
     caches: str = with_default(Decode, "caches", "dense,flat,paris,lrqk")
     steps: int = with_default(Decode, "steps", 16)
     warmup: int = with_default(Decode, "warmup", 4)
@@ -162,14 +163,14 @@ class Batch(Decode):
             row = _measured_row(results, cell | {"batch": batch})
             if row is None:
                 return None
-            peaks[batch] = self.weights.held + float(row["device_peak_bytes"])
+            peaks[batch] = self.whole_bytes.held + float(row["device_peak_bytes"])
         return Line.through(peaks).most(self.room)
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """Rows as of ``Decode``; a batch beyond the limit has one that says so."""
         rows = []
         for cell, row in zip(group, super().rows(group, progress), strict=True):
-            peak = self.weights.held + row.get("device_peak_bytes", 0)
+            peak = self.whole_bytes.held + row.get("device_peak_bytes", 0)
             why = f"{peak / 1e9:.2f} GB of {self.room / 1e9:.2f} GB"
             rows.append(row if peak <= self.room else self._too_large(cell, why))
         return rows

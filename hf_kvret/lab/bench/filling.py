@@ -320,8 +320,8 @@ def make_stand_ins(
     name from then on.
     """
     lacking = {choice.method for choice in choices if choice.lacks_artifact}
-    for model in models if lacking else ():
-        home = folder / str(model.config.num_hidden_layers)
+    for number, model in enumerate(models if lacking else ()):
+        home = folder / str(number)
         model.config._name_or_path = str(home)
         text = model.config.get_text_config(decoder=True)
         length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)

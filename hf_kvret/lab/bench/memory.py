@@ -122,14 +122,14 @@ class Memory(ModelMeasurement):
             layers: {key: _largest(row[key] for row in rows) for key in rows[0]}
             for layers, rows in samples.items()
         }
-        row: Row = {"weight_bytes": self.subjects[0].weights.held, **most[self.built]}
+        row: Row = {"weight_bytes": self.subjects_of(cell)[0].weights.held, **most[self.built]}
         row["device_peak_is"] = "cache bytes" if row["fill_peak_bytes"] is None else "peak"
         if self.scaled:
             layers = self.whole.layers
             row["scaled"] = {
                 "layers": layers,
                 "from_layers": sorted(samples),
-                "weight_bytes": self.weights.held,
+                "weight_bytes": self.whole_bytes.held,
             } | {
                 key: Line.through({n: most[n][key] for n in most}).at(layers)
                 for key in ("device_bytes", "host_bytes", "device_peak_bytes")
@@ -152,7 +152,7 @@ class Memory(ModelMeasurement):
             if missing is not None:
                 return {"batch": None, "why": f"batch {batch}: {missing}"}
             sizes = row["scaled"] if self.scaled else row
-            points[batch] = self.weights.held + float(sizes["device_peak_bytes"])
+            points[batch] = self.whole_bytes.held + float(sizes["device_peak_bytes"])
         line = Line.through(points)
         most = line.most(cell["fits"])
         if most is None:
@@ -173,10 +173,10 @@ class Memory(ModelMeasurement):
         short = self.shortage(cell)
         if short is not None:
             return {"how": "computed", "why": f"not tried: {short}"}
-        sample, why = attempt(lambda: self.once(self.turn(cell, self.subjects[0])))
+        sample, why = attempt(lambda: self.once(self.turn(cell, self.subjects_of(cell)[0])))
         if why:
             return {"how": "refuted", "why": why_missing(why)}
-        total = sample["device_peak_bytes"] + self.weights.held
+        total = sample["device_peak_bytes"] + self.whole_bytes.held
         return {"how": "confirmed" if total <= limit else "refuted", "run_bytes": total}
 
     @classmethod

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
@@ -14,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import (
@@ -36,8 +38,9 @@ from hf_kvret.lab.bench.shapes import (
     random_model,
     weight_bytes,
 )
-from hf_kvret.lab.bench.tables import why_missing
+from hf_kvret.lab.bench.tables import label, why_missing
 from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth, quartiles
+from hf_kvret.lab.bench.weights import check_weights_of, is_coded, quantize
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row, attempt
 from hf_kvret.lab.evaluate.reader import Usage
@@ -119,6 +122,8 @@ class ModelMeasurement(Measurement):
     dtype: str = common.dtype_option()
     device: str = common.device_option()
     seed: int = common.seed_option()
+    weights: tuple[str, ...] = ()
+    """No option but of bench decode. Without any, weights are in ``dtype``."""
 
     @cached_property
     def whole(self) -> Shape:
@@ -147,13 +152,14 @@ class ModelMeasurement(Measurement):
         return self.built < self.whole.layers
 
     @cached_property
-    def weights(self) -> WeightBytes:
-        """Bytes of the whole model's parameters."""
+    def whole_bytes(self) -> WeightBytes:
+        """Bytes of the whole model's parameters in ``dtype``."""
         return weight_bytes(self.whole.config, DTYPES[self.dtype])
 
     @cached_property
-    def subjects(self) -> tuple[Subject, ...]:
-        """The model to measure; where it has not all layers, one with half as many too.
+    def subjects(self) -> dict[str, tuple[Subject, ...]]:
+        """By ``weights``, or "", the model to measure; where it has not all layers, one with half
+        as many too.
 
         Raises:
             ValueError: their weights do not fit into what memory is free.
@@ -161,14 +167,21 @@ class ModelMeasurement(Measurement):
         dtype = DTYPES[self.dtype]
         counts = (self.built, self.built // 2) if self.scaled else (self.built,)
         configs = [self.whole.with_layers(count) for count in counts]
-        weights = [weight_bytes(config, dtype) for config in configs]
-        check_weights(sum(size.held for size in weights), self.place, self.shape)
-        models = [random_model(config, dtype, self.place, self.seed) for config in configs]
+        names = self.weights or ("",)
+        held = sum(weight_bytes(config, dtype).held for config in configs)
+        check_weights(len(names) * held, self.place, self.shape)
         random = "random" in self._fills()
-        return tuple(
-            Subject(model, size, measure_rows(model, self.seed) if random else None, self.seed)
-            for model, size in zip(models, weights, strict=True)
-        )
+
+        def subject(config: PreTrainedConfig, weights: str) -> Subject:
+            model = quantize(random_model(config, dtype, self.place, self.seed), weights)
+            rows = measure_rows(model, self.seed) if random else None
+            return Subject(model, weight_bytes(config, dtype, weights), rows, self.seed)
+
+        return {name: tuple(subject(config, name) for config in configs) for name in names}
+
+    def subjects_of(self, cell: Cell) -> tuple[Subject, ...]:
+        """Those with the weights of a cell."""
+        return self.subjects[cell.get("weights", "")]
 
     @cached_property
     def bandwidth(self) -> Bandwidth:
@@ -176,9 +189,10 @@ class ModelMeasurement(Measurement):
         return measure_bandwidth(self.place)
 
     @cached_property
-    def checker(self) -> Checker:
-        """It checks each cache once at each size."""
-        return Checker(self.subjects[0].model, self.subjects[0].rows, self.seed)
+    def checkers(self) -> dict[str, Checker]:
+        """By ``weights``; each checks each cache once at each size."""
+        first = {name: subjects[0] for name, subjects in self.subjects.items()}
+        return {name: Checker(one.model, one.rows, self.seed) for name, one in first.items()}
 
     def check(self) -> None:
         check_device(self.device)
@@ -196,6 +210,8 @@ class ModelMeasurement(Measurement):
                     f"{name} is a way to decode, bench {self.name} knows nothing of it: use {other}"
                 )
         check_choices(self.choices, self.whole.config, self.context, self.scaled)
+        for name in self.weights:
+            check_weights_of(self.whole.config, name, DTYPES[self.dtype], self.place)
         self._fills()
 
     def setup(self) -> dict[str, Any]:
@@ -208,15 +224,22 @@ class ModelMeasurement(Measurement):
             "limit": self.limit if math.isfinite(self.limit) else None,
             **{name: getattr(self, name) for name in _OPTIONS},
             **{name: here[name] for name in _MACHINE},
+            **({"torchao": version("torchao")} if any(map(is_coded, self.weights)) else {}),
         }
 
     def cells(self) -> list[Cell]:
+        weights: list[Cell] = [{"weights": name} for name in self.weights] or [{}]
         return [
-            {"cache": cache, "context": context, "batch": batch}
+            {"cache": name, "context": context, "batch": batch, **one}
             for context in self.context
             for batch in self.batch
-            for cache in self.choices
+            for one in weights
+            for name in self.row_names(one.get("weights", ""))
         ]
+
+    def row_names(self, weights: str) -> list[str]:
+        """The caches, and whatever else has rows, with such weights."""
+        return list(self.choices)
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """The ``groups``; methods that need an artifact have one meanwhile."""
@@ -225,7 +248,7 @@ class ModelMeasurement(Measurement):
         if first is None:
             return
         with TemporaryDirectory() as folder:
-            models = [subject.model for subject in self.subjects]
+            models = [one.model for subjects in self.subjects.values() for one in subjects]
             make_stand_ins(models, self.choices.values(), Path(folder), self.seed)
             # It is measured before caches take the memory.
             _ = self.bandwidth
@@ -249,12 +272,12 @@ class ModelMeasurement(Measurement):
         """A cell that runs out of memory, or whose cache is wrong, has a row that says so."""
         rows = [self.check_row(cell, progress) for cell in group]
         samples: list[dict[int, list[Any]]] = [{} for _ in group]
-        share = 1 / (self.rounds * len(self.subjects))
+        share = 1 / (self.rounds * len(self.subjects_of(group[0])))
         for number in range(self.rounds):
             for cell, row, by_layers in zip(group, rows, samples, strict=True):
-                for subject in self.subjects:
+                for subject in self.subjects_of(cell):
                     size = f"{cell['context']} x {cell['batch']}"
-                    progress.say(f"{cell['cache']} {size}, round {number + 1}")
+                    progress.say(f"{label(cell)} {size}, round {number + 1}")
                     if why_missing(row) is None:
                         sample, why = attempt(partial(self.once, self.turn(cell, subject)))
                         by_layers.setdefault(subject.layers, []).append(sample)
@@ -292,7 +315,7 @@ class ModelMeasurement(Measurement):
 
     def shortage(self, cell: Cell) -> str | None:
         """Why a cell can't be measured in this host's memory, or None."""
-        model, choice = self.subjects[0].model, self.choices[cell["cache"]]
+        model, choice = self.subjects_of(cell)[0].model, self.choices[cell["cache"]]
         need = predict_need(model.config, choice, cell["batch"], cell["context"], model.dtype)
         return shortage(need, self.place)
 
@@ -321,9 +344,10 @@ class ModelMeasurement(Measurement):
         short = self.shortage(cell)
         if short is not None:
             return row | {"out_of_memory": short}
-        progress.say(f"{cell['cache']}: check")
+        progress.say(f"{label(cell)}: check")
         choice, size = self.choices[cell["cache"]], (cell["context"], cell["batch"])
-        result, why = attempt(lambda: self.checker.check(choice, *size, fill))
+        checker = self.checkers[cell.get("weights", "")]
+        result, why = attempt(lambda: checker.check(choice, *size, fill))
         return row | {"check": result} | why
 
 

@@ -22,6 +22,7 @@ from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, 
 from hf_kvret.lab.bench.stepping import attention_clock, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
+from hf_kvret.lab.bench.weights import WEIGHTS
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed, Outputs, Row
 from hf_kvret.lab.program.arguments import known_names, length
@@ -53,6 +54,12 @@ class Decode(ModelMeasurement):
 
     opponents: tuple[str, ...] = option(
         (), "llama.cpp: time it too, in a checkout", kind=known_names(["llama.cpp"], none=True)
+    )
+
+    weights: tuple[str, ...] = option(
+        (),
+        f"comma-separated, of {', '.join(WEIGHTS)}; int8 and int4 by torchao; default: in --dtype",
+        kind=known_names(WEIGHTS),
     )
 
     def beside(self, outputs: Outputs) -> Any:

@@ -30,10 +30,15 @@ def of(style: Callable[[Any], str], *keys: str) -> Callable[[Cell, Row], str]:
     return text
 
 
+def label(cell: Cell) -> str:
+    """The cache of a cell, and where several weights were measured, which it had."""
+    return f"{cell['cache']}, {cell['weights']} weights" if "weights" in cell else cell["cache"]
+
+
 per_second, tenths = "{:,.1f}".format, "{:.1f}".format
 
 SIZE: tuple[Column, ...] = (
-    ("cache", lambda cell, row: cell["cache"]),
+    ("cache", lambda cell, row: label(cell)),
     ("context", lambda cell, row: f"{cell['context']:,}"),
     ("batch", lambda cell, row: str(cell["batch"])),
     ("filled by", of(str, "fill")),
@@ -112,7 +117,7 @@ def _step_notes(results: Results) -> str:
         by_label = row.get("seconds_by_kind") or {}
         if len(by_label) > 1:
             times = ", ".join(f"{label} {ms(seconds)} ms" for label, seconds in by_label.items())
-            lines.append(f"- {cell['cache']}, {cell['context']:,} x {cell['batch']}: {times}")
+            lines.append(f"- {label(cell)}, {cell['context']:,} x {cell['batch']}: {times}")
         if row.get("not_replayed"):
             reasons.setdefault(row["not_replayed"], []).append(cell["cache"])
     lines += [
@@ -143,7 +148,7 @@ def plot_contexts(path: Path, results: Results, title: str, unit: str, key: str)
     several = len({cell["batch"] for cell, _ in rows}) > 1
     points = [
         (
-            f"{cell['cache']}, batch {cell['batch']}" if several else cell["cache"],
+            f"{label(cell)}, batch {cell['batch']}" if several else label(cell),
             float(cell["context"]),
             row[key] * {"ms": 1e3, "MB": 1e-6}[unit],
         )

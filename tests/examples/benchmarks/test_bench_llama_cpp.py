@@ -240,6 +240,31 @@ def test_llama_cpp_has_rows_among_those_of_caches(
     assert len(calls.read_text().splitlines()) == 8
 
 
+def test_beside_codes_llama_cpp_has_codes(
+    bench: Callable[..., int], fake: Path, calls: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao", reason="codes are torchao's: extra test")
+    given = [*QUICK, "--rounds", "1", "--dtype", "bfloat16", "--weights", "bf16,int4"]
+    with pytest.raises(ValueError, match=r"runs .*llama-quantize, and it is not there: build"):
+        bench("llama-cpp", *given)
+    quantizer = fake.with_name("llama-quantize")
+    script = "import sys; open(sys.argv[2], 'w').write(' '.join(sys.argv[3:]))"
+    quantizer.write_text(f"#!{sys.executable}\n{script}")
+    quantizer.chmod(fake.stat().st_mode)
+    file, table = tmp_path / "d.json", tmp_path / "d.md"
+    assert bench("llama-cpp", *given, "--json", str(file), "--table", str(table)) == 0
+    rows = {(cell["cache"], cell["weights"]): row for cell, row in Results.load(file)}
+    names = ["dense", "llama.cpp f16", "llama.cpp q8_0"]
+    assert list(rows) == [(name, "bf16") for name in names] + [
+        (name, "int4") for name in names[::2]
+    ]
+    assert calls.read_text().splitlines()[-1] == "q8_0 2-layers-Q4_K_M 256"
+    # The file says "Q4_K_M 1" here, so weights are next to nothing beside the rows.
+    coded = rows["llama.cpp q8_0", "int4"]
+    assert coded["floor_device_bytes"] == pytest.approx(coded["device_bytes"], abs=20)
+    assert "| llama.cpp q8_0, int4 weights |" in table.read_text()
+
+
 def test_fewer_layers_are_scaled(
     bench: Callable[..., int], fake: Path, six_layers: Path, tmp_path: Path
 ) -> None:
