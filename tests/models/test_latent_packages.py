@@ -134,8 +134,9 @@ def test_quantized_weights_give_what_stock_gives(kind: str, model: PreTrainedMod
     expected = logits(model, DynamicCache(config=model.config), {})
     error = (expected - plain).abs().max().item()
     assert error > 10 * LOGIT_TOLERANCE
-    # Where latents are rounded, too, the matrix alone has no part in that.
-    allowed = error if kind == "torchao both" else LOGIT_TOLERANCE
+    # Where latents are rounded, too, the matrix alone has no part in that: both are about as far
+    # from the plain model, in directions of their own.
+    allowed = 2 * error if kind == "torchao both" else LOGIT_TOLERANCE
     for make in CACHES:
         assert (logits(model, make(model.config), {}) - expected).abs().max() < allowed
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
+from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model, weight_bytes
 from hf_kvret.lab.bench.weights import check_weights_of, quantize
 from hf_kvret.lab.report.results import Results
@@ -57,19 +58,20 @@ def test_bytes_are_those_of_codes_and_scales(tied: bool, weights: str) -> None:
 def test_weights_of_several_types_take_turns(
     measure: Callable[..., Results], tmp_path: Path
 ) -> None:
-    table, picture = tmp_path / "d.md", tmp_path / "d.png"
-    files = ["--table", str(table), "--plot", str(picture)]
-    given = ["--dtype", "bfloat16", "--weights", "bf16,int8,int4", "--caches", f"static,{FLAT}"]
-    results = measure("decode", *QUICK, *given, *files)
+    table = tmp_path / "d.md"
+    given = ["--weights", "int8,int4", "--caches", f"static,{FLAT}"]
+    results = measure("decode", *QUICK, *given, "--table", str(table))
     rows = {(cell["cache"], cell["weights"]): row for cell, row in results}
-    assert len(rows) == 6 and results.setup["torchao"]
+    assert len(rows) == 4 and results.setup["torchao"]
     assert all(row["check"].startswith("equal within") for row in rows.values())
     for cache in ("static", FLAT):
-        floors = [rows[cache, name]["floor_device_bytes"] for name in ("bf16", "int8", "int4")]
-        assert floors == sorted(floors, reverse=True)
-        codes, plain = (weight_bytes(tiny(), torch.bfloat16, name).read for name in ("int4", ""))
-        assert floors[0] - floors[2] == plain - codes
-    assert "static, int4 weights" in table.read_text() and picture.stat().st_size > 1000
+        floors = [rows[cache, name]["floor_device_bytes"] for name in ("int8", "int4")]
+        sizes = [weight_bytes(tiny(), torch.float32, name).read for name in ("int8", "int4")]
+        assert floors[0] - floors[1] == sizes[0] - sizes[1] > 0
+    assert "| static, int4 weights " in table.read_text()
+    picture = tmp_path / "d.png"
+    Decode.plot(picture, results)
+    assert picture.stat().st_size > 1000
 
 
 def test_without_the_option_nothing_says_weights(measure: Callable[..., Results]) -> None:

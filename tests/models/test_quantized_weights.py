@@ -1,0 +1,119 @@
+"""Models whose weights torchao keeps in 8 or 4 bits: caches give what full attention gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret.artifacts.identity import ModelIdentity, compare_weights
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+quantization = pytest.importorskip("torchao.quantization", reason="no torchao: extra test")
+int4 = pytest.importorskip("torchao.prototype.quantization.int4", reason="torchao before 0.18")
+
+METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o", "aqua")
+RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+# Rows of aqua are codes, which 16 bits leave out.
+MORE: dict[str, dict[str, Any]] = {"aqua": {"bits": 16, "sink": 4}}
+# The narrowest map of the model has 64 inputs, one has 96: groups of 32 divide both.
+GROUP = 32
+
+
+def quantized(bits: str) -> PreTrainedModel:
+    model = MODELS["llama"].build()
+    if bits == "int8":
+        config = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
+    else:
+        config = int4.PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
+    quantization.quantize_(model, config)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {
+        "plain": MODELS["llama"].build(),
+        **{name: quantized(name) for name in ("int8", "int4")},
+    }
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_every_linear_map_is_coded_and_computes_otherwise(
+    bits: str, models: dict[str, PreTrainedModel]
+) -> None:
+    for one in models[bits].modules():
+        if isinstance(one, torch.nn.Linear):
+            assert type(one.weight).__name__ in ("Int8Tensor", "Int4OpaqueTensor")
+    tokens = prompt(1, 50)
+    plain, coded = (models[name](tokens).logits for name in ("plain", bits))
+    assert (coded - plain).norm() > 1e-3 * plain.norm()
+
+
+# Codes of 8 bits meet the other methods with -m slow.
+PAIRS = [("int4", method) for method in METHODS] + [
+    pytest.param("int8", method, marks=[] if method == "flat" else pytest.mark.slow)
+    for method in METHODS
+]
+
+
+@pytest.mark.parametrize(("bits", "method"), PAIRS)
+def test_tokens_are_those_of_the_models_full_attention(
+    bits: str, method: str, models: dict[str, PreTrainedModel], tmp_path: Path
+) -> None:
+    model, cls = models[bits], hf_kvret.registered_methods()[method]
+    options: dict[str, Any] = {**COVERING_OPTIONS, **MORE.get(method, {})}
+    artifact = {}
+    if cls.needs_artifact:
+        # Learned from the quantized model itself.
+        artifact["artifact"] = tiny_artifact(model, method, tmp_path / "artifact")
+    cache = cls(config=model.config, **options, **artifact)
+    answer = model.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    assert torch.equal(answer, model.generate(prompt(1, 50), **RUN))
+    cache.save_pretrained(tmp_path / "saved")
+
+    def load() -> hf_kvret.RetrievalCache:
+        return cls.from_pretrained(tmp_path / "saved", model.config, **artifact)
+
+    ids = torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
+    expected = model.generate(ids, **RUN)
+    for one in (cache, load()):
+        assert torch.equal(model.generate(ids, past_key_values=one, **RUN), expected)
+    with pytest.raises(ValueError, match="was filled by other weights"):
+        models["plain"].generate(ids, past_key_values=load(), **RUN)
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_cache_of_the_plain_model_is_refused(
+    bits: str, models: dict[str, PreTrainedModel]
+) -> None:
+    plain = models["plain"]
+    cache = hf_kvret.FlatKVCache(plain.config, **COVERING_OPTIONS)
+    answer = plain.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    with pytest.raises(ValueError, match="was filled by other weights"):
+        models[bits].generate(answer, past_key_values=cache.fork(), **RUN)
+    # The same codes, made again, are the same model.
+    model = models[bits]
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+    answer = model.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    again = quantized(bits).generate(answer, past_key_values=cache, **RUN)
+    assert torch.equal(again, model.generate(answer, **RUN))
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_an_artifact_compares_what_is_not_coded(
+    bits: str, models: dict[str, PreTrainedModel]
+) -> None:
+    samples = ModelIdentity.of(models["plain"]).weights
+    report = compare_weights(samples, models[bits])
+    assert not report.differing and 0 < report.compared < len(samples)
+    assert all(reason.startswith("kept as Int") for reason in report.skipped.values())
+    coded = ModelIdentity.of(models[bits])
+    assert len(coded.weights) == report.compared
+    assert compare_weights(coded.weights, models["plain"]).compared == report.compared
