@@ -36,13 +36,13 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room(KERNELS, 14_560),
+    Room(KERNELS, 14_950),
     Room(PATCHES, 1_570),
     Room("hf_kvret.version", 10),
     Room("hf_kvret.options", 630),
     Room("hf_kvret.contracts", 1_795),
     Room("hf_kvret.models", 1_240),
-    Room("hf_kvret.stores", 2_350),
+    Room("hf_kvret.stores", 2_400),
     Room("hf_kvret.layer", 3_585),
     Room("hf_kvret.observe", 755),
     Room("hf_kvret.saved", 1_990),
@@ -55,7 +55,7 @@ ROOMS = (
     Room("hf_kvret.registry", 330),
     Room(FACE, 65),
     Room("hf_kvret.testing", 2_475),
-    Room("hf_kvret.lab", 16_960),
+    Room("hf_kvret.lab", 17_110),
     Room("hf_kvret.vllm", 690),
     Room("hf_kvret.cli", 85),
     Room("hf_kvret.__main__", 10),

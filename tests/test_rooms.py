@@ -25,15 +25,15 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 27_930
+MOST_LIBRARY_LINES = 28_500
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 68_200,
-    ("examples", ".py"): 13_750,
-    ("kernels/csrc", ".cpp"): 1_865,
-    ("kernels/csrc", ".h"): 3_045,
+    ("tests", ".py"): 68_800,
+    ("examples", ".py"): 13_780,
+    ("kernels/csrc", ".cpp"): 2_010,
+    ("kernels/csrc", ".h"): 3_620,
 }
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
 LAB = "hf_kvret.lab"

@@ -58,6 +58,16 @@ struct Neon {
     static V copy_sign(V size, V sign) { return vbslq_f32(vdupq_n_u32(kSign), sign, size); }
     static V where_less(V a, V b, V yes, V no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
 
+    // Numbers of `lanes / 2` points of a grid [*, 2].
+    static V pairs_at(const uint8_t *codes, const float *grid) {
+        return vcombine_f32(vld1_f32(grid + 2 * codes[0]), vld1_f32(grid + 2 * codes[1]));
+    }
+
+    // Number i is x[i ^ H].
+    template <int H> static V swapped(V x) {
+        return H == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
+    }
+
     // 2^n of the n in the low bits of `shifted`.
     static V power_of_two(V shifted) {
         const uint32x4_t exponent = vshlq_n_u32(vreinterpretq_u32_f32(shifted), 23);

@@ -103,5 +103,5 @@ def _torchao(weights: str) -> _Torchao:
         return _Torchao(weights)
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"--weights {weights} needs torchao 0.18 or newer: pip install -U 'hf_kvret[bench]'"
+            f"--weights {weights} needs torchao 0.18 or newer: pip install -U torchao"
         ) from error

@@ -18,8 +18,8 @@ from hf_kvret.lab.bench.shapes import load_shape, random_model, weight_bytes
 from hf_kvret.lab.bench.weights import check_weights_of, quantize
 from hf_kvret.lab.report.results import Results
 
-QUICK = ["--context", "256", "--steps", "3", "--warmup", "1", "--rounds", "1"]
-FLAT = "flat:dense_below=0:recent=64:flush=64"
+QUICK = ["--context", "128", "--steps", "3", "--warmup", "1", "--rounds", "1"]
+FLAT = "flat:dense_below=0:recent=32:flush=32"
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="no torchao: extra test")
 
 
@@ -59,14 +59,14 @@ def test_weights_of_several_types_take_turns(
     measure: Callable[..., Results], tmp_path: Path
 ) -> None:
     table = tmp_path / "d.md"
-    given = ["--weights", "int8,int4", "--caches", f"static,{FLAT}"]
+    given = ["--dtype", "bfloat16", "--weights", "bf16,int4", "--caches", f"static,{FLAT}"]
     results = measure("decode", *QUICK, *given, "--table", str(table))
     rows = {(cell["cache"], cell["weights"]): row for cell, row in results}
     assert len(rows) == 4 and results.setup["torchao"]
     assert all(row["check"].startswith("equal within") for row in rows.values())
     for cache in ("static", FLAT):
-        floors = [rows[cache, name]["floor_device_bytes"] for name in ("int8", "int4")]
-        sizes = [weight_bytes(tiny(), torch.float32, name).read for name in ("int8", "int4")]
+        floors = [rows[cache, name]["floor_device_bytes"] for name in ("bf16", "int4")]
+        sizes = [weight_bytes(tiny(), torch.bfloat16, name).read for name in ("bf16", "int4")]
         assert floors[0] - floors[1] == sizes[0] - sizes[1] > 0
     assert "| static, int4 weights " in table.read_text()
     picture = tmp_path / "d.png"
@@ -110,4 +110,4 @@ def test_mistakes_are_refused(refused: Callable[..., str], monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "torchao.prototype.quantization.int4", None)
     for weights in ("int8", "int4"):
         said = refused("decode", *quick, "--weights", weights)
-        assert f"--weights {weights} needs torchao" in said and "'hf_kvret[bench]'" in said
+        assert f"--weights {weights} needs torchao" in said and "pip install -U torchao" in said
