@@ -127,6 +127,7 @@ inline int32_t wrong_id(Random &random, int64_t tokens) {
 const char *fuzz_attention(Random &random);
 const char *fuzz_step(Random &random);
 const char *fuzz_prompt(Random &random);
+const char *fuzz_codes(Random &random);
 
 // The same of numbers that random requests don't have, on a path that there is.
 const char *check_numbers(int32_t path, uint64_t seed);
