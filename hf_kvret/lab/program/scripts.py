@@ -39,6 +39,7 @@ SCRIPTS = {
     "bench mapped": "benchmarks/bench_mapped.py",
     "bench documents": "benchmarks/bench_documents.py",
     "bench weights": "benchmarks/bench_weights.py",
+    "bench index-build": "benchmarks/bench_index_build.py",
 }
 """Each script by the name in its result files."""
 

@@ -41,6 +41,7 @@ def bench() -> Callable[..., int]:
             "mapped",
             "machine-code",
             "weights",
+            "index-build",
         )
         parser = script_parser(load_measurement(f"bench {name}"))
         options = parser.parse_args([*arguments, *([] if without else ["--device", "cpu"])])
