@@ -343,8 +343,7 @@ def test_few_lists_at_a_time_are_those_of_all_together(
     valid = ragged(50)
     queries, keys = normal(1, 2, 2, 7, 3, 16), poisoned(normal(2, 2, 2, 50, 16), valid)
     positions = torch.tensor([[3, 49, 20, 30, 11, 5, 44]] * 2) if causal else None
-    sizes = {"_MOST_IDS": 1, "_LEAST_QUERIES": 9, "_KEYS": 7, "_LEAST_NEW_KEYS": 8}
-    for name, size in {**sizes, "_MOST_ENTRIES": 1}.items():
+    for name, size in {"_MOST_HELD": 1, "_QUERIES": 9, "_KEYS": 7, "_MOST_READINGS": 1}.items():
         monkeypatch.setattr(naive, name, size)
     check(("naive", "cpu"), queries, keys, count, valid, chunk=20, positions=positions)
     options = {"valid": valid, "scale": 0.25, "positions": positions, "backend": "naive"}
@@ -366,8 +365,34 @@ def test_lists_of_few_centroids_are_made_at_once(
     positions = torch.tensor([[3, 49, 20, 30, 11, 5, 44]] * 2) if causal else None
     # Three of the seven at a time.
     monkeypatch.setattr(naive, "_MOST_HELD", queries[:, :, :3, :, 0].numel() * 50)
-    monkeypatch.setattr(naive, "_some_lists", None)
+    monkeypatch.setattr(naive, "_QUERIES", 1)
+    monkeypatch.setattr(naive, "_collected", None)
     check(("naive", "cpu"), queries, keys, count, valid, chunk=20, positions=positions, softcap=9.0)
+
+
+def test_keys_of_several_dtypes_are_copied_without_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(naive, "_MOST_READINGS", 0)
+    queries, keys = normal(1, 2, 2, 7, 2, 16), normal(2, 2, 2, 50, 16)
+    keys[:, :, :20] = keys[:, :, :20].bfloat16()
+
+    def chunks() -> Iterator[tuple[int, torch.Tensor]]:
+        yield from [(0, keys[:, :, :20].bfloat16()), (20, keys[:, :, 20:])]
+
+    valid = torch.ones(2, 50, dtype=torch.bool)
+    result = centroid.top_keys(queries, chunks, 9, **_options(valid, "naive"))
+    assert torch.equal(result, best_keys(queries, keys, 9, valid, _options(valid)["scale"]))
+
+
+@pytest.mark.parametrize("n", [1, 90, 1000])
+def test_the_best_of_tiles_are_the_best(n: int) -> None:
+    for tile in range(1, 9):
+        relevance = normal(tile, 3, -(-n // tile) * tile)
+        k = min(40, relevance.shape[1] // tile)
+        values, places = naive._best_of_tiles(relevance, tile, k)
+        assert torch.equal(values, relevance.topk(k).values)
+        assert torch.equal(relevance.gather(1, places), values)
 
 
 def test_lists_of_no_centroids() -> None:

@@ -105,10 +105,7 @@ def test_temporaries_are_bounded(
 def test_chunks_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = _lists(name)
     limits: list[tuple[Any, str]] = [
-        (naive, "_MOST_IDS"),
-        (naive, "_MOST_ENTRIES"),
-        (naive, "_MOST_SCORES"),
-        (naive, "_LEAST_NEW_KEYS"),
+        (naive, "_MOST_HELD"),
         (naive, "_KEYS"),
         (inverted_file, "_ELEMENTS"),
         (inverted_file, "_CHUNK_ELEMENTS"),
@@ -117,6 +114,6 @@ def test_chunks_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, size, 1 << 40)
     _compare(lists, _lists(name))
     monkeypatch.undo()
-    for module, size in limits[1:2] + limits[5:]:
+    for module, size in limits:
         monkeypatch.setattr(module, size, 1 << 12)
     _compare(lists, _lists(name))

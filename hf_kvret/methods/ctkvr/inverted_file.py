@@ -489,7 +489,7 @@ def best_keys(
     """Lists ``[B, H, *, width]`` int32, of some centroids after the others: their best keys.
 
     Best first, then -1; padding has an empty list. ``causal`` leaves out keys after the centroid.
-    Reads all keys; on a CPU once per group of lists of some MiB (see ``centroid.key_lists``).
+    Reads all keys; on a CPU it copies them, or reads them some times (see ``centroid.key_lists``).
     """
     queries, slots = centroids
     batch, heads, count, _, dim = queries.shape

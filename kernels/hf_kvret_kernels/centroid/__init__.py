@@ -45,12 +45,13 @@ def key_lists(
 
     A list has its best key first. A key is as good as the largest of the softmax weights that the
     G queries give it (algorithm 1, lines 2 to 4). The softmax is over the keys that take part. The
-    matrix of all scores never exists: keys come in chunks, and each chunk meets some centroids at
-    a time. With G > 1 the chunks are read once for the denominators. Of equal keys any may be
+    matrix of all scores never exists: keys come in chunks, and some centroids meet them at a time.
+    Triton reads the chunks once more for the denominators, where G > 1. Of equal keys any may be
     listed; Triton lists the first.
 
-    With torch as many lists are made together as take about 10 MB, or those of 64 queries of
-    each head, and all chunks are read for them; so what is not yet taken doesn't exist, and what
+    With torch the scores of all keys by 128 queries of a head are held, about 640 bytes a token;
+    few centroids have those of all heads held, and all chunks are read for each such group, at most
+    eight times. For more, the keys are copied once. What is not yet taken doesn't exist, and what
     was taken may be packed or dropped. Triton makes all lists together.
 
     Args:
@@ -64,8 +65,8 @@ def key_lists(
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
         positions: ``[B, C]`` int32 or int64 slots of the queries, for a causal mask; None for no
             mask.
-        most_scores: fp32 scores held at once, about; at least those of one centroid and chunk, of
-            which torch takes 512 keys at once. Default: 2^19 with torch, 2^24 with Triton.
+        most_scores: fp32 scores held at once, about; at least those of one centroid and chunk, with
+            torch those of one centroid and all keys. Default: see above, 2^24 with Triton.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,20 +13,13 @@ from hf_kvret_kernels.soft_cap import soft_cap_
 
 KeyChunks = Callable[[], Iterable[tuple[int, torch.Tensor]]]
 
-# Default number of fp32 scores in memory at once: 2 MiB.
-_MOST_SCORES = 1 << 19
-# Ids of lists made together, with as many scores: 4 MiB. Keys are read once per group of lists, so
-# a group has at least the lists of _LEAST_QUERIES queries per head.
-_MOST_IDS = 1 << 20
-_LEAST_QUERIES = 64
-# Keys scored together, and the least number of new keys that are merged into the lists together.
-_KEYS = 512
-_LEAST_NEW_KEYS = 2048
-# Entries of lists and new keys ranked at once: about 2 MiB with their indices.
-_MOST_ENTRIES = 1 << 17
-# Few centroids have their scores of all keys held, 4 MiB of them; keys are read so often at most.
+# The scores of all keys by so many queries of one head are held together, or 4 MiB of them.
+_QUERIES = 128
 _MOST_HELD = 1 << 20
-_MOST_READINGS = 4
+# Keys scored together: their scores by those queries stay in a processor's cache.
+_KEYS = 1024
+# For few centroids keys are read again and again, so often at most; for more they are copied.
+_MOST_READINGS = 8
 # Approximate entries of the tables in which ``unite`` marks tokens; 64 MiB.
 MOST_MARKS = 1 << 24
 
@@ -40,140 +35,150 @@ def key_lists(
     most_scores: int | None,
 ) -> Iterator[torch.Tensor]:
     """See ``hf_kvret_kernels.centroid.key_lists``."""
-    scores = _Scores(queries, valid, positions, scale, softcap, most_scores or _MOST_SCORES)
     B, H, C, G, _ = queries.shape
-    few = _MOST_HELD // max(1, B * H * G * valid.shape[1])
-    if most_scores is None and _MOST_READINGS * few >= C:
+    n = valid.shape[1]
+    masked = positions is not None or not bool(valid.all())
+    scoring = _Scoring(valid, positions, scale, softcap, masked)
+    held = max(_MOST_HELD, _QUERIES * n) if most_scores is None else most_scores
+    few = min(C, held // max(1, B * H * G * n))
+    if _MOST_READINGS * few >= C:
+        memory = _memory(queries[:, :, :few], n, count)
         for first in range(0, max(1, C), max(1, few)):
-            yield _lists_at_once(scores, chunks, slice(first, min(first + few, C)), count)
+            part = slice(first, min(first + few, C))
+            yield _some_lists(queries[:, :, part], chunks(), count, scoring.part(part), memory)
         return
-    lse = None if G == 1 else _denominators(scores, chunks)
-    width = count + min(max(count, _LEAST_NEW_KEYS), valid.shape[1])
-    step = max(-(-_LEAST_QUERIES // G), _MOST_IDS // max(1, B * H * (count + width)))
-    for first in range(0, max(1, C), step):
-        yield _some_lists(scores, chunks, lse, slice(first, min(first + step, C)), count, width)
+    keys = _collected(chunks, n)
+    step = max(1, min(_QUERIES * n, held) // (G * n))
+    memory = _memory(queries[:1, :1, :step], n, count)
+    for first in range(0, C, step):
+        part = slice(first, min(first + step, C))
+        ids = queries.new_empty((B, H, part.stop - first, count), dtype=torch.int32)
+        for b, h in itertools.product(range(B), range(H)):
+            row, head = slice(b, b + 1), slice(h, h + 1)
+            some, mine = queries[row, head, part], keys[row, head]
+            ids[row, head] = _some_lists(some, [(0, mine)], count, scoring.part(part, row), memory)
+        yield ids
 
 
 @dataclass(frozen=True, eq=False)
-class _Scores:
-    """Scores of centroids and keys, at most ``most`` at once; the rest as for ``key_lists``."""
+class _Scoring:
+    """How centroids and keys are compared; as for ``key_lists``."""
 
-    queries: torch.Tensor
     valid: torch.Tensor
     positions: torch.Tensor | None
     scale: float
     softcap: float | None
-    most: int
+    masked: bool
 
-    def of(
-        self, start: int, keys: torch.Tensor, part: slice
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields slices of the centroids ``part``, with their logits ``[B, H, c, G, P]``.
+    def part(self, centroids: slice, rows: slice = slice(None)) -> _Scoring:
+        """That of some centroids, and of some rows of the batch."""
+        positions = None if self.positions is None else self.positions[rows, centroids]
+        return replace(self, valid=self.valid[rows], positions=positions)
 
-        ``keys [B, H, P, D]`` of the slots from ``start`` on; -inf where a key is masked.
-        """
-        B, H, _, G, _ = self.queries.shape
-        P = keys.shape[2]
-        k = keys.float().transpose(-1, -2)
-        key_mask = self.valid[:, None, start : start + P]
-        slots = torch.arange(start, start + P, device=keys.device)
-        step = max(1, self.most // max(1, B * H * G * P))
-        for first in range(part.start, part.stop, step):
-            some = slice(first, min(first + step, part.stop))
-            rows = self.queries[:, :, some].float() * self.scale
-            # One matrix of queries per head: otherwise torch copies the keys for each centroid.
-            a = torch.matmul(rows.flatten(2, 3), k).unflatten(2, (-1, G))
-            soft_cap_(a, self.softcap)
-            score_mask = key_mask
-            if self.positions is not None:
-                score_mask = key_mask & (slots <= self.positions[:, some, None])
-            yield some, a.masked_fill_(~score_mask[:, None, :, None], float("-inf"))
+    def mask_(self, scores: torch.Tensor, start: int) -> None:
+        """Cap ``scores [B, H, c, G, P]`` of the slots from ``start`` on; -inf where masked."""
+        soft_cap_(scores, self.softcap)
+        if not self.masked:
+            return
+        mask = self.valid[:, None, start : start + scores.shape[-1]]
+        if self.positions is not None:
+            slots = torch.arange(start, start + scores.shape[-1], device=scores.device)
+            mask = mask & (slots <= self.positions.unsqueeze(-1))
+        scores.masked_fill_(~mask[:, None, :, None], float("-inf"))
 
 
-def _lists_at_once(scores: _Scores, chunks: KeyChunks, part: slice, count: int) -> torch.Tensor:
-    """``[B, H, c, count]`` int32: the lists of the centroids ``part``, all scores held at once."""
-    B, H, _, G, _ = scores.queries.shape
-    shape = (B, H, part.stop - part.start, G, scores.valid.shape[1])
-    device = scores.queries.device
-    scores_of_all = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+def _collected(chunks: KeyChunks, n: int) -> torch.Tensor:
+    """All keys ``[B, H, n, D]``, of the widest dtype among them."""
+    result: torch.Tensor | None = None
     for start, keys in chunks():
-        for some, a in scores.of(start, keys, part):
-            here = slice(some.start - part.start, some.stop - part.start)
-            scores_of_all[:, :, here, :, start : start + keys.shape[2]] = a
-    if G > 1:
-        scores_of_all -= scores_of_all.logsumexp(-1, keepdim=True).clamp_(min=-1e30)
-    best = scores_of_all.amax(3).topk(min(count, shape[-1]), dim=-1)
-    ids = best.indices.int().masked_fill_(best.values == float("-inf"), -1)
-    return torch.nn.functional.pad(ids, (0, count - ids.shape[-1]), value=-1)
+        if result is None:
+            result = keys.new_zeros(*keys.shape[:2], n, keys.shape[3])
+        result = result.to(torch.promote_types(result.dtype, keys.dtype))
+        result[:, :, start : start + keys.shape[2]] = keys
+        # Freed before the next one is made.
+        del keys
+    assert result is not None, "there is a chunk where there are tokens"
+    return result
 
 
-def _denominators(scores: _Scores, chunks: KeyChunks) -> torch.Tensor:
-    """``[B, H, C, G, 1]`` fp32: log-sum-exp of the logits of each query over all keys."""
-    queries = scores.queries
-    shape = (*queries.shape[:4], 1)
-    lse = torch.full(shape, float("-inf"), dtype=torch.float32, device=queries.device)
-    for start, keys in _short(chunks):
-        for part, a in scores.of(start, keys, slice(0, shape[2])):
-            lse[:, :, part] = torch.logaddexp(lse[:, :, part], a.logsumexp(-1, keepdim=True))
-    return lse.clamp_(min=-1e30)
+def _memory(queries: torch.Tensor, n: int, count: int) -> torch.Tensor:
+    """Room for scores of n keys by ``queries [B, H, c, G, D]``, and for the best of each group.
+
+    It is used again and again, because new pages cost as much time as products.
+    """
+    groups, G = queries[..., 0, 0].numel(), queries.shape[3]
+    return queries.new_empty(groups * (G * n + n + _tile(n, count)), dtype=torch.float32)
+
+
+def _tile(n: int, count: int) -> int:
+    """Keys of a tile, with which n / tile tiles and ``count`` tiles of keys are fewest numbers."""
+    return max(1, math.isqrt(n // max(1, min(count, n))))
 
 
 def _some_lists(
-    scores: _Scores,
-    chunks: KeyChunks,
-    lse: torch.Tensor | None,
-    part: slice,
+    queries: torch.Tensor,
+    chunks: Iterable[tuple[int, torch.Tensor]],
     count: int,
-    width: int,
+    scoring: _Scoring,
+    memory: torch.Tensor,
 ) -> torch.Tensor:
-    """``[B, H, c, count]`` int32: the lists of the centroids ``part``.
+    """``[B, H, c, count]`` int32: the lists of all ``queries [B, H, c, G, D]``.
 
-    The relevance of new keys is collected behind that of the lists, up to ``width`` numbers.
+    Every score is computed once and held in ``memory``, as is the largest weight of each key; see
+    ``_memory``. The denominators are summed up beside the products.
     """
-    device, lead = scores.queries.device, scores.queries.shape[:2]
-    shape = (*lead, part.stop - part.start)
-    relevance = torch.full((*shape, width), float("-inf"), dtype=torch.float32, device=device)
-    ids = torch.full((*shape, count), -1, dtype=torch.int32, device=device)
-    slots = torch.empty(width - count, dtype=torch.int32, device=device)
-    new_keys = 0
-    for start, keys in _short(chunks):
-        P = keys.shape[2]
-        if count + new_keys + P > width:
-            _join(relevance, ids, slots[:new_keys], in_order=False)
-            new_keys = 0
-        columns = slice(count + new_keys, count + new_keys + P)
-        for some, a in scores.of(start, keys, part):
-            if lse is not None:
-                a -= lse[:, :, some]
-            here = slice(some.start - part.start, some.stop - part.start)
-            relevance[:, :, here, columns] = a.amax(3)
-        slots[new_keys : new_keys + P] = torch.arange(start, start + P, device=device)
-        new_keys += P
-    _join(relevance, ids, slots[:new_keys], in_order=True)
-    return ids.masked_fill_(relevance[..., :count] == float("-inf"), -1)
+    B, H, c, G, _ = queries.shape
+    n, device = scoring.valid.shape[1], queries.device
+    rows = (queries.float() * scoring.scale).flatten(0, 1).flatten(1, 2)
+    largest = torch.full((B, H, c, G, 1), -1e30, dtype=torch.float32, device=device)
+    total, blocks = torch.zeros_like(largest), []
+    for first, keys in _short(chunks):
+        # Blocks lie one after the other: in rows of all keys a product would write far apart.
+        span = memory[B * H * c * G * first :][: B * H * c * G * keys.shape[2]]
+        products = span.view(*rows.shape[:2], keys.shape[2])
+        torch.bmm(rows, keys.float().flatten(0, 1).mT, out=products)
+        block = products.view(B, H, c, G, keys.shape[2])
+        scoring.mask_(block, first)
+        blocks.append((first, block))
+        if G > 1 and block.numel():
+            newer = torch.maximum(largest, block.amax(-1, keepdim=True))
+            total *= (largest - newer).exp_()
+            total += torch.sub(block, newer).exp_().sum(-1, keepdim=True)
+            largest = newer
+    lse = (largest + total.log_()).clamp_(min=-1e30)
+    # Tiles of keys at equal distances: the best keys lie in the tiles whose best key is best.
+    k = min(count, n)
+    tile = _tile(n, count)
+    relevance = memory[B * H * c * G * n :][: B * H * c * (-(-n // tile) * tile)]
+    relevance = relevance.view(B, H, c, -(-n // tile) * tile)
+    relevance[..., n:] = float("-inf")
+    for first, block in blocks:
+        best = block.squeeze(3) if G == 1 else torch.sub(block, lse).amax(3)
+        relevance[..., first : first + block.shape[-1]] = best
+    values, ids = _best_of_tiles(relevance, tile, k)
+    ids = ids.int().masked_fill_(values == float("-inf"), -1)
+    return torch.nn.functional.pad(ids, (0, count - k), value=-1)
 
 
-def _join(
-    relevance: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, *, in_order: bool
-) -> None:
-    """Merge the new keys ``slots`` into the lists; ``relevance`` and ``ids`` change in place."""
-    count = ids.shape[-1]
-    width = count + len(slots)
-    step = max(1, _MOST_ENTRIES // max(1, width * ids.shape[0] * ids.shape[1]))
-    for scores, lists in zip(relevance.split(step, 2), ids.split(step, 2), strict=True):
-        best = scores[..., :width].topk(count, dim=-1, sorted=in_order)
-        indices = best.indices
-        result = lists.gather(-1, indices.clamp(max=count - 1))
-        if len(slots):
-            newer = slots[(indices - count).clamp_(min=0)]
-            result = torch.where(indices < count, result, newer)
-        lists.copy_(result)
-        scores[..., :count] = best.values
+def _best_of_tiles(relevance: torch.Tensor, tile: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k highest of ``relevance [..., n]`` and their places, in order; n a multiple of ``tile``.
+
+    Looks at n / tile + k * tile numbers in place of n.
+    """
+    if tile == 1:
+        best = relevance.topk(k, dim=-1)
+        return best.values, best.indices
+    tiles = relevance.unflatten(-1, (tile, -1))
+    chosen = tiles.amax(-2).topk(k, dim=-1, sorted=False).indices
+    steps = torch.arange(tile, device=relevance.device) * tiles.shape[-1]
+    places = (chosen.unsqueeze(-2) + steps.unsqueeze(-1)).flatten(-2)
+    best = relevance.gather(-1, places).topk(k, dim=-1)
+    return best.values, places.gather(-1, best.indices)
 
 
-def _short(chunks: KeyChunks) -> Iterator[tuple[int, torch.Tensor]]:
+def _short(chunks: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
     """``chunks`` in parts of at most ``_KEYS`` keys."""
-    for start, keys in chunks():
+    for start, keys in chunks:
         for first in range(0, keys.shape[2], _KEYS):
             yield start + first, keys[:, :, first : first + _KEYS]
         # Freed before the next one is made.
