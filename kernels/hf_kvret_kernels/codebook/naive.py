@@ -8,8 +8,10 @@ from hf_kvret_kernels.ids import check_code_range
 from hf_kvret_kernels.relevance.naive import log_shares
 from hf_kvret_kernels.soft_cap import soft_cap_
 
-# Scores that ``encode`` holds at once.
-_MOST_SCORES = 1 << 22
+# Scores that ``encode`` holds at once, of one head: 2 MiB stay in a processor's cache.
+_MOST_SCORES = 1 << 19
+# Codewords of a tile: only the tile with the best score is searched word by word.
+_TILE = 64
 
 
 def half_norms(codebook: torch.Tensor) -> torch.Tensor:
@@ -22,13 +24,21 @@ def encode(x: torch.Tensor, codebook: torch.Tensor, norms: torch.Tensor) -> torc
     B, H, n, _ = x.shape
     C = codebook.shape[1]
     codes = torch.empty(B, H, n, dtype=torch.int16, device=x.device)
-    columns = codebook.float().transpose(1, 2)
-    step = max(1, _MOST_SCORES // (B * H * C or 1))
-    for start in range(0, n, step):
-        chunk = x[:, :, start : start + step].float().transpose(0, 1).flatten(1, 2)
-        scores = torch.baddbmm(norms.unsqueeze(1), chunk, columns, beta=-1)
-        nearest = scores.argmax(-1).to(torch.int16).unflatten(1, (B, min(step, n - start)))
-        codes[:, :, start : start + step] = nearest.transpose(0, 1)
+    tile = _TILE if C % _TILE == 0 else 1
+    # Words of a tile lie C / tile columns apart, so that tiles are compared along rows of memory.
+    words = codebook.unflatten(1, (-1, tile)).transpose(1, 2).flatten(1, 2)
+    offsets = norms.unflatten(1, (-1, tile)).transpose(1, 2).flatten(1).unsqueeze(1)
+    step = max(1, _MOST_SCORES // max(1, B * C))
+    for h in range(H if B else 0):
+        columns = words[h].float().T.contiguous()
+        for start in range(0, n, step):
+            chunk = x[:, h, start : start + step].float().flatten(0, 1)
+            scores = torch.addmm(offsets[h], chunk, columns, beta=-1).unflatten(1, (tile, -1))
+            best = scores.amax(1).argmax(1)
+            if tile > 1:
+                members = scores.gather(2, best[:, None, None].expand(-1, tile, 1)).squeeze(2)
+                best = best * tile + members.argmax(1)
+            codes[:, h, start : start + step] = best.to(torch.int16).unflatten(0, (B, -1))
     return codes
 
 
