@@ -151,6 +151,38 @@ struct hfk_prompt {
     int32_t threads;        // at most; the calling thread is one of them
 };
 
+// Keys and where ParisKV's codes of them go; last dimensions are contiguous, and so are the tokens of
+// a head's codes.
+struct hfk_encoding {
+    const void *keys;       // [batch, heads, tokens, head_dim]
+    const float *mean;      // [batch, heads, head_dim], contiguous, subtracted; may be null
+    const float *signs;     // [dim]
+    const float *levels;    // [8], ascending
+    uint8_t *sign;          // [batch, heads, tokens, dim / 8]
+    uint8_t *magnitude;     // [batch, heads, tokens, 3 dim / 8]
+    void *weight;           // [batch, heads, tokens, dim / m], of `weight_dtype`
+    int64_t batch;
+    int64_t heads;
+    int64_t tokens;
+    int64_t head_dim;
+    int64_t dim;            // numbers of a rotated key, a multiple of 8 up to 1024
+    int64_t m;              // numbers of a subspace, 4 or 8
+    int64_t stride;         // rotated coordinate i takes number i * stride % dim of a key
+    int64_t key_batch;      // strides in elements
+    int64_t key_head;
+    int64_t key_row;
+    int64_t sign_batch;
+    int64_t sign_head;
+    int64_t magnitude_batch;
+    int64_t magnitude_head;
+    int64_t weight_batch;
+    int64_t weight_head;
+    int32_t dtype;          // of keys
+    int32_t weight_dtype;
+    int32_t path;
+    int32_t threads;        // at most; the calling thread is one of them
+};
+
 // What the best tokens are chosen from; all arrays are contiguous.
 struct hfk_ranking {
     const float *scores;    // [batch, query_heads, queries, count]
@@ -320,6 +352,9 @@ HFK_API int32_t hfk_scores(const struct hfk_request *request);
 // largest of the softmax weights that the query heads of its ids give it; of equal ones the first in
 // `ids` comes first. Tokens whose score is NaN or -inf are never chosen.
 HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
+
+// ParisKV's codes of keys. NaN codes as a number that is not above any level, with a weight of NaN.
+HFK_API int32_t hfk_encode(const struct hfk_encoding *request);
 
 // Softmax attention of each query to the tokens that it sees: `out` 0 and `lse` -inf where there is
 // none. Products, softmax and sums are fp32. With `block_len` it computes log-sum-exps of scores

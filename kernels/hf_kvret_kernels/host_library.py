@@ -42,6 +42,8 @@ _CODING = struct.Struct("@3Pq2i")
 _CODES = struct.Struct("@6P3Pq2i5q4i")
 # hfk_ranking: three addresses, six sizes, threads and path.
 _RANKING = struct.Struct("@3P6q2i")
+# hfk_encoding: seven addresses, seven sizes, nine strides, two dtypes, path and threads.
+_ENCODING = struct.Struct("@7P16q4i")
 
 
 def attend(
@@ -263,6 +265,36 @@ def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: i
     call("hfk_rank", threads, _RANKING.pack(*addresses, *sizes, threads, path_number(None)))
 
 
+def encode(
+    keys: torch.Tensor,
+    signs: torch.Tensor,
+    levels: torch.Tensor,
+    m: int,
+    mean: torch.Tensor | None,
+    planes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    stride: int,
+    path: str | None = None,
+) -> None:
+    """Write ParisKV's codes into ``planes``: sign, magnitude and weight of ``ParisCodes``.
+
+    ``stride`` is ``rotation_stride``. The arguments were checked by the caller; errors as of
+    ``run``, but for wrong ids.
+    """
+    if keys.stride(3) != 1:
+        keys = keys.contiguous()
+    mean = None if mean is None else mean.contiguous()
+    signs, levels, threads = signs.contiguous(), levels.contiguous(), thread_count(None)
+    tensors = (keys, mean, signs, levels, *planes)
+    request = _ENCODING.pack(
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(*keys.shape, len(signs), m, stride),
+        *keys.stride()[:3],
+        *(step for plane in planes for step in plane.stride()[:2]),
+        *(DTYPES[keys.dtype], DTYPES[planes[2].dtype], path_number(path), threads),
+    )
+    call("hfk_encode", threads, request)
+
+
 def attend_prompt(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -448,7 +480,7 @@ def _open(override: str | None) -> ctypes.CDLL | str:
         return f"{file} has version {version}, this code needs {VERSION}: {remedy}"
     for name in (
         *("hfk_attend", "hfk_scores", "hfk_rank", "hfk_run_step"),
-        *("hfk_prompt_attention", "hfk_encode", "hfk_decode"),
+        *("hfk_prompt_attention", "hfk_encode", "hfk_decode", "hfk_paris_encode"),
     ):
         getattr(library, name).argtypes = [ctypes.c_char_p]
     library.hfk_search_ids.argtypes = [ctypes.c_char_p, ctypes.c_char_p]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret_kernels import paris
+from hf_kvret_kernels import host_library, paris
 from hf_kvret_kernels.paris.codes import rotation_blocks, rotation_stride
 
 from .draws import BACKENDS, BOTH, DEVICE, needs_triton, randn, refused, tools
@@ -286,3 +286,40 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"signs is .*: pass fp32 \[576\]"):
         paris.rotate(randn(1, 576), paris.random_signs(640, seed=0).to(DEVICE))
     refused("m=2", paris.magnitude_levels, 2)
+
+
+needs_library = pytest.mark.skipif(bool(host_library.why_not()), reason="no compiled library")
+
+
+@needs_library
+@pytest.mark.parametrize("path", ["portable", "avx2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "m"), SHAPES)
+def test_the_library_encodes_as_torch_does(
+    head_dim: int, m: int, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of any strides, a number of tokens that fills no block, planes with spare room."""
+    if path not in host_library.paths():
+        pytest.skip(f"this processor has no {path}")
+    monkeypatch.setenv(host_library.ISA_VARIABLE, path)
+    signs, levels = (x.cpu() for x in tools(paris.rotated_dim(head_dim), m))
+    keys = randn(2, 277, 3, head_dim).cpu().to(dtype).transpose(1, 2)
+    keys[1, 2, 5] = 0
+    mean = keys.float().mean(2)
+    mean[1, 2] = 0
+    options = {"m": m, "mean": mean}
+    room = paris.ParisCodes.empty(2, 3, 300, head_dim, m=m, weight_dtype=torch.float32)
+    room.sign.fill_(7)
+    out = paris.encode(keys, signs, levels, out=room.tokens(11, 288), backend="cpp", **options)
+    exact = paris.encode(
+        keys, signs, levels, weight_dtype=torch.float32, backend="naive", **options
+    )
+    assert (room.sign[:, :, :11] == 7).all() and (room.sign[:, :, 288:] == 7).all()
+    # Rounding decides only where a number is between two levels, or nearly 0.
+    assert (out.sign != exact.sign).float().mean() < 1e-4
+    same = out.magnitude == exact.magnitude
+    assert (~same).float().mean() < 1e-3
+    assert (out.weight[1, 2, 5] == 0).all()
+    # Where two levels are as near, the weight changes a little with the choice.
+    error = (out.weight - exact.weight).abs() / exact.weight.clamp(min=1e-6)
+    assert error.max() < 0.1 and error.quantile(0.999) < 1e-5

@@ -7,12 +7,14 @@ from itertools import pairwise
 
 import torch
 
+from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import (
     FLOATS,
     check_no_grad,
     check_tensor,
     choose_backend,
     launching_on,
+    preferred,
 )
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
@@ -23,6 +25,7 @@ from hf_kvret_kernels.paris.codes import (
     check_signs,
     check_signs_of,
     check_subspace_dim,
+    rotation_stride,
 )
 
 
@@ -93,7 +96,9 @@ def encode(
         mean: ``[B, H, D]`` fp32 to subtract from every key of the head, or None.
         weight_dtype: dtype of the weights where ``out`` is None.
         out: views of n tokens to write, laid out as ``ParisCodes`` says.
-        backend: "auto", "naive" or "triton".
+        backend: "auto", "naive", "triton", or "cpp" for the compiled library, which "auto" takes on
+            a CPU where there is one. Backends round in different orders, so a number that lies
+            between two levels, or is nearly 0, may get another code.
 
     Raises:
         ValueError: a shape, dtype, device or layout that does not fit, or gradients are asked for.
@@ -119,7 +124,13 @@ def encode(
     if keys.is_meta:
         # There is nothing to write.
         return out
-    if choose_backend(backend, keys) == "naive":
+    on_cpu = backend == "auto" and keys.is_cpu and preferred() is None
+    if backend == "cpp" or (on_cpu and not host_library.why_not()):
+        if not keys.is_cpu:
+            raise ValueError(f"backend='cpp' with keys on {keys.device}: leave backend out")
+        planes = out.sign, out.magnitude, out.weight
+        host_library.encode(keys, signs, levels, m, mean, planes, rotation_stride(dim))
+    elif choose_backend(backend, keys) == "naive":
         naive.encode(keys, signs, levels, m, mean, out)
     else:
         from hf_kvret_kernels.paris import triton_encode

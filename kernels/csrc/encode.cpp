@@ -1,0 +1,60 @@
+// ParisKV's codes of keys, on all threads.
+#include <new>
+
+#include "encode_kernel.h"
+#include "kernel.h"
+#include "pool.h"
+
+void encode_portable(const hfk_encoding &request, int64_t batch, int64_t head, int64_t first,
+                     int64_t last) {
+    encode_keys(request, batch, head, first, last);
+}
+
+namespace {
+
+constexpr int64_t kKeys = 256; // of an item of work
+constexpr int32_t kMostThreads = 1024;
+
+struct Encoding {
+    const hfk_encoding &request;
+    EncodeKeys encode;
+    int64_t parts;
+
+    static void work(void *encoding, int64_t item, int) {
+        const Encoding &all = *static_cast<const Encoding *>(encoding);
+        const int64_t group = item / all.parts, first = item % all.parts * kKeys;
+        const hfk_encoding &request = all.request;
+        all.encode(request, group / request.heads, group % request.heads, first,
+                   std::min(first + kKeys, request.tokens));
+    }
+};
+
+bool is_good(const hfk_encoding &request) {
+    const auto is_float = [](int32_t dtype) { return dtype >= HFK_FLOAT32 && dtype <= HFK_BFLOAT16; };
+    return request.batch >= 0 && request.heads >= 0 && request.tokens >= 0 &&
+           request.dim >= 8 && request.dim <= kLongest && request.dim % 8 == 0 &&
+           request.head_dim >= 1 && request.head_dim <= request.dim && request.stride >= 1 &&
+           (request.m == 4 || request.m == 8) && is_float(request.dtype) &&
+           is_float(request.weight_dtype);
+}
+
+} // namespace
+
+int32_t hfk_encode(const hfk_encoding *request) {
+    if (!is_good(*request)) return HFK_BAD_REQUEST;
+    const Kernel *kernel = find_kernel(request->path);
+    if (kernel == nullptr) return HFK_NO_PATH;
+    EncodeKeys encode = encode_portable;
+#ifdef HFK_X86
+    // All others have AVX2.
+    if (kernel != &portable_kernel) encode = encode_avx2;
+#endif
+    Encoding all{*request, encode, (request->tokens + kKeys - 1) / kKeys};
+    try {
+        Pool::instance().run(request->batch * request->heads * all.parts,
+                             std::clamp(request->threads, 1, kMostThreads), &Encoding::work, &all);
+    } catch (const std::bad_alloc &) {
+        return HFK_NO_MEMORY;
+    }
+    return HFK_OK;
+}
