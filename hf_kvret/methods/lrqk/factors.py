@@ -22,8 +22,9 @@ _LEAST_SQUARE = 1e-13
 _MEMORY = 24
 _PENDING = 64
 _FP32 = torch.float32
-# Tokens converted to fp32 at a time.
+# Tokens converted to fp32 at a time; on a CPU fewer, whose memory is used again.
 CHUNK_LEN = 4096
+_CPU_CHUNK_LEN = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +94,11 @@ def finite(*grams: torch.Tensor) -> list[torch.Tensor]:
 
 def float_chunks(rows: torch.Tensor, valid: torch.Tensor | None) -> Iterator[torch.Tensor]:
     """Some tokens of ``rows [B, H, n, D]`` after the others, in fp32, zeros for padding."""
-    for start in range(0, rows.shape[2], CHUNK_LEN):
-        chunk = rows[:, :, start : start + CHUNK_LEN].float()
+    step = min(CHUNK_LEN, _CPU_CHUNK_LEN) if rows.is_cpu else CHUNK_LEN
+    for start in range(0, rows.shape[2], step):
+        chunk = rows[:, :, start : start + step].float()
         if valid is not None:
-            chunk = chunk.masked_fill(~valid[:, None, start : start + CHUNK_LEN, None], 0.0)
+            chunk = chunk.masked_fill(~valid[:, None, start : start + step, None], 0.0)
         yield chunk
 
 
@@ -206,22 +208,30 @@ class QueryGrams(State):
             self._fold(*batch)
 
     def _fold(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        later = queries.shape[2]
         for chunk in float_chunks(queries, valid):
-            self._fold_chunk(chunk, valid is not None)
+            later -= chunk.shape[2]
+            # Where the newest are padding, older ones count.
+            self._fold_chunk(chunk, valid is not None, later if valid is None else 0)
 
-    def _fold_chunk(self, queries: torch.Tensor, padding: bool) -> None:
-        """Add ``queries [B, Hq, q, D]`` fp32, zeros for padding."""
+    def _fold_chunk(self, queries: torch.Tensor, padding: bool, later: int) -> None:
+        """Add ``queries [B, Hq, q, D]`` fp32, zeros for padding; ``later`` ones will follow."""
         batch, _, count, dim = queries.shape
         self._set_scale(queries, padding)
         assert self.scale is not None
-        heads = (queries * self.scale[:, :, None, None]).view(batch, self.sets, -1, count, dim)
-        flat = heads.flatten(2, 3)
-        steady = flat.mT @ flat
-        newest_len = min(count, math.ceil(_MEMORY * self.half_life))
+        # Scaled after the product, which is smaller than the queries.
+        squares = self.scale.square()[:, :, None, None]
+
+        def gram(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            products = (left.mT @ right).mul_(squares)
+            return products.view(batch, self.sets, -1, dim, dim).sum(2)
+
+        steady = gram(queries, queries)
+        newest_len = max(0, min(count, math.ceil(_MEMORY * self.half_life) - later))
         age = torch.arange(newest_len - 1, -1, -1, device=queries.device, dtype=torch.float32)
         weight = torch.exp2(-age / self.half_life)
-        newest = heads[:, :, :, count - newest_len :]
-        recent = (newest * weight[:, None]).flatten(2, 3).mT @ newest.flatten(2, 3)
+        newest = queries[:, :, count - newest_len :]
+        recent = gram(newest * weight[:, None], newest)
         if self.steady is None or self.recent is None:
             self.steady, self.recent = steady, recent
         else:
