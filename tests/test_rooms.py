@@ -30,10 +30,10 @@ MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 68_800,
-    ("examples", ".py"): 13_780,
-    ("kernels/csrc", ".cpp"): 2_010,
-    ("kernels/csrc", ".h"): 3_620,
+    ("tests", ".py"): 69_000,
+    ("examples", ".py"): 14_080,
+    ("kernels/csrc", ".cpp"): 2_090,
+    ("kernels/csrc", ".h"): 3_830,
 }
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
 LAB = "hf_kvret.lab"

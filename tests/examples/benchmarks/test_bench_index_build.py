@@ -26,7 +26,7 @@ def test_every_method_is_built_and_finds_more_than_chance(bench: Bench, tmp_path
         # The drawn codewords of a2ats know nothing of the keys.
         assert row["recall"] > (0.0 if name == "a2ats" else 0.5), name
     for name in ("lrqk", "ctkvr", "a2ats"):
-        assert 0 < rows[name]["floor"] and 0 < rows[name]["operations"]
+        assert rows[name]["floor"] > 0 and rows[name]["operations"] > 0
     tokens, dim, heads = 3072, 32, 2
     # Each score once; and un-rotated keys by the metric, then by the codewords.
     centroids = tokens // 16
