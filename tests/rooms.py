@@ -48,7 +48,7 @@ ROOMS = (
     Room("hf_kvret.saved", 1_990),
     Room("hf_kvret.artifacts", 1_710),
     Room("hf_kvret.cache", 600),
-    Room("hf_kvret.methods", 6_580),
+    Room("hf_kvret.methods", 6_600),
     Room("hf_kvret.shelf", 750),
     Room("hf_kvret.replay", 970),
     Room("hf_kvret.attention", 2_255),

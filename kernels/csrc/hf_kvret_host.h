@@ -153,7 +153,7 @@ struct hfk_prompt {
 
 // Keys and where ParisKV's codes of them go; last dimensions are contiguous, and so are the tokens of
 // a head's codes.
-struct hfk_encoding {
+struct hfk_paris_encoding {
     const void *keys;       // [batch, heads, tokens, head_dim]
     const float *mean;      // [batch, heads, head_dim], contiguous, subtracted; may be null
     const float *signs;     // [dim]
@@ -354,7 +354,7 @@ HFK_API int32_t hfk_scores(const struct hfk_request *request);
 HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
 
 // ParisKV's codes of keys. NaN codes as a number that is not above any level, with a weight of NaN.
-HFK_API int32_t hfk_encode(const struct hfk_encoding *request);
+HFK_API int32_t hfk_paris_encode(const struct hfk_paris_encoding *request);
 
 // Softmax attention of each query to the tokens that it sees: `out` 0 and `lse` -inf where there is
 // none. Products, softmax and sums are fp32. With `block_len` it computes log-sum-exps of scores

@@ -42,8 +42,8 @@ _CODING = struct.Struct("@3Pq2i")
 _CODES = struct.Struct("@6P3Pq2i5q4i")
 # hfk_ranking: three addresses, six sizes, threads and path.
 _RANKING = struct.Struct("@3P6q2i")
-# hfk_encoding: seven addresses, seven sizes, nine strides, two dtypes, path and threads.
-_ENCODING = struct.Struct("@7P16q4i")
+# hfk_paris_encoding: seven addresses, seven sizes, nine strides, two dtypes, path and threads.
+_PARIS_ENCODING = struct.Struct("@7P16q4i")
 
 
 def attend(
@@ -265,7 +265,7 @@ def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: i
     call("hfk_rank", threads, _RANKING.pack(*addresses, *sizes, threads, path_number(None)))
 
 
-def encode(
+def encode_paris(
     keys: torch.Tensor,
     signs: torch.Tensor,
     levels: torch.Tensor,
@@ -285,14 +285,14 @@ def encode(
     mean = None if mean is None else mean.contiguous()
     signs, levels, threads = signs.contiguous(), levels.contiguous(), thread_count(None)
     tensors = (keys, mean, signs, levels, *planes)
-    request = _ENCODING.pack(
+    request = _PARIS_ENCODING.pack(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(*keys.shape, len(signs), m, stride),
         *keys.stride()[:3],
         *(step for plane in planes for step in plane.stride()[:2]),
         *(DTYPES[keys.dtype], DTYPES[planes[2].dtype], path_number(path), threads),
     )
-    call("hfk_encode", threads, request)
+    call("hfk_paris_encode", threads, request)
 
 
 def attend_prompt(

@@ -129,7 +129,7 @@ def encode(
         if not keys.is_cpu:
             raise ValueError(f"backend='cpp' with keys on {keys.device}: leave backend out")
         planes = out.sign, out.magnitude, out.weight
-        host_library.encode(keys, signs, levels, m, mean, planes, rotation_stride(dim))
+        host_library.encode_paris(keys, signs, levels, m, mean, planes, rotation_stride(dim))
     elif choose_backend(backend, keys) == "naive":
         naive.encode(keys, signs, levels, m, mean, out)
     else:

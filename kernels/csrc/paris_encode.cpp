@@ -1,11 +1,11 @@
 // ParisKV's codes of keys, on all threads.
 #include <new>
 
-#include "encode_kernel.h"
+#include "paris_encode_kernel.h"
 #include "kernel.h"
 #include "pool.h"
 
-void encode_portable(const hfk_encoding &request, int64_t batch, int64_t head, int64_t first,
+void encode_portable(const hfk_paris_encoding &request, int64_t batch, int64_t head, int64_t first,
                      int64_t last) {
     encode_keys(request, batch, head, first, last);
 }
@@ -16,20 +16,20 @@ constexpr int64_t kKeys = 256; // of an item of work
 constexpr int32_t kMostThreads = 1024;
 
 struct Encoding {
-    const hfk_encoding &request;
+    const hfk_paris_encoding &request;
     EncodeKeys encode;
     int64_t parts;
 
     static void work(void *encoding, int64_t item, int) {
         const Encoding &all = *static_cast<const Encoding *>(encoding);
         const int64_t group = item / all.parts, first = item % all.parts * kKeys;
-        const hfk_encoding &request = all.request;
+        const hfk_paris_encoding &request = all.request;
         all.encode(request, group / request.heads, group % request.heads, first,
                    std::min(first + kKeys, request.tokens));
     }
 };
 
-bool is_good(const hfk_encoding &request) {
+bool is_good(const hfk_paris_encoding &request) {
     const auto is_float = [](int32_t dtype) { return dtype >= HFK_FLOAT32 && dtype <= HFK_BFLOAT16; };
     return request.batch >= 0 && request.heads >= 0 && request.tokens >= 0 &&
            request.dim >= 8 && request.dim <= kLongest && request.dim % 8 == 0 &&
@@ -40,7 +40,7 @@ bool is_good(const hfk_encoding &request) {
 
 } // namespace
 
-int32_t hfk_encode(const hfk_encoding *request) {
+int32_t hfk_paris_encode(const hfk_paris_encoding *request) {
     if (!is_good(*request)) return HFK_BAD_REQUEST;
     const Kernel *kernel = find_kernel(request->path);
     if (kernel == nullptr) return HFK_NO_PATH;

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "encode.h"
+#include "paris_encode.h"
 #include "numbers.h"
 
 namespace {
@@ -14,7 +14,7 @@ constexpr int64_t kLanes = 16; // keys side by side
 constexpr int64_t kLongest = 1024;
 
 // `dim` numbers of one key, zeros behind its own.
-inline void load_key(const hfk_encoding &request, const char *key, const float *mean, float *row) {
+inline void load_key(const hfk_paris_encoding &request, const char *key, const float *mean, float *row) {
     const int64_t count = request.head_dim;
     if (request.dtype == HFK_BFLOAT16) {
         for (int64_t i = 0; i < count; ++i) {
@@ -84,7 +84,7 @@ inline void encode_subspace(const float (*x)[kLanes], int64_t m, int64_t place, 
     }
 }
 
-inline void encode_keys(const hfk_encoding &r, int64_t batch, int64_t head, int64_t first,
+inline void encode_keys(const hfk_paris_encoding &r, int64_t batch, int64_t head, int64_t first,
                         int64_t last) {
     const int64_t size = r.dtype == HFK_FLOAT32 ? 4 : 2;
     const int64_t weight_size = r.weight_dtype == HFK_FLOAT32 ? 4 : 2;

@@ -4,12 +4,12 @@
 #include "hf_kvret_host.h"
 
 // Encodes the keys `first .. last` of a batch row's head.
-using EncodeKeys = void (*)(const hfk_encoding &request, int64_t batch, int64_t head, int64_t first,
+using EncodeKeys = void (*)(const hfk_paris_encoding &request, int64_t batch, int64_t head, int64_t first,
                             int64_t last);
 
-void encode_portable(const hfk_encoding &request, int64_t batch, int64_t head, int64_t first,
+void encode_portable(const hfk_paris_encoding &request, int64_t batch, int64_t head, int64_t first,
                      int64_t last);
 #ifdef HFK_X86
-void encode_avx2(const hfk_encoding &request, int64_t batch, int64_t head, int64_t first,
+void encode_avx2(const hfk_paris_encoding &request, int64_t batch, int64_t head, int64_t first,
                  int64_t last);
 #endif
