@@ -48,11 +48,13 @@ struct Avx2 {
 
     // Numbers of `lanes / 2` points of a grid [*, 2].
     static V pairs_at(const uint8_t *codes, const float *grid) {
-        const auto pairs = [grid](int first, int second) {
-            const __m128 low = _mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double *>(grid + 2 * first)));
-            return _mm_loadh_pi(low, reinterpret_cast<const __m64 *>(grid + 2 * second));
+        // A pair is loaded as one double.
+        const double *points = reinterpret_cast<const double *>(grid);
+        const auto two = [points](size_t first, size_t second) {
+            return _mm_loadh_pd(_mm_load_sd(points + first), points + second);
         };
-        return _mm256_set_m128(pairs(codes[2], codes[3]), pairs(codes[0], codes[1]));
+        const __m128d low = two(codes[0], codes[1]), high = two(codes[2], codes[3]);
+        return _mm256_castpd_ps(_mm256_set_m128d(high, low));
     }
 
     // Number i is x[i ^ H].

@@ -257,15 +257,18 @@ template <class I> struct CodeWork {
     // Changes the numbers.
     static void write(const hfk_codes &work, float *x, const float *signs, int64_t row,
                       int64_t start, int64_t count) {
+        const int64_t place = row * work.width + start;
+        const bool is_float = work.dtype == HFK_FLOAT32;
+        float *to = is_float ? static_cast<float *>(work.numbers) + place : x;
         if (work.added == nullptr) {
-            for (int64_t i = 0; i < count; ++i) x[i] *= signs[i];
+            for (int64_t i = 0; i < count; ++i) to[i] = x[i] * signs[i];
         } else {
             const float *added = work.added + row / work.added_every * work.width + start;
-            for (int64_t i = 0; i < count; ++i) x[i] = x[i] * signs[i] + added[i];
+            for (int64_t i = 0; i < count; ++i) to[i] = x[i] * signs[i] + added[i];
         }
-        const int64_t bytes = work.dtype == HFK_FLOAT32 ? 4 : 2;
-        char *to = static_cast<char *>(work.numbers) + (row * work.width + start) * bytes;
-        write_numbers(x, work.dtype, to, count);
+        if (!is_float) {
+            write_numbers(x, work.dtype, static_cast<uint16_t *>(work.numbers) + place, count);
+        }
     }
 
     // The scale of a group; its numbers are divided by it, and by what normalizes the transform.

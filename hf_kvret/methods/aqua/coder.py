@@ -218,7 +218,8 @@ class RowCoder:
         return Rows(start, keys, values)
 
     def _near(self, codec: Codec, pair: Coded, prediction: torch.Tensor | float) -> torch.Tensor:
-        return (codec.decode(*pair, torch.float32) + prediction).to(self.dtype)
+        added = prediction if isinstance(prediction, torch.Tensor) else None
+        return codec.decode(*pair, self.dtype, added=added)
 
     def _predicted_keys(self, below: Rows | None) -> torch.Tensor | float:
         predictor = None if self.predictors is None else self.predictors.key
