@@ -124,6 +124,7 @@ PARIS_OPS = (
     # additions alone, so no multiply-adds count.
     KernelOp(
         name="paris.encode",
+        compiled=True,
         read="B H n D x + B H D f32 + P f32",
         written="B H n signs + B H n magnitudes + B H n S bf16",
         inputs=_encode,
@@ -226,6 +227,7 @@ HIGGS_OPS = (
     # nearest point can be found without a product for each point, so no multiply-adds count.
     KernelOp(
         name="higgs.encode",
+        compiled=True,
         read="B H n D x",
         written="B H n coded",
         inputs=lambda shape, draw: partial(coded(shape).encode, draw.keys(shape)),
@@ -237,6 +239,7 @@ HIGGS_OPS = (
     # Codes and scales to vectors, as exact attention over a second prompt does.
     KernelOp(
         name="higgs.decode",
+        compiled=True,
         read="B H n coded",
         written="B H n D x",
         inputs=_decode,
@@ -248,6 +251,7 @@ HIGGS_OPS = (
     # As gather_attention, over coded rows.
     KernelOp(
         name="higgs.attend",
+        compiled=True,
         read="B H K i32 + 2 B H K coded + B Hq D x",
         written="B Hq D f32 + B Hq f32",
         products="2 B Hq K D",

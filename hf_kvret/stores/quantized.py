@@ -82,6 +82,13 @@ class QuantizedStore(WrappedStore):
     ) -> Callable[[], AttentionResult]:
         return higgs.attend_partials(query, self.coded_rows(), ids, scale=scale, softcap=softcap)
 
+    def scores(
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
+    ) -> torch.Tensor:
+        rows = self.coded_rows()
+        result = higgs.host_scores(query, rows, ids, scale=scale, softcap=softcap)
+        return super().scores(query, ids, scale, softcap) if result is None else result
+
     def host_rows(self) -> higgs.CodedRows | None:
         rows = self.coded_rows()
         return rows if rows.table.is_cpu else None

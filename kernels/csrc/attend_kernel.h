@@ -219,28 +219,37 @@ template <class I, class T> void to_own_order(float *numbers, int64_t dim) {
     }
 }
 
+// Queries as coded keys lie, and their products with what was taken off these.
+template <class I, class T>
+void turn_queries(const hfk_request &request, const Span &span, Workspace &space) {
+    const hfk_coding &coding = *request.coding;
+    const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
+    const int64_t head = span.batch * request.kv_heads + kv_head;
+    for (int64_t g = 0; g < space.heads; ++g) {
+        float *query = space.query + g * space.query_stride;
+        to_own_order<I, T>(query, request.key_dim);
+        for (int64_t d = 0; coding.key_mean != nullptr && d < request.key_dim; ++d) {
+            space.mean_scores[g] += query[d] * coding.key_mean[head * request.key_dim + d];
+        }
+        turn<I>(coding, query, request.key_dim, true);
+    }
+}
+
 // What is left of `attend` once all is empty, where rows are in codes. The window's rows are numbers.
 template <class I, class T>
 bool attend_coded(const hfk_request &request, const hfk_window *window, const Span &span,
                   Workspace &space, float *out, int64_t out_stride, float *lse,
                   int64_t lse_stride) {
     const hfk_coding &coding = *request.coding;
-    CodedStream<I> chosen(request, span, space.coded);
+    CodedStream<I> chosen(request, span, space.coded, true);
     if (window != nullptr) {
         DenseStream rows = window_stream(request, *window, span, sizeof(T));
         absorb<I, T>(request, space, rows);
     }
-    const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
-    const int64_t head = span.batch * request.kv_heads + kv_head;
+    turn_queries<I, T>(request, span, space);
     for (int64_t g = 0; g < space.heads; ++g) {
-        float *query = space.query + g * space.query_stride;
         float *sums = space.sums + g * space.sum_stride;
-        to_own_order<I, T>(query, request.key_dim);
         to_own_order<I, T>(sums, request.value_dim);
-        for (int64_t d = 0; coding.key_mean != nullptr && d < request.key_dim; ++d) {
-            space.mean_scores[g] += query[d] * coding.key_mean[head * request.key_dim + d];
-        }
-        turn<I>(coding, query, request.key_dim, true);
         turn<I>(coding, sums, request.value_dim, true);
     }
     absorb<I, float>(request, space, chosen);
@@ -277,30 +286,43 @@ bool attend(const hfk_request &request, const hfk_window *window, const Span &sp
     return chosen.is_whole();
 }
 
-template <class I, class T>
-bool score(const hfk_request &request, const Span &span, float *scratch, float *out,
-           int64_t out_stride) {
-    Workspace space(request, scratch);
-    load_query<I, T>(request, span, space);
+// Scores of the rows of a stream, whose numbers are of type T.
+template <class I, class T, class Stream>
+bool score_rows(const hfk_request &request, Workspace &space, Stream &stream, float *out,
+                int64_t out_stride) {
     const float scale = static_cast<float>(request.scale);
     const float softcap = static_cast<float>(request.softcap);
-    for (int64_t g = 0; g < space.heads; ++g) {
-        for (int64_t k = span.first; k < span.last; ++k) {
-            out[g * out_stride + k] = -__builtin_inff();
-        }
-    }
-    RowStream stream(request, span, sizeof(T), false);
     Block block;
     for (stream.take(block); block.count > 0; stream.take(block)) {
         for_head_tiles<I::heads>(space.heads,
                                  DotTiles<I, T>{block, request.key_dim, space});
         for (int64_t g = 0; g < space.heads; ++g) {
             float *scores = space.scores + g * kBlock;
-            finish_scores<I>(scores, padded(block.count), scale, softcap);
+            finish_scores<I>(scores, padded(block.count), scale, softcap, space.mean_scores[g]);
             for (int r = 0; r < block.count; ++r) out[g * out_stride + block.places[r]] = scores[r];
         }
     }
     return stream.is_whole();
+}
+
+template <class I, class T>
+bool score(const hfk_request &request, const Span &span, float *scratch, float *out,
+           int64_t out_stride) {
+    Workspace space(request, scratch);
+    load_query<I, T>(request, span, space);
+    for (int64_t g = 0; g < space.heads; ++g) {
+        space.mean_scores[g] = 0.0f;
+        for (int64_t k = span.first; k < span.last; ++k) {
+            out[g * out_stride + k] = -__builtin_inff();
+        }
+    }
+    if (request.coding != nullptr) {
+        turn_queries<I, T>(request, span, space);
+        CodedStream<I> stream(request, span, space.coded, false);
+        return score_rows<I, float>(request, space, stream, out, out_stride);
+    }
+    RowStream stream(request, span, sizeof(T), false);
+    return score_rows<I, T>(request, space, stream, out, out_stride);
 }
 
 template <class I> struct Entry {

@@ -28,10 +28,10 @@ inline int64_t coded_block_floats(const hfk_request &request) {
 // Rows in codes as fp32 numbers, transformed, block by block.
 template <class I> class CodedStream {
   public:
-    // `room`: of coded_block_floats().
-    CodedStream(const hfk_request &request, const Span &span, float *room)
+    // `room`: of coded_block_floats(). Without `values` it is keys alone.
+    CodedStream(const hfk_request &request, const Span &span, float *room, bool values)
         : request_(request), rows_(request, span, coded_layout(request), request.row_dim),
-          room_(room) {}
+          room_(room), looks_up_values_(values && has_value(request)) {}
 
     bool is_whole() const { return rows_.is_whole(); }
 
@@ -51,7 +51,7 @@ template <class I> class CodedStream {
             float *key = room_ + i * key_stride;
             float *value = key;
             transformed_row<I>(coding, codes, scales, request_.key_dim, key);
-            if (has_value(request_)) {
+            if (looks_up_values_) {
                 value = room_ + kBlock * key_stride + i * value_stride;
                 transformed_row<I>(coding, codes + request_.value_start, scales + key_scales,
                                    request_.value_dim, value);
@@ -66,6 +66,7 @@ template <class I> class CodedStream {
     const hfk_request &request_;
     RowStream rows_;
     float *const room_;
+    const bool looks_up_values_;
 };
 
 } // namespace

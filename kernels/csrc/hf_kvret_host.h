@@ -344,8 +344,7 @@ HFK_API int32_t hfk_has_path(int32_t path);
 // read them. Safe from several threads at once.
 HFK_API int32_t hfk_attend(const struct hfk_request *request);
 
-// scale * q.k, capped, of each query and each of its ids; -inf for holes. Reads keys alone. Not of
-// rows in codes.
+// scale * q.k, capped, of each query and each of its ids; -inf for holes. Reads keys alone.
 HFK_API int32_t hfk_scores(const struct hfk_request *request);
 
 // The `wanted` ids of the highest relevance, best first, then -1. A token is as relevant as the

@@ -70,7 +70,7 @@ bool is_good(const hfk_request &request) {
 namespace {
 
 int32_t serve(const hfk_request *request, bool attends) {
-    if (!is_good(*request) || (request->coding != nullptr && !attends)) return HFK_BAD_REQUEST;
+    if (!is_good(*request)) return HFK_BAD_REQUEST;
     const Kernel *kernel = find_kernel(request->path);
     if (kernel == nullptr) return HFK_NO_PATH;
     try {

@@ -74,7 +74,7 @@ def score(
     threads: int | None = None,
     path: str | None = None,
 ) -> torch.Tensor:
-    """See ``host_attention.host_scores``; the arguments were checked by the caller."""
+    """See ``host_attention.host_scores``, also for coded rows; the caller checked the arguments."""
     scores = query.new_empty(*query.shape[:3], ids.shape[3], dtype=torch.float32)
     run("hfk_scores", query, rows, ids, scores, None, scale, softcap, threads, path)
     return scores

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_library as library
-from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
-from hf_kvret_kernels.host_step import GivenIds, HostCold, HostWindow, run_step
+from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, host_scores
+from hf_kvret_kernels.host_step import (
+    Generation,
+    GivenIds,
+    HostCold,
+    HostWindow,
+    ListSearch,
+    run_step,
+)
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 
@@ -123,12 +130,62 @@ def test_paths_encode_and_decode_alike(path: str, bits: int, group: int) -> None
     torch.testing.assert_close(near, plain, rtol=0, atol=1e-6 * float(near.abs().max()))
 
 
-def test_ids_of_no_token_and_scores_of_codes_are_refused(path: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("in_key", [False, True])
+def test_scores_of_keys(path: str, in_key: bool, softcap: float | None, dtype: torch.dtype) -> None:
+    offset = 0.0 if in_key else 3.0
+    rows, keys, _ = coded_rows(HiggsCodec(3, 16), (48, 32), in_key=in_key, offset=offset)
+    query = draw(B, H * GROUP, 2, 48, seed=7, dtype=dtype)
+    ids = torch.randint(-1, TOKENS, (B, H, 2, 70), generator=torch.Generator().manual_seed(6))
+    scores = host_scores(query, rows, ids.int(), scale=0.2, softcap=softcap)
+    assert scores is not None
+    chosen = (
+        keys[:, :, None]
+        .expand(-1, -1, 2, -1, -1)
+        .gather(3, ids.clamp_min(0)[..., None].expand(-1, -1, -1, -1, 48))
+    )
+    grouped = query.double().unflatten(1, (H, GROUP))
+    expected = torch.einsum("bhgqd,bhqkd->bhgqk", grouped, chosen.double()) * 0.2
+    if softcap is not None:
+        expected = softcap * (expected / softcap).tanh()
+    expected = expected.masked_fill((ids < 0)[:, :, None], float("-inf")).flatten(1, 2)
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=2 * FP32_ERROR)
+
+
+def test_lists_score_the_keys_that_codes_stand_for(path: str) -> None:
+    """CTkvr's search reads keys of cold rows: coded ones as what they stand for."""
+    rows, keys, values = coded_rows(HiggsCodec(4, 16), (32, 16), offset=2.0)
+    generator = torch.Generator().manual_seed(3)
+    centroids, width = 12, 20
+    tokens = torch.stack(
+        [torch.randperm(TOKENS, generator=generator)[:width] for _ in range(B * H * centroids)]
+    ).view(B, H, centroids, width)
+    queries = draw(B, H, centroids, GROUP, 32, seed=2)
+    generation = Generation(
+        queries,
+        1 / queries.norm(dim=-1),
+        torch.arange(centroids).expand(B, -1).contiguous(),
+        (tokens + 1).to(torch.int16),
+        None,
+    )
+    query, valid = draw(B, H * GROUP, 1, 32, seed=7), torch.ones(B, TOKENS, dtype=torch.bool)
+    cold = HostCold(rows, ListSearch((generation,), centroids, 0), valid, 10)
+    out, ids = run_step(query, window_of((32, 16), 0, torch.float32), cold, scale=0.2)
+    # All lists are recalled: the best of the tokens in any of them, by their exact scores.
+    scores = torch.einsum("bhgd,bhnd->bhgn", query.unflatten(1, (H, GROUP))[:, :, :, 0], keys) * 0.2
+    listed = torch.zeros(B, H, TOKENS, dtype=torch.bool).scatter_(2, tokens.flatten(2), True)
+    scores = scores.masked_fill(~listed[:, :, None], float("-inf"))
+    best = scores.log_softmax(-1).amax(2).topk(10, dim=-1).indices
+    assert torch.equal(ids[:, :, 0].sort(-1).values.long(), best.sort(-1).values)
+
+
+def test_ids_of_no_token_are_refused(path: str) -> None:
     rows, *_ = coded_rows(HiggsCodec(2, 16), (32, 16))
     query, window = draw(B, H, 1, 32), window_of((32, 16), 5, torch.float32)
     ids = torch.full((B, H, 1, 3), TOKENS + 6, dtype=torch.int32)
     cold = HostCold(rows, GivenIds(ids), torch.ones(B, TOKENS, dtype=torch.bool), 3)
     with pytest.raises(WrongIdError, match="id 96 of 96 tokens"):
         run_step(query, window, cold, scale=0.2)
-    with pytest.raises(RuntimeError, match="hfk_scores returned 3"):
-        library.score(query, rows, ids.clamp(max=5), 0.2, None)
+    with pytest.raises(WrongIdError, match="id 96 of 96 tokens"):
+        host_scores(query, rows, ids, scale=0.2)

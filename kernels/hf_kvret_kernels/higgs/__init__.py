@@ -9,7 +9,7 @@ Paper: AQUA-KV, section 3.3. Dimensions: B batch, H KV heads, Hq query heads, Q 
 K selected rows, W numbers of a row that is encoded.
 """
 
-from hf_kvret_kernels.higgs.attention import attend, attend_partials
+from hf_kvret_kernels.higgs.attention import attend, attend_partials, host_scores
 from hf_kvret_kernels.higgs.codec import AbsMaxCodec, Codec, Coded, HiggsCodec, MinMaxCodec
 from hf_kvret_kernels.higgs.coded_rows import CodedRows
 
@@ -22,4 +22,5 @@ __all__ = [
     "MinMaxCodec",
     "attend",
     "attend_partials",
+    "host_scores",
 ]

@@ -58,6 +58,24 @@ def attend(
     return partials("triton")
 
 
+def host_scores(
+    query: torch.Tensor,
+    rows: CodedRows,
+    ids: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor | None:
+    """Logits ``[B, Hq, Q, K]`` fp32 of the keys that ids name, -inf for -1, by the library.
+
+    None where ``attend`` would not take it, either. Arguments and errors are the same.
+    """
+    rows.check(query, ids, softcap)
+    if not _takes_library(query, rows, "auto"):
+        return None
+    return host_library.score(query, rows, ids, scale, softcap)
+
+
 def attend_partials(
     query: torch.Tensor,
     rows: CodedRows,
@@ -72,11 +90,7 @@ def attend_partials(
     Arguments and errors are the same. On a CPU it is always one chunk, without tickets.
     """
     rows.check(query, ids, softcap)
-    is_higgs = isinstance(rows.codec, HiggsCodec)
-    if backend == "cpp" and not (query.is_cpu and is_higgs):
-        raise ValueError(f"backend='cpp' on {query.device}, {rows.codec}: leave backend out")
-    on_cpu = backend == "auto" and is_higgs and query.is_cpu and preferred() is None
-    if backend == "cpp" or (on_cpu and not host_library.why_not()):
+    if _takes_library(query, rows, backend):
         return Partials.whole(*host_library.attend(query, rows, ids, scale, softcap))
     if choose_backend(backend, query) == "triton":
         from hf_kvret_kernels.higgs import triton_attend
@@ -84,3 +98,12 @@ def attend_partials(
         with launching_on(query):
             return triton_attend.attend_partials(query, rows, ids, scale, softcap)
     return Partials.whole(*naive.attention(query, *rows.gather(ids), ids, scale, softcap))
+
+
+def _takes_library(query: torch.Tensor, rows: CodedRows, backend: str) -> bool:
+    """Whether the compiled library is to be called; ValueError for ``"cpp"`` where it can't."""
+    fits = query.is_cpu and isinstance(rows.codec, HiggsCodec)
+    if backend == "cpp" and not fits:
+        raise ValueError(f"backend='cpp' on {query.device}, {rows.codec}: leave backend out")
+    may = backend == "auto" and fits and preferred() is None
+    return backend == "cpp" or (may and not host_library.why_not())
