@@ -53,7 +53,10 @@ def _encode(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _code_error(found: Sequence[Any], want: Sequence[Any]) -> float:
-    return max(unequal(found[:2], want[:2]), distance(found[2:], want[2:]))
+    # A number between two levels goes to either, which changes the weight of its subspace: so the
+    # weights are compared as a whole, not by the worst row.
+    weights = [[each.reshape(1, -1) for each in part[2:]] for part in (found, want)]
+    return max(unequal(found[:2], want[:2]), distance(*weights))
 
 
 def _search(shape: KernelShape, draw: Draw) -> Any:

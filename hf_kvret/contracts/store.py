@@ -28,17 +28,20 @@ class FirstRows:
         keys: ``[B, Hkv, n, Dk]`` of the first block, or of the first or all rows of a saved store,
             or what makes them; None where these are codes.
         valid: ``[B, n]`` bool, False for padding; None when all are valid.
+        value_in_key: see ``TokenBlock``.
     """
 
     device: torch.device
     nbytes: int
     keys: torch.Tensor | Callable[[], torch.Tensor] | None
     valid: torch.Tensor | None = None
+    value_in_key: int = 0
 
     @classmethod
     def of(cls, block: TokenBlock) -> FirstRows:
         """Those of a layer's first block."""
-        return cls(block.keys.device, block.nbytes, block.keys, block.valid)
+        keys = block.keys
+        return cls(keys.device, block.nbytes, keys, block.valid, block.value_in_key)
 
     @property
     def are_codes(self) -> bool:

@@ -491,7 +491,9 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
     nbytes = sum(x.nbytes for x in rows.values())
     # Only a store that may code rows looks at some of them, and mapped ones stay in their file.
     sample = functools.partial(_first_keys, rows) if PAGES in rows else rows.get("keys")
-    store = kv.store = kv.make_store(FirstRows(device, nbytes, sample))
+    store = kv.store = kv.make_store(
+        FirstRows(device, nbytes, sample, value_in_key=kv.window.value_in_key)
+    )
     _load("store.", store, state, schema, device)
     if len(store) != kv.window.start:
         raise damaged(f"the store has {len(store)} tokens, not {kv.window.start}")

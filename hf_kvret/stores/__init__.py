@@ -198,13 +198,13 @@ class StoreChoice:
         plain = PLAIN[self.name]
         if self._choice is None or not self._options.takes_store(plain):
             remedy = f"pass store={plain!r} or bits=16, which keep rows in full"
-            self.check_offset(first, layer, remedy, centered=True)
+            self.check_offset(first, layer, remedy, centered=not first.value_in_key)
             return self.name
         why = why_in_full(first)
         if not why:
             return self.name
         remedy = f"store='auto' keeps such layers in full, in {plain!r}"
-        self.check_offset(first, layer, remedy, centered=True)
+        self.check_offset(first, layer, remedy, centered=not first.value_in_key)
         self._in_full[layer] = why
         return plain
 

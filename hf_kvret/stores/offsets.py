@@ -34,7 +34,8 @@ _MOST_SEQUENCES = 8
 
 def why_in_full(first: FirstRows) -> str:
     """Why rows like these must not be coded without being asked for; empty where they may."""
-    ratio = offset_ratio(first, centered=True)
+    # Latents are coded as they are.
+    ratio = offset_ratio(first, centered=not first.value_in_key)
     if ratio is None:
         return f"its first {_FEWEST_TOKENS - 1} tokens or fewer do not tell of offsets"
     return "its keys have a large offset" if ratio > MOST_RATIO else ""

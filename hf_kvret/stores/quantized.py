@@ -25,10 +25,10 @@ class QuantizedStore(WrappedStore):
 
     Keys and values of each KV head are coded by themselves, so that single rows can be read:
     ``bits / 8 + 2 / group`` bytes an element, with the largest power of two that divides the head's
-    dims as group. Keys are coded around the mean, by channel, of the first block's: the codec's
-    error is a share of what it codes, and an offset tells no token from another. Rows of latent
-    attention are coded as they are. Codes are never recoded. Keys and values read back have the
-    codec's error; if they are appended again, they lose a little more, far less than the first
+    dims as group. Keys are coded around the mean of a sequence's first block, by channel: the error
+    of a codec is a share of what it codes, and an offset tells no token from another. Rows of
+    latent attention are coded as they are. Codes are never recoded. Keys and values read back have
+    the error; if they are appended again, they lose a little more, far less than the first
     time. Scales lie apart from the codes of a page, whose rows are then aligned to their own
     length.
 
@@ -59,6 +59,10 @@ class QuantizedStore(WrappedStore):
             return
         if not len(self):
             self._key_mean = None if block.value_in_key else block.mean_key()
+        elif self._key_mean is not None and block.valid is not None:
+            # Of a sequence with nothing but padding so far no mean is known, and no row is read.
+            unknown = (self._key_mean == 0).flatten(1).all(1)[:, None, None]
+            self._key_mean = torch.where(unknown, block.mean_key(), self._key_mean)
         codec = self._codec_for(block.keys, block.values, block.value_in_key)
         parts = [self._encoded(codec, block, first) for first in range(0, len(block), _CHUNK)]
         codes, scales = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
@@ -156,6 +160,8 @@ class QuantizedStore(WrappedStore):
         if not state.keys() <= names:
             raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
         check_in_key(state, schema)
+        if "key_mean" in state and schema.get("I"):
+            raise damaged("store has a key_mean, which latents have not")
         if "key_mean" in state:
             schema.check("store.key_mean", state["key_mean"], "B H D", torch.float32)
             check_finite("store.key_mean", state["key_mean"])

@@ -30,8 +30,9 @@ template <class I> class CodedStream {
   public:
     // `room`: of coded_block_floats(). Without `values` it is keys alone.
     CodedStream(const hfk_request &request, const Span &span, float *room, bool values)
-        : request_(request), rows_(request, span, coded_layout(request), request.row_dim),
-          room_(room), looks_up_values_(values && has_value(request)) {}
+        : request_(request), looks_up_values_(values && has_value(request)),
+          read_bytes_(looks_up_values_ ? request.row_dim : code_bytes(*request.coding, request.key_dim)),
+          rows_(request, span, coded_layout(request), read_bytes_), room_(room) {}
 
     bool is_whole() const { return rows_.is_whole(); }
 
@@ -42,7 +43,7 @@ template <class I> class CodedStream {
         const int64_t value_stride = padded(request_.value_dim);
         const int64_t key_scales = scale_bytes(coding, request_.key_dim);
         for (int i = 0; i < block.count; ++i) {
-            for (int64_t byte = kLine; byte < request_.row_dim; byte += kLine) {
+            for (int64_t byte = kLine; byte < read_bytes_; byte += kLine) {
                 ask_for(block.keys_ahead[i] + byte);
             }
             ask_for(block.values_ahead[i]);
@@ -64,9 +65,10 @@ template <class I> class CodedStream {
 
   private:
     const hfk_request &request_;
+    const bool looks_up_values_;
+    const int64_t read_bytes_;
     RowStream rows_;
     float *const room_;
-    const bool looks_up_values_;
 };
 
 } // namespace

@@ -1,4 +1,6 @@
 // Rows to and from codes, on several threads.
+#include <new>
+
 #include "job.h"
 
 bool is_good(const hfk_coding &coding, int64_t width) {
@@ -34,7 +36,11 @@ int32_t serve(const hfk_codes &work, CodeRows Kernel::*function) {
     const int64_t rows = std::max<int64_t>(1, kItemNumbers / work.width);
     CodeJob job{work, kernel->*function, rows};
     const int32_t threads = std::clamp(work.threads, 1, kMostThreads);
-    Pool::instance().run((work.rows + rows - 1) / rows, threads, &CodeJob::item, &job);
+    try {
+        Pool::instance().run((work.rows + rows - 1) / rows, threads, &CodeJob::item, &job);
+    } catch (const std::bad_alloc &) {
+        return HFK_NO_MEMORY;
+    }
     return HFK_OK;
 }
 

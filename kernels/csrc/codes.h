@@ -90,21 +90,22 @@ template <class I> typename I::V within(typename I::V x, int64_t group) {
     return group >= 16 ? stage_within<I, 8>(x) : x;
 }
 
-// Points of a group, times `factor`; transformed within vectors, where it `turns`. There is room for a
-// whole vector.
+// Points of a group, times `factor`; transformed within vectors, where it `turns`.
 template <class I, bool turns>
 void look_up(const uint8_t *codes, const float *grid, float factor, float *to, int64_t group) {
-    const auto put = [&](const uint8_t *own, int64_t i) {
+    const auto points = [&](const uint8_t *own) {
         const typename I::V x = I::pairs_at(own, grid) * I::set1(factor);
-        I::store(to + i, turns ? within<I>(x, group) : x);
+        return turns ? within<I>(x, group) : x;
     };
     if (group < I::lanes) {
         uint8_t some[I::lanes / 2] = {};
+        float numbers[I::lanes];
         std::memcpy(some, codes, group / 2);
-        put(some, 0);
+        I::store(numbers, points(some));
+        std::memcpy(to, numbers, group * sizeof *numbers);
         return;
     }
-    for (int64_t i = 0; i < group; i += I::lanes) put(codes + i / 2, i);
+    for (int64_t i = 0; i < group; i += I::lanes) I::store(to + i, points(codes + i / 2));
 }
 
 // A row of `width` numbers as it lies in its codes, transformed: points times scales.
@@ -211,10 +212,11 @@ template <class I> struct CodeWork {
                     I::store(x + i, within<I>(I::load(x + i) * I::load(signs + i), group));
                 }
                 across<I>(x, piece, group);
-                // Behind the last cell and before the first one there are none.
+                // Before the first cell and behind the last one there are none.
                 for (int64_t i = 0; i < count; ++i) {
                     const float cell = (x[i] + HFK_REACH) * (HFK_CELLS / (2.0f * HFK_REACH));
-                    cells[i] = static_cast<int32_t>(std::min(std::max(cell, -1.0f), HFK_CELLS + 0.0f));
+                    const float least = cell < 0.0f ? -1.0f : cell;
+                    cells[i] = static_cast<int32_t>(std::min(least, HFK_CELLS + 0.0f));
                 }
                 for (int64_t i = 0; i < count; i += 2) {
                     codes[i / 2] = nearest(work, cells[i], cells[i + 1], x[i], x[i + 1]);

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from hf_kvret_kernels._dispatch import preferred
 from hf_kvret_kernels.paged import HostRows
 
 FILE_NAME = "libhf_kvret_host.so"
@@ -414,6 +415,25 @@ def call(function: str, threads: int, *arguments: bytes | None) -> int:
     if status not in (0, BAD_ID):
         raise RuntimeError(_refusal(function, status))
     return int(status)
+
+
+def is_asked(backend: str, tensor: torch.Tensor, has_it: bool = True) -> bool:
+    """Whether ``backend`` means the library: ``"cpp"``, or ``"auto"`` on a CPU that has it.
+
+    ``has_it``: whether the library has the operation.
+
+    Raises:
+        ValueError: ``"cpp"`` for a tensor on another device, or where it lacks the operation.
+    """
+    fits = tensor.is_cpu and has_it
+    if backend == "cpp" and not fits:
+        raise ValueError(
+            f"backend='cpp' with a tensor on {tensor.device}: the compiled library "
+            f"{'has no such operation' if tensor.is_cpu else 'works on a CPU'}, leave backend out"
+        )
+    return backend == "cpp" or (
+        backend == "auto" and fits and preferred() is None and not why_not()
+    )
 
 
 def paths() -> list[str]:

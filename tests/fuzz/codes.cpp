@@ -212,6 +212,9 @@ const char *fuzz_coded_attention(Random &random) {
         return hfk_attend(&r) == HFK_BAD_ID ? nullptr : "a wrong id of coded rows";
     }
     if (hfk_attend(&r) != HFK_OK) return "status of hfk_attend of coded rows";
+    std::vector<float> scores(heads * r.count, NAN);
+    r.out = scores.data(), r.lse = nullptr;
+    if (hfk_scores(&r) != HFK_OK) return "status of hfk_scores of coded rows";
     for (int64_t index = 0; index < heads; ++index) {
         const int64_t q = index % r.queries, h = index / r.queries % r.query_heads;
         const int64_t b = index / r.queries / r.query_heads, id_head = h / (r.query_heads / r.id_heads);
@@ -220,7 +223,10 @@ const char *fuzz_coded_attention(Random &random) {
         std::vector<double> sum(r.value_dim, 0.0);
         double total = 0.0;
         for (int64_t k = 0; k < r.count; ++k) {
-            if (chosen[k] < 0) continue;
+            if (chosen[k] < 0) {
+                if (scores[index * r.count + k] != -kInf) return "scores of holes";
+                continue;
+            }
             const int64_t page = table[b * r.max_pages + chosen[k] / r.page_len];
             const int64_t slot = chosen[k] % r.page_len;
             const uint8_t *head = rows[page].data() + kv_head * head_bytes;
@@ -237,7 +243,9 @@ const char *fuzz_coded_attention(Random &random) {
                                        ? 0.0 : mean[(b * r.kv_heads + kv_head) * r.key_dim + d];
                 score += query[index * r.key_dim + d] * (key[d] + off);
             }
-            const double weight = std::exp(capped(score * r.scale, r.softcap));
+            score = capped(score * r.scale, r.softcap);
+            if (!(std::abs(scores[index * r.count + k] - score) <= 2e-3)) return "scores of codes";
+            const double weight = std::exp(score);
             total += weight;
             for (int64_t d = 0; d < r.value_dim; ++d) sum[d] += weight * value[d];
         }

@@ -19,6 +19,7 @@ bool fuzz(int64_t requests, uint64_t seed, int32_t path) {
         if (fault == nullptr) fault = fuzz_step(random);
         if (fault == nullptr) fault = fuzz_prompt(random);
         if (fault == nullptr) fault = fuzz_codes(random);
+        if (fault == nullptr) fault = fuzz_encoding(random);
         if (fault != nullptr) {
             std::fprintf(stderr, "seed %llu: request %lld went wrong: %s\n",
                          static_cast<unsigned long long>(seed), static_cast<long long>(i), fault);

@@ -128,6 +128,7 @@ const char *fuzz_attention(Random &random);
 const char *fuzz_step(Random &random);
 const char *fuzz_prompt(Random &random);
 const char *fuzz_codes(Random &random);
+const char *fuzz_encoding(Random &random);
 
 // The same of numbers that random requests don't have, on a path that there is.
 const char *check_numbers(int32_t path, uint64_t seed);

@@ -66,7 +66,9 @@ def window_of(
 
 @pytest.mark.factor("bits", [2, 3, 4])
 @pytest.mark.factor(
-    ("group", "dims"), [(8, (24, 16)), (32, (96, 64)), (64, (64, 64)), (128, (128, 128))], ids=str
+    ("group", "dims"),
+    [(8, (24, 16)), (8, (64, 24)), (32, (96, 64)), (64, (64, 64)), (128, (128, 128))],
+    ids=str,
 )
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.factor("length", [0, 21])
@@ -155,7 +157,7 @@ def test_scores_of_keys(path: str, in_key: bool, softcap: float | None, dtype: t
 
 def test_lists_score_the_keys_that_codes_stand_for(path: str) -> None:
     """CTkvr's search reads keys of cold rows: coded ones as what they stand for."""
-    rows, keys, values = coded_rows(HiggsCodec(4, 16), (32, 16), offset=2.0)
+    rows, keys, _ = coded_rows(HiggsCodec(4, 16), (32, 16), offset=2.0)
     generator = torch.Generator().manual_seed(3)
     centroids, width = 12, 20
     tokens = torch.stack(
@@ -171,7 +173,7 @@ def test_lists_score_the_keys_that_codes_stand_for(path: str) -> None:
     )
     query, valid = draw(B, H * GROUP, 1, 32, seed=7), torch.ones(B, TOKENS, dtype=torch.bool)
     cold = HostCold(rows, ListSearch((generation,), centroids, 0), valid, 10)
-    out, ids = run_step(query, window_of((32, 16), 0, torch.float32), cold, scale=0.2)
+    _, ids = run_step(query, window_of((32, 16), 0, torch.float32), cold, scale=0.2)
     # All lists are recalled: the best of the tokens in any of them, by their exact scores.
     scores = torch.einsum("bhgd,bhnd->bhgn", query.unflatten(1, (H, GROUP))[:, :, :, 0], keys) * 0.2
     listed = torch.zeros(B, H, TOKENS, dtype=torch.bool).scatter_(2, tokens.flatten(2), True)

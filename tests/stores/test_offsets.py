@@ -16,7 +16,7 @@ from hf_kvret import AquaKVCache, FlatKVCache, ParisKVCache
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.aqua.config import AquaConfig, LayerPlan
 from hf_kvret.stores import PagedStore, QuantizedStore
-from hf_kvret.stores.offsets import MOST_RATIO, offset_ratio
+from hf_kvret.stores.offsets import MOST_RATIO, offset_ratio, why_in_full
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -149,6 +149,12 @@ def test_around_their_mean_keys_keep_what_turns(variant: str) -> None:
     keys = rotated(drawn(1500) + constant(variant, HEADS, DIM)[:, None] * 100.0)
     result = offset_ratio(FirstRows(CPU, keys.nbytes, keys), centered=True)
     assert result is not None and (result > MOST_RATIO) == (variant in TURNING)
+
+
+def test_latents_are_judged_as_they_are_coded() -> None:
+    keys = drawn(200) + constant("channel", HEADS, DIM)[:, None] * 100.0
+    for value_in_key, why in ((0, ""), (32, "its keys have a large offset")):
+        assert why_in_full(FirstRows(CPU, keys.nbytes, keys, value_in_key=value_in_key)) == why
 
 
 @pytest.mark.parametrize("variant", sorted({*VARIANTS} - {*TURNING}))

@@ -91,6 +91,27 @@ def test_keys_with_an_offset_are_coded_around_their_mean() -> None:
     assert errors[1] == pytest.approx(errors[0], rel=1e-2) and errors[0] < 0.012
 
 
+def test_a_sequence_of_padding_gets_its_mean_with_its_first_tokens() -> None:
+    keys, values = draw(2, 120, (16, 16))
+    offset = 100 * draw(2, 1, (16, 16), seed=1)[0]
+    keys = keys + offset
+    store = QuantizedStore(DeviceMemory(CPU), 4)
+    valid = torch.ones(2, 120, dtype=torch.bool)
+    valid[1, :50] = False
+    fork = None
+    for first, last in ((0, 40), (40, 80), (80, 120)):
+        part = slice(first, last)
+        store.append(TokenBlock(keys[:, :, part], values[:, :, part], first, valid[:, part]))
+        fork = store.fork() if fork is None else fork
+    ((_, near, _),) = store.chunks()
+    error = (near - keys).square().mean((1, 3))
+    assert error[valid].mean() < 0.02
+    # What a fork shares is not changed.
+    assert fork is not None
+    ((_, first_rows, _),) = fork.chunks()
+    assert (first_rows[0] - keys[0, :, :40]).square().mean() < 0.02
+
+
 def test_older_saves_have_keys_without_a_mean() -> None:
     state = _filled().state_dict()
     mean = state.pop("key_mean")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels._dispatch import choose_backend, launching_on, preferred
+from hf_kvret_kernels._dispatch import choose_backend, launching_on
 from hf_kvret_kernels.gather_attention import naive
 from hf_kvret_kernels.higgs.codec import HiggsCodec
 from hf_kvret_kernels.higgs.coded_rows import CodedRows
@@ -71,7 +71,7 @@ def host_scores(
     None where ``attend`` would not take it, either. Arguments and errors are the same.
     """
     rows.check(query, ids, softcap)
-    if not _takes_library(query, rows, "auto"):
+    if not host_library.is_asked("auto", query, isinstance(rows.codec, HiggsCodec)):
         return None
     return host_library.score(query, rows, ids, scale, softcap)
 
@@ -90,7 +90,7 @@ def attend_partials(
     Arguments and errors are the same. On a CPU it is always one chunk, without tickets.
     """
     rows.check(query, ids, softcap)
-    if _takes_library(query, rows, backend):
+    if host_library.is_asked(backend, query, isinstance(rows.codec, HiggsCodec)):
         return Partials.whole(*host_library.attend(query, rows, ids, scale, softcap))
     if choose_backend(backend, query) == "triton":
         from hf_kvret_kernels.higgs import triton_attend
@@ -98,12 +98,3 @@ def attend_partials(
         with launching_on(query):
             return triton_attend.attend_partials(query, rows, ids, scale, softcap)
     return Partials.whole(*naive.attention(query, *rows.gather(ids), ids, scale, softcap))
-
-
-def _takes_library(query: torch.Tensor, rows: CodedRows, backend: str) -> bool:
-    """Whether the compiled library is to be called; ValueError for ``"cpp"`` where it can't."""
-    fits = query.is_cpu and isinstance(rows.codec, HiggsCodec)
-    if backend == "cpp" and not fits:
-        raise ValueError(f"backend='cpp' on {query.device}, {rows.codec}: leave backend out")
-    may = backend == "auto" and fits and preferred() is None
-    return backend == "cpp" or (may and not host_library.why_not())

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on, preferred
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
 from hf_kvret_kernels.higgs import naive
 from hf_kvret_kernels.higgs.naive import pack, unpack
 
@@ -193,7 +193,7 @@ class Codec(ABC):
     def _checked(added: torch.Tensor, width: int, count: int, device: torch.device) -> torch.Tensor:
         """``added [m, W]``, contiguous; ValueError where it is not for ``count`` rows."""
         rows = added.numel() // width
-        fits = added.shape[-1:] == (width,) and rows and not count % rows
+        fits = added.shape[-1:] == (width,) and (not count or (rows and not count % rows))
         if not fits or added.dtype != torch.float32 or added.device != device:
             raise ValueError(
                 f"added is {added.dtype} {tuple(added.shape)} on {added.device}: pass fp32 rows of "
@@ -203,10 +203,7 @@ class Codec(ABC):
 
     def _choose(self, backend: str, tensor: torch.Tensor) -> str:
         """Name of the implementation, with ``"cpp"`` among them."""
-        if backend == "cpp" and not (tensor.is_cpu and self.is_compiled):
-            raise ValueError(f"backend='cpp' on {tensor.device}, {self}: leave backend out")
-        on_cpu = backend == "auto" and tensor.is_cpu and self.is_compiled and preferred() is None
-        if backend == "cpp" or (on_cpu and not host_library.why_not()):
+        if host_library.is_asked(backend, tensor, self.is_compiled):
             return "cpp"
         return choose_backend(backend, tensor)
 

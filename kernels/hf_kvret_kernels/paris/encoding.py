@@ -14,7 +14,6 @@ from hf_kvret_kernels._dispatch import (
     check_tensor,
     choose_backend,
     launching_on,
-    preferred,
 )
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
@@ -124,10 +123,7 @@ def encode(
     if keys.is_meta:
         # There is nothing to write.
         return out
-    on_cpu = backend == "auto" and keys.is_cpu and preferred() is None
-    if backend == "cpp" or (on_cpu and not host_library.why_not()):
-        if not keys.is_cpu:
-            raise ValueError(f"backend='cpp' with keys on {keys.device}: leave backend out")
+    if host_library.is_asked(backend, keys):
         planes = out.sign, out.magnitude, out.weight
         host_library.encode_paris(keys, signs, levels, m, mean, planes, rotation_stride(dim))
     elif choose_backend(backend, keys) == "naive":

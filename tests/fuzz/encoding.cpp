@@ -1,0 +1,118 @@
+// ParisKV's codes of keys.
+#include "fuzz.h"
+
+namespace {
+
+struct Case {
+    hfk_paris_encoding request{};
+    Numbers keys, mean, signs, weight;
+    std::vector<uint8_t> sign, magnitude;
+
+    explicit Case(Random &random) {
+        const auto pick = [&random](int64_t low, int64_t high) { return random.pick(low, high); };
+        hfk_paris_encoding &r = request;
+        r.batch = pick(1, 2), r.heads = pick(1, 3), r.tokens = pick(0, 2) == 0 ? pick(0, 3) : pick(0, 600);
+        r.dim = 8 * pick(1, 20), r.head_dim = pick(std::max<int64_t>(1, r.dim - 7), r.dim);
+        r.m = random.one_in(2) ? 4 : 8;
+        r.stride = random.one_in(2) ? 1 : 2 * pick(0, 8) + 1;
+        // A stride that has a divisor in common with dim would read numbers twice.
+        while (r.stride > 1 && r.dim % r.stride == 0) r.stride += 2;
+        const int64_t heads = r.batch * r.heads, room = r.tokens + pick(0, 2);
+        r.key_row = r.head_dim + pick(0, 2), r.key_head = room * r.key_row;
+        r.key_batch = r.heads * r.key_head;
+        r.sign_head = room * r.dim / 8, r.sign_batch = r.heads * r.sign_head;
+        r.magnitude_head = 3 * r.sign_head, r.magnitude_batch = 3 * r.sign_batch;
+        r.weight_head = room * r.dim / r.m, r.weight_batch = r.heads * r.weight_head;
+        r.dtype = static_cast<int32_t>(pick(0, 2)), r.weight_dtype = HFK_FLOAT32;
+        r.path = random.path(), r.threads = static_cast<int32_t>(pick(1, 8));
+        keys = Numbers(heads * room * r.key_row, r.dtype);
+        keys.fill(random);
+        mean = Numbers(heads * r.head_dim, HFK_FLOAT32);
+        mean.fill(random);
+        if (random.one_in(2)) r.mean = mean.floats();
+        signs = Numbers(r.dim, HFK_FLOAT32);
+        signs.fill(random);
+        rising_ = {0.1f, 0.22f, 0.31f, 0.4f, 0.52f, 0.61f, 0.75f, 0.9f};
+        weight = Numbers(heads * room * r.dim / r.m, HFK_FLOAT32);
+        sign.assign(heads * room * r.dim / 8, 0xee), magnitude.assign(3 * sign.size(), 0xee);
+        r.keys = keys.data(), r.signs = signs.floats(), r.levels = rising_.data();
+        r.sign = sign.data(), r.magnitude = magnitude.data();
+        r.weight = const_cast<char *>(weight.data());
+    }
+
+    const char *run() {
+        if (hfk_paris_encode(&request) != HFK_OK) return "status of hfk_paris_encode";
+        for (int64_t b = 0; b < request.batch; ++b) {
+            for (int64_t h = 0; h < request.heads; ++h) {
+                for (int64_t t = 0; t < request.tokens; ++t) {
+                    if (!is_right(b, h, t)) return "ParisKV's codes";
+                }
+            }
+        }
+        request.m = 5;
+        return hfk_paris_encode(&request) == HFK_BAD_REQUEST ? nullptr : "m of 5 is not refused";
+    }
+
+  private:
+    // The key in the order of rotated coordinates, transformed in blocks: dim as a sum of powers of two.
+    std::vector<double> rotated(int64_t b, int64_t h, int64_t t) const {
+        const hfk_paris_encoding &r = request;
+        std::vector<double> x(r.dim), result(r.dim, 0.0);
+        for (int64_t i = 0; i < r.dim; ++i) {
+            const int64_t source = i * r.stride % r.dim;
+            if (source >= r.head_dim) continue;
+            double number = keys[b * r.key_batch + h * r.key_head + t * r.key_row + source];
+            if (r.mean != nullptr) number -= mean[(b * r.heads + h) * r.head_dim + source];
+            x[i] = number * signs[i];
+        }
+        for (int64_t bit = 1024, first = 0; bit > 0; bit /= 2) {
+            if ((r.dim & bit) == 0) continue;
+            for (int64_t i = 0; i < bit; ++i) {
+                for (int64_t j = 0; j < bit; ++j) {
+                    const bool odd = __builtin_popcountll(i & j) % 2 != 0;
+                    result[first + i] += (odd ? -1.0 : 1.0) * x[first + j] / std::sqrt(double(bit));
+                }
+            }
+            first += bit;
+        }
+        return result;
+    }
+
+    // Numbers near a limit may go to either side of it.
+    bool is_right(int64_t b, int64_t h, int64_t t) const {
+        const hfk_paris_encoding &r = request;
+        const std::vector<double> x = rotated(b, h, t);
+        const uint8_t *signs_of = sign.data() + b * r.sign_batch + h * r.sign_head + t * r.dim / 8;
+        const uint8_t *three =
+            magnitude.data() + b * r.magnitude_batch + h * r.magnitude_head + t * 3 * r.dim / 8;
+        const float *weights = weight.floats() + b * r.weight_batch + h * r.weight_head;
+        for (int64_t first = 0; first < r.dim; first += r.m) {
+            double length = 0.0, alpha = 0.0;
+            for (int64_t i = first; i < first + r.m; ++i) length += x[i] * x[i];
+            length = std::sqrt(length);
+            for (int64_t i = first; i < first + r.m; ++i) {
+                const bool positive = signs_of[i / 8] >> i % 8 & 1;
+                if (std::abs(x[i]) > 1e-4 && positive != (x[i] > 0)) return false;
+                const uint8_t *own = three + 3 * (i / 8);
+                const uint32_t word = own[0] | own[1] << 8 | own[2] << 16;
+                const int64_t level = word >> 3 * (i % 8) & 7;
+                const double u = length > 0 ? std::abs(x[i]) / length : 0.0;
+                const double off = std::abs(u - rising_[level]);
+                for (float other : rising_) {
+                    if (length > 1e-3 && off > std::abs(u - other) + 1e-3) return false;
+                }
+                alpha += u * rising_[level];
+            }
+            const double want = length / (alpha > 0 ? alpha : 1.0);
+            const double got = weights[t * r.dim / r.m + first / r.m];
+            if (length > 1e-3 && !(std::abs(got - want) <= 1e-3 * want)) return false;
+        }
+        return true;
+    }
+
+    std::vector<float> rising_;
+};
+
+} // namespace
+
+const char *fuzz_encoding(Random &random) { return Case(random).run(); }
