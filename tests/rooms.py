@@ -36,7 +36,7 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room(KERNELS, 14_950),
+    Room(KERNELS, 15_000),
     Room(PATCHES, 1_570),
     Room("hf_kvret.version", 10),
     Room("hf_kvret.options", 630),

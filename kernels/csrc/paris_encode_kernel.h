@@ -66,6 +66,7 @@ inline void encode_subspace(const float (*x)[kLanes], int64_t m, int64_t place, 
     for (int64_t k = 0; k < 7; ++k) bounds[k] = (levels[k + 1] + levels[k]) / 2;
     for (int64_t j = 0; j < m; ++j) {
         const int64_t bit = place + j;
+        const uint32_t one = 1u << bit;
         for (int64_t lane = 0; lane < kLanes; ++lane) {
             const float u = std::fabs(x[j][lane]) * scales[lane];
             float level = levels[0];
@@ -76,7 +77,7 @@ inline void encode_subspace(const float (*x)[kLanes], int64_t m, int64_t place, 
             }
             alphas[lane] += u * level;
             words[lane] |= number << 3 * bit;
-            signs[lane] |= (x[j][lane] >= 0.0f ? 1u : 0u) << bit;
+            signs[lane] |= x[j][lane] >= 0.0f ? one : 0u;
         }
     }
     for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -102,7 +103,7 @@ inline void encode_keys(const hfk_paris_encoding &r, int64_t batch, int64_t head
         const int64_t count = std::min(kLanes, last - begin);
         for (int64_t lane = 0; lane < kLanes; ++lane) {
             // Lanes without a key repeat the last one.
-            const int64_t token = begin + std::min(lane, count - 1);
+            const int64_t token = begin + (lane < count ? lane : count - 1);
             load_key(r, keys + size * token * r.key_row, mean, rows[lane]);
         }
         for (int64_t i = 0; i < r.dim; ++i) {

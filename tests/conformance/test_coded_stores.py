@@ -57,9 +57,17 @@ class CheckedStore(Store):
         return len(self.coded)
 
     def append(self, block: TokenBlock) -> None:
+        before = self.coded.coded_rows().key_mean if len(self.coded) else None
         self.coded.append(block)
         mean = self.coded.coded_rows().key_mean
         assert mean is not None
+        if before is not None and not torch.equal(before, mean):
+            # The first tokens of a sequence of padding came, which now reads as something else.
+            assert block.valid is not None and not before[~(before == mean).all((1, 2))].any()
+            chunks, self.plain = list(self.plain.chunks()), PagedStore(DeviceMemory(mean.device))
+            for start, keys, values in chunks:
+                keys = keys + (mean - before)[:, :, None].to(keys.dtype)
+                self.plain.append(TokenBlock(keys, values, start))
         mean = mean[:, :, None]
         keys, values = (
             self.codec.decode(*self.codec.encode(tensor))
