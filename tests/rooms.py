@@ -42,7 +42,7 @@ ROOMS = (
     Room("hf_kvret.options", 630),
     Room("hf_kvret.contracts", 1_795),
     Room("hf_kvret.models", 1_240),
-    Room("hf_kvret.stores", 2_400),
+    Room("hf_kvret.stores", 2_420),
     Room("hf_kvret.layer", 3_585),
     Room("hf_kvret.observe", 755),
     Room("hf_kvret.saved", 1_990),

@@ -112,8 +112,9 @@ class QuantizedStore(WrappedStore):
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As for every store, in the dtype of the model."""
         keys, values = self._decoded(*self.rows.gather(ids))
-        # Rows of holes are zero bytes, which decode to zeros, beside the mean.
-        return keys.masked_fill_((ids < 0)[..., None], 0.0), values
+        # Rows of no token are zero bytes, which decode to zeros, beside the mean.
+        none = (ids < 0) | (ids >= len(self))
+        return keys.masked_fill_(none[..., None], 0.0), values
 
     def chunks(
         self, chunk_len: int = 4096, stop: int | None = None

@@ -62,8 +62,8 @@ FAULTS = (
     Fault(
         "rotated-the-wrong-way",
         "model_patches/hf_kvret_model_patches/rope.py",
-        "pair = first * cos - second * sin, second * cos + first * sin",
-        "pair = first * cos + second * sin, second * cos - first * sin",
+        "(first * cos).addcmul_(second, sin, value=-1),",
+        "(first * cos).addcmul_(second, sin),",
     ),
     Fault(
         "latent-rows-turned-at-their-start",
