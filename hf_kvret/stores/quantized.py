@@ -20,6 +20,11 @@ from hf_kvret_kernels.higgs.codec import LARGEST_GROUP, SMALLEST_GROUP
 _CHUNK = 4096
 
 
+def _finite_mean(block: TokenBlock) -> torch.Tensor:
+    """``[B, Hkv, Dk]`` fp32 mean key; 0 where NaN or infinity would spoil all rows."""
+    return block.mean_key().nan_to_num_(0.0, 0.0, 0.0)
+
+
 class QuantizedStore(WrappedStore):
     """A paged store of coded rows, for every index (AQUA-KV's codec, without its predictors).
 
@@ -58,11 +63,11 @@ class QuantizedStore(WrappedStore):
         if len(block) == 0:
             return
         if not len(self):
-            self._key_mean = None if block.value_in_key else block.mean_key()
+            self._key_mean = None if block.value_in_key else _finite_mean(block)
         elif self._key_mean is not None and block.valid is not None:
-            # Of a sequence with nothing but padding so far no mean is known, and no row is read.
+            # A sequence that had only padding gets its mean now: nothing has read its rows.
             unknown = (self._key_mean == 0).flatten(1).all(1)[:, None, None]
-            self._key_mean = torch.where(unknown, block.mean_key(), self._key_mean)
+            self._key_mean = torch.where(unknown, _finite_mean(block), self._key_mean)
         codec = self._codec_for(block.keys, block.values, block.value_in_key)
         parts = [self._encoded(codec, block, first) for first in range(0, len(block), _CHUNK)]
         codes, scales = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))

@@ -33,7 +33,7 @@ struct Workspace {
 
     int64_t heads, query_stride, sum_stride;
     float *query, *sums, *scores, *weight_sums, *largest, *rescale;
-    // Of each head: the query's product with what was taken off the keys, 0 for rows of numbers.
+    // Products of each head's query with what was taken off the keys; they are 0 for plain rows.
     float *mean_scores;
     // Room for a block of coded rows.
     float *coded;
@@ -235,7 +235,7 @@ void turn_queries(const hfk_request &request, const Span &span, Workspace &space
     }
 }
 
-// What is left of `attend` once all is empty, where rows are in codes. The window's rows are numbers.
+// `attend` goes on here where rows are in codes; the rows of its window are plain numbers.
 template <class I, class T>
 bool attend_coded(const hfk_request &request, const hfk_window *window, const Span &span,
                   Workspace &space, float *out, int64_t out_stride, float *lse,

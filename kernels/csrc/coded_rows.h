@@ -14,7 +14,7 @@ inline int64_t scale_row_bytes(const hfk_request &request) {
     return scale_bytes(*request.coding, numbers);
 }
 
-// Of codes and, behind those of all rows of a page's head, scales.
+// A page's head holds the codes of all its rows, and then their scales.
 inline RowLayout coded_layout(const hfk_request &request) {
     const int64_t codes = request.page_len * request.row_dim, scales = scale_row_bytes(request);
     return {request.row_dim, codes, scales, codes + request.page_len * scales};

@@ -59,7 +59,7 @@ struct RowLayout {
     int64_t head_bytes;
 };
 
-// Of rows of numbers.
+// Rows of plain numbers lie like this: keys and values side by side.
 inline RowLayout layout_of(const hfk_request &request, int64_t element_bytes) {
     const int64_t bytes = request.row_dim * element_bytes;
     return {bytes, request.value_start * element_bytes, bytes, request.page_len * bytes};

@@ -112,6 +112,17 @@ def test_a_sequence_of_padding_gets_its_mean_with_its_first_tokens() -> None:
     assert (first_rows[0] - keys[0, :, :40]).square().mean() < 0.02
 
 
+def test_a_key_with_nan_or_infinity_spoils_no_other_row() -> None:
+    keys, values = draw(2, 100, (16, 16))
+    keys[0, 0, 7, 3], keys[1, 1, 9, 0] = float("nan"), float("inf")
+    store = QuantizedStore(DeviceMemory(CPU), 4)
+    store.append(TokenBlock(keys, values, 0))
+    ((_, near, _),) = store.chunks()
+    bad = ~keys.isfinite().all(-1)
+    assert torch.equal(~near.isfinite().all(-1), bad) and int(bad.sum()) == 2
+    assert store.state_dict()["key_mean"].isfinite().all()
+
+
 def test_older_saves_have_keys_without_a_mean() -> None:
     state = _filled().state_dict()
     mean = state.pop("key_mean")

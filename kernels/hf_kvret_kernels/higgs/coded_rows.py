@@ -89,13 +89,20 @@ class CodedRows:
 
     @functools.cached_property
     def coding_address(self) -> int:
-        """Of ``hfk_coding``, for the compiled library; good while this lives. Of HIGGS alone."""
-        assert isinstance(self.codec, HiggsCodec), "the caller asks for no other codec"
+        """Of ``hfk_coding``, for the compiled library; good while this lives.
+
+        Raises:
+            ValueError: codes that are not HIGGS, which the library can't read.
+        """
         return ctypes.addressof(self._coding)
 
     @functools.cached_property
     def _coding(self) -> ctypes.Array[ctypes.c_char]:
-        assert isinstance(self.codec, HiggsCodec), "as above"
+        if not isinstance(self.codec, HiggsCodec):
+            raise ValueError(
+                f"the rows are codes of {self.codec}, and the compiled library reads HIGGS alone: "
+                "attend to them with higgs.attend"
+            )
         return ctypes.create_string_buffer(self.codec.host_coding(self.key_mean))
 
     def __getstate__(self) -> dict[str, object]:
