@@ -22,6 +22,7 @@ from hf_kvret.lab.plan.command import add_fits_parser
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.program import Parser, kept_results, run_program
 from hf_kvret.lab.report.report import add_report_parser
+from hf_kvret.lab.selftest.command import add_selftest_parser
 from hf_kvret.lab.serve.command import add_serve_parser
 from hf_kvret.lab.tune.command import Tune
 from hf_kvret_kernels.host_attention import paths, why_not
@@ -50,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_measurement(commands, Demo)
+    add_selftest_parser(commands)
     add_document_parsers(commands)
     add_serve_parser(commands)
     add_measurement(commands, Tune)

@@ -25,13 +25,13 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 28_500
+MOST_LIBRARY_LINES = 30_700
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 69_000,
-    ("examples", ".py"): 14_080,
+    ("tests", ".py"): 69_300,
+    ("examples", ".py"): 13_000,
     ("kernels/csrc", ".cpp"): 2_090,
     ("kernels/csrc", ".h"): 3_830,
 }

@@ -21,10 +21,10 @@ from typing import Any
 import kernel_clock
 import torch
 from kernel_clock import TimedTogether, size_of, time_calls, torch_threads, wait_until_calm
-from kernel_work import ATTENTION_ERRORS, PAGE_LEN, Draw, KernelShape, distance
 from torch.nn import functional
 
 from hf_kvret.lab.bench import timed
+from hf_kvret.lab.bench.kernel_work import ATTENTION_ERRORS, PAGE_LEN, Draw, KernelShape, distance
 from hf_kvret.lab.bench.limits import available_host_memory, byte_count
 from hf_kvret.lab.bench.timing import measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row

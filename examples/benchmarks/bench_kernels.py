@@ -31,10 +31,16 @@ from kernel_clock import (
     time_once,
     torch_threads,
 )
-from kernel_ops import ATTENTION_OPS, CODEBOOK_OPS, HIGGS_OPS, PARIS_OPS, SEARCH_OPS
-from kernel_work import Draw, KernelOp, KernelShape, Rates
 
 from hf_kvret.lab.bench import timed
+from hf_kvret.lab.bench.kernel_ops import (
+    ATTENTION_OPS,
+    CODEBOOK_OPS,
+    HIGGS_OPS,
+    PARIS_OPS,
+    SEARCH_OPS,
+)
+from hf_kvret.lab.bench.kernel_work import Draw, KernelOp, KernelShape, Rates
 from hf_kvret.lab.bench.timing import measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program import common_options as common

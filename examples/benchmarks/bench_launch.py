@@ -23,10 +23,17 @@ from typing import Any
 
 import torch
 from kernel_clock import CacheFlush, check_host_memory, time_calls
-from kernel_work import ATTENTION_ERRORS, SCORE_ERROR, Draw, KernelShape, as_tuple, distance
 from tqdm import tqdm
 
 from hf_kvret.lab.bench import timed
+from hf_kvret.lab.bench.kernel_work import (
+    ATTENTION_ERRORS,
+    SCORE_ERROR,
+    Draw,
+    KernelShape,
+    as_tuple,
+    distance,
+)
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names

@@ -23,6 +23,7 @@ _DESCRIPTION = (
 _VERSION = "show the versions of hf-kvret, torch and transformers, and the CPU kernels"
 _COMMANDS = {
     "demo": "ask questions about a long document, with the bundled model",
+    "selftest": "check that kernels, stores and methods compute here what they should",
     "read": "read a document once and keep it on a shelf",
     "ask": "ask a question to a document on a shelf",
     "shelf": "list, check or remove what is on a shelf",

@@ -1,10 +1,11 @@
-"""``hf-kvret bench decode | batch | prefill | memory``: the measurements of the command."""
+"""``hf-kvret bench decode | batch | prefill | memory | all``: the command's measurements."""
 
 from __future__ import annotations
 
 import argparse
 
 from hf_kvret.lab.bench.batches import Batch
+from hf_kvret.lab.bench.everything import add_all_parser
 from hf_kvret.lab.bench.memory import Memory
 from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.evaluate.measurement import Measurement, add_measurement
@@ -30,6 +31,7 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     measurements = parser.add_subparsers(required=True, metavar="MEASURE")
     for cls in _MEASUREMENTS:
         add_measurement(measurements, cls)
+    add_all_parser(measurements, MEASUREMENTS)
     for title in SCRIPTS:
         if title.startswith("bench "):
             add_script_name(measurements, title)

@@ -15,7 +15,9 @@ import pytest
 import torch
 from bench_kernels import OPS, Kernels, choose_ops
 from kernel_clock import time_calls
-from kernel_work import (
+
+from hf_kvret import registered_methods
+from hf_kvret.lab.bench.kernel_work import (
     Call,
     Draw,
     KernelOp,
@@ -26,8 +28,6 @@ from kernel_work import (
     not_shared,
     unequal,
 )
-
-from hf_kvret import registered_methods
 from hf_kvret.lab.report.results import Results
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt, ragged
@@ -200,7 +200,7 @@ ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 RANK = 4
 KERNELS, CODEC = "hf_kvret_kernels.", "hf_kvret_kernels.higgs.codec.Codec."
-BENCH = "kernel_ops."
+BENCH = "hf_kvret.lab.bench.kernel_ops."
 
 # A cache that calls the operation, and the names by which it and the command look it up.
 CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -210,7 +210,11 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     },
     "codebook.lookup": ("a2ats", {"budget_of": "union"}, (f"{KERNELS}codebook.lookup",)),
     "proxy.top_indices": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.top_indices",)),
-    "top_k": ("a2ats", {}, ("hf_kvret.methods.a2ats.index.top_k", "kernel_ops.top_k")),
+    "top_k": (
+        "a2ats",
+        {},
+        ("hf_kvret.methods.a2ats.index.top_k", f"{BENCH}top_k"),
+    ),
     "centroid.top_keys": ("ctkvr", {}, (f"{KERNELS}centroid.key_lists",)),
     "centroid.similarity": ("ctkvr", {}, (f"{KERNELS}centroid.similarity",)),
     **{

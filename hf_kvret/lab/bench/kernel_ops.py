@@ -1,5 +1,7 @@
 """The operations that ``bench kernels`` measures, by method, with the defaults of each.
 
+``STEP_OPS`` are for the self-test alone: their time is that of other operations' bytes.
+
 Coded rows are as ``store="higgs"`` has them: with its default of bits, in groups of a head, and in
 the dtype of the model. A2ATS brings keys and queries to the space of its codewords in fp32, and
 LRQK keeps proxies in bf16, so that they don't depend on the dtype of the model.
@@ -12,7 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_work import (
+
+from hf_kvret.lab.bench.kernel_work import (
     ATTENTION_ERRORS,
     CTKVR,
     PAGE_LEN,
@@ -22,17 +25,23 @@ from kernel_work import (
     Error,
     KernelOp,
     KernelShape,
+    Operation,
     coded,
     distance,
     not_shared,
     unequal,
 )
-
 from hf_kvret_kernels import centroid, codebook, higgs, paris, proxy, relevance
+from hf_kvret_kernels.block_lse import block_lse
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.mean_tokens import BlockMeans, mean_logits
+from hf_kvret_kernels.merge import Partials, merge_partials
+from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.prompt_attention import prompt_attention
+from hf_kvret_kernels.resident import SlotMap, assign, fetch
+from hf_kvret_kernels.step_attention import step_attention
 from hf_kvret_kernels.top_k import top_k
 
 _WEIGHT = torch.bfloat16
@@ -72,8 +81,9 @@ def _search(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _candidates(shape: KernelShape, draw: Draw) -> Any:
-    best, options = shape.count("best"), _stage_one_options(shape, draw)
-    return partial(paris.candidates, *_stage_one(shape, draw), best, **options)
+    query, counts, sign = _stage_one(shape, draw)
+    options = _stage_one_options(shape, draw)
+    return partial(paris.candidates, query, counts, sign, shape.count("best"), **options)
 
 
 def _stage_one(shape: KernelShape, draw: Draw) -> tuple[torch.Tensor, ...]:
@@ -300,6 +310,7 @@ ATTENTION_OPS = (
         products="2 B Hq n D",
         inputs=_window,
         check=(distance, ATTENTION_ERRORS),
+        compiled=True,
     ),
 )
 
@@ -380,9 +391,8 @@ def _top_places(shape: KernelShape, draw: Draw) -> Any:
     query = draw.normal(shape.batch, shape.query_heads, 1, shape.rank) * shape.scale
     lead = (shape.batch, shape.heads, shape.length)
     rows = draw.normal(*lead, shape.rank, dtype=torch.bfloat16)
-    return partial(
-        *(proxy.top_indices, query, rows, shape.heads, shape.top_k), valid=draw.all_valid(shape)
-    )
+    arguments = query, rows, shape.heads, shape.top_k
+    return partial(proxy.top_indices, *arguments, valid=draw.all_valid(shape))
 
 
 def _top_k(shape: KernelShape, draw: Draw) -> Any:
@@ -472,4 +482,79 @@ SEARCH_OPS = (
         check=_SCORES,
         sizes="{L:,} centroids",
     ),
+)
+
+
+def _merge(shape: KernelShape, draw: Draw) -> Any:
+    outs, lses = zip(*(_partials(shape, draw, splits) for splits in (1, 3, 7)), strict=True)
+    return partial(merge_partials, outs, lses, sink_logits=draw.normal(shape.query_heads))
+
+
+def _partials(shape: KernelShape, draw: Draw, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lead = (shape.batch, shape.query_heads, 1, splits)
+    return draw.normal(*lead, shape.head_dim), draw.normal(*lead)
+
+
+def _step(shape: KernelShape, draw: Draw) -> Any:
+    return partial(
+        step_attention,
+        *(draw.query(shape), draw.keys(shape), draw.keys(shape)),
+        Partials(*_partials(shape, draw, 5)),
+        scale=shape.scale,
+        causal_offset=shape.length - 1,
+        valid=draw.all_valid(shape),
+        out_dtype=torch.float32,
+    )
+
+
+def _means(shape: KernelShape, draw: Draw) -> Any:
+    sizes = (shape.batch, shape.heads, 1, shape.head_dim)
+    counts = torch.full((shape.batch, 1), shape.length, dtype=torch.int32, device=draw.device)
+    means = BlockMeans(draw.normal(*sizes), draw.normal(*sizes), counts)
+    ids = draw.ids(shape, shape.top_k)
+    return partial(mean_logits, draw.query(shape), means, ids, scale=shape.scale)
+
+
+def _block_sums(shape: KernelShape, draw: Draw) -> Any:
+    probes = 4
+    lead = (shape.batch, shape.query_heads, probes, shape.head_dim)
+    last = torch.arange(probes, device=draw.device) * (shape.length // probes)
+    positions = last.expand(shape.batch, probes).contiguous()
+    queries = draw.normal(*lead, dtype=shape.dtype)
+    return partial(
+        block_lse, queries, draw.keys(shape), positions, scale=shape.scale, block=64,
+    )  # fmt: skip
+
+
+def _fetch(shape: KernelShape, draw: Draw) -> Any:
+    """Which slots are taken, and what lies in them after a call; not who got which of them."""
+    _, rows, ids = draw.chosen_rows(shape)
+    tokens = ids[:, :, 0]
+
+    def run(backend: str) -> torch.Tensor:
+        lead, slots = tokens.shape[:2], shape.top_k
+        empty = partial(torch.full, fill_value=-1, dtype=torch.int32, device=draw.device)
+        table = empty((*lead, shape.length))
+        token, stamp = empty((*lead, slots)), empty((*lead, slots))
+        clock = torch.zeros(1, dtype=torch.int32, device=draw.device)
+        buffer = rows.chunks[0].new_zeros(*lead, slots, rows.width)
+        indices, fetched = assign(SlotMap(table, token, stamp, clock), tokens, backend=backend)
+        fetch(rows, tokens, fetched, buffer, backend=backend)
+        return buffer.gather(2, indices.long()[..., None].expand(*indices.shape, rows.width))
+
+    return run
+
+
+def _copied_pages(shape: KernelShape, draw: Draw) -> Any:
+    _, rows, _ = draw.chosen_rows(shape)
+    return partial(copy_pages, rows, 1, shape.pages - 1)
+
+
+STEP_OPS = (
+    Operation(name="merge", inputs=_merge, check=(distance, SCORE_ERROR)),
+    Operation(name="step_attention", inputs=_step, check=(distance, ATTENTION_ERRORS)),
+    Operation(name="mean_tokens", inputs=_means, check=_SCORES),
+    Operation(name="block_lse", inputs=_block_sums, check=_SCORES, compiled=True),
+    Operation(name="resident", inputs=_fetch, check=(unequal, 0.0)),
+    Operation(name="copy_pages", inputs=_copied_pages, check=(unequal, 0.0)),
 )

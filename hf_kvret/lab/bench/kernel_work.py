@@ -256,43 +256,23 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelOp:
-    """An operation of ``hf_kvret_kernels`` as ``bench kernels`` measures it.
+class Operation:
+    """An operation of ``hf_kvret_kernels`` that can be compared with plain torch.
 
     Attributes:
         name: on the command line, the folder first.
-        read, written: bytes that a call needs, as ``KernelShape.count`` takes them; see ``Work``.
-        products: its multiply-adds.
         inputs: draws inputs; what it returns takes ``backend`` and returns one tensor or several.
         check: the error of a way against plain torch, and the largest that rounding explains, maybe
             by dtype.
         error_of: makes the error of what ``inputs`` returned, where it depends on the inputs.
-        sizes: what else the work depends on, for the table, as ``KernelShape.tell`` takes it.
-        stored: bytes that lie in memory too, as a store of which a call reads some rows.
-        copies: as many times its inputs and outputs a call may hold in memory, about; the way in
-            torch needs the most.
         compiled: whether the compiled library has it, for CPU tensors.
     """
 
     name: str
-    read: str
-    written: str
-    products: str = "0"
     inputs: Callable[[KernelShape, Draw], Callable[..., Any]]
     check: tuple[Error, float | Mapping[torch.dtype, float]]
     error_of: Callable[[Any], Error] | None = None
-    sizes: str = ""
-    stored: str = "0"
-    copies: int = 4
     compiled: bool = False
-
-    def work(self, shape: KernelShape) -> Work:
-        """The bytes and multiply-adds that a call needs."""
-        return Work(*map(shape.count, (self.read, self.written, self.products)))
-
-    def held_bytes(self, shape: KernelShape) -> int:
-        """Memory that a call takes with its inputs, about."""
-        return self.copies * self.work(shape).moved_bytes + shape.count(self.stored)
 
     def backends(self, device: torch.device) -> tuple[str, ...]:
         """Those that this operation has there, the one that ``"auto"`` means first."""
@@ -307,6 +287,35 @@ class KernelOp:
             error = self.error_of(call)
         tolerance = allowed[shape.dtype] if isinstance(allowed, Mapping) else allowed
         return Call(lambda backend: as_tuple(call(backend=backend)), error, tolerance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOp(Operation):
+    """An operation as ``bench kernels`` measures it, against its floor.
+
+    Attributes:
+        read, written: bytes that a call needs, as ``KernelShape.count`` takes them; see ``Work``.
+        products: its multiply-adds.
+        sizes: what else the work depends on, for the table, as ``KernelShape.tell`` takes it.
+        stored: bytes that lie in memory too, as a store of which a call reads some rows.
+        copies: as many times its inputs and outputs a call may hold in memory, about; the way in
+            torch needs the most.
+    """
+
+    read: str
+    written: str
+    products: str = "0"
+    sizes: str = ""
+    stored: str = "0"
+    copies: int = 4
+
+    def work(self, shape: KernelShape) -> Work:
+        """The bytes and multiply-adds that a call needs."""
+        return Work(*map(shape.count, (self.read, self.written, self.products)))
+
+    def held_bytes(self, shape: KernelShape) -> int:
+        """Memory that a call takes with its inputs, about."""
+        return self.copies * self.work(shape).moved_bytes + shape.count(self.stored)
 
 
 def as_tuple(returned: Any) -> tuple[torch.Tensor, ...]:

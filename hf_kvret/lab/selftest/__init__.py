@@ -1,0 +1,1 @@
+"""``hf-kvret selftest``: does what is installed here compute what it should?"""

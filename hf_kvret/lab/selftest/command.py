@@ -1,0 +1,223 @@
+"""``hf-kvret selftest``."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hf_kvret.lab.program.arguments import check_device, file_path, known_names
+from hf_kvret.lab.program.common_options import device_option
+from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.report.environment import describe_environment
+from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.selftest.check import (
+    FAILED,
+    GROUPS,
+    PASSED,
+    SKIPPED,
+    Check,
+    Verdict,
+    run_check,
+)
+from hf_kvret.lab.selftest.decoding import (
+    Bundled,
+    cache_checks,
+    quietly,
+    step_checks,
+    stream_checks,
+)
+from hf_kvret.lab.selftest.kernels import host_row_checks, kernel_checks
+from hf_kvret_kernels import host_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfTest:
+    """The options of ``hf-kvret selftest``."""
+
+    device: str = device_option()
+    only: tuple[str, ...] = option(
+        tuple(GROUPS), f"of {', '.join(GROUPS)}", kind=known_names(tuple(GROUPS))
+    )
+    report: Path | None = option(
+        None, "write what a bug report needs, as markdown", kind=file_path, metavar="FILE"
+    )
+    json: bool = option(False, "print JSON instead")
+
+
+def add_selftest_parser(commands: Any) -> None:
+    """Add ``selftest`` to the program's commands."""
+    parser = commands.add_parser(
+        "selftest",
+        help="check that kernels, stores and methods compute here what they should",
+        description="Check on this machine that kernels, stores and methods compute what they "
+        "should, on the bundled model, in about two minutes. The exit status is 1 where a check "
+        "fails.",
+        epilog=example_lines(
+            ["hf-kvret selftest", "hf-kvret selftest --device cuda --report selftest.md"]
+        ),
+        formatter_class=HelpFormatter,
+    )
+    add_options(parser, SelfTest)
+    parser.set_defaults(run=lambda parsed: run_selftest(read_options(SelfTest, parsed)))
+
+
+def run_selftest(options: SelfTest) -> int:
+    """Run the checks and print what became of them; returns 1 where one failed.
+
+    Raises:
+        ValueError: a device that is not there.
+        OSError: the report can't be written.
+    """
+    check_device(options.device)
+    if options.report is not None:
+        # Before minutes are spent: the place can be written to.
+        options.report.touch()
+    device = torch.device(options.device)
+    verdicts = run_checks(list(checks(device, options.only)), device)
+    described = describe(device)
+    if options.report is not None:
+        options.report.write_text(report_text(verdicts, described), encoding="utf-8")
+    if options.json:
+        content = described | {"checks": [one.to_dict() for one in verdicts]}
+        print(json.dumps(content, indent=1))
+    else:
+        print(summary(verdicts))
+    return int(any(one.status == FAILED for one in verdicts))
+
+
+def checks(device: torch.device, groups: Sequence[str] = tuple(GROUPS)) -> Iterator[Check]:
+    """Every check of these groups for a device, in the order of ``GROUPS``."""
+    bundled = Bundled(device)
+    made = {
+        "kernels": [kernel_checks(device)],
+        "steps": [step_checks(bundled)],
+        "memory": [host_row_checks(device), stream_checks(bundled)],
+        "caches": [cache_checks(bundled)],
+    }
+    for group in GROUPS:
+        if group in groups:
+            for some in made[group]:
+                yield from some
+
+
+def run_checks(some: Sequence[Check], device: torch.device) -> list[Verdict]:
+    """What became of each check; none is made after an error that the device does not survive."""
+    verdicts: list[Verdict] = []
+    broken = ""
+    # More threads take longer for so little work.
+    with quietly(), few_threads(), tqdm(some, unit="check", leave=False) as bar:
+        for check in bar:
+            bar.set_postfix_str(check.name, refresh=False)
+            if broken:
+                verdicts.append(
+                    Verdict(check.group, check.name, SKIPPED, broken, check.remedy, 0.0)
+                )
+                continue
+            verdicts.append(run_check(check))
+            if device.type == "cuda" and not _works(device):
+                broken = f"the GPU does not go on after {check.name!r}"
+    return verdicts
+
+
+@contextmanager
+def few_threads() -> Iterator[None]:
+    """torch and the compiled library run on two threads at most."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _works(device: torch.device) -> bool:
+    """Whether the device finished its work; an illegal access ends all work of a process."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Versions, processor, GPU and driver; no names of folders or of the machine."""
+    environment = describe_environment()
+    gpu = None
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        gpu = {
+            "name": facts.name,
+            "capability": f"sm_{facts.major}{facts.minor}",
+            "memory_bytes": facts.total_memory,
+            "cuda": torch.version.cuda,
+            "driver": _driver(),
+        }
+    return {
+        "device": device.type,
+        "gpu": gpu,
+        "processor": environment["processor"],
+        "threads": environment["threads"],
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": environment["python"],
+        "versions": environment["versions"],
+        "cpu_kernels": host_attention.why_not() or ", ".join(host_attention.paths()),
+    }
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, as the kernel module says it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    words = (word for word in text.split() if word[:1].isdigit() and "." in word)
+    return next(words, None)
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """A row for each group, and below it what failed and why others were not made."""
+    rows = []
+    for group, meaning in GROUPS.items():
+        some = [one for one in verdicts if one.group == group]
+        if some:
+            counts = [sum(one.status == status for one in some) for status in _STATUSES]
+            seconds = sum(one.seconds for one in some)
+            rows.append((group, *map(str, counts), f"{seconds:.0f}", meaning))
+    parts = [markdown_table(("group", *_STATUSES, "seconds", "what is checked"), rows)]
+    failed = [one for one in verdicts if one.status == FAILED]
+    if failed:
+        lines = [(f"{one.group}: {one.name}", one.detail, one.remedy) for one in failed]
+        parts.append(markdown_table(("failed", "error", "avoid it by"), lines))
+    reasons: dict[str, int] = {}
+    for one in verdicts:
+        if one.status == SKIPPED:
+            reasons[one.detail] = reasons.get(one.detail, 0) + 1
+    if reasons:
+        parts.append("\n".join(f"- {count} skipped: {why}" for why, count in reasons.items()))
+    passed = sum(one.status == PASSED for one in verdicts)
+    parts.append(
+        f"{len(failed)} of {passed + len(failed)} checks failed. Please report it: run again with "
+        "--report FILE."
+        if failed
+        else f"All {passed} checks passed."
+    )
+    return "\n\n".join(parts)
+
+
+_STATUSES = (PASSED, FAILED, SKIPPED)
+
+
+def report_text(verdicts: Sequence[Verdict], described: dict[str, Any]) -> str:
+    """Markdown for a bug report: machine, versions, summary, and every failing check as JSON."""
+    failed = [asdict(one) for one in verdicts if one.status == FAILED]
+    facts = json.dumps(described | {"failed": failed}, indent=1)
+    return f"# hf-kvret selftest\n\n{summary(verdicts)}\n\n```json\n{facts}\n```\n"

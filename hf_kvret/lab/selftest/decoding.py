@@ -1,0 +1,268 @@
+"""Checks of the self-test: decode steps beside slower ones, caches beside full attention."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.evaluate.bundled import load_bundled_model
+from hf_kvret.lab.selftest.check import Check, Skip
+from hf_kvret.models.versions import as_argument
+from hf_kvret.registry import attach, registered_methods
+from hf_kvret.replay import DecodeGraph
+from hf_kvret.stores import SPLIT, STORES
+from hf_kvret.testing.conformance import (
+    COVERING_OPTIONS,
+    Case,
+    check,
+    no_proof,
+    reads_cold_rows,
+    run_case,
+)
+from hf_kvret.testing.indexed_models import known_indexed
+from hf_kvret.testing.modes import MODES
+from hf_kvret.testing.scenario import Outcome, Scenario, prompt
+from hf_kvret_kernels._dispatch import prefer
+
+METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o", "aqua")
+"""Those that serve the bundled model."""
+
+# With a budget of a few tokens, and cold rows from the first step on.
+_OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 24, "recent": 16, "flush": 8}
+_PROMPT_LEN, _STEPS = 200, 20
+# Sums in another order; logits of the bundled model are 10 to 20.
+_TOLERANCE = 2e-3
+# With a small budget rounding decides between two tokens that matter alike, once in a while.
+_LEAST_ALIKE = 0.9
+# In turns over methods and stores, so that each of them is met.
+_MODES = (
+    "greedy_ragged", "crop_deep", "second_turn_ragged", "beams", "prefix_reuse", "prompt_lookup",
+    "batch_select_indices", "chunked_prefill", "sampling", "saved", "reset",
+)  # fmt: skip
+# Products that take longer than a step, on another stream.
+_LOAD, _LOAD_SIZE = 8, 4096
+
+
+def saved(scenario: Scenario) -> None:
+    """A cache that is saved, loaded and used for more tokens."""
+    ids, mask = scenario.ragged((70, 55))
+    cached = scenario.cache()
+    scenario.forward(ids, cached, "prompt", mask, keep=1)
+    more = scenario.prompt(2, 12, salt=1)
+    mask = torch.cat([mask, torch.ones_like(more)], dim=1)
+    scenario.feed(more[:, :6], cached, "before", mask)
+    if isinstance(cached, RetrievalCache):
+        with tempfile.TemporaryDirectory(prefix="hf_kvret_") as folder:
+            cached.save_pretrained(folder)
+            options = {"store": cached.options.store}
+            if cached.options.disk is not None:
+                options["disk"] = cached.options.disk
+            cached = type(cached).from_pretrained(
+                folder, scenario.model.config, device=scenario.device, **options
+            )
+        scenario.register(cached)
+    scenario.feed(more[:, 6:], cached, "after", mask)
+
+
+class Bundled:
+    """The bundled model on a device, and what transformers' own cache gives with it.
+
+    Args:
+        device: where the model is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._references: dict[str, Outcome | str] = {}
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """In fp32, attached."""
+        return _load(self.device)
+
+    def new_cache(self, method: str, store: str, **changes: Any) -> RetrievalCache:
+        """An empty cache; Skip where the method can't have the store."""
+        cls = registered_methods()[method]
+        if not cls.Config.takes_store(store):
+            raise Skip(f"{method} has rows of its own, and no store={store!r}")
+        options = {**_OPTIONS, **changes, "store": store}
+        if store == SPLIT:
+            options["device_budget"] = "100KB"
+        if store == "disk":
+            options["disk"] = tempfile.gettempdir()
+        taken = {name: value for name, value in options.items() if cls.Config.takes(name, value)}
+        return cls(self.model.config, **taken)
+
+    def covering(self, method: str, store: str, mode: str) -> str:
+        """With a budget for all and rows in full: values of full attention in a mode of use."""
+        coded = {"bits": 16} if method == "aqua" or store.startswith("higgs") else {}
+        make = partial(self.new_cache, method, store, **COVERING_OPTIONS, **coded)
+        reference = self._reference(mode)
+        if isinstance(reference, str):
+            raise Skip(reference)
+        proof = no_proof if method == "aqua" else reads_cold_rows
+        check(self.model, _modes()[mode], make, baseline=reference, atol=_TOLERANCE, proof=proof)
+        return mode
+
+    def _reference(self, mode: str) -> Outcome | str:
+        if mode not in self._references:
+            self._references[mode] = _modes()[mode].reference(self.model)
+        return self._references[mode]
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        cached: RetrievalCache,
+        call: Callable[..., Any] | None = None,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """``[steps, B, V]``: logits of given tokens after a prompt, with flushes in between."""
+        call, logits = call or self.model, []
+        tokens = prompt(2, _PROMPT_LEN + _STEPS).to(self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        parts = [_PROMPT_LEN, *[1] * _STEPS]
+        for inputs, places in zip(
+            tokens.split(parts, dim=1), positions.split(parts, dim=1), strict=True
+        ):
+            before_step()
+            out = call(input_ids=inputs, position_ids=places, **as_argument(cached), use_cache=True)
+            logits.append(out.logits[:, -1].float())
+        return torch.stack(logits[1:])
+
+
+@cache
+def _load(device: torch.device) -> PreTrainedModel:
+    model = load_bundled_model(device=device)
+    attach(model)
+    return model
+
+
+@cache
+def _modes() -> dict[str, Any]:
+    own = type(MODES["loop"])(saved.__name__, saved, True)
+    return {**MODES, saved.__name__: own}
+
+
+def step_checks(bundled: Bundled) -> Iterator[Check]:
+    """Steps beside those of plain torch, and on a GPU replayed ones beside usual ones."""
+    on_gpu = bundled.device.type == "cuda"
+    remedy = "cache_implementation='dynamic'" if on_gpu else "HF_KVRET_CPU_PATH=portable"
+    for method, store in itertools.product(METHODS, ("device", "host", "higgs")):
+        name = f"{method}, store={store!r}"
+        # torch reads no rows over the bus.
+        if not on_gpu or store != "host":
+            yield Check(
+                "steps", f"{name}, torch", partial(_beside_torch, bundled, method, store), remedy
+            )
+        if on_gpu:
+            run = partial(_replayed, bundled, method, store)
+            yield Check("steps", f"{name}, graph", run, "graph=False")
+
+
+def _replayed(bundled: Bundled, method: str, store: str) -> str:
+    usual = bundled.decode(bundled.new_cache(method, store, graph=False))
+    cached = bundled.new_cache(method, store)
+    graph = DecodeGraph(bundled.model, cached)
+    own = bundled.decode(cached, graph)
+    if not graph.replays:
+        raise Skip(f"no step was replayed: {graph.reason}")
+    if not torch.equal(own, usual):
+        raise AssertionError(f"logits differ by {(own - usual).abs().max().item():.2g}")
+    return f"{graph.replays} of {_STEPS} steps replayed"
+
+
+def _beside_torch(bundled: Bundled, method: str, store: str) -> str:
+    own = bundled.decode(bundled.new_cache(method, store, graph=False))
+    with prefer("naive"):
+        usual = bundled.decode(bundled.new_cache(method, store, graph=False))
+    errors = (own - usual).abs().amax(dim=-1)
+    alike = (errors <= _TOLERANCE).float().mean().item()
+    if not alike >= _LEAST_ALIKE:
+        raise AssertionError(
+            f"{1 - alike:.0%} of the steps have other logits, by up to {errors.max().item():.2g}"
+        )
+    return f"logits within {errors.max().item():.1g}"
+
+
+def stream_checks(bundled: Bundled) -> Iterator[Check]:
+    """Steps with rows on the host while the GPU works on another stream."""
+    for store in ("host", "resident", "split", "cpu"):
+        run = partial(_loaded_steps, bundled, store)
+        yield Check("memory", f"a busy GPU, store={store!r}", run, "store='device'")
+
+
+def _loaded_steps(bundled: Bundled, store: str) -> str:
+    if bundled.device.type != "cuda":
+        raise Skip("a GPU has streams, and none is tested")
+    quiet = bundled.decode(bundled.new_cache("paris", store))
+    stream = torch.cuda.Stream(bundled.device)
+    matrix = torch.randn(_LOAD_SIZE, _LOAD_SIZE, device=bundled.device)
+
+    def load() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(_LOAD):
+                matrix @ matrix
+
+    busy = bundled.decode(bundled.new_cache("paris", store), before_step=load)
+    if not torch.equal(quiet, busy):
+        raise AssertionError(f"logits differ by {(quiet - busy).abs().max().item():.2g}")
+    return f"{_STEPS} steps"
+
+
+def cache_checks(bundled: Bundled) -> Iterator[Check]:
+    """Every method with every store, each in one of the modes of use in turn."""
+    stores = [*STORES, SPLIT, "disk"]
+    modes = itertools.cycle(_MODES)
+    for store, method in itertools.product(stores, METHODS):
+        if registered_methods()[method].Config.takes_store(store):
+            mode = next(modes)
+            other = "device" if store != "device" else "host"
+            yield Check(
+                "caches",
+                f"{method}, store={store!r}, {mode}",
+                partial(bundled.covering, method, store, mode),
+                f"store={other!r}, another method, or cache_implementation='dynamic'",
+            )
+    for method, model in (("latent", "deepseek_v3"), ("native", next(iter(known_indexed()), ""))):
+        for mode in ("greedy_ragged", "crop_deep"):
+            run = partial(_other_model, method, model, mode, bundled.device)
+            remedy = "cache_implementation='dynamic'"
+            yield Check("caches", f"{method}, {model or 'no model'}, {mode}", run, remedy)
+
+
+def _other_model(method: str, model: str, mode: str, device: torch.device) -> str:
+    if not model:
+        raise Skip("this transformers has no model with an indexer that native serves")
+    cls = registered_methods()[method]
+    options = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
+    taken = {name: value for name, value in options.items() if cls.Config.takes(name, value)}
+    proof = no_proof if method == "latent" else reads_cold_rows
+    result = run_case(
+        Case(model, mode), lambda built: cls(built.config, **taken), device=str(device), proof=proof
+    )
+    if result.status == "skipped":
+        raise Skip(result.detail)
+    if result.status != "passed":
+        raise AssertionError(result.detail)
+    return "tokens of full attention"
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings of the library, which the checks provoke."""
+    logger = logging.getLogger("hf_kvret")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,228 @@
+"""The self-test passes here, notices planted faults, and its report is fit to be shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import cli
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.lab.bench.kernel_ops import STEP_OPS
+from hf_kvret.lab.bench.kernel_work import Draw, KernelShape, Operation
+from hf_kvret.lab.selftest import command
+from hf_kvret.lab.selftest.check import (
+    FAILED,
+    GROUPS,
+    PASSED,
+    SKIPPED,
+    Check,
+    Skip,
+    run_check,
+    without_folders,
+)
+from hf_kvret.lab.selftest.command import checks, run_checks
+from hf_kvret.lab.selftest.decoding import METHODS, Bundled, cache_checks, step_checks
+from hf_kvret.lab.selftest.kernels import OPERATIONS, kernel_checks
+from hf_kvret.registry import registered_methods
+from hf_kvret.stores import DISK, SPLIT, STORES, PagedStore
+from hf_kvret_kernels import host_library
+
+CPU = torch.device("cpu")
+KERNELS = Path(__file__).parents[3] / "kernels" / "hf_kvret_kernels"
+needs_library = pytest.mark.skipif(
+    bool(host_library.why_not()), reason="the compiled library is not here"
+)
+
+
+def named(some: Any, *words: str) -> list[Check]:
+    """The checks whose names have one of these words."""
+    return [one for one in some if any(word in one.name for word in words)]
+
+
+def test_every_operation_with_a_triton_kernel_is_checked() -> None:
+    folders = {path.parent.name for path in KERNELS.glob("*/triton*.py")}
+    checked = {operation.name.partition(".")[0] for operation in OPERATIONS}
+    assert folders - checked == set()
+    assert checked - folders == {"copy_pages"}
+
+
+def test_every_method_and_every_store_is_checked() -> None:
+    names = [one.name for one in cache_checks(Bundled(CPU))]
+    assert {name.partition(",")[0] for name in names} == set(registered_methods())
+    for store in (*STORES, SPLIT, DISK):
+        methods = {name.partition(",")[0] for name in names if f"store={store!r}" in name}
+        takes = {each for each in METHODS if registered_methods()[each].Config.takes_store(store)}
+        assert methods == takes
+    modes = {name.rpartition(" ")[2] for name in names}
+    assert {"crop_deep", "prefix_reuse", "beams", "saved"} <= modes
+
+
+def test_each_group_has_checks_on_either_device() -> None:
+    for device in ("cpu", "cuda"):
+        groups = [one.group for one in checks(torch.device(device))]
+        assert list(dict.fromkeys(groups)) == list(GROUPS)
+        assert all(one.remedy for one in checks(torch.device(device)))
+
+
+@needs_library
+def test_compiled_operations_pass_with_every_instruction_set() -> None:
+    some = named(kernel_checks(CPU), "gather_attention", "block_lse", "higgs.attend")
+    verdicts = run_checks(some, CPU)
+    assert {one.status for one in verdicts} == {PASSED}
+    assert len(verdicts) == 9 * len(host_library.paths())
+
+
+def test_steps_and_caches_pass() -> None:
+    bundled = Bundled(CPU)
+    some = [
+        *named(step_checks(bundled), "paris, store='device'", "aqua, store='host'"),
+        *named(cache_checks(bundled), "saved", "'higgs', beams", "native", "split"),
+    ]
+    verdicts = run_checks(some, CPU)
+    assert len(verdicts) > 10
+    assert {one.status for one in verdicts} == {PASSED}, [one.detail for one in verdicts]
+
+
+@pytest.mark.slow
+def test_all_of_it_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["selftest", "--device", "cpu", "--report", str(tmp_path / "report.md")]
+    assert cli.main(words) == 0
+    assert "checks passed." in capsys.readouterr().out
+
+
+@needs_library
+def test_a_wrong_kernel_is_noticed_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def wrong(real: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = real(*given)
+        out[..., -1] *= 1.1
+        return out, lse
+
+    monkeypatch.setattr(host_library, "attend", partial(wrong, host_library.attend))
+    report = tmp_path / "report.md"
+    words = ["selftest", "--device", "cpu", "--only", "kernels", "--report", str(report)]
+    assert cli.main(words) == 1
+    output = capsys.readouterr().out
+    assert "kernels: gather_attention, bf16, portable" in output
+    assert "higgs.attend" in output and "gather_scores" not in output
+    assert "HF_KVRET_CPU_PATH=" in output and "checks failed. Please report it" in output
+    content = json.loads(report.read_text(encoding="utf-8").split("```json")[1].strip("`\n"))
+    assert {one["status"] for one in content["failed"]} == {FAILED}
+    assert content["versions"]["torch"] == torch.__version__ and content["gpu"] is None
+
+
+def test_a_store_that_loses_a_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PagedStore.append
+
+    def lossy(self: PagedStore, block: TokenBlock) -> None:
+        block.keys[:, :, 0] = 0.0
+        real(self, block)
+
+    monkeypatch.setattr(PagedStore, "append", lossy)
+    some = named(cache_checks(Bundled(CPU)), "flat, store='device'")
+    (verdict,) = run_checks(some, CPU)
+    assert verdict.status == FAILED and "differs first at" in verdict.detail
+
+
+@needs_library
+@pytest.mark.parametrize("method", ["flat", "paris", "lrqk"])
+def test_a_step_that_searches_wrongly_is_noticed(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = host_library.pack_request
+
+    def other(*given: Any) -> bytes:
+        # The scale of the scores: attention goes to other tokens.
+        return real(*given[:6], 0.8 * given[6], *given[7:])
+
+    monkeypatch.setattr(host_library, "pack_request", other)
+    some = named(step_checks(Bundled(CPU)), f"{method}, store='device'")
+    (verdict,) = run_checks(some, CPU)
+    assert verdict.status == FAILED and "of the steps have other logits" in verdict.detail
+
+
+def test_what_a_check_raises_becomes_its_verdict() -> None:
+    def fail() -> str:
+        raise RuntimeError(f"no such symbol in {Path.home()}/lib/python3/site-packages/x.so: y")
+
+    def leave() -> str:
+        raise Skip("no GPU")
+
+    states = [
+        (verdict.status, verdict.detail)
+        for run in (fail, leave, lambda: "fine")
+        for verdict in [run_check(Check("steps", "a", run, "graph=False"))]
+    ]
+    assert states == [
+        (FAILED, "RuntimeError: no such symbol in x.so: y"),
+        (SKIPPED, "no GPU"),
+        (PASSED, "fine"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("in /home/me/a-b/x.py line 3", "in x.py line 3"),
+        ("C:\\Users\\me\\x.py: no", "x.py: no"),
+        ("a / b and 1/2", "a / b and 1/2"),
+        ("two\nlines", "two lines"),
+        ("x" * 400, "x" * 296 + " ..."),
+    ],
+)
+def test_messages_name_no_folder(text: str, expected: str) -> None:
+    assert without_folders(text) == expected
+
+
+def test_nothing_runs_on_a_gpu_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    some = [
+        Check("kernels", name, lambda name=name: ran.append(name) or name, "") for name in "abc"
+    ]
+    monkeypatch.setattr(command, "_works", lambda device: len(ran) < 2)
+    verdicts = run_checks(some, torch.device("cuda"))
+    assert ran == ["a", "b"]
+    assert [one.status for one in verdicts] == [PASSED, PASSED, SKIPPED]
+    assert verdicts[2].detail == "the GPU does not go on after 'b'"
+
+
+def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert cli.main(["selftest", "--device", "cuda"]) == 2
+    assert "cuda" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "run_checks", lambda *given: pytest.fail("it began"))
+    words = ["selftest", "--device", "cpu", "--report", str(tmp_path / "no" / "report.md")]
+    assert cli.main(words) == 2
+    assert "report.md" in capsys.readouterr().err
+
+
+def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["selftest", "--device", "cpu", "--only", "memory", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert {one["status"] for one in content["checks"]} == {SKIPPED}
+    assert content["device"] == "cpu"
+
+
+@pytest.mark.parametrize("operation", STEP_OPS, ids=lambda operation: operation.name)
+def test_the_inputs_of_an_operation_suit_its_triton_kernel(
+    operation: Operation, place: tuple[str, str]
+) -> None:
+    """In Triton's interpreter, so that a GPU is no surprise."""
+    shape = KernelShape(
+        length=200, batch=2, heads=2, group=2, head_dim=16, dtype=torch.float32, top_k=20
+    )
+    call = operation.prepare(shape, Draw(torch.device(place[1]), 0))
+    assert call.error(call.run(place[0]), call.run("naive")) <= call.tolerance
