@@ -340,7 +340,7 @@ class RetrievalCache(Cache):
         return stats | {"from_shelf": self.from_shelf, "shelf_note": self.shelf_note}
 
     def fork(self, **changes: Any) -> Self:
-        """An independent copy whose cold part is shared: cheap at any length. Counts start anew.
+        """An independent copy whose cold part is shared: cheap at any length. Counts start at 0.
 
         ``changes`` are options that don't affect stored tokens, for instance
         ``fork(top_k=64, track_recall=True)``.

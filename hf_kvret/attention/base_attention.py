@@ -42,7 +42,7 @@ def base_name(module: nn.Module, keywords: dict[str, Any]) -> str:
     """The implementation for ``module`` in calls without a retrieval layer.
 
     Without a record (a model loaded with our name): sdpa where the model supports it and the call
-    has neither soft cap nor learned sinks, else eager.
+    has neither soft cap nor attention sink logits, else eager.
     """
     base = recorded_base(module.config)
     if base is not None:

@@ -68,7 +68,7 @@ def auto_chunk(token_bytes: int, batch: int, length: int, free_bytes: int | None
 
     Args:
         token_bytes: peak bytes per token, from the function ``token_bytes``.
-        batch: rows of the batch.
+        batch: sequences of the batch.
         length: new tokens of each row.
         free_bytes: of the device, or None.
     """

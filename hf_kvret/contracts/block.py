@@ -17,14 +17,14 @@ UNKNOWN_POSITION = -(2**31)
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """Tokens ``start .. start + len(block)`` of every row of the batch.
+    """Tokens ``start .. start + len(block)`` of every sequence of the batch.
 
     Attributes:
         keys: ``[B, Hkv, n, Dk]`` post-RoPE, as the model passed them to the cache.
         values: ``[B, Hkv, n, Dv]``.
         value_in_key: Dv where values are the first numbers of keys, so that rows have no value of
             their own; else 0.
-        start: cache slot of the first token.
+        start: token index of the first token.
         valid: ``[B, n]`` bool, False for padding and holes; None when all are valid.
         positions: ``[B, n]`` int32 RoPE positions of the tokens, ``UNKNOWN_POSITION`` for those
             that were in the store before; None unless the store needs positions.
@@ -47,7 +47,7 @@ class TokenBlock:
 
     @property
     def end(self) -> int:
-        """Slot after the last token."""
+        """Token index after the last token."""
         return self.start + len(self)
 
     def mean_key(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ def chunk_len(queries: int, keys: torch.Tensor, row_elements: int) -> int:
     one token). So a chunk of a prompt needs little extra memory and few merges.
 
     Args:
-        queries: for each row of the batch.
+        queries: for each sequence of the batch.
         keys: any ``[B, Hkv, *, D]`` with the batch and dtype of the rows.
         row_elements: elements of a token's keys and values in attention, of all heads.
     """

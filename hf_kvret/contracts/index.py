@@ -34,7 +34,7 @@ class Scoring:
         return type(self)(valid, self.scale, self.softcap)
 
     def reordered(self, rows: torch.Tensor) -> Self:
-        """The same scoring for the batch whose row b is the old row ``rows[b]``."""
+        """The same scoring for the batch whose sequence b is the old one ``rows[b]``."""
         return self if self.valid is None else self.of(self.valid.index_select(0, rows))
 
 
@@ -116,8 +116,8 @@ class Estimates(NamedTuple):
     Attributes:
         logits: ``[B, Hq, Q, C]`` fp32, scaled and capped, the part of a mean key included; -inf
             where there is no estimate.
-        ids: ``[B, H, Q, C]`` int32 slots, -1 for none, with H as of ``search``; None: C is the
-            number of cold tokens, and they are in order.
+        ids: ``[B, H, Q, C]`` int32 token indices, -1 for none, with H as of ``search``; None: C is
+            the number of cold tokens, and they are in order.
     """
 
     logits: torch.Tensor
@@ -130,7 +130,7 @@ class Index(State):
     A subclass must define ``add`` and ``search``. It declares its state as fields, see ``State``,
     which are then reordered, cropped, forked, saved and loaded with the cache.
 
-    Tokens arrive in order and keep their slot number, which is what ``search`` returns.
+    Tokens arrive in order and keep their token index, which is what ``search`` returns.
     Hooks do nothing by default: ``on_forward`` at each forward pass, ``on_reader`` where another
     layer reads the same keys, ``build`` at the end of a prompt, ``before_search`` and
     ``after_search``. An index keeps its state in preallocated
@@ -180,8 +180,8 @@ class Index(State):
             cold: the tokens that were added, which of them are valid, and the budget.
 
         Returns:
-            ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 slots, each at most once a
-            row, -1 where fewer than ``budget`` tokens are valid or survive the index's own
+            ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 token indices, each at most once
+            a query, -1 where fewer than ``budget`` tokens are valid or survive the index's own
             pruning. With ``budget == n`` every valid token is selected: pruning stages must then
             keep all. Where a CPU reads the rows, ids of no token raise WrongIdError, a ValueError,
             which names the index; where a GPU does, they count as -1.
@@ -190,8 +190,8 @@ class Index(State):
     def recall(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor | None:
         """Tokens of which ``search`` selects the best ones by their keys, as ``Store.best`` does.
 
-        Arguments as of ``search``; ``[B, Hkv, Q, M]`` int32 slots, at least ``budget``, each at
-        most once a row, -1 for none. Called instead of ``search`` where the store compares keys
+        Arguments as of ``search``; ``[B, Hkv, Q, M]`` int32 indices, at least ``budget``, each at
+        most once a query, -1 for none. Called instead of ``search`` where the store compares keys
         elsewhere, so that it need not wait for the best before it attends to them. None, as here:
         it selects in another way. A subclass that replaces ``search`` alone is not asked.
         """
@@ -239,7 +239,7 @@ class Index(State):
         Args:
             queries: ``[B, Hq, q, Dk]``, post-RoPE; may be kept, must not be changed.
             keys: ``[B, Hkv, q, Dk]``, post-RoPE; the same.
-            start: slot of the first of the q tokens.
+            start: token index of the first of the q tokens.
             valid: ``[B, q]`` bool, False for padding; None when all are valid.
             positions: ``[B, q]`` integers, RoPE positions of the tokens; None where the model does
                 not pass any.

@@ -20,7 +20,7 @@ _MOST_ROW = 1e14
 class Schema:
     """Sizes by letter, with which saved tensors are compared before anything uses them.
 
-    Capital letters are of the layer: ``B`` rows of the batch, ``H`` KV heads, ``Q`` query heads
+    Capital letters are of the layer: ``B`` sequences, ``H`` KV heads, ``Q`` query heads
     (not always known), ``D`` and ``V`` elements of a key and a value, ``S`` sinks, ``N`` cold
     tokens, ``T`` all tokens; a ``State`` may add others (``State.saved_sizes``). Other letters
     stand for a size that the first tensor of a state decides for its others.

@@ -381,12 +381,12 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         return state
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """Row b of the batch becomes the old row ``rows[b]``; ``rows`` may repeat or omit rows."""
+        """Sequence b becomes the old sequence ``rows[b]``; ``rows`` may repeat or omit some."""
         for name, field in self.fields.items():
             setattr(self, name, field.reordered(getattr(self, name), rows))
 
     def crop(self, length: int) -> None:
-        """Forget all tokens from slot ``length`` on; 0 forgets everything."""
+        """Forget all tokens from index ``length`` on; 0 forgets everything."""
         for name, field in self.fields.items():
             field.crop(getattr(self, name), length)
 

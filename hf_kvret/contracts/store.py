@@ -58,7 +58,7 @@ def _nothing_below() -> Store | None:
 
 
 class Store(State):
-    """Keys and values of one layer's cold tokens, addressed by slot. One per retrieval layer.
+    """Keys and values of one layer's cold tokens, by token index. One per retrieval layer.
 
     What it holds it declares, see ``State``. Reordering and forking copy no rows.
 
@@ -85,7 +85,7 @@ class Store(State):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Tokens held, the same for every row of the batch."""
+        """Tokens held, the same for every sequence of the batch."""
 
     def expect(self, tokens: int) -> None:
         """About ``tokens`` will come, the first block is only the first of them; 0: it is all."""
@@ -113,7 +113,7 @@ class Store(State):
 
         Args:
             query: ``[B, Hq, Q, Dk]``.
-            ids: ``[B, Hkv or Hq, Q, k]`` int32 slots, -1 for none.
+            ids: ``[B, Hkv or Hq, Q, k]`` int32 token indices, -1 for none.
             scale: factor of the dot products.
             softcap: ``c`` of ``c * tanh(score / c)``, or None.
 
@@ -190,14 +190,14 @@ class Store(State):
     def chunks(
         self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Tokens in order: ``(first slot, keys [B, Hkv, n, Dk], values [B, Hkv, n, Dv])``.
+        """Tokens in order: ``(first index, keys [B, Hkv, n, Dk], values [B, Hkv, n, Dv])``.
 
-        Those before slot ``stop``; None: all. A store that makes all of them anyway may give later
-        ones, too.
+        Those before token index ``stop``; None: all. A store that makes all of them anyway may give
+        later ones, too.
         """
 
     def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        """The keys alone of all tokens in order: ``(first slot, keys [B, Hkv, n, Dk])``."""
+        """The keys alone of all tokens in order: ``(first index, keys [B, Hkv, n, Dk])``."""
         for start, keys, values in self.chunks(chunk_len):
             del values
             yield start, keys
@@ -226,7 +226,7 @@ class Store(State):
 
         A captured step is replayed until the store changes: it waits for nothing outside of it,
         never asks the host, and leaves nothing behind but what it writes into tensors that were
-        there before. Ask after an eager step has attended, and anew when the store has changed.
+        there before. Ask after an eager step has attended, and again when the store has changed.
         """
         return f"the store {type(self).__name__} does not say that its steps can be captured"
 

@@ -28,7 +28,7 @@ def merge(
     Args:
         parts: at least one pair; all have the same shapes, but a set in S chunks is
             ``[B, Hq, Q, S, Dv]`` and ``[B, Hq, Q, S]``. A set without tokens has lse -inf.
-        sink_logits: ``[Hq]`` learned attention sinks (GPT-OSS). Each is a token without a value
+        sink_logits: ``[Hq]`` attention sink logits (GPT-OSS). Each is a token without a value
             whose logit joins the softmax. None for models that have none.
         dtype: of the merged ``out``.
     """

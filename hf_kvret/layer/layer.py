@@ -245,7 +245,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch; AttributeError before the first update, as transformers expects."""
+        """Sequences held; AttributeError before the first update, as transformers expects."""
         if self.kv is None:
             raise AttributeError("batch_size")
         return self.kv.batch_size

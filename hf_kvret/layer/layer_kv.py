@@ -60,7 +60,7 @@ class LayerKV:
         built: whether the index was built, see ``Index.build``.
         selected: rows read by selection so far, one int64; steps count in place.
         watches: whether ``on_forward`` has anything to do.
-        changes: goes up whenever other tokens are cold, or other rows of the batch are held.
+        changes: goes up whenever other tokens are cold, or other sequences are held.
         sums: of cold tokens, where the options ask for their means, which may lag behind;
             None: there are none yet.
         compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
@@ -108,7 +108,7 @@ class LayerKV:
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
+        """Sequences of the batch."""
         return self.window.sink_slots.shape[0]
 
     def check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:

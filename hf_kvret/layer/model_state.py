@@ -192,5 +192,5 @@ def _rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _repeated(shift: torch.Tensor, rows: int) -> torch.Tensor:
-    """``shift`` with a row for each row of the batch: ``generate`` repeats rows after it."""
+    """``shift`` with a row for each sequence: ``generate`` repeats rows after it."""
     return shift if len(shift) == rows else shift.repeat_interleave(rows // len(shift), 0)

@@ -19,7 +19,7 @@ class AttentionCall:
         scoring: ``valid [B, T]`` over all slots, the new tokens' included.
         prompt: the base's full causal attention over the new tokens alone,
             ``() -> [B, Hq, Q, Dv]``.
-        sink_logits: ``[Hq]`` learned attention sinks, or None.
+        sink_logits: ``[Hq]`` attention sink logits, or None.
         positions: ``[B, Q]`` integers, RoPE positions of the queries; None if not passed.
         indices: ``[B, Hkv or 1, Q, K]`` tokens that the model's own indexer names for the queries,
             by KV head or for all; None where it has none.

@@ -1,4 +1,4 @@
-"""The window of one layer: attention sinks and recent tokens, dense, on the device."""
+"""The window of one layer: sinks and recent tokens, dense, on the device."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def wide_mask(*parts: torch.Tensor) -> torch.Tensor:
 
 
 class Window(State):
-    """The first ``sink`` valid tokens of each row, and the newest ones.
+    """The first ``sink`` valid tokens of each sequence, and the newest ones.
 
     One buffer holds both: columns ``0 .. sink`` are the sinks, the recent tokens follow. A sink
-    is a copy of a token that has left the recent part; each row has its own (rows are padded on
-    the left). ``sink_slots [B, sink]`` says which slots they came from, -1 for none yet.
+    is a copy of a token that has left the recent part; each sequence has its own (they may be
+    padded on the left). ``sink_slots [B, sink]`` has their token indices, -1 for none yet.
 
     Attributes:
         value_in_key: Dv where values are the first numbers of keys, and not held; else 0.
-        sinks_full: whether all sinks of all rows are there.
+        sinks_full: whether all sinks of all sequences are there.
         capture: set while a decode step is captured. Its tensors then say where the token goes and
             which columns count; whole buffers are read, so nothing captured depends on the length.
         host: describes the buffers to the CPU library; None where they are new to it.

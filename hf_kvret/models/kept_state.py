@@ -144,7 +144,7 @@ def _origin(module: nn.Module, one: Kept) -> Any:
 
 
 def is_shift(name: str) -> bool:
-    """Whether a kept value of that name has a row for each row of the batch."""
+    """Whether a kept value of that name has a row for each sequence."""
     return name.rpartition(".")[2] == SHIFT
 
 

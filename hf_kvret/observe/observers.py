@@ -25,12 +25,12 @@ class Selection:
         layer: number of the layer in the model.
         query: ``[B, Hq, Q, Dk]`` as the keys are, after rotation; logits are its products with
             them, times ``scale``, and capped by ``softcap`` where that is not None.
-        ids: ``[B, H, Q, K]`` int32 slots of the cold tokens that were selected, in any order, -1
+        ids: ``[B, H, Q, K]`` int32 token indices of the selected cold tokens, in any order, -1
             for none; H counts KV heads, or query heads where these select apart. None: all cold
             tokens, for a method without an index.
-        sinks: ``[B, S]`` int64 slots of the sinks, which are always attended to, -1 for none.
-        recent: the slots ``recent[0]`` to ``recent[1] - 1`` are the recent tokens, always attended
-            to, the Q new ones at their end. Slots below ``recent[0]`` are cold.
+        sinks: ``[B, S]`` int64 token indices of the sinks, always attended to, -1 for none.
+        recent: tokens ``recent[0]`` to ``recent[1] - 1`` are the recent ones, always attended to,
+            the Q new ones at their end. Tokens before ``recent[0]`` are cold.
     """
 
     layer: int

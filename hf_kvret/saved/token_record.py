@@ -93,7 +93,7 @@ class TokenRecord(State):
             super().reorder(rows.to(self._ids.rows.device))
 
     def repeat(self, repeats: int) -> None:
-        """Every row of the batch ``repeats`` times."""
+        """Every sequence of the batch ``repeats`` times."""
         if self._ids.is_allocated:
             rows = torch.arange(len(self._ids.rows), device=self._ids.rows.device)
             self.reorder(rows.repeat_interleave(repeats))

@@ -156,7 +156,7 @@ def run_step(
         cold: others; None for none.
         scale: factor of the dot products.
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
-        sink_logits: ``[Hq]`` learned attention sinks, or None.
+        sink_logits: ``[Hq]`` attention sink logits, or None.
         selected: int64 of one element, to which the number of chosen tokens is added, in place.
         dtype: of ``out``: float32, or the query's.
         position_queries: how many consecutive queries are at one position, a divisor of Q.
