@@ -21,7 +21,9 @@ MAX_WORDS = 30
 _MADE = re.compile(
     r"docs/results/(?!README).*\.md|(hf_kvret|tests|kernels)/|.*/(aqua|a2ats)/README"
 )
-_MADE_PART = re.compile(r"<!-- made by .*from here -->.*?<!-- made by .*to here -->", re.DOTALL)
+_MADE_PART = re.compile(
+    r"<!-- made by [^\n]*from here -->.*?<!-- made by [^\n]*to here -->", re.DOTALL
+)
 _FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?:^(?: {4,}|\t).*\n)+", re.MULTILINE)

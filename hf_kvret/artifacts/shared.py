@@ -32,12 +32,11 @@ class ArtifactConfig(RetrievalConfig):
     """Options of a method that needs a calibration artifact.
 
     Attributes:
-        artifact: folder or hub id of the calibration artifact that belongs to the model; None for
-            the folder named as the method in the model's own folder, or in its repository on the
-            hub if it was loaded from there.
-        revision: of the artifact on the hub; None for its main branch.
-        artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any other
-            is refused; None for whatever is there.
+        artifact: folder or hub id of the calibration artifact that belongs to the model. ``None``:
+            the folder with the method's name, in the model's folder or its repository on the hub.
+        revision: branch, tag or commit of the artifact on the hub. ``None``: its main branch.
+        artifact_sha256: digest that the artifact must have, as ``hf-kvret inspect`` shows it.
+            ``None``: any.
     """
 
     method: ClassVar[str]

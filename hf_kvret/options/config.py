@@ -19,59 +19,50 @@ from hf_kvret.options.prompt import PromptOption, PromptRecipe
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """Sizes of window and sinks, the budget, and where cold rows live. Lengths are in tokens.
+    """Options of every retrieval cache: its budget, its window, and where cold rows live.
+
+    Lengths are in tokens.
 
     Attributes:
-        top_k: budget of cold tokens per query and KV head: a count (``int >= 1``), a share
-            of the cold tokens (``0 < float <= 1``), or None: 256 below 8K cold tokens, 512 below
-            16K, 1024 below 32K, 2048 from there on (LRQK, appendix D).
-        select_heads: how many query heads of a KV head select together: their budget is one, of the
-            tokens that matter most to any of them. None: all of them.
-        sink: first valid tokens of each row, always attended, kept on the device.
-        recent: newest tokens, always attended; what a flush leaves in the window.
-        flush: tokens that accumulate beyond ``recent`` before a flush moves them to the store.
-        dense_below: caches shorter than this retrieve nothing and attend to everything. None
-            means ``max(2000, sink + recent + 2 * top_k)``.
-        max_draft: up to this many queries at once (drafted tokens) each retrieve; more of them
-            (a second prompt) are attended exactly.
-        prefill_chunk: tokens of a pass while ``generate`` reads a prompt, so that a long one needs
-            no memory for all its hidden states at once: a count above ``max_draft`` (it may be
-            changed a little, so that the last chunk is above it, too), None for one pass, or
-            ``"auto"``: one pass if it takes at most a quarter of the free device memory (on a CPU
-            8 GiB), else chunks that take up to 2 GiB beside their rows. A prompt whose chunks would
-            not be exact goes in one pass, and the log says why.
-        prompt: ``"exact"``: every token of a prompt attends to everything before it;
-            ``"retrieve"``: in long prompts, groups of tokens attend to near tokens and to what a
-            few of them find; or a dictionary of how, see ``PromptRecipe``. What was read so stays
-            an approximation in the cache.
-        store: ``"device"``, ``"host"``, ``"resident"`` (the host, with slots on the device for rows
-            in use), ``"cpu"`` (the host, where the CPU attends to them), ``"higgs"`` and
-            ``"higgs-host"`` (in ``bits`` a number, on the device and on the host), ``"split"`` (on
-            the device as long as ``device_budget`` lasts, then on the host), ``"disk"`` (in files
-            of the folder ``disk``, where the CPU attends to them), or ``"auto"``: with a
-            ``device_budget`` split; else by the memory that is free when the first rows go cold:
-            on the device, on the host where they need more than a quarter of a GPU's free memory,
-            and in ``bits`` a number where host memory is short (see ``stores.placement``).
-        device_budget: of ``store="split"``, device memory for the cold rows of all layers
-            together, each of which gets an equal share: bytes (int), or a text as ``"90GB"`` or
-            ``"75GiB"``. None: half of what is free when the first rows go cold; a GPU only.
-        disk: of ``store="disk"``, the folder for its files, which have no names and are gone with
-            the cache.
-        slots: of ``store="resident"``, rows on the device per head that selects: a count
-            (``int >= top_k``), or a multiple of the budget (``float >= 1``). More than the budget
-            keep rows that were used recently, for a later query to find.
-        bits: of ``store="higgs"`` and ``"higgs-host"``, for each element of a key or value: 2, 3,
-            4, or 16, which is the model's own dtype. With 16, ``"auto"`` codes nothing.
-        rest: what stands for the cold tokens that a query does not select. None: nothing.
-            ``"mean"``: one token of each KV head, with the mean key and the mean value of all cold
-            tokens and the weight of those that are left out.
-        rest_blocks: of ``rest="mean"``, a token for every so many cold slots; None: one for all.
-        warn_lost_mass: warn once where the share of the attention that a layer does not compute
-            exactly, as its index estimates it, is larger in the mean: above 0 and below 1. None:
-            never.
-        track_recall: compare every selection with the exact top-k. Reads all keys: for study.
-        graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can (see
-            ``DecodeGraph``); False: it never does.
+        top_k: the budget: cold tokens that a query attends to, per KV head. A count, or a share of
+            the cold tokens as ``0.04``. ``None``: 256 below 8K cold tokens, 512 below 16K, 1024
+            below 32K, 2048 from there on (LRQK, appendix D).
+        select_heads: how many query heads of a KV head select together, from one budget. ``None``:
+            all of them.
+        sink: first valid tokens of each sequence. They are always attended.
+        recent: newest tokens. They are always attended, and a flush leaves them in the window.
+        flush: tokens that gather beyond ``recent`` before they move to the store together.
+        dense_below: a shorter cache retrieves nothing and attends to everything. ``None``:
+            ``max(2000, sink + recent + 2 * top_k)``, where a share counts as 0.
+        max_draft: up to so many new tokens at once each retrieve, as drafted tokens do. More are a
+            prompt, and attend to everything.
+        prefill_chunk: tokens of a pass while ``generate`` reads a prompt: a count above
+            ``max_draft``, ``None`` for one pass, or ``"auto"``. ``"auto"`` cuts a prompt that
+            would take much memory beside its rows.
+        prompt: ``"exact"``: each token of a prompt attends to all tokens before it.
+            ``"retrieve"``: in long prompts it attends to a part of them. A dictionary sets the
+            recipe of ``"retrieve"``.
+        store: where cold rows live: ``"auto"``, ``"device"``, ``"host"``, ``"split"``,
+            ``"resident"``, ``"cpu"``, ``"disk"``, ``"higgs"`` or ``"higgs-host"``. ``"auto"``
+            chooses by the memory that is free.
+        slots: with ``store="resident"``, rows that stay on the device, per KV head. A count of at
+            least ``top_k``, or a multiple of the budget (a float of at least 1).
+        bits: bits of each number in coded rows, ``"higgs"`` and ``"higgs-host"``: 2, 3 or 4. 16 is
+            the model's own dtype, and ``"auto"`` then codes nothing.
+        device_budget: with ``store="split"``, device memory for the cold rows of all layers, as
+            ``"90GB"``, ``"75GiB"`` or bytes. ``None``, on a GPU only: half of the memory that is
+            free when the first rows go cold.
+        disk: with ``store="disk"``, the folder for its files.
+        rest: the token that represents the cold tokens that are not selected. ``"mean"``: one per
+            KV head, the mean of all cold tokens. ``None``: no token.
+        rest_blocks: with ``rest="mean"``, one such token for every so many cold tokens. ``None``:
+            one for all of them.
+        warn_lost_mass: warn once where a layer misses more of its attention than this share, above
+            0 and below 1, by the estimate of its index. ``None``: never.
+        track_recall: compare every selection with the exact top-k. This reads all keys, so it is
+            for studies.
+        graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can.
+            ``False``: it never does.
     """
 
     # Whether any length of context leads to retrieval.

@@ -12,13 +12,13 @@ class PromptRecipe:
     """Which of the earlier tokens a group of 512 queries of a long prompt attends to.
 
     Attributes:
-        top_k: of the tokens before a group, a count or a share, per KV head, beside the first block
-            and the 512 tokens before it.
-        floor: tokens that ``top_k`` never goes below.
+        top_k: tokens that a group chooses among those before it, per KV head: a share or a count.
+            The first 64 tokens and the 512 before the group come on top.
+        floor: the least number of tokens that a group chooses.
         above: only longer contexts are read by retrieval.
-        exact: last tokens of a prompt that attend to everything, as what is asked stands there.
-        probes: queries of a group that choose for it, or ``"all"``, which also finds what a
-            single query inside the prompt looks for, and costs half of attending to everything.
+        exact: last tokens of a prompt that attend to everything, since a question stands there.
+        probes: tokens of a group that choose for it, or ``"all"``. ``"all"`` also finds the tokens
+            that one query inside the prompt needs, at half the cost of attending to everything.
     """
 
     top_k: int | float = 0.125

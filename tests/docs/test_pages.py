@@ -9,7 +9,6 @@ looked up. By default run the pages that a newcomer meets; `.ci/docs` runs all.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import json
@@ -301,9 +300,6 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert not set(PAGES) - seen
 
 
-LITERAL = re.compile(r"^`([^`]*)`$")
-
-
 def test_the_lines_of_choose_make_caches() -> None:
     """Each way by machine ends in arguments of ``generate``, or in none of ours."""
     rows = table(DOCS / "choose.md", "machine", "model", "context")
@@ -315,48 +311,6 @@ def test_the_lines_of_choose_make_caches() -> None:
         arguments = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
         config = hf_kvret.registered_methods()[arguments["cache_implementation"]].Config
         config(**arguments.get("cache_config", {}))
-
-
-def options_of(page: Path) -> dict[str, list[str]]:
-    """The rows of the page's option table, by option."""
-    rows = table(page, "option", "default")
-    return {cells[0].strip("`"): cells for cells in rows}
-
-
-def check_column(rows: dict[str, list[str]], column: int, config: object) -> None:
-    for option, cells in rows.items():
-        literal = LITERAL.match(cells[column])
-        if literal:
-            assert ast.literal_eval(literal[1]) == getattr(config, option), option
-
-
-def fields(config: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(config)}
-
-
-def test_the_common_options_are_those_of_the_code() -> None:
-    rows = options_of(DOCS / "options.md")
-    assert set(rows) == fields(hf_kvret.RetrievalConfig)
-    assert all(LITERAL.match(cells[1]) for cells in rows.values())
-    check_column(rows, 1, hf_kvret.RetrievalConfig())
-
-
-@pytest.mark.parametrize("method", sorted(hf_kvret.registered_methods()))
-def test_a_method_page_names_the_options_of_its_config(method: str) -> None:
-    config = hf_kvret.registered_methods()[method].Config
-    rows = options_of(DOCS / "methods" / f"{method}.md")
-    defaults, common = config(), hf_kvret.RetrievalConfig()
-    changed = {
-        name
-        for name in fields(hf_kvret.RetrievalConfig)
-        if getattr(defaults, name) != getattr(common, name)
-    }
-    preset = set(config.presets.get("paper", ()))
-    assert set(rows) == fields(config) - fields(hf_kvret.RetrievalConfig) | changed | preset
-    check_column(rows, 1, config())
-    if config.presets:
-        assert all(len(cells) == 4 for cells in rows.values())
-        check_column(rows, 2, config.preset("paper"))
 
 
 def test_the_schedule_of_paris_is_that_of_the_code() -> None:

@@ -29,9 +29,9 @@ class A2ATSConfig(ArtifactConfig):
     """A2ATS's options beside those of every retrieval cache that needs an artifact.
 
     Attributes:
-        budget_of: ``"head"``: the best tokens of a KV head, by the largest softmax weight that its
-            query heads give them; ``"union"``: each of the G query heads chooses ``budget // G``
-            tokens, and all heads of the group attend to all of these, as published.
+        budget_of: who chooses. ``"head"``: a KV head takes the best tokens, by the largest softmax
+            weight that one of its G query heads gives them. ``"union"``: each query head chooses
+            ``budget // G`` tokens, and the group attends to all of them, as published.
     """
 
     method: ClassVar[str] = METHOD

@@ -26,25 +26,23 @@ class AquaConfig(ArtifactConfig):
     (``"resident"``), attend on the CPU (``"cpu"``) or have a codec (``"higgs"``) are refused.
 
     Attributes:
-        bits: of what predictors miss, or of the rows themselves: 2, 3 or 4; 16 keeps rows as they
-            are. None: those that the artifact was calibrated with, 2 with ``predictor="none"``. A
-            cache's own options have the number.
-        first_bits: of anchors, the layers that nothing predicts, as the first one; None: what the
-            artifact says, or ``bits`` where nothing is predicted at all, with 16 too.
-        group: numbers that share a scale, a power of two from 8 to 1024; None: the artifact's, or
-            the largest that divides KV heads times head dim, 64 at most without HIGGS. Of
-            ``"kivi"`` the tokens of a key's scale and the numbers of a value's, 32 for None.
-        backbone: ``"higgs"``; ``"minmax"``, round-to-nearest from a group's least to largest;
-            ``"absmax"``, the same in steps of its largest magnitude, symmetric, as the paper's
-            Quanto; or ``"kivi"``, min-max with keys grouped along tokens, one channel at a time.
-            None: the artifact's, ``"higgs"`` with ``predictor="none"``; a cache's own options have
-            the name.
-        predictor: ``"artifact"``; ``"none"``, or None, codes keys after RoPE, and values, as they
-            are.
-        anchor_every: a layer in so many is an anchor, which bounds the chain of reconstructions;
-            None: as in the artifact, whose anchors are so in any case.
-        keep: ``"codes"``; ``"rows"`` reconstructs once, when a token is coded, and takes the memory
-            of full attention, for study.
+        top_k: changes nothing, since all cold tokens are attended to.
+        bits: bits for each coded number: 2, 3 or 4. 16 keeps rows as they are. ``None``: as in the
+            artifact, or 2 with ``predictor="none"``.
+        first_bits: bits in anchors, the layers that nothing predicts. ``None``: as in the artifact.
+            Without predictors, or with ``bits=16``, it is ``bits``.
+        group: numbers that share a scale, a power of two from 8 to 1024. ``None``: as in the
+            artifact, or the largest that divides a row, at most 64 for ``"minmax"`` and
+            ``"absmax"``. For ``"kivi"`` it also counts the tokens of a key's scale, 32 by default.
+        backbone: the codec. ``"higgs"``: pairs of numbers on a grid. ``"minmax"``: round-to-nearest
+            from a group's least number to its largest. ``"absmax"``: symmetric, in steps of the
+            largest magnitude. ``"kivi"``: min-max, with keys grouped along tokens. ``None``: as in
+            the artifact, or ``"higgs"``.
+        predictor: ``"artifact"``, or ``"none"``: keys after RoPE and values are coded as they are.
+        anchor_every: one layer in so many is an anchor, so that errors pass through fewer layers.
+            ``None``: as in the artifact, whose own anchors always stay.
+        keep: ``"codes"``, or ``"rows"``: rows are decoded once and kept, in the memory of full
+            attention. This is for studies.
     """
 
     method: ClassVar[str] = METHOD

@@ -29,32 +29,29 @@ class CTkvrConfig(RetrievalConfig):
     """CTkvr's options beside those of every retrieval cache.
 
     Attributes:
-        centroids: most past queries that are centroids, C.
-        tokens_per_centroid: there are no more than one for so many cold tokens.
-        choice: which queries of the prompt: half of them the last and half spread over the rest
-            (``"mixed"``), or all ``"last"``, ``"random"``, ``"first"`` or ``"even"`` (table 4).
-        list_ratio: keys of a centroid's list, as a multiple of the budget.
+        centroids: the most past queries that are centroids, C.
+        tokens_per_centroid: there is at most one centroid for so many cold tokens.
+        choice: the prompt's queries that become centroids. ``"mixed"``: half of them the last,
+            half spread over the others. ``"last"``, ``"random"``, ``"first"`` or ``"even"``: all of
+            them so (table 4).
+        list_ratio: length of a centroid's list, as a multiple of the budget.
         nprobe: centroids whose lists a query recalls, C'.
-        rerank: how the recalled tokens are compared: ``"auto"``, by their keys, where the store
-            attends; ``"cpu"``, the same, for ``store="cpu"`` alone; ``"device"``, by their keys,
-            fetched to the queries' device where they are elsewhere; ``"codes"``, by compact codes
-            on the device; ``"lists"``, by their rank in the lists. ``"off"``: they are not, and
-            all are attended to (the paper's system without its rerank, section 4.2.2). Then
-            ``top_k`` bounds the length of a list, ``list_ratio * top_k``, and a query reads the
-            tokens of its ``nprobe`` lists and the pending ones, each once.
-        causal: at the first build, a centroid lists no key that comes after it; not for choices
-            that have early centroids.
-        update: every so many decoded tokens one becomes a centroid, and the oldest is dropped; 0
-            for never.
-        update_lists: what its list is made from: ``"all"`` keys, at the next flush; ``"recalled"``
-            keys, at once.
-        pending: tokens that left the window and are in no list yet are recalled by every query;
-            when there are more than this, all lists are made anew. 0: they are not recalled.
-        coverage: lists are made anew when the share of the cold tokens that is in any list falls
-            below this share of what it was; 0 for never.
-        questions: the queries of a pass of several tokens become centroids before the answer is
-            selected, with lists over all keys.
-        seed: of ``choice="random"`` and of the codes.
+        rerank: how recalled tokens are compared. ``"auto"``: by their keys, where the store
+            attends. ``"cpu"``: the same, for ``store="cpu"`` alone. ``"device"``: by their keys,
+            on the queries' device. ``"codes"``: by compact codes on the device. ``"lists"``: by
+            their rank in the lists. ``"off"``: they are not compared, and all are attended to.
+        causal: at the first build, a centroid lists no key that comes after it. Not for choices
+            with early centroids.
+        update: decoded tokens from one new centroid to the next; each drops the oldest. 0: never.
+        update_lists: the keys of a new centroid's list: ``"all"`` keys, at the next flush, or the
+            ``"recalled"`` keys, at once.
+        pending: every query recalls the tokens that are in no list yet. Beyond this number of them
+            all lists are made again. 0: such tokens are not recalled.
+        coverage: lists are made again when the share of cold tokens in any list falls below this
+            part of its first value. 0: never.
+        questions: the queries of a pass of several tokens become centroids, with lists over all
+            keys, before the answer is selected.
+        seed: for ``choice="random"`` and for the codes.
     """
 
     learns_from_queries: ClassVar[bool] = True

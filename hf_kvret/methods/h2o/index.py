@@ -22,13 +22,12 @@ from hf_kvret_kernels.soft_cap import soft_cap_
 class H2OConfig(RetrievalConfig):
     """H2O's options beside those of every retrieval cache.
 
-    ``top_k`` is how many heavy hitters a KV head keeps, by default a fifth of the cold tokens.
-    ``recent`` and ``sink`` come on top of it.
-
     Attributes:
-        observed: of the queries that came since the last selection, as all of a prompt, only so
-            many of the newest count; None: all of them. They are kept until the selection, so a
-            number bounds their memory and the work on a long prompt.
+        top_k: heavy hitters that each KV head keeps, a count or a share of the cold tokens.
+            ``sink`` and ``recent`` come on top.
+        observed: only so many of the newest queries count, among those since the last selection
+            (for a prompt: among all of its queries). ``None``: all of them. Queries are kept until
+            the selection, so a number bounds memory and work on a long prompt.
     """
 
     learns_from_queries: ClassVar[bool] = True

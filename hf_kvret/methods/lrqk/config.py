@@ -30,31 +30,28 @@ class LRQKConfig(RetrievalConfig):
     """LRQK's options beside those of every retrieval cache.
 
     Attributes:
-        top_k: None by default: a count that grows with the length (appendix D).
-        rank: elements of a proxy, r, at most the head dim and 256; None: 32, or the head dim if it
-            is less.
-        factors: ``"closed"``: the best factors there are, from Gram matrices; ``"als"``: the
-            paper's, by alternating least squares and with its updates at every step.
-        shared: with ``"closed"``, one set of proxies for the query heads of a KV head, or one for
-            each query head.
-        proxy_dtype: how proxies of keys are kept, ``"bfloat16"`` or ``"int8"``.
-        center: with ``"closed"``, leave the mean key out of what the factors have to fit. It
-            shifts all scores of a query alike.
-        recency: with ``"closed"``, weight of the newest queries against all queries seen, 0 to
-            below 1, when factors are made.
+        rank: numbers of a proxy, r, at most the head dim and 256. ``None``: 32, or the head dim if
+            it is less.
+        factors: ``"closed"``: the best factors there are, from Gram matrices. ``"als"``: the
+            paper's algorithms 1 and 2, alternating least squares with an update at every step.
+        shared: with ``"closed"``, one set of proxies for all query heads of a KV head. ``False``:
+            one for each. ``"als"`` always has one for each.
+        proxy_dtype: of the keys' proxies: ``"bfloat16"``, or ``"int8"`` with one step per column.
+        center: with ``"closed"``, factors fit keys without their mean. The mean shifts all scores
+            of a query alike.
+        recency: with ``"closed"``, weight of the newest queries when factors are made, from 0 to
+            below 1.
         half_life: tokens after which a query counts half as new.
-        drift: with ``"closed"``, factors are made anew and all keys projected again when the
-            proxies' error for the newest queries has grown by this factor, and new factors lower
-            it by as much. ``inf``: never.
-        init: with ``"als"``, where it starts: ``"randn"``, ``"top"`` or ``"topcol"`` (B.6).
-        iterations: with ``"als"``, rounds of algorithms 1 and 2 at most.
+        drift: with ``"closed"``, factors are made again when the error for the newest queries has
+            grown by this factor, and new ones would lower it by as much. ``inf``: never.
+        init: with ``"als"``, the start, ``"randn"``, ``"top"`` or ``"topcol"`` (B.6).
+        iterations: with ``"als"``, the most rounds of both algorithms.
         tolerance: with ``"als"``, a head stops after a round that changes its factors, or proxies,
-            by a mean square below this (appendix D); 0 never stops.
-        penalty: with ``"als"``, the four lambdas of the paper.
-        fit_recent: with ``"als"``, newest tokens whose keys a step's query is fitted to, beside the
-            selected ones (Omega, eq. 7). The paper's lite tokens are the ``recent`` ones, which are
-            attended; it fits to all of these.
-        seed: of ``"randn"``.
+            by a mean square below this (appendix D). 0: it never stops early.
+        penalty: with ``"als"``, all four lambdas of the paper.
+        fit_recent: with ``"als"``, newest tokens that a step's query is fitted to, beside the
+            selected ones (Omega, eq. 7). The paper fits to all of its lite tokens.
+        seed: for ``init="randn"``.
     """
 
     learns_from_queries: ClassVar[bool] = True

@@ -16,9 +16,11 @@ _MEANINGLESS = ("select_heads", "rest", "warn_lost_mass", "track_recall", "promp
 
 @dataclass(frozen=True)
 class NativeConfig(RetrievalConfig):
-    """Options of window, passes and store; what selects and how much is the model's.
+    """Options of window, passes and store; the model says which tokens, and how many.
 
-    ``top_k`` is the model's ``index_topk``, and may be left out.
+    Attributes:
+        top_k: the most tokens that the model's indexer names, ``index_topk`` of its config. It may
+            be left out, and another number is refused.
 
     Raises:
         ValueError: an option of a selection that is the model's own.

@@ -45,19 +45,18 @@ class ParisConfig(RetrievalConfig):
     """ParisKV's options beside those of every retrieval cache.
 
     Attributes:
-        subspace_dim: coordinates of a subspace, m (4 or 8).
-        tiers: shares of ``rho`` at which a centroid's points drop by one (section 4.2.2). None
-            takes the paper's six (section 5.4) up to 42 subspaces, and three of them above.
-        schedule: ``(length, beta, rho)`` triples: below that many cold tokens, the share of
-            candidates and the share of keys that a subspace gives points to. The last
-            triple serves all greater lengths.
-        per_selected: candidates at least for each selected token, where ``beta`` gives fewer.
-        group_reduce: how the query heads of a KV head share a selection: ``"max"`` of their
-            softmax weights, or ``"mean"`` of the queries (the published code).
-        center: subtract the mean key before encoding; ranking is unchanged by it. It is that of the
-            prompt, and taken anew each time the context has doubled.
-        levels: the eight magnitude levels; None computes the Lloyd-Max ones for ``subspace_dim``.
-        seed: of the random signs, the same for all layers and heads.
+        subspace_dim: coordinates of a subspace, m: 4 or 8.
+        tiers: shares of ρ at which a centroid's points drop by one (section 4.2.2). ``None``: the
+            paper's six (section 5.4) for up to 42 subspaces, three for more.
+        schedule: rows ``(length, beta, rho)``. The first row with a length above the number of cold
+            tokens gives the share of candidates, β, and the share of keys that earn points, ρ.
+        per_selected: candidates for each selected token at least, where β gives fewer.
+        group_reduce: how the query heads of a KV head share a selection. ``"max"``: by the largest
+            of their softmax weights. ``"mean"``: by the mean of their queries, as in the authors'
+            code.
+        center: subtract the mean key before keys are coded. The ranking does not depend on it.
+        levels: the eight magnitudes of a code. ``None``: the Lloyd-Max levels for ``subspace_dim``.
+        seed: for the random signs, the same in all layers and heads.
     """
 
     # Section 5 and table 1; levels, schedule and the mean of a group are the published code's.
