@@ -96,7 +96,7 @@ class IndexedLayer(RetrievalLayer):
             raise ValueError(
                 "the model's indexer named no tokens for this layer: this transformers passes its "
                 "choice in another way than those that were tested; take "
-                "cache_implementation='dynamic', or a transformers of docs/versions.md"
+                "cache_implementation='dynamic', or a transformers of docs/features.md"
             )
         if self.pending_attention:
             take = kv.take_prompt if is_prompt else kv.take_step

@@ -22,90 +22,45 @@ messages = site_tool("messages")
 links = site_tool("links")
 
 
-def test_the_page_has_every_message_of_the_code() -> None:
+def test_every_message_that_the_page_quotes_is_in_the_code() -> None:
     page = messages.PAGE.read_text(encoding="utf-8")
-    again = "run python docs/site/messages.py"
-    assert page == messages.written(page), again
+    quotes = messages.quotes(page)
+    assert 35 <= len(quotes) <= 60
+    assert len(quotes) == len(set(quotes))
+    # So that the beginning of one message is not that of many others.
+    assert all(len(quote.replace("…", "").split()) >= 2 for quote in quotes)
+    assert messages.missing(page, messages.texts_of_the_code()) == []
 
 
-def test_messages_are_found_whatever_their_form(tmp_path: Path) -> None:
+def test_a_quote_that_is_not_in_the_code_is_noticed(tmp_path: Path) -> None:
     file = tmp_path / "code.py"
     file.write_text(
-        "WAY_OUT = 'take another'\nTEMPLATE = 'no {} here: {}'\n"
+        '"""This is a docstring."""\n'
+        "NAMES = 'leave out ``x``'\n"
         "def f(x):\n"
-        "    if x: raise ValueError(f'x={x!r} is odd: {WAY_OUT}')\n"
-        "    if x: raise TypeError(TEMPLATE.format(x, 1))\n"
+        "    if x: raise ValueError(f'x={x!r} is odd: '\n"
+        "                           f'{NAMES}')\n"
+        "    if x: raise TypeError('no {} here: {}'.format(x, 1))\n"
+        "    if x: raise OSError(f'{x} {x:>3} is full of `{x}`')\n"
         "    _log.warning('%s of %d rows', x, 2)\n"
-        "    message = f'made before {x}'\n"
-        "    warnings.warn(message, stacklevel=2)\n"
-        "    raise\n"
     )
-    assert sorted(messages.messages(file)) == [
-        ("TypeError", "no … here: …"),
-        ("ValueError", "x=… is odd: take another"),
-        ("warning", "made before …"),
-        ("warning", "… of … rows"),
-    ]
-
-
-def test_every_file_with_messages_is_in_a_group_or_left_out_for_a_reason() -> None:
-    assert messages.ungrouped() == [], "name them in GROUPS or LEFT_OUT of docs/site/messages.py"
-    assert all(len(reason) > 20 for reason in messages.LEFT_OUT.values())
-
-
-def test_every_error_has_a_text_that_the_page_can_show() -> None:
-    for file in messages.files(["**/*.py"]):
-        path = str(file.relative_to(messages.PACKAGE))
-        if path not in messages.PASSED_ON and not file.match("testing/simcuda/*"):
-            assert messages.silent(file) == [], path
-    for path in messages.PASSED_ON:
-        assert messages.silent(messages.PACKAGE / path), f"{path} passes nothing on: take it off"
-
-
-def test_messages_made_by_functions_and_choices_are_found(tmp_path: Path) -> None:
-    file = tmp_path / "code.py"
-    file.write_text(
-        "def wrong(name, what):\n"
-        "    return ValueError(f'{name} {what}: make it again')\n"
-        "def told(why):\n"
-        "    return f'it is not so: {why}'\n"
-        "def either(x):\n"
-        "    if x: return 'this one here'\n"
-        "    return 'that one there'\n"
-        "def f(x):\n"
-        "    if x: raise wrong(x, 'has no name')\n"
-        "    if x: raise TypeError(told('too late'))\n"
-        "    if x: raise ValueError('give a text' if x else 'give no text')\n"
-        "    if x: raise OSError(5, 'the disk is full')\n"
-        "    if x: raise ValueError(f'{either(x)}, so stop here')\n"
-        "    if x: raise KeyError(either(x))\n"
-        "    raise ValueError(x)\n"
+    table = (
+        "| message begins with | do |\n|---|---|\n"
+        "| `x=… is odd`, `no … here: …` | `not a message` |\n"
+        "| ``… is full of `…` `` (warning) | |\n| `… of … rows` | |\n"
+        "| `x=… is even` | |\n| `This is a docstring` | |\n\n"
+        "| other | do |\n|---|---|\n| `no message either` | |\n"
     )
-    assert sorted(messages.messages(file)) == [
-        ("KeyError", "that one there"),
-        ("KeyError", "this one here"),
-        ("OSError", "the disk is full"),
-        ("TypeError", "it is not so: too late"),
-        ("ValueError", "give a text"),
-        ("ValueError", "give no text"),
-        ("ValueError", "… has no name: make it again"),
-        ("ValueError", "…, so stop here"),
+    assert messages.quotes(table) == [
+        "x=… is odd",
+        "no … here: …",
+        "… is full of `…`",
+        "… of … rows",
+        "x=… is even",
+        "This is a docstring",
     ]
-    assert messages.silent(file) == ["ValueError(x)"]
-
-
-def test_what_users_meet_most_is_among_the_messages() -> None:
-    texts = [one.text for group in messages.groups().values() for one in group]
-    assert len(texts) > 600
-    for section in (
-        "padded on the right",
-        "hf_kvret.attach(model)",
-        "needs a calibration artifact",
-        "needs a tokenizer",
-        "can't be loaded",
-        "makes its own documents",
-    ):
-        assert any(section in text for text in texts), section
+    code = tuple(messages.texts(file))
+    assert messages.missing(table, code) == ["x=… is even", "This is a docstring"]
 
 
 def test_the_page_of_the_api_has_every_public_name() -> None:
