@@ -37,7 +37,7 @@ def text_of(node: ast.AST) -> str | None:
 def clean(text: str) -> str:
     """One line: fields of logging and ``format``, and runs of gaps and blanks, become one each."""
     text = re.sub(r"%(?:\.\d+f|[rsd])|\{[^{}]*\}", GAP, text)
-    return re.sub(rf"{GAP}+", GAP, re.sub(r"\s+", " ", text)).strip()
+    return re.sub(rf"{GAP}(?:\s*{GAP})+", GAP, re.sub(r"\s+", " ", text)).strip()
 
 
 def texts(file: Path) -> Iterator[str]:
