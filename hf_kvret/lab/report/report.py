@@ -16,6 +16,7 @@ from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
 from hf_kvret.lab.report.outputs import PAGE_MARK, check_file, check_folder, check_own
+from hf_kvret.lab.report.pages import Page, Part, listed_pages, shown_tables
 from hf_kvret.lab.report.plots import plot_points, require_matplotlib
 from hf_kvret.lab.report.results import (
     Results,
@@ -37,9 +38,10 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
         help="make pages with tables and pictures of result files",
         description="Make a page NAME.md of every NAME.json in DIR that hf-kvret demo, eval or "
         "bench wrote, with its table, picture, command, machine and versions, and overview.md "
-        "about all of them. A file NAME.notes.txt, where there is one, is put under the table. "
-        "Other JSON files are skipped, and named; status 1 says that results of ours have no "
-        "page, and why.",
+        "about all of them. The text of a file NAME.notes.txt stands above the table. A file "
+        "pages.toml puts several results on one page, under a question; then there is no "
+        "overview. Other JSON files are skipped, and named; status 1 says that results of ours "
+        "have no page, and why.",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=file_path, metavar="DIR", help="holds the result files")
@@ -53,7 +55,7 @@ class Report(NamedTuple):
     """The outcome of ``write_report``."""
 
     pages: list[Path]
-    """The pages, the overview last."""
+    """The pages, the overview last, if there is one."""
     skipped: dict[Path, str]
     """JSON of somebody else, with the reason."""
     failed: dict[Path, str]
@@ -67,7 +69,7 @@ def write_report(folder: Path, measurements: _Known) -> Report:
         FileNotFoundError: no such folder, or no result file in it.
         NotADirectoryError: ``folder`` is a file.
         ValueError: no result file can be used; a page of somebody else where ours would be; a
-            folder that can't be written to.
+            folder that can't be written to; a ``pages.toml`` that names what is not there.
     """
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: give the folder that holds it")
@@ -96,22 +98,31 @@ def write_report(folder: Path, measurements: _Known) -> Report:
             f"{folder} has no result file{others}: make one with hf-kvret eval TASK --json "
             f"{folder}/NAME.json"
         )
-    _check_pages(folder, loaded, measurements)
+    listed = listed_pages(folder, {path.stem for path in (*loaded, *failed)})
+    on_page = {part.result for page in listed.values() for part in page.parts}
+    pages = listed | {
+        path.stem: Page(f"{results.name}: {path.stem}", [Part(path.stem)], has_setup=True)
+        for path, results in loaded.items()
+        if path.stem not in on_page
+    }
+    _check_pages(folder, pages, loaded, measurements, has_overview=not listed)
     require_matplotlib()
-    pages = []
-    for path, results in tqdm(list(loaded.items()), unit="page"):
+    for path, results in tqdm(list(loaded.items()), unit="result"):
         measurement = measurements[results.name]
-        picture = folder / "images" / f"{path.stem}.png"
         try:
             with naming_damage(measurement, results, path):
-                measurement.plot(picture, results)
+                measurement.plot(_picture(path), results)
         except ValueError as error:
             failed[path] = str(error)
             del loaded[path]
-        else:
-            pages.append(_page(path, results, measurement, picture))
-    pages.append(_overview(folder, loaded, measurements))
-    return Report(pages, skipped, failed)
+    written = [
+        _write_page(folder / f"{name}.md", [f"# {page.title}", *texts, PAGE_MARK])
+        for name, page in sorted(pages.items())
+        if (texts := _texts(folder, name, page, loaded, measurements))
+    ]
+    if not listed:
+        written.append(_overview(folder, loaded, measurements))
+    return Report(written, skipped, failed)
 
 
 def _load(path: Path, measurements: dict[str, Any]) -> Results:
@@ -134,51 +145,82 @@ def _load(path: Path, measurements: dict[str, Any]) -> Results:
     return results
 
 
-def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> None:
+def _check_pages(
+    folder: Path,
+    pages: Mapping[str, Page],
+    loaded: dict[Path, Results],
+    measurements: _Known,
+    *,
+    has_overview: bool,
+) -> None:
     """Try every page and picture before the first one is written."""
     images = folder / "images"
     check_folder("DIR", folder)
     check_folder("DIR", images)
-    for page in (*(path.with_suffix(".md") for path in loaded), folder / _OVERVIEW):
+    files = [folder / f"{name}.md" for name in pages]
+    for page in [*files, folder / _OVERVIEW] if has_overview else files:
         check_file("page", page)
         check_own("page", page, "move the file, or give another DIR")
-    check_file("picture", images / "overview.png")
+    if has_overview:
+        check_file("picture", images / "overview.png")
     for path, results in loaded.items():
-        for picture in measurements[results.name].pictures(images / f"{path.stem}.png"):
+        for picture in measurements[results.name].pictures(_picture(path)):
             check_file("picture", picture)
+    for name, page in pages.items():
+        _texts(folder, name, page, loaded, measurements)
 
 
-def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path:
-    script = f"Made now by `{command_line(results.name)}`." if results.name in SCRIPTS else ""
-    texts = [f"# {results.name}: {path.stem}", measurement.table(results)]
-    files = ", ".join(f"[{file.name}]({file.name})" for file in files_of(path))
-    notes = path.with_suffix(".notes.txt")
-    if notes.is_file():
-        texts.append(notes.read_text(encoding="utf-8").strip())
-    texts += [
-        *(f"![{results.name}](images/{one.name})" for one in _pictures(picture, path.parent)),
-        "## How it was made",
-        "\n\n".join(map(_made, results.environments)),
-        *([script] if script else []),
-        "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
-        f"All numbers are in {files}. {PAGE_MARK}",
-    ]
-    return _write_page(path.with_suffix(".md"), texts)
+def _texts(
+    folder: Path, name: str, page: Page, loaded: dict[Path, Results], measurements: _Known
+) -> list[str]:
+    """The page without its title: the notes, then each result; empty where none was loaded."""
+    parts = [part for part in page.parts if folder / f"{part.result}.json" in loaded]
+    if not parts:
+        return []
+    notes = folder / f"{name}.notes.txt"
+    texts = [notes.read_text(encoding="utf-8").strip()] if notes.is_file() else []
+    for part in parts:
+        path = folder / f"{part.result}.json"
+        results = loaded[path]
+        measurement = measurements[results.name]
+        texts += [
+            *([f"## {part.heading}"] if part.heading else []),
+            shown_tables(measurement.table(results), part),
+            *(f"![{results.name}](images/{one.name})" for one in _pictures(path)),
+            "Made by",
+            *_made(results.environments),
+            *([f"Made now by `{command_line(results.name)}`."] if results.name in SCRIPTS else []),
+        ]
+        if page.has_setup:
+            setup = ", ".join(f"{name} {value}" for name, value in results.setup.items())
+            texts.append(f"Set-up: {setup}.")
+        files = ", ".join(f"[{file.name}]({file.name})" for file in files_of(path))
+        texts.append(f"All numbers are in {files}.")
+    return texts
 
 
-def _pictures(first: Path, folder: Path) -> list[Path]:
+def _picture(path: Path) -> Path:
+    return path.parent / "images" / f"{path.stem}.png"
+
+
+def _pictures(path: Path) -> list[Path]:
     """``NAME.png`` and a task's ``NAME-part.png`` beside it, not those of another file."""
+    first = _picture(path)
     others = sorted(first.parent.glob(f"{first.stem}-*.png"))
-    return [first, *(other for other in others if not (folder / f"{other.stem}.json").is_file())]
+    return [first, *(one for one in others if not (path.parent / f"{one.stem}.json").is_file())]
 
 
-def _made(environment: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
-    accelerator = environment["accelerator"] or "no GPU"
-    return (
-        f"    {environment['command']}\n\n{environment['processor']}, {environment['threads']} "
-        f"threads, {accelerator}; Python {environment['python']}, {versions}."
-    )
+def _made(environments: list[dict[str, Any]]) -> list[str]:
+    """The commands, each machine with its versions below those that ran on it."""
+    commands: dict[str, list[str]] = {}
+    for environment in environments:
+        versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
+        machine = (
+            f"{environment['processor']}, {environment['threads']} threads, "
+            f"{environment['accelerator'] or 'no GPU'}; Python {environment['python']}, {versions}."
+        )
+        commands.setdefault(machine, []).append(f"    {environment['command']}")
+    return [text for machine, some in commands.items() for text in ("\n".join(some), machine)]
 
 
 def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> Path:
