@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from hf_kvret.lab.report.tables import markdown_table
 
@@ -14,41 +14,31 @@ PAGES_FILE = "pages.toml"
 
 
 class Part(NamedTuple):
-    """A result on a page."""
+    """A result on a page: the name of its file, without ``.json``, and what is shown of it.
+
+    ``columns`` are headers, none for all; ``rows`` is a regular expression for cells joined by |.
+    """
 
     result: str
-    """Its file's name, without ``.json``."""
     heading: str = ""
     columns: Sequence[str] = ()
-    """Headers of the columns that are shown; none: all."""
     rows: str = ""
-    """A regular expression: rows are shown where it is found in their cells, joined by ``|``."""
 
 
 class Page(NamedTuple):
-    """A question, and the results that answer it."""
+    """A question, and the results that answer it; ``has_setup``: with their set-ups."""
 
     title: str
     parts: list[Part]
     has_setup: bool = False
-    """Whether the set-up of the results is shown, too."""
-
-    @classmethod
-    def of(cls, title: str, parts: list[dict[str, Any]], **usual: Any) -> Self:
-        """A page; ``usual`` is what parts have that don't say otherwise."""
-        return cls(title, [Part(**usual | part) for part in parts])
 
 
 def listed_pages(folder: Path, results: Collection[str]) -> dict[str, Page]:
     """The pages in ``folder``'s ``pages.toml`` by name; none where there is no such file.
 
-    Args:
-        folder: holds the result files.
-        results: the names of those in it.
-
     Raises:
         ValueError: the file is no TOML, has a key that is unknown or missing, or names a result
-            that is not there; it says which.
+            that is none of ``results``.
     """
     path = folder / PAGES_FILE
     if not path.is_file():
@@ -57,19 +47,22 @@ def listed_pages(folder: Path, results: Collection[str]) -> dict[str, Page]:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is no TOML: {error}") from error
-    pages = {}
-    for name, entry in entries.items():
-        try:
-            pages[name] = Page.of(**entry)
-        except TypeError as error:
-            raise ValueError(
-                f"{path}: [{name}] needs a title and parts, each with a result, and may have "
-                f"headings, columns and rows ({error})"
-            ) from error
-        missing = [part.result for part in pages[name].parts if part.result not in results]
-        if missing:
-            raise ValueError(f"{path}: [{name}] names {', '.join(missing)}: no such result file")
+    try:
+        pages = {name: _page(**entry) for name, entry in entries.items()}
+    except TypeError as error:
+        raise ValueError(
+            f"{path}: a page needs a title and parts, each with a result, and may have headings, "
+            f"columns and rows ({error})"
+        ) from error
+    missing = {part.result for page in pages.values() for part in page.parts} - {*results}
+    if missing:
+        raise ValueError(f"{path} names {', '.join(sorted(missing))}: no such result file")
     return pages
+
+
+def _page(title: str, parts: list[dict[str, Any]], **usual: Any) -> Page:
+    """A page; ``usual`` is what parts have that don't say otherwise."""
+    return Page(title, [Part(**usual | part) for part in parts])
 
 
 def shown_tables(text: str, part: Part) -> str:
@@ -92,15 +85,14 @@ def shown_tables(text: str, part: Part) -> str:
         indices = [i for i, name in enumerate(header) if name in part.columns or not part.columns]
         kept = [row for row in body if re.search(part.rows, " | ".join(row))]
         if indices and kept:
-            seen |= {header[i] for i in indices}
-            rows: list[list[Any]] = [[row[i] for i in indices] for row in (header, *kept)]
-            blocks.append(markdown_table(rows[0], rows[1:]))
+            head, *rows = ([row[i] for i in indices] for row in (header, *kept))
+            seen |= {*head}
+            blocks.append(markdown_table(head, rows))
         elif blocks and blocks[-1].endswith(":"):
             blocks.pop()
     missing = [name for name in part.columns if name not in seen]
     if missing or not seen:
         raise ValueError(
-            f"{PAGES_FILE}: the tables of {part.result} have no columns {missing} with rows that "
-            f"match {part.rows!r}"
+            f"{PAGES_FILE}: {part.result} has no columns {missing} with rows that match {part.rows}"
         )
     return "\n\n".join(blocks)

@@ -105,7 +105,9 @@ def write_report(folder: Path, measurements: _Known) -> Report:
         for path, results in loaded.items()
         if path.stem not in on_page
     }
-    _check_pages(folder, pages, loaded, measurements, has_overview=not listed)
+    _check_pages(folder, [*pages, *([] if listed else ["overview"])], loaded, measurements)
+    for name, page in pages.items():
+        _texts(folder, name, page, loaded, measurements)
     require_matplotlib()
     for path, results in tqdm(list(loaded.items()), unit="result"):
         measurement = measurements[results.name]
@@ -146,28 +148,19 @@ def _load(path: Path, measurements: dict[str, Any]) -> Results:
 
 
 def _check_pages(
-    folder: Path,
-    pages: Mapping[str, Page],
-    loaded: dict[Path, Results],
-    measurements: _Known,
-    *,
-    has_overview: bool,
+    folder: Path, names: list[str], loaded: dict[Path, Results], measurements: _Known
 ) -> None:
     """Try every page and picture before the first one is written."""
     images = folder / "images"
     check_folder("DIR", folder)
     check_folder("DIR", images)
-    files = [folder / f"{name}.md" for name in pages]
-    for page in [*files, folder / _OVERVIEW] if has_overview else files:
+    for page in (folder / f"{name}.md" for name in names):
         check_file("page", page)
         check_own("page", page, "move the file, or give another DIR")
-    if has_overview:
-        check_file("picture", images / "overview.png")
+    check_file("picture", images / "overview.png")
     for path, results in loaded.items():
         for picture in measurements[results.name].pictures(_picture(path)):
             check_file("picture", picture)
-    for name, page in pages.items():
-        _texts(folder, name, page, loaded, measurements)
 
 
 def _texts(

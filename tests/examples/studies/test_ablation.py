@@ -18,6 +18,7 @@ from hf_kvret.lab.evaluate.measurement import fill_parser
 from hf_kvret.lab.program import scripts
 from hf_kvret.lab.program.help_text import shown_default
 from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement, script_parser
+from hf_kvret.lab.report.pages import Part, listed_pages, shown_tables
 from hf_kvret.lab.report.report import write_report
 from hf_kvret.lab.report.results import Results
 
@@ -75,18 +76,22 @@ def test_a_bench_runs_its_script(
     assert "install it there with pip install -e" in capsys.readouterr().err
 
 
-def _committed() -> list[Path]:
-    """Results of scripts that have a page."""
-    files = [path for path in sorted(RESULTS.glob("*.json")) if path.with_suffix(".md").is_file()]
-    return [path for path in files if json.loads(path.read_text())["name"] in SCRIPTS]
+def _committed() -> list[Any]:
+    """Results of scripts, and the pages that they stand on."""
+    files = {path.stem: path for path in sorted(RESULTS.glob("*.json"))}
+    return [
+        pytest.param(RESULTS / f"{name}.md", part, id=part.result)
+        for name, page in listed_pages(RESULTS, files).items()
+        for part in page.parts
+        if json.loads(files[part.result].read_text())["name"] in SCRIPTS
+    ]
 
 
-@pytest.mark.parametrize("file", _committed(), ids=lambda path: path.stem)
-def test_the_table_of_committed_results_is_the_one_on_their_page(file: Path) -> None:
-    results = Results.load(file)
-    head = f"# {results.name}: {file.stem}"
-    table = load_measurement(results.name).table(results)
-    assert file.with_suffix(".md").read_text().startswith(f"{head}\n\n{table}\n\n")
+@pytest.mark.parametrize(("page", "part"), _committed())
+def test_the_table_of_committed_results_is_the_one_on_their_page(page: Path, part: Part) -> None:
+    results = Results.load(RESULTS / f"{part.result}.json")
+    table = shown_tables(load_measurement(results.name).table(results), part)
+    assert f"\n\n{table}\n\n![{results.name}](images/{part.result}.png)" in page.read_text()
 
 
 @pytest.fixture

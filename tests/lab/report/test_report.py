@@ -177,3 +177,64 @@ def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
     os.close(writing)
     assert done.returncode == 0 and "BrokenPipe" not in done.stderr, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
+
+
+def _listed(folder: Path, text: str) -> Path:
+    (folder / "pages.toml").write_text(text)
+    return folder
+
+
+SHOWN = """
+[speed]
+title = "How fast is it?"
+parts = [
+    { result = "mine", heading = "Mine", columns = ["task", "paris, 4096 inside"], rows = "^vt" },
+    { result = "other", heading = "Other" },
+]
+"""
+
+
+def test_a_page_may_show_parts_of_several_results(tmp_path: Path) -> None:
+    _ruler(tmp_path).rename(tmp_path / "other.json")
+    _ruler(tmp_path).with_name("third.json").write_bytes((tmp_path / "mine.json").read_bytes())
+    (tmp_path / "speed.notes.txt").write_text("It is fast.\n")
+    report = write_report(_listed(tmp_path, SHOWN), MEASUREMENTS)
+    assert [page.name for page in report.pages] == ["speed.md", "third.md"]
+    page = (tmp_path / "speed.md").read_text()
+    assert page.startswith(
+        "# How fast is it?\n\nIt is fast.\n\n## Mine\n\n| task | paris, 4096 inside |"
+    )
+    mine, other = page.split("## Other")
+    assert "| vt   | 50.0" in mine and "100.0" not in mine and "cold rows" not in mine
+    assert "100.0" in other and "cold rows read" in other
+    assert "(images/mine.png)" in mine and "[mine.json](mine.json)" in mine
+    assert (tmp_path / "third.md").read_text().startswith("# eval ruler: third\n\n| task")
+
+
+def test_a_listed_result_that_is_damaged_is_left_out(tmp_path: Path) -> None:
+    content = json.loads(_ruler(tmp_path).read_text())
+    content["cells"][1]["result"]["score"] = {"no": "number"}
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    report = write_report(_listed(tmp_path, SHOWN), MEASUREMENTS)
+    assert list(report.failed) == [tmp_path / "other.json"]
+    assert "## Other" not in (tmp_path / "speed.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("= [", "= = [", "is no TOML"),
+        ('result = "other"', 'result = "none"', "names none: no such result file"),
+        ("heading", "head", "needs a title and parts.*'head'"),
+        ("title", "name", "needs a title and parts"),
+        ('"task"', '"weather"', r"mine has no columns \['weather'\]"),
+        ("^vt", "^cwe", r"mine has no columns .* match \^cwe"),
+    ],
+)
+def test_mistakes_in_the_list_of_pages_are_named(
+    old: str, new: str, words: str, tmp_path: Path
+) -> None:
+    _ruler(tmp_path).with_name("other.json").write_bytes((tmp_path / "mine.json").read_bytes())
+    with pytest.raises(ValueError, match=words):
+        write_report(_listed(tmp_path, SHOWN.replace(old, new)), MEASUREMENTS)
+    assert not list(tmp_path.glob("*.md"))
