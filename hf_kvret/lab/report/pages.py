@@ -14,15 +14,14 @@ PAGES_FILE = "pages.toml"
 
 
 class Part(NamedTuple):
-    """A result on a page: the name of its file, without ``.json``, and what is shown of it.
-
-    ``columns`` are headers, none for all; ``rows`` is a regular expression for cells joined by |.
-    """
+    """A result on a page, by the name of its file, and what is shown of it."""
 
     result: str
     heading: str = ""
     columns: Sequence[str] = ()
+    """Headers; none for all."""
     rows: str = ""
+    """A regular expression, searched for in a row's cells as joined by ``|``."""
 
 
 class Page(NamedTuple):
@@ -37,22 +36,18 @@ def listed_pages(folder: Path, results: Collection[str]) -> dict[str, Page]:
     """The pages in ``folder``'s ``pages.toml`` by name; none where there is no such file.
 
     Raises:
-        ValueError: the file is no TOML, has a key that is unknown or missing, or names a result
-            that is none of ``results``.
+        ValueError: the file is damaged, or names a result that is none of ``results``.
     """
     path = folder / PAGES_FILE
     if not path.is_file():
         return {}
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is no TOML: {error}") from error
-    try:
         pages = {name: _page(**entry) for name, entry in entries.items()}
-    except TypeError as error:
+    except (tomllib.TOMLDecodeError, TypeError) as error:
         raise ValueError(
-            f"{path}: a page needs a title and parts, each with a result, and may have headings, "
-            f"columns and rows ({error})"
+            f"{path} is damaged: {error}; in TOML a page has a title and parts, each of these a "
+            "result and, if you like, heading, columns and rows"
         ) from error
     missing = {part.result for page in pages.values() for part in page.parts} - {*results}
     if missing:
@@ -66,9 +61,7 @@ def _page(title: str, parts: list[dict[str, Any]], **usual: Any) -> Page:
 
 
 def shown_tables(text: str, part: Part) -> str:
-    """The markdown tables in ``text`` with the columns and rows of ``part`` alone.
-
-    A table that has none of them is left out, with the line above it.
+    """The markdown tables in ``text`` with the columns and rows of ``part``, where they have any.
 
     Raises:
         ValueError: no table has a column of that name, or a row that matches.
@@ -88,8 +81,6 @@ def shown_tables(text: str, part: Part) -> str:
             head, *rows = ([row[i] for i in indices] for row in (header, *kept))
             seen |= {*head}
             blocks.append(markdown_table(head, rows))
-        elif blocks and blocks[-1].endswith(":"):
-            blocks.pop()
     missing = [name for name in part.columns if name not in seen]
     if missing or not seen:
         raise ValueError(

@@ -28,8 +28,6 @@ from hf_kvret.lab.report.results import (
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.saved.folder import replace_file
 
-_OVERVIEW = "overview.md"
-
 
 def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known) -> None:
     """Add ``report`` to the program's commands; ``measurements`` by the name in their files."""
@@ -38,10 +36,9 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
         help="make pages with tables and pictures of result files",
         description="Make a page NAME.md of every NAME.json in DIR that hf-kvret demo, eval or "
         "bench wrote, with its table, picture, command, machine and versions, and overview.md "
-        "about all of them. The text of a file NAME.notes.txt stands above the table. A file "
-        "pages.toml puts several results on one page, under a question; then there is no "
-        "overview. Other JSON files are skipped, and named; status 1 says that results of ours "
-        "have no page, and why.",
+        "about all of them. The text of NAME.notes.txt stands above the table. A file pages.toml "
+        "puts several results on one page, and then there is no overview. Other JSON files are "
+        "skipped, and named; status 1 says that results of ours have no page, and why.",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=file_path, metavar="DIR", help="holds the result files")
@@ -175,21 +172,20 @@ def _texts(
     for part in parts:
         path = folder / f"{part.result}.json"
         results = loaded[path]
-        measurement = measurements[results.name]
+        script = f"Made now by `{command_line(results.name)}`." if results.name in SCRIPTS else ""
+        setup = ", ".join(f"{name} {value}" for name, value in results.setup.items())
+        files = ", ".join(f"[{file.name}]({file.name})" for file in files_of(path))
         texts += [
-            *([f"## {part.heading}"] if part.heading else []),
-            shown_tables(measurement.table(results), part),
+            f"## {part.heading}" if part.heading else "",
+            shown_tables(measurements[results.name].table(results), part),
             *(f"![{results.name}](images/{one.name})" for one in _pictures(path)),
             "Made by",
             *_made(results.environments),
-            *([f"Made now by `{command_line(results.name)}`."] if results.name in SCRIPTS else []),
+            script,
+            f"Set-up: {setup}." if page.has_setup else "",
+            f"All numbers are in {files}.",
         ]
-        if page.has_setup:
-            setup = ", ".join(f"{name} {value}" for name, value in results.setup.items())
-            texts.append(f"Set-up: {setup}.")
-        files = ", ".join(f"[{file.name}]({file.name})" for file in files_of(path))
-        texts.append(f"All numbers are in {files}.")
-    return texts
+    return [text for text in texts if text]
 
 
 def _picture(path: Path) -> Path:
@@ -237,7 +233,7 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
         )
         texts.append(f"![answers right against bytes read](images/{picture.name})")
     texts.append(PAGE_MARK)
-    return _write_page(folder / _OVERVIEW, texts)
+    return _write_page(folder / "overview.md", texts)
 
 
 def _write_page(page: Path, texts: list[str]) -> Path:

@@ -223,10 +223,10 @@ def test_a_listed_result_that_is_damaged_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("= [", "= = [", "is no TOML"),
+        ("= [", "= = [", "pages.toml is damaged: .*line 4"),
         ('result = "other"', 'result = "none"', "names none: no such result file"),
-        ("heading", "head", "needs a title and parts.*'head'"),
-        ("title", "name", "needs a title and parts"),
+        ("heading", "head", "damaged: .*'head'; in TOML a page has"),
+        ("title", "name", "damaged: .*'name'"),
         ('"task"', '"weather"', r"mine has no columns \['weather'\]"),
         ("^vt", "^cwe", r"mine has no columns .* match \^cwe"),
     ],
