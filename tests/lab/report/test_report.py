@@ -226,7 +226,7 @@ def test_a_listed_result_that_is_damaged_is_left_out(tmp_path: Path) -> None:
         ("= [", "= = [", "pages.toml is damaged: .*line 4"),
         ('result = "other"', 'result = "none"', "names none: no such result file"),
         ("heading", "head", "damaged: .*'head'; in TOML a page has"),
-        ("title", "name", "damaged: .*'name'"),
+        ("title", "name", "damaged: .*'title'"),
         ('"task"', '"weather"', r"mine has no columns \['weather'\]"),
         ("^vt", "^cwe", r"mine has no columns .* match \^cwe"),
     ],
