@@ -26,6 +26,7 @@ from hf_kvret.lab.program.arguments import check_device, file_path, lengths, sec
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.scripts import FOLDER, SCRIPTS, load_measurement
+from hf_kvret.lab.report.pages import Part, shown_tables
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.saved.folder import replace_file
@@ -36,6 +37,11 @@ _SMALL = "dense_below=0:recent=32:flush=32:sink=4"
 _RETRIEVING = ("paris", "lrqk", "ctkvr", "a2ats", "aqua")
 _OF_CUDA = ("dense-graph", "offloaded")
 _INTERRUPTED_SECONDS = 30
+# Columns of a result's table that its section shows; all others are in its file.
+_COLUMNS = (
+    "cache", "context", "batch", "check", "ms a step", "quartiles", "tokens/s", "floor ms",
+    "time / floor", "cache device MB", "peak beyond weights MB",
+)  # fmt: skip
 # A model is not even loaded in less.
 _LEAST_SECONDS = 30
 _SHAPE, _DTYPE = "llama-3.1-8b", "bfloat16"
@@ -44,8 +50,8 @@ _Known = Mapping[str, type[Measurement]]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One command.
+class Command:
+    """One part: a command of ``hf-kvret bench``.
 
     Attributes:
         name: of the part, and the end of its result file's name.
@@ -92,14 +98,14 @@ _PARIS = "paris:top_k=100,paris:top_k=1024"
 
 PLAN = (
     # First, so that all others run with the launch numbers that it finds.
-    Part(
+    Command(
         "launch",
         180,
         "launch numbers of the kernels for this GPU",
         "launch --context 32K,128K --batch 1,8",
         shaped=False,
     ),
-    Part(
+    Command(
         "decode",
         300,
         "a step of one sequence, beside full attention with and without a graph",
@@ -108,14 +114,14 @@ PLAN = (
         aim="at 128K `paris:top_k=100` at most 5 ms and 1.3 times its floor",
     ),
     # The artifacts of a2ats and aqua are made first, from random tokens, for this shape.
-    Part(
+    Command(
         "methods",
         300,
         "a step of each of the five systems",
         "decode --context 128K,32K --caches paris:top_k=1024,lrqk:top_k=1024,ctkvr:top_k=1024,"
         "a2ats:top_k=1024,aqua,dense --fill random --warmup 4 --steps 16 --rounds 1 --limit 10",
     ),
-    Part(
+    Command(
         "batch",
         240,
         "tokens a second of the largest batch that fits",
@@ -124,14 +130,14 @@ PLAN = (
         "--fill random --warmup 6 --steps 16 --rounds 1 --limit 4",
         aim="at least 5 times the best dense batch",
     ),
-    Part(
+    Command(
         "prefill",
         120,
         "time to the first token",
         f"prefill --context 128K --caches dense,{_PARIS} --warmup 1 --steps 2 --rounds 1",
         aim="`paris` at most 1.03 times `dense`",
     ),
-    Part(
+    Command(
         "lrqk",
         120,
         "`lrqk` with rows on the host, beside transformers' offloaded cache",
@@ -140,33 +146,33 @@ PLAN = (
         "--fill random --warmup 6 --steps 32 --rounds 2 --limit 10",
         aim="at least 25 times `offloaded` (published: 13.6)",
     ),
-    Part(
+    Command(
         "offloaded",
         90,
         "transformers' offloaded cache",
         f"decode --context 128K,32K --caches offloaded {_FEW_STEPS}",
     ),
-    Part(
+    Command(
         "static_compile",
         120,
         "transformers' static cache with its own compile",
         "decode --context 128K,32K --caches static-compile --fill random --warmup 8 --steps 32 "
         "--rounds 1 --limit 10",
     ),
-    Part(
+    Command(
         "quantized",
         80,
         "transformers' quantized cache, where its package is installed",
         f"decode --context 128K,32K --caches quantized:nbits=4 {_FEW_STEPS}",
     ),
-    Part(
+    Command(
         "kvpress",
         80,
         "a press of kvpress, where it is installed",
         "decode --context 32K --caches kvpress:SnapKV:compression_ratio=0.9 --warmup 3 --steps 32 "
         "--rounds 1 --limit 10",
     ),
-    Part(
+    Command(
         "kernels",
         120,
         "each kernel's share of the memory's bandwidth",
@@ -176,7 +182,7 @@ PLAN = (
         aim="at least 80% at batch 8",
         shaped=False,
     ),
-    Part(
+    Command(
         "decode_512k",
         300,
         "a step at 512K",
@@ -184,7 +190,7 @@ PLAN = (
         aim="at most 1.3 times the floor",
         is_long=True,
     ),
-    Part(
+    Command(
         "decode_1m",
         500,
         "a step at 1M, with rows on device and host, and in 4 bits",
@@ -194,7 +200,7 @@ PLAN = (
         aim="at most 8 ms",
         is_long=True,
     ),
-    Part(
+    Command(
         "flush",
         180,
         "many steps, with captures and flushes among them",
@@ -270,7 +276,7 @@ def _name_of_gpu(options: BenchAll) -> str:
     return torch.cuda.get_device_name().split()[-1].lower()
 
 
-def chosen_parts(only: str | None, with_long: bool = False) -> list[Part]:
+def chosen_parts(only: str | None, with_long: bool = False) -> list[Command]:
     """The parts of these names, in the order of ``PLAN``; ValueError for an unknown one."""
     if only is None:
         return [part for part in PLAN if with_long or not part.is_long]
@@ -282,7 +288,7 @@ def chosen_parts(only: str | None, with_long: bool = False) -> list[Part]:
     return [part for part in PLAN if part.name in names]
 
 
-def run_part(part: Part, out: Path, name: str, tiny: bool, seconds: float) -> tuple[str, float]:
+def run_part(part: Command, out: Path, name: str, tiny: bool, seconds: float) -> tuple[str, float]:
     """How it ended, and after how many seconds.
 
     Launch numbers are kept and read in the folder ``tuning`` below ``out``.
@@ -319,13 +325,13 @@ def _last_line(log: Path) -> str:
 
 
 def measure(
-    parts: Sequence[Part], out: Path, name: str, tiny: bool, budget: float
+    parts: Sequence[Command], out: Path, name: str, tiny: bool, budget: float
 ) -> list[tuple[str, str]]:
     """Run what is not done yet while the budget lasts; name and state of each part."""
     rows: list[tuple[str, str]] = []
     left = budget
     for part in parts:
-        mark = out / f".{name}_{part.name}.done"
+        mark = _mark(part, out, name)
         command = shlex.join(part.command(out, name, tiny))
         if mark.is_file() and mark.read_text(encoding="utf-8") == command:
             state = "done before"
@@ -344,25 +350,34 @@ def measure(
     return rows
 
 
+def _mark(part: Command, out: Path, name: str) -> Path:
+    """A file with the command of a part that is done."""
+    return out / f".{name}_{part.name}.done"
+
+
 def write_page(
     out: Path, name: str, measurements: _Known, tiny: bool, states: Mapping[str, str]
 ) -> Path:
     """``NAME.md``: what each part asks, how it ended, and the tables of what was found."""
     rows = []
     for part in PLAN:
-        state = "measured" if part.file(out, name).is_file() else "**not measured**"
+        state = "**not measured**"
+        if part.file(out, name).is_file():
+            state = "measured" if _mark(part, out, name).is_file() else "measured in part"
         ended = states.get(part.name, "")
         state += f" ({ended})" if ended and not ended.startswith("done") else ""
         rows.append((part.name, part.asks, part.aim or "-", state))
     shape = "tiny" if tiny else f"{_SHAPE} in {_DTYPE}"
+    notes = out / f"{name}.notes.txt"
     texts = [
-        f"# Speed on a GPU: {name}",
+        f"# How fast is it on this GPU: {name}?",
+        *([notes.read_text(encoding="utf-8").strip()] if notes.is_file() else []),
         f"The shape is {shape}, with random weights; the opponents run in the same command. Random "
         'weights select at random, so `store="resident"` rarely finds a row in its slots. '
         "`--fill random` writes keys and values in place of a prompt; `prefill` reads one.",
         markdown_table(("part", "what it measures", "aim", "state"), rows),
-        f"`hf-kvret bench all --out DIR --name {name}` makes all of it in 30 minutes, and "
-        "`--long` the parts from 512K on. The same call goes on after an interruption.",
+        f"`hf-kvret bench all --out DIR --name {name}` measures for 30 minutes at most, and "
+        "`--long` adds the parts from 512K on. The same call goes on after an interruption.",
     ]
     files = [part.file(out, name) for part in PLAN]
     others = sorted(set(out.glob(f"{name}_*.json")) - set(files))
@@ -376,18 +391,18 @@ def _section(file: Path, name: str, measurements: _Known) -> str:
     """The table of a result file, its notes, and how it was made."""
     results = Results.load(file)
     measurement = measurements.get(results.name) or load_measurement(results.name)
-    notes = file.with_suffix(".notes.txt")
+    table = measurement.table(results)
+    columns = [column for column in _COLUMNS if f"| {column} " in table]
     environment = results.environments[-1]
     versions = ", ".join(f"{key} {value}" for key, value in environment["versions"].items())
     texts = [
         f"## {file.stem.removeprefix(f'{name}_')}",
-        measurement.table(results),
-        notes.read_text(encoding="utf-8").strip() if notes.is_file() else "",
+        shown_tables(table, Part(file.stem, columns=columns)),
         f"    {environment['command']}",
         f"{environment['accelerator'] or environment['processor']}; Python "
         f"{environment['python']}, {versions}. All numbers are in [{file.name}]({file.name}).",
     ]
-    return "\n\n".join(filter(None, texts))
+    return "\n\n".join(texts)
 
 
 def _shrunk(words: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from hf_kvret import cli
 from hf_kvret.lab.bench import everything
-from hf_kvret.lab.bench.everything import PLAN, Part, chosen_parts
+from hf_kvret.lab.bench.everything import PLAN, Command, chosen_parts
 from hf_kvret.lab.bench.opponents import choose_bench_caches
 from hf_kvret.lab.bench.parser import MEASUREMENTS
 from hf_kvret.lab.program.arguments import names
@@ -34,7 +34,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("part", PLAN, ids=lambda part: part.name)
-def test_a_command_parses(part: Part) -> None:
+def test_a_command_parses(part: Command) -> None:
     options = parsed(part.command(OUT, "h200"))
     assert options.device == "cuda" and options.json == OUT / f"h200_{part.name}.json"
     for text in names(getattr(options, "caches", "")):
@@ -79,7 +79,9 @@ def test_a_part_that_is_done_is_not_run_again(
 ) -> None:
     ran: list[tuple[str, float]] = []
 
-    def pretend(part: Part, out: Path, name: str, tiny: bool, seconds: float) -> tuple[str, float]:
+    def pretend(
+        part: Command, out: Path, name: str, tiny: bool, seconds: float
+    ) -> tuple[str, float]:
         ran.append((part.name, seconds))
         return ("failed: no", 5.0) if part.name == "methods" else ("done", 100.0)
 
@@ -148,18 +150,18 @@ def test_scripts_of_a_checkout_are_left_out_of_an_installed_package(
 def test_the_page_has_the_tables_of_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for file in RESULTS.glob("h200_*"):
-        if file.suffix in (".json", ".txt"):
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+    for file in (*RESULTS.glob("h200_*.json"), RESULTS / "h200.notes.txt"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
     words = ["bench", "all", "--page-only", "--name", "h200", "--out", str(tmp_path)]
     assert cli.main(words) == 0
     page = (tmp_path / "h200.md").read_text(encoding="utf-8")
     assert str(tmp_path / "h200.md") in capsys.readouterr().out
     assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == ["decode", "batch", "decode_32k"]
     assert re.search(r"^\| launch +\|.*\*\*not measured\*\*", page, re.MULTILINE)
-    assert re.search(r"^\| decode +\|.*\| measured +\|$", page, re.MULTILINE)
+    assert re.search(r"^\| decode +\|.*\| measured in part \|$", page, re.MULTILINE)
     assert "NVIDIA H200; Python" in page and "[h200_batch.json](h200_batch.json)" in page
     assert page.count("| paris:top_k=100") >= 3
+    assert page == (RESULTS / "h200.md").read_text(encoding="utf-8"), "make it again"
 
 
 def test_the_page_says_how_a_part_ended(tmp_path: Path) -> None:
@@ -167,6 +169,11 @@ def test_the_page_says_how_a_part_ended(tmp_path: Path) -> None:
     page = everything.write_page(tmp_path, "x", MEASUREMENTS, False, states).read_text()
     assert "**not measured** (failed: no such thing)" in page
     assert "(done)" not in page
+    for part in PLAN[:2]:
+        part.file(tmp_path, "x").write_bytes((RESULTS / "h200_decode.json").read_bytes())
+    (tmp_path / f".x_{PLAN[0].name}.done").touch()
+    page = everything.write_page(tmp_path, "x", MEASUREMENTS, False, {}).read_text()
+    assert page.count("| measured  ") == 1 and page.count("| measured in part |") == 1
 
 
 @pytest.mark.slow
