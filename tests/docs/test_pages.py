@@ -25,7 +25,6 @@ import hf_kvret
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
-from hf_kvret.lab.evaluate.demo import Demo
 from hf_kvret.lab.report.results import Results
 from hf_kvret.testing import MODELS
 
@@ -346,6 +345,7 @@ def test_the_list_of_models_is_that_of_the_conformance_suite() -> None:
     assert sorted(types) == sorted(MODELS)
 
 
+CACHES_OF_README = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua")
 README_TEXT = README.read_text(encoding="utf-8")
 
 
@@ -356,16 +356,26 @@ def cells(table: str) -> list[list[str]]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README_TEXT.splitlines()) <= 78
+    assert len(README_TEXT.splitlines()) <= 90
     assert README_TEXT.count("![") == 1
 
 
-def test_the_table_of_the_readme_is_of_the_results_of_what_the_demo_asks() -> None:
-    shown = re.search(r"<!-- demo table -->\n(.*?)<!-- end -->", README_TEXT, flags=re.DOTALL)
+def test_the_table_of_the_readme_is_of_the_results() -> None:
+    shown = re.search(r"<!-- result table -->\n(.*?)<!-- end -->", README_TEXT, flags=re.DOTALL)
     assert shown is not None
-    results = Results.load(ROOT / "docs" / "results" / "demo" / "demo.json")
-    header, *measured = cells(Demo.table(results).partition("recall / mass")[0])
-    assert cells(shown[1]) == [header, *(row for row in measured if row[0] in Demo().choices)]
+    steps = Results.load(DOCS / "results" / "decode_qwen3_cpu.json")
+    text = Results.load(DOCS / "results" / "smollm2_agreement.json")
+    rows = cells(shown[1])[1:]
+    names = [re.findall(r"`(\w+)`|(static)", row[0])[0] for row in rows]
+    assert [a or b for a, b in names] == ["static", *CACHES_OF_README]
+    for row, (method, static) in zip(rows, names, strict=True):
+        step = steps.find({"cache": method or static, "context": 32_768, "batch": 1})
+        options = method if method == "aqua" else f"{method}:top_k=0.06"
+        same = text.find({"cache": "full" if static else options, "length": 4096})
+        assert same is not None
+        milliseconds = f"{1e3 * step['seconds']:.0f}" if step else "not measured"
+        size = f"{step['device_bytes'] / 1e9:.1f}" if step else "not measured"
+        assert row[2:] == [milliseconds, size, f"{same['forced_equal']:.0%}"], row[0]
 
 
 def test_the_bytes_of_the_readme_are_those_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
