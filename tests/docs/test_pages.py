@@ -378,6 +378,17 @@ def test_the_table_of_the_readme_is_of_the_results() -> None:
         assert row[2:] == [milliseconds, size, f"{same['forced_equal']:.0%}"], row[0]
 
 
+def test_the_table_of_the_index_is_part_of_that_of_the_readme() -> None:
+    header, *rows = cells(README_TEXT.partition("<!-- demo table -->")[2].partition("<!-- end")[0])
+    measured = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    columns = ("answers right", "new tokens/s", "device MB", "cold rows read")
+    shown = table(DOCS / "index.md", "cache", *columns)
+    assert len(shown) == 3
+    for name_of, *numbers in shown:
+        cache = measured[name_of.split("`")[1]]
+        assert numbers == [cache[column] for column in columns]
+
+
 def test_the_bytes_of_the_readme_are_those_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
     entries = re.search(r"([\d.]+) against ([\d.]+) MiB for ([\d,]+) tokens", README_TEXT)
     coded = re.search(r'`store="higgs-host"`\), the total is ([\d.]+) MiB', README_TEXT)
