@@ -48,7 +48,6 @@ WHOLE = tuple(
         "quickstart",
         "recipes",
         "migrate",
-        "memory",
         "multi-gpu",
         "features",
         "troubleshooting",

@@ -14,6 +14,11 @@ A file of choices is shipped with the package for a GPU family, or lies in the u
       {"op": "gather_scores", "version": 1, "size": {...}, "choice": {...}, "measured": {...}}]}
 
 ``"choice": null`` means that the rule was the best; it overrides a shipped file's choice.
+
+For an operation of yours, put a ``Tunable`` called ``CHOICES`` into its ``triton.py``, add its
+folder to ``_OPERATIONS``, call ``choice(CHOICES, size, rule, device)`` at the launch, and add a
+case to ``bench_launch.py``. Raise ``version`` when the kernel changes so much that old measurements
+mean nothing.
 """
 
 from __future__ import annotations
