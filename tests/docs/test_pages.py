@@ -25,6 +25,7 @@ import hf_kvret
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
+from hf_kvret.lab.evaluate.demo import Demo
 from hf_kvret.lab.report.results import Results
 from hf_kvret.testing import MODELS
 
@@ -377,8 +378,9 @@ def test_the_table_of_the_readme_is_of_the_results() -> None:
         assert row[2:] == [milliseconds, size, f"{same['forced_equal']:.0%}"], row[0]
 
 
-def test_the_table_of_the_index_is_part_of_that_of_the_readme() -> None:
-    header, *rows = cells(README_TEXT.partition("<!-- demo table -->")[2].partition("<!-- end")[0])
+def test_the_table_of_the_index_is_of_the_results_of_the_demo() -> None:
+    results = Results.load(DOCS / "results" / "demo" / "demo.json")
+    header, *rows = cells(Demo.table(results).partition("recall / mass")[0])
     measured = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
     columns = ("answers right", "new tokens/s", "device MB", "cold rows read")
     shown = table(DOCS / "index.md", "cache", *columns)
