@@ -510,8 +510,10 @@ def _open(override: str | None) -> ctypes.CDLL | str:
 
 
 def _places() -> Iterator[Path]:
-    """Where the library may lie: beside this file, or in site-packages of an editable install."""
+    """Where the library may lie: beside this file, or in site-packages.
+
+    The latter for an editable install, and for a copy of this package that came from the hub.
+    """
     yield Path(__file__).with_name(FILE_NAME)
-    package = Path(*__name__.split(".")[:-1])
     for scheme in ("platlib", "purelib"):
-        yield Path(sysconfig.get_path(scheme)) / package / FILE_NAME
+        yield Path(sysconfig.get_path(scheme), "hf_kvret_kernels", FILE_NAME)

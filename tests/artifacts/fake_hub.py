@@ -1,7 +1,8 @@
 """A hub on 127.0.0.1 that speaks enough of the protocol for the real huggingface_hub client.
 
-Repositories live in memory. Files that end in ``.safetensors`` go through LFS: their download is a
-redirect to a store of blobs, their upload a batch request and a PUT. Every request is written down.
+Repositories live in memory; ids of kernel repositories begin with ``kernels/``. Files that end in
+``.safetensors`` go through LFS: their download is a redirect to a store of blobs, their upload a
+batch request and a PUT. Every request is written down.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             for command, pattern, action in _ROUTES:
                 match = re.fullmatch(pattern, path)
                 if match and self.command in command.split():
-                    action(self, user, **{k: unquote(v) for k, v in match.groupdict().items()})
+                    action(self, user, **{k: unquote(v) for k, v in match.groupdict("").items()})
                     return
             raise _Refusal(404, "NoRoute", f"{self.command} {path}")
         except _Refusal as refusal:
@@ -168,9 +169,22 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": name} for name in files]
         self._send({"id": repo, "sha": sha, "private": repository.private, "siblings": siblings})
 
-    def tree(self, user: str | None, repo: str, revision: str) -> None:
+    def tree(self, user: str | None, repo: str, revision: str, folder: str = "") -> None:
         _, files = self._commit(self._repository(user, repo), revision)
-        self._send([_entry(name, content) for name, content in files.items()])
+        if not folder:
+            self._send([_entry(name, content) for name, content in files.items()])
+            return
+        inner = [name.removeprefix(f"{folder}/") for name in files if name.startswith(f"{folder}/")]
+        names = sorted({name.split("/")[0] for name in inner if "/" in name})
+        self._send([{"type": "directory", "path": f"{folder}/{n}", "oid": n} for n in names])
+
+    def refs(self, user: str | None, repo: str) -> None:
+        shas = self._repository(user, repo).refs
+        branches = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha}
+            for name, sha in shas.items()
+        ]
+        self._send({"branches": branches, "converts": [], "tags": []})
 
     def resolve(self, user: str | None, repo: str, revision: str, name: str) -> None:
         sha, files = self._commit(self._repository(user, repo), revision)
@@ -283,11 +297,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(answer)
 
 
-_REPO, _REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+_REPO, _REVISION = r"(?P<repo>(?:kernels/)?[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+_KERNEL = r"(?P<repo>kernels/[^/]+/[^/]+)"
 _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("GET", rf"/api/models/{_REPO}", _Handler.info),
     ("GET", rf"/api/models/{_REPO}/revision/{_REVISION}", _Handler.info),
     ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}", _Handler.tree),
+    ("GET", rf"/api/{_KERNEL}/revision/{_REVISION}", _Handler.info),
+    ("GET", rf"/api/{_KERNEL}/tree/{_REVISION}(?:/(?P<folder>.+))?", _Handler.tree),
+    ("GET", rf"/api/{_KERNEL}/refs", _Handler.refs),
     ("HEAD GET", rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)", _Handler.resolve),
     ("HEAD GET", r"/blobs/(?P<digest>\w+)", _Handler.blob),
     ("PUT", r"/blobs/(?P<digest>\w+)", _Handler.put_blob),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from tqdm import tqdm
+from hf_kvret.lab.program.progress import tqdm
 
 # A shorter measurement is too unreliable for an estimate.
 _LEAST_SECONDS = 1.0

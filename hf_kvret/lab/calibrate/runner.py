@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
@@ -20,6 +19,7 @@ from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.forecast import Forecast
 from hf_kvret.lab.calibrate.parts import FinishedLayers, alone_in
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.models.compatibility import check_model, retrieval_layers
 from hf_kvret.models.ranks import check_calibration
 from hf_kvret_model_patches.decoders import decoder_of

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
-from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
@@ -35,6 +34,7 @@ from hf_kvret.lab.coverage.table import (
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.progress import tqdm
 
 
 @dataclass(frozen=True)

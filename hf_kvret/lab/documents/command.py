@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import TextStreamer
 
 from hf_kvret.attention.prompt_chunks import recurs
@@ -27,7 +26,7 @@ from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whol
 from hf_kvret.lab.program.common_options import count_option, device_option, dtype_option
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.options import add_options, option, read_options
-from hf_kvret.lab.program.progress import prompt_bar
+from hf_kvret.lab.program.progress import prompt_bar, tqdm
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.lab.report.verification import verify
 from hf_kvret.models.compatibility import layer_shapes

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from tqdm import tqdm
 
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.environment import program
 from hf_kvret.lab.report.outputs import check_outputs, write_outputs
 from hf_kvret.lab.report.results import FAILED, Cell, Results, rank_file, sole_writer

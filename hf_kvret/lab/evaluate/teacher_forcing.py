@@ -11,12 +11,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum
+from hf_kvret.lab.program.progress import tqdm
 
 # Tokens of full attention's forward passes, so that a long text with a large vocabulary fits.
 _CHUNK = 128

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from safetensors import SafetensorError
-from transformers.utils import logging as transformers_logging
 
 from hf_kvret.artifacts.hub import CLIENT_ERROR
+from hf_kvret.lab.program.progress import only_our_bars
 
 # 128 plus the number of SIGINT, as in shells.
 INTERRUPTED = 130
@@ -60,9 +60,9 @@ def run_program(
         kept: what an interrupted command leaves, as the end of a sentence.
     """
     options = parser.parse_args(arguments)
-    transformers_logging.disable_progress_bar()
     try:
-        return options.run(options)
+        with only_our_bars():
+            return options.run(options)
     except KeyboardInterrupt:
         if arguments is not None:
             raise

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from hf_kvret.lab.evaluate.measurement import Measurement
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.help_text import HelpFormatter
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
 from hf_kvret.lab.report.outputs import PAGE_MARK, check_file, check_folder, check_own
 from hf_kvret.lab.report.pages import Page, Part, listed_pages, shown_tables

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.measurement import Measurement, Outputs, Progress, Row
 from hf_kvret.lab.evaluate.reader import Reader, check_positions
@@ -27,6 +26,7 @@ from hf_kvret.lab.program.common_options import (
     text_option,
 )
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.outputs import check_file
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.tune.measuring import Walker, cut_windows, needle_windows

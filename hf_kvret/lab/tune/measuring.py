@@ -8,13 +8,13 @@ from statistics import median
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from hf_kvret.lab.calibrate.sources import needle_documents
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.tune.selection import FULL
 from hf_kvret.lab.tune.variants import Variant
 

@@ -352,7 +352,7 @@ def choice(op: Tunable[C], size: Any, default: C, device: torch.device) -> C:
 
 def operations() -> dict[str, Tunable[Any]]:
     """All tunable operations, by name."""
-    modules = [importlib.import_module(f"hf_kvret_kernels.{name}.triton") for name in _OPERATIONS]
+    modules = [importlib.import_module(f"..{name}.triton", __name__) for name in _OPERATIONS]
     return {module.CHOICES.name: module.CHOICES for module in modules}
 
 

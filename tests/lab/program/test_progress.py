@@ -1,17 +1,94 @@
-"""Bars move while a prompt is read, and change nothing."""
+"""Bars move while a prompt is read, change nothing, and are shown where transformers' are."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from hf_kvret import attach
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.program import progress
+from hf_kvret.lab.program.program import Parser, run_program
 from hf_kvret.testing import MODELS
+
+LAB = Path(progress.__file__).parents[1]
+
+
+@pytest.fixture(params=[True, False], ids=["enabled", "disabled"])
+def enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether transformers shows its bars, as its own functions set it."""
+    before = logging.is_progress_bar_enabled()
+    (logging.enable_progress_bar if request.param else logging.disable_progress_bar)()
+    yield request.param
+    (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+
+
+def count(name: str) -> None:
+    """Three steps of a bar, a part of one, and a line of text beside it."""
+    for _ in progress.tqdm(range(3), desc=name):
+        pass
+    with progress.tqdm(total=2, desc=name) as bar:
+        bar.set_postfix_str("half")
+        bar.update(2 - bar.n)
+    progress.tqdm.write("a line")
+
+
+def test_bars_are_shown_where_those_of_transformers_are(
+    enabled: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count("steps")
+    shown = capsys.readouterr()
+    assert ("steps: 100%" in shown.err) == enabled and shown.out == "a line\n"
+    assert enabled or not shown.err
+    list(progress.tqdm(range(3), disable=True))
+    assert not capsys.readouterr().err
+
+
+def test_a_program_shows_its_own_bars_and_none_of_transformers(
+    enabled: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(options: argparse.Namespace) -> int:
+        list(logging.tqdm(range(3), desc="theirs"))
+        with progress.only_our_bars():
+            count("ours")
+        count("again")
+        return 0
+
+    parser = Parser()
+    parser.set_defaults(run=work)
+    assert run_program(parser, [], lambda options: "") == 0
+    shown = capsys.readouterr().err
+    assert "theirs" not in shown
+    assert [f"{name}: 100%" in shown for name in ("ours", "again")] == [enabled] * 2
+    assert logging.is_progress_bar_enabled() == enabled
+
+
+def test_the_hubs_variable_silences_bars() -> None:
+    code = "from hf_kvret.lab.program.progress import tqdm; list(tqdm(range(3)))"
+    for value, shows in (("1", False), ("", True)):
+        variables = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": value}
+        run = [sys.executable, "-c", code]
+        done = subprocess.run(run, env=variables, capture_output=True, text=True, check=True)
+        assert ("100%" in done.stderr) == shows
+
+
+def test_no_other_bars_are_made() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in LAB.rglob("*.py")}
+    users = [path for path, source in sources.items() if "import tqdm" in source]
+    assert len(users) > 10
+    own = "from hf_kvret.lab.program.progress import "
+    assert all(own in sources[path] for path in users if path != Path(progress.__file__))
+    assert not [path for path, source in sources.items() if "from tqdm" in source]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_next"])

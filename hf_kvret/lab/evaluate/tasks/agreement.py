@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any, ClassVar
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
@@ -28,6 +27,7 @@ from hf_kvret.lab.evaluate.texts import read_prompts, text_windows, token_ids
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, share, table_of

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import HEADS, Document, Fact, Wording, text_wording
@@ -21,6 +20,7 @@ from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
 from hf_kvret.lab.evaluate.texts import chat_parts, encode, first_tokens
 from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_groups
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, or_dash, over_full, table_of

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import (
@@ -25,6 +24,7 @@ from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import one_or_both
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import or_dash, over_full, table_of

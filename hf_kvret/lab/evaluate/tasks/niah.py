@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import (
@@ -30,6 +29,7 @@ from hf_kvret.lab.evaluate.texts import encode, first_tokens
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table, mean_or_dash, over_full

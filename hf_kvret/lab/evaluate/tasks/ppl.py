@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from tqdm import tqdm
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
@@ -19,6 +18,7 @@ from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.arguments import share
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, or_dash, over_full, table_of, with_step

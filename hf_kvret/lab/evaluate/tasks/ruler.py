@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from tqdm import tqdm
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
@@ -24,6 +23,7 @@ from hf_kvret.lab.evaluate.texts import chat_parts, encode, token_ids
 from hf_kvret.lab.program.arguments import file_path, known_names
 from hf_kvret.lab.program.common_options import context_option, count_option, questions_option
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table, mean_or_dash

@@ -1,0 +1,138 @@
+"""``generate(..., custom_generate=FOLDER)`` decodes with a retrieval cache, from the hub too."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import dynamic_module_utils as modules
+
+import hf_kvret
+from hf_kvret.models.versions import CACHE_NAME
+from hf_kvret.testing.scenario import prompt
+
+FOLDER = Path(__file__).parents[3] / "examples" / "hub" / "generate"
+REPO = "alice/paris"
+OPTIONS = {"top_k": 8, "sink": 2, "local": 4, "update_interval": 4}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "beam sampling": {"do_sample": True, "num_beams": 2},
+    "output": {"do_sample": False, "return_dict_in_generate": True, "output_scores": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def copied_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """transformers copies the file that it imports; here not to the user's cache."""
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def files() -> dict[str, bytes]:
+    """Those of the folder, as a repository has them."""
+    paths = [path for path in FOLDER.rglob("*") if path.suffix in (".py", ".txt", ".md")]
+    return {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
+
+
+def run(model: PreTrainedModel, folder: str | Path = FOLDER, **options: Any) -> Any:
+    """Eight tokens after a prompt of two sequences, decoded by the folder."""
+    torch.manual_seed(0)
+    named = {"custom_generate": str(folder), "trust_remote_code": True}
+    return model.generate(prompt(2, 60), max_new_tokens=8, **{**named, **options})
+
+
+def by_name(model: PreTrainedModel, name: str = "paris", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return model.generate(prompt(2, 60), max_new_tokens=8, cache_implementation=name, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_the_method_by_name(llama: PreTrainedModel, mode: str) -> None:
+    options = {**MODES[mode], "cache_config": OPTIONS}
+    result, expected = run(llama, **options), by_name(llama, **options)
+    if mode == "output":
+        assert isinstance(result[CACHE_NAME], hf_kvret.ParisKVCache)
+        assert all(map(torch.equal, result.scores, expected.scores))
+        result, expected = result.sequences, expected.sequences
+    assert torch.equal(result, expected)
+    assert mode != "greedy" or not torch.equal(result, by_name(llama, "dynamic", **MODES[mode]))
+
+
+def test_another_method_is_a_keyword_or_a_config(llama: PreTrainedModel) -> None:
+    output = {**MODES["output"], "cache_config": OPTIONS}
+    config = GenerationConfig(cache_implementation="flat", **output)
+    for options in ({"cache_implementation": "flat", **output}, {"generation_config": config}):
+        assert type(run(llama, **options)[CACHE_NAME]) is hf_kvret.FlatKVCache
+
+
+def test_a_cache_that_is_given_is_used(llama: PreTrainedModel) -> None:
+    cache = hf_kvret.FlatKVCache(llama.config, **OPTIONS)
+    run(llama, **{CACHE_NAME: cache}, **MODES["greedy"])
+    assert cache.get_seq_length() == 67
+
+
+def test_it_comes_from_the_hub_at_a_revision(llama: PreTrainedModel, hub: Any) -> None:
+    hub.add(REPO, files())
+    hub.add(REPO, {"custom_generate/generate.py": b"raise SystemExit"}, ref="other")
+    options = {**MODES["greedy"], "cache_config": OPTIONS}
+    result = run(llama, REPO, revision="main", **options)
+    assert torch.equal(result, by_name(llama, **options))
+    assert sum("generate.py" in line for line in hub.bodies()) == 1
+
+
+def test_a_model_with_the_folder_decodes_so_by_default(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    llama.save_pretrained(tmp_path / "model")
+    for name, content in files().items():
+        path = tmp_path / "model" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    output = {**MODES["output"], "cache_config": OPTIONS, "max_new_tokens": 8}
+    result = model.generate(prompt(2, 60), **output)
+    assert isinstance(result[CACHE_NAME], hf_kvret.ParisKVCache)
+    assert torch.equal(result.sequences, by_name(llama, **MODES["greedy"], cache_config=OPTIONS))
+
+
+def test_code_runs_only_where_it_is_trusted(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        run(llama, trust_remote_code=False)
+
+
+def test_without_the_package_the_message_says_how_to_install_it(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.import_module
+
+    def absent(name: str, package: str | None = None) -> Any:
+        if name == "hf_kvret":
+            raise ModuleNotFoundError("No module named 'hf_kvret'", name=name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(ImportError, match=r"not installed.*: pip install 'hf-kvret>=0\.1'$"):
+        run(llama, **MODES["greedy"])
+
+
+def test_an_older_transformers_is_named(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.metadata.version
+    old = {"transformers": "5.3.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: old.get(name) or real(name))
+    with pytest.raises(ImportError, match=r"transformers>=5\.17 \(installed: 5\.3\.0\)"):
+        run(llama, **MODES["greedy"])
+
+
+def test_the_model_class_keeps_its_own_generate(llama: PreTrainedModel) -> None:
+    run(llama, **MODES["greedy"])
+    assert "generate" not in vars(llama) and isinstance(llama, LlamaForCausalLM)
