@@ -25,7 +25,7 @@ _MADE_PART = re.compile(
     r"<!-- made by [^\n]*from here -->.*?<!-- made by [^\n]*to here -->", re.DOTALL
 )
 _FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
-_FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^ *(`{3,}).*?^ *\1", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?:^(?: {4,}|\t).*\n)+", re.MULTILINE)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)\s]*\)")
 # What ends a sentence: a full stop before a blank and a capital, a digit, code or a link.

@@ -55,7 +55,7 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
         f"What the method `{artifact.method}` of hf-kvret, KV-cache retrieval inside Hugging Face "
         f"transformers, learned about the keys of {link}. It holds no weights of that model and "
         "is of no use for another one, not for another tune of the same base either.",
-        "## How to load it",
+        "## Use with hf_kvret",
         _code(artifact, source),
         _settings_text(artifact),
         "## What is in it",
@@ -96,20 +96,12 @@ def _metadata(artifact: CalibrationArtifact) -> str:
 
 
 def _code(artifact: CalibrationArtifact, source: str) -> str:
-    """How to load it, and a cache with it."""
+    """How to use it, and how to load it alone."""
     method, source, config = (
         json.dumps(text, ensure_ascii=False)
         for text in (artifact.method, source, {"artifact": source})
     )
-    return f"""```python
-from hf_kvret.artifacts import CalibrationArtifact
-
-artifact = CalibrationArtifact.from_pretrained({source}, method={method})
-artifact.check(model.config)  # the shapes and RoPE that it was made for?
-artifact.check_weights(model)  # and the weights?
-```
-
-or, in one step with the generation:
+    return f"""`pip install hf-kvret`, then:
 
 ```python
 import hf_kvret
@@ -117,6 +109,16 @@ import hf_kvret
 model.generate(
     **inputs, cache_implementation={method}, cache_config={config}
 )
+```
+
+The artifact alone, and whether it belongs to a model:
+
+```python
+from hf_kvret.artifacts import CalibrationArtifact
+
+artifact = CalibrationArtifact.from_pretrained({source}, method={method})
+artifact.check(model.config)  # the shapes and RoPE that it was made for?
+artifact.check_weights(model)  # and the weights?
 ```"""
 
 

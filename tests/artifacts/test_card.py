@@ -44,7 +44,7 @@ def test_the_code_of_a_saved_card_runs(
 ) -> None:
     artifact.save_pretrained(tmp_path / "my \"ärtifact's")
     text = (tmp_path / "my \"ärtifact's" / "README.md").read_text(encoding="utf-8")
-    load, use = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    use, load = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"model": llama}
     exec(load, names)

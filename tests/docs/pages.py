@@ -37,16 +37,17 @@ class Block(NamedTuple):
 
 def blocks(page: Path) -> Iterator[Block]:
     lines: list[str] = []
-    language, first, runs, before, inside = "", 0, True, "", False
+    # A fence ends at one of the same length, so that a longer one can hold others.
+    language, first, runs, before, inside = "", 0, True, "", ""
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
         fence = FENCE.match(line)
         if fence and not inside:
-            inside, language, first, lines = True, fence[2], number + 1, []
+            inside, language, first, lines = fence[1], fence[2], number + 1, []
             needs = NEEDS.fullmatch(before)
             missing = needs and importlib.util.find_spec(needs[1]) is None
             runs = not NOT_RUN.fullmatch(before) and not missing
-        elif fence:
-            inside = False
+        elif inside and line.strip() == inside:
+            inside = ""
             yield Block(language, first, "\n".join(lines), runs)
         elif inside:
             lines.append(line)
@@ -56,10 +57,13 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def prose(page: Path) -> str:
     """The page without its fenced blocks."""
-    lines, inside = [], False
+    lines, inside = [], ""
     for line in page.read_text(encoding="utf-8").splitlines():
-        if FENCE.match(line):
-            inside = not inside
+        fence = FENCE.match(line)
+        if fence and not inside:
+            inside = fence[1]
+        elif inside and line.strip() == inside:
+            inside = ""
         elif not inside:
             lines.append(line)
     return "\n".join(lines)

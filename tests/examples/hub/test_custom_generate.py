@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 from transformers import dynamic_module_utils as modules
 
 import hf_kvret
+from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.testing.scenario import prompt
 
-FOLDER = Path(__file__).parents[3] / "examples" / "hub" / "generate"
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "examples" / "hub" / "generate"
 REPO = "alice/paris"
 OPTIONS = {"top_k": 8, "sink": 2, "local": 4, "update_interval": 4}
 MODES: dict[str, dict[str, Any]] = {
@@ -131,6 +134,16 @@ def test_an_older_transformers_is_named(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: old.get(name) or real(name))
     with pytest.raises(ImportError, match=r"transformers>=5\.17 \(installed: 5\.3\.0\)"):
         run(llama, **MODES["greedy"])
+
+
+def test_the_section_for_a_card_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "hub.md").read_text(encoding="utf-8")
+    section = re.search(r"^````markdown\n(.*?)^````", page, flags=re.DOTALL | re.MULTILINE)
+    assert section is not None
+    [code] = re.findall(r"```python\n(.*?)```", section[1], flags=re.DOTALL)
+    code = code.replace("NAME/MODEL", str(BUNDLED_MODEL)).replace("=100", "=4")
+    exec(code, {"long_text": "a b c " * 50})
+    assert capsys.readouterr().out
 
 
 def test_the_model_class_keeps_its_own_generate(llama: PreTrainedModel) -> None:
