@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 from transformers import dynamic_module_utils as modules
 
 import hf_kvret
-from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
+from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.testing.scenario import prompt
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "hub" / "generate"
 REPO = "alice/paris"
-OPTIONS = {"top_k": 8, "sink": 2, "local": 4, "update_interval": 4}
+OPTIONS = {"top_k": 8, "sink": 2, "recent": 4, "flush": 4, "dense_below": 0}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 20},
@@ -141,7 +141,7 @@ def test_the_section_for_a_card_runs(capsys: pytest.CaptureFixture[str]) -> None
     section = re.search(r"^````markdown\n(.*?)^````", page, flags=re.DOTALL | re.MULTILINE)
     assert section is not None
     [code] = re.findall(r"```python\n(.*?)```", section[1], flags=re.DOTALL)
-    code = code.replace("NAME/MODEL", str(BUNDLED_MODEL)).replace("=100", "=4")
+    code = code.replace("NAME/MODEL", str(REFERENCE_MODEL)).replace("=100", "=4")
     exec(code, {"long_text": "a b c " * 50})
     assert capsys.readouterr().out
 

@@ -73,13 +73,14 @@ def test_a_program_shows_its_own_bars_and_none_of_transformers(
     assert logging.is_progress_bar_enabled() == enabled
 
 
-def test_the_hubs_variable_silences_bars() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("value", "shows"), [("1", False), ("", True)])
+def test_the_hubs_variable_silences_bars(value: str, shows: bool) -> None:
     code = "from hf_kvret.lab.program.progress import tqdm; list(tqdm(range(3)))"
-    for value, shows in (("1", False), ("", True)):
-        variables = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": value}
-        run = [sys.executable, "-c", code]
-        done = subprocess.run(run, env=variables, capture_output=True, text=True, check=True)
-        assert ("100%" in done.stderr) == shows
+    variables = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": value}
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, env=variables, capture_output=True, text=True, check=True)
+    assert ("100%" in done.stderr) == shows
 
 
 def test_no_other_bars_are_made() -> None:
