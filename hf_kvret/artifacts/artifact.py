@@ -101,7 +101,7 @@ def _code(artifact: CalibrationArtifact, source: str) -> str:
         json.dumps(text, ensure_ascii=False)
         for text in (artifact.method, source, {"artifact": source})
     )
-    return f"""`pip install hf-kvret`, then:
+    return f"""With hf_kvret installed (in its checkout: `pip install -c constraints.txt .`):
 
 ```python
 import hf_kvret

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,6 @@ from hf_kvret_kernels import host_library, prompt_attention, top_k
 kernels = pytest.importorskip("kernels", reason="loading kernels of the hub needs the test extra")
 
 ROOT = Path(__file__).parents[3]
-REPO = "alice/kernels"
 SCRIPT = ROOT / "examples" / "hub" / "make_kernels_repo.py"
 
 
@@ -59,8 +58,8 @@ def loaded(folder: Path) -> ModuleType:
         return kernels.get_local_kernel(folder, backend="cpu")
 
 
-def scores() -> torch.Tensor:
-    return torch.randn(2, 3, 1, 50, generator=torch.Generator().manual_seed(0))
+def scores(count: int = 50) -> torch.Tensor:
+    return torch.randn(2, 3, 1, count, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])
@@ -87,18 +86,21 @@ def test_all_modules_are_there_where_the_package_is_absent(
     assert files == {str(path) for path in variant.rglob("*.py")} - {loaded.__file__}
 
 
-def test_it_comes_from_the_hub(hub: Any, folder: Path) -> None:
+def test_it_comes_from_the_hub_as_the_page_has_it(
+    hub: Any, folder: Path, example: Callable[[str], str]
+) -> None:
     paths = [path for path in folder.rglob("*") if path.suffix in (".py", ".json", ".md", ".toml")]
     hub.add(
-        f"kernels/{REPO}",
+        "kernels/NAME/kernels",
         {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths},
         ref="v0",
     )
     with pytest.raises(ValueError, match="trust_remote_code=True"):
-        kernels.get_kernel(REPO, version=0)
-    kernel = kernels.get_kernel(REPO, version=0, backend="cpu", trust_remote_code=True)
-    assert torch.equal(kernel.top_k.top_k(scores(), 8), top_k.top_k(scores(), 8))
-    assert not [line for line in hub.bodies() if "torch-cuda" in line]
+        kernels.get_kernel("NAME/kernels", version=0)
+    names: dict[str, Any] = {"scores": scores(80)}
+    exec(example("get_kernel"), names)
+    assert torch.equal(names["positions"], top_k.top_k(scores(80), 64))
+    assert len({"torch-cpu" in line for line in hub.bodies() if "/build/" in line}) == 1
 
 
 def test_metadata_are_those_of_kernels(folder: Path) -> None:

@@ -32,7 +32,7 @@ def generate(inputs: Any = None, *, model: Any, **arguments: Any) -> Any:
             raise
         raise ImportError(
             "this decoding needs the package hf_kvret, which is not installed, and installs "
-            "nothing by itself: pip install 'hf-kvret>=0.1'"
+            "nothing by itself: in a checkout of hf_kvret run pip install -c constraints.txt ."
         ) from None
     arguments = {name: value for name, value in arguments.items() if name not in LOADING}
     config = arguments.get("generation_config")
