@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from hf_kvret.lab.program.arguments import check_device, file_path, known_names
 from hf_kvret.lab.program.common_options import device_option
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.environment import describe_environment
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.lab.selftest.check import (
