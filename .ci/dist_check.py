@@ -39,8 +39,10 @@ MACHINES = {
 PLATFORM = "manylinux_2_28"
 # Parts of glibc. OpenMP is not among them: torch brings its own, which the library looks for.
 SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"}
-# PyPI takes no larger file.
-MOST_BYTES = 100 * 2**20
+# What an install downloads beside its dependencies.
+MOST_BYTES = 5 * 10**6
+# A link of the README that leads nowhere on an index's page.
+RELATIVE = re.compile(r"\]\((?!https?:|#)([^)]*)\)")
 
 
 def main(arguments: list[str]) -> int:
@@ -58,8 +60,11 @@ def check(folder: Path) -> Iterator[str]:
         return
     for file in (*sdists, *wheels):
         if file.stat().st_size > MOST_BYTES:
-            yield f"{file.name} is larger than 100 MiB"
+            yield f"{file.name} has more than {MOST_BYTES / 1e6:.0f} MB"
     sources = read_sdist(sdists[0])
+    links = RELATIVE.findall(headers(sources["PKG-INFO"]).get_payload())
+    if links:
+        yield f"the README has relative links: {links}"
     for architecture in MACHINES:
         yield from check_wheel(folder, sources, architecture)
 

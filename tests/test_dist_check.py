@@ -57,6 +57,15 @@ def wheel_files(architecture: str) -> dict[str, str]:
     }
 
 
+def sources(metadata: str = METADATA) -> dict[str, bytes]:
+    files = {
+        **{source: f"# {source}" for source in SOURCES},
+        "PKG-INFO": metadata,
+        HEADER: "HFK_API int32_t hfk_version(void);\n",
+    }
+    return {name: text.encode() for name, text in files.items()}
+
+
 def write_wheel(folder: Path, architecture: str, files: dict[str, str]) -> None:
     with zipfile.ZipFile(folder / wheel_name(architecture), "w") as archive:
         for name, text in files.items():
@@ -69,16 +78,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(dist_check, "library_faults", lambda path, architecture: iter(()))
     monkeypatch.setattr(dist_check, "exports", lambda path: {"hfk_version"})
     monkeypatch.setattr(dist_check, "granted", lambda wheel: wheel.stem.partition("none-")[2])
-    files = {
-        **{source: f"# {source}" for source in SOURCES},
-        "PKG-INFO": METADATA,
-        HEADER: "HFK_API int32_t hfk_version(void);\n",
-    }
     with tarfile.open(tmp_path / f"hf_kvret-{VERSION}.tar.gz", "w:gz") as archive:
-        for name, text in files.items():
+        for name, data in sources().items():
             member = tarfile.TarInfo(f"hf_kvret-{VERSION}/{name}")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text.encode()))
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
     for architecture in dist_check.MACHINES:
         write_wheel(tmp_path, architecture, wheel_files(architecture))
     return tmp_path
@@ -127,6 +131,17 @@ def test_missing_and_foreign_files_are_named(folder: Path) -> None:
     assert list(dist_check.check(folder)) == [f"there is no {wheel.name}"]
     other.unlink()
     assert list(dist_check.check(folder)) == ["1 sdists and 1 wheels instead of 1 and 2"]
+
+
+def test_large_files_and_relative_links_are_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist_check, "MOST_BYTES", 1)
+    text = f"{METADATA}\n[a](https://a.org/x.md) [b](#top) ![c](docs/c.png) [d](docs/d.md#e)\n"
+    monkeypatch.setattr(dist_check, "read_sdist", lambda file: sources(text))
+    faults = list(dist_check.check(folder))
+    assert sum("has more than 0 MB" in fault for fault in faults) == 3
+    assert "the README has relative links: ['docs/c.png', 'docs/d.md#e']" in faults
 
 
 def test_an_interface_that_is_not_exported_is_named(

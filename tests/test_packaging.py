@@ -200,9 +200,22 @@ def test_the_wheel_serves_every_python_3_on_its_platform(wheel: Path) -> None:
     assert tag.platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
-def test_the_citation_names_this_version() -> None:
+def test_citation_and_changelog_name_this_version_and_one_date() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {hf_kvret.__version__}\n" in citation
+    [date] = re.findall(r"^date-released: (\S+)$", citation, flags=re.MULTILINE)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## [{hf_kvret.__version__}] - {date}\n" in changelog
+
+
+def test_one_public_address_is_named_everywhere() -> None:
+    urls = PYPROJECT["project"]["urls"]
+    repository = urls["Repository"]
+    assert all(url.startswith(repository) for url in urls.values())
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f'repository-code: "{repository}"' in citation
+    wheels = (ROOT / ".ci" / "wheels").read_text(encoding="utf-8")
+    assert f"\nREPOSITORY={repository.removeprefix('https://github.com/')}\n" in wheels
 
 
 def test_the_wheel_holds_the_packages_and_their_data(sdist: Path, wheel: Path) -> None:
