@@ -40,7 +40,7 @@ PLATFORM = "manylinux_2_28"
 # Parts of glibc. OpenMP is not among them: torch brings its own, which the library looks for.
 SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"}
 # What an install downloads beside its dependencies.
-MOST_BYTES = 5 * 10**6
+MOST_BYTES = 5 * 2**20
 # A link of the README that leads nowhere on an index's page.
 RELATIVE = re.compile(r"\]\((?!https?:|#)([^)]*)\)")
 
@@ -60,7 +60,7 @@ def check(folder: Path) -> Iterator[str]:
         return
     for file in (*sdists, *wheels):
         if file.stat().st_size > MOST_BYTES:
-            yield f"{file.name} has more than {MOST_BYTES / 1e6:.0f} MB"
+            yield f"{file.name} has more than {MOST_BYTES:,} bytes"
     sources = read_sdist(sdists[0])
     links = RELATIVE.findall(headers(sources["PKG-INFO"]).get_payload())
     if links:

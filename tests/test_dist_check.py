@@ -140,7 +140,7 @@ def test_large_files_and_relative_links_are_named(
     text = f"{METADATA}\n[a](https://a.org/x.md) [b](#top) ![c](docs/c.png) [d](docs/d.md#e)\n"
     monkeypatch.setattr(dist_check, "read_sdist", lambda file: sources(text))
     faults = list(dist_check.check(folder))
-    assert sum("has more than 0 MB" in fault for fault in faults) == 3
+    assert sum("has more than 1 bytes" in fault for fault in faults) == 3
     assert "the README has relative links: ['docs/c.png', 'docs/d.md#e']" in faults
 
 
