@@ -40,8 +40,11 @@ def make_repository(folder: Path, libraries: list[Path]) -> list[str]:
     """Write the repository to ``folder``, whose ``build`` is replaced; the names of its variants.
 
     Raises:
-        ValueError: a library is no ELF file of a known processor.
+        ValueError: a library is no ELF file of a known processor, or the folder has other files.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()) and not (folder / "build.toml").is_file():
+        raise ValueError(f"{folder} has files, and none is build.toml: give an empty folder")
     general = tomllib.loads((KERNELS / "build.toml").read_text(encoding="utf-8"))["general"]
     variants: dict[str, Path | None] = {f"torch-{name}": None for name in general["backends"]}
     for library in libraries:
@@ -52,6 +55,7 @@ def make_repository(folder: Path, libraries: list[Path]) -> list[str]:
         write_variant(folder / "build" / name, general, library_file)
     shutil.copy(KERNELS / "build.toml", folder)
     shutil.copy(KERNELS / "CARD.md", folder / "README.md")
+    shutil.copy(KERNELS.parent / "LICENSE", folder)
     return list(variants)
 
 
@@ -110,7 +114,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--library", type=Path, nargs="*", default=[], metavar="FILE")
     given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
     print("\n".join(make_repository(given.folder, given.library)))
 
 

@@ -18,14 +18,14 @@ _log = logging.getLogger("hf_kvret.cache")
 
 
 def log_hints() -> None:
-    """What the first cache of a process has to say of the machine, if anything."""
+    """Log what the first cache of a process has to say of the machine, if anything."""
     log_missing_kernels()
     suggest_selftest()
 
 
 def suggest_selftest() -> None:
     """Say that there is ``hf-kvret selftest``, for the first cache in a process that uses a GPU."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and _log.isEnabledFor(logging.WARNING):
         _suggest(torch.cuda.get_device_name())
 
 
@@ -34,10 +34,12 @@ def _suggest(gpu: str) -> None:
     """Say it unless it was said on this machine, for this GPU and this version."""
     mark = _mark(gpu)
     try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        # One of several processes makes it, and only that one says it.
+        mark.touch(exist_ok=False)
+    except FileExistsError:
         if mark.exists():
             return
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
     except OSError:
         # It is then said once in each process.
         pass

@@ -8,7 +8,10 @@ NAME.md says what each part asks, how it ended, and what it found.
 from __future__ import annotations
 
 import argparse
+import glob
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -26,10 +29,12 @@ from hf_kvret.lab.program.arguments import check_device, file_path, lengths, sec
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.scripts import FOLDER, SCRIPTS, load_measurement
+from hf_kvret.lab.report.outputs import check_own, page_mark
 from hf_kvret.lab.report.pages import Part, shown_tables
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.saved.folder import replace_file
+from hf_kvret_kernels.tuning import gpu_family
 
 # The tiny run divides contexts and sizes by this; its windows are small enough to overflow.
 _SHRINK = 256
@@ -250,10 +255,13 @@ def run_all(options: BenchAll, measurements: _Known) -> int:
     """Run the plan and write its page; returns 1 where a part failed or was interrupted.
 
     Raises:
-        ValueError: an unknown part, or no GPU.
+        ValueError: an unknown part, a name that is none of a file, or no GPU.
+        OSError: the folder can't be written to.
     """
     parts = chosen_parts(options.only, options.long)
     name = options.name or ("tiny" if options.tiny else _name_of_gpu(options))
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"--name {name}: use letters, digits, '.', '-' and '_' alone")
     if options.list:
         for part in parts:
             print(f"hf-kvret {shlex.join(part.command(options.out, name, options.tiny))}")
@@ -268,12 +276,12 @@ def run_all(options: BenchAll, measurements: _Known) -> int:
 
 
 def _name_of_gpu(options: BenchAll) -> str:
-    """The last word of the GPU's name; "gpu" where it is not needed."""
+    """The GPU's name without vendor and memory, as h200; "gpu" where it is not needed."""
     if not (options.list or options.page_only):
         check_device("cuda")
     if not torch.cuda.is_available():
         return "gpu"
-    return torch.cuda.get_device_name().split()[-1].lower()
+    return gpu_family(torch.device("cuda")).partition("-")[2]
 
 
 def chosen_parts(only: str | None, with_long: bool = False) -> list[Command]:
@@ -294,7 +302,7 @@ def run_part(part: Command, out: Path, name: str, tiny: bool, seconds: float) ->
     Launch numbers are kept and read in the folder ``tuning`` below ``out``.
     """
     command = part.command(out, name, tiny)
-    log = out / f"{part.name}.log"
+    log = out / f"{name}_{part.name}.log"
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
         program = [sys.executable, "-m", "hf_kvret.cli", *command]
@@ -303,10 +311,15 @@ def run_part(part: Command, out: Path, name: str, tiny: bool, seconds: float) ->
             stdout=file,
             stderr=subprocess.STDOUT,
             env=os.environ | {"HF_KVRET_TUNING": str((out / "tuning").resolve())},
+            # A shell's background jobs ignore the interrupt that ends a part.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         try:
             status = process.wait(timeout=seconds)
-            ended = "done" if status == 0 else f"failed: {_last_line(log)}"
+            last = _last_line(log)
+            ended = "done" if status == 0 else f"failed: {last}"
+            if status and "pip install" in last:
+                ended = f"left out: {last}"
         except subprocess.TimeoutExpired:
             ended = f"interrupted after {seconds:.0f} s: the same call goes on"
             process.send_signal(signal.SIGINT)
@@ -329,30 +342,36 @@ def measure(
 ) -> list[tuple[str, str]]:
     """Run what is not done yet while the budget lasts; name and state of each part."""
     rows: list[tuple[str, str]] = []
-    left = budget
+    end = time.monotonic() + budget
     for part in parts:
-        mark = _mark(part, out, name)
+        done = _done(out, name)
         command = shlex.join(part.command(out, name, tiny))
-        if mark.is_file() and mark.read_text(encoding="utf-8") == command:
+        if done.get(part.name) == part.arguments:
             state = "done before"
         elif not part.is_there:
             state = "left out: it is a script of the repository, and needs a checkout"
-        elif left < _LEAST_SECONDS:
+        elif end - time.monotonic() < _LEAST_SECONDS:
             state = "not begun: the budget is spent"
         else:
             print(f"{part.name}: hf-kvret {command}", flush=True)
-            state, seconds = run_part(part, out, name, tiny, min(part.seconds, left))
-            left -= seconds
+            limit = min(part.seconds, end - time.monotonic())
+            state, seconds = run_part(part, out, name, tiny, limit)
             if state == "done":
-                mark.write_text(command, encoding="utf-8")
+                content = json.dumps(done | {part.name: part.arguments}, indent=1)
+                replace_file(_done_file(out, name), f"{content}\n".encode())
             print(f"{part.name}: {state}, {seconds:.0f} s", flush=True)
         rows.append((part.name, state))
     return rows
 
 
-def _mark(part: Command, out: Path, name: str) -> Path:
-    """A file with the command of a part that is done."""
-    return out / f".{name}_{part.name}.done"
+def _done_file(out: Path, name: str) -> Path:
+    """It has the arguments of the parts that are done."""
+    return out / f"{name}.done"
+
+
+def _done(out: Path, name: str) -> dict[str, str]:
+    file = _done_file(out, name)
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def write_page(
@@ -363,8 +382,10 @@ def write_page(
     for part in PLAN:
         state = "**not measured**"
         if part.file(out, name).is_file():
-            state = "measured" if _mark(part, out, name).is_file() else "measured in part"
-        ended = states.get(part.name, "")
+            is_done = _done(out, name).get(part.name) == part.arguments
+            state = "measured" if is_done else "measured in part"
+        # A bar would end the cell.
+        ended = states.get(part.name, "").replace("|", "/")
         state += f" ({ended})" if ended and not ended.startswith("done") else ""
         rows.append((part.name, part.asks, part.aim or "-", state))
     shape = "tiny" if tiny else f"{_SHAPE} in {_DTYPE}"
@@ -380,23 +401,29 @@ def write_page(
         "`--long` adds the parts from 512K on. The same call goes on after an interruption.",
     ]
     files = [part.file(out, name) for part in PLAN]
-    others = sorted(set(out.glob(f"{name}_*.json")) - set(files))
+    others = sorted(set(out.glob(f"{glob.escape(name)}_*.json")) - set(files))
     texts += [_section(file, name, measurements) for file in (*files, *others) if file.is_file()]
     page = out / f"{name}.md"
+    check_own("page", page, "move the file, or give another --name")
+    texts.append(page_mark("bench all"))
     replace_file(page, ("\n\n".join(texts) + "\n").encode())
     return page
 
 
 def _section(file: Path, name: str, measurements: _Known) -> str:
-    """The table of a result file, its notes, and how it was made."""
-    results = Results.load(file)
-    measurement = measurements.get(results.name) or load_measurement(results.name)
+    """The table of a result file, and how it was made, or why it can't be shown."""
+    heading = f"## {file.stem.removeprefix(f'{name}_')}"
+    try:
+        results = Results.load(file)
+        measurement = measurements.get(results.name) or load_measurement(results.name)
+    except (ValueError, KeyError) as error:
+        return f"{heading}\n\n{file.name} can't be shown: {error}"
     table = measurement.table(results)
     columns = [column for column in _COLUMNS if f"| {column} " in table]
     environment = results.environments[-1]
     versions = ", ".join(f"{key} {value}" for key, value in environment["versions"].items())
     texts = [
-        f"## {file.stem.removeprefix(f'{name}_')}",
+        heading,
         shown_tables(table, Part(file.stem, columns=columns)),
         f"    {environment['command']}",
         f"{environment['accelerator'] or environment['processor']}; Python "

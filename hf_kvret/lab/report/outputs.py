@@ -15,7 +15,12 @@ from hf_kvret.saved.folder import replace_file
 
 PICTURES = (".png", ".svg", ".pdf")
 _TABLE_MARK = "<!-- This table is written by hf-kvret. -->"
-PAGE_MARK = "This page is made by `hf-kvret report`."
+_PAGE_MARK = "This page is made by `hf-kvret "
+
+
+def page_mark(command: str) -> str:
+    """The last line of a page that a command of hf-kvret makes, and may replace."""
+    return f"{_PAGE_MARK}{command}`."
 
 
 def check_outputs(options: Any, measurement: Any) -> None:
@@ -115,7 +120,7 @@ def check_own(
     with _refusing(option, path, "file"):
         text = path.read_text(encoding="utf-8", errors="replace")
     rows = all(line.startswith("|") for line in text.splitlines() if line.strip())
-    if not rows and _TABLE_MARK not in text and PAGE_MARK not in text:
+    if not rows and _TABLE_MARK not in text and _PAGE_MARK not in text:
         raise ValueError(
             f"{option} {path} holds something else than what hf-kvret wrote, and would be "
             f"replaced: {way_out}"

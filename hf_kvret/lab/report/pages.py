@@ -48,7 +48,7 @@ def listed_pages(folder: Path, results: Collection[str]) -> dict[str, Page]:
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
         pages = {name: _page(**entry) for name, entry in entries.items()}
-    except (tomllib.TOMLDecodeError, TypeError) as error:
+    except (tomllib.TOMLDecodeError, TypeError, re.error) as error:
         raise ValueError(
             f"{path} is damaged: {error}; in TOML a page has a title and parts, each of these a "
             "result and, if you like, heading, columns and rows"
@@ -61,7 +61,12 @@ def listed_pages(folder: Path, results: Collection[str]) -> dict[str, Page]:
 
 def _page(title: str, parts: list[dict[str, Any]], made_by: str = "", **usual: Any) -> Page:
     """A page; ``usual`` is what parts have that don't say otherwise."""
-    return Page(title, [Part(**usual | part) for part in parts], made_by=made_by)
+    page = Page(title, [Part(**usual | part) for part in parts], made_by=made_by)
+    for part in page.parts:
+        if isinstance(part.columns, str):
+            raise TypeError(f"columns of {part.result} are a text, not a list")
+        re.compile(part.rows)
+    return page
 
 
 def shown_tables(text: str, part: Part) -> str:

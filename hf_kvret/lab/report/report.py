@@ -14,7 +14,7 @@ from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
-from hf_kvret.lab.report.outputs import PAGE_MARK, check_file, check_folder, check_own
+from hf_kvret.lab.report.outputs import check_file, check_folder, check_own, page_mark
 from hf_kvret.lab.report.pages import Page, Part, listed_pages, shown_tables
 from hf_kvret.lab.report.plots import plot_points, require_matplotlib
 from hf_kvret.lab.report.results import (
@@ -76,8 +76,8 @@ def write_report(folder: Path, measurements: _Known) -> Report:
     reasons: dict[Path, str | None] = {}
     for path in sorted(folder.glob("*.json")):
         # Files of ranks make one page, if there are any of ours among them.
-        reason, page = why_no_results(path), shared_file(path)
-        reasons[page] = reason if reasons.get(page, reason) is not None else None
+        reason, shared = why_no_results(path), shared_file(path)
+        reasons[shared] = reason if reasons.get(shared, reason) is not None else None
     skipped = {path: reason for path, reason in reasons.items() if reason is not None}
     loaded: dict[Path, Results] = {}
     failed: dict[Path, str] = {}
@@ -102,8 +102,8 @@ def write_report(folder: Path, measurements: _Known) -> Report:
         if path.stem not in on_page
     }
     _check_pages(folder, [*pages, *([] if listed else ["overview"])], loaded, measurements)
-    for name, page in pages.items():
-        _texts(folder, name, page, loaded, measurements)
+    for name, content in pages.items():
+        _texts(folder, name, content, loaded, measurements)
     require_matplotlib()
     for path, results in tqdm(list(loaded.items()), unit="result"):
         measurement = measurements[results.name]
@@ -114,7 +114,7 @@ def write_report(folder: Path, measurements: _Known) -> Report:
             failed[path] = str(error)
             del loaded[path]
     written = [
-        _write_page(folder / f"{name}.md", [f"# {page.title}", *texts, PAGE_MARK])
+        _write_page(folder / f"{name}.md", [f"# {page.title}", *texts, page_mark("report")])
         for name, page in sorted(pages.items())
         if (texts := _texts(folder, name, page, loaded, measurements))
     ]
@@ -231,7 +231,7 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
             y="answers right, %",
         )
         texts.append(f"![answers right against bytes read](images/{picture.name})")
-    texts.append(PAGE_MARK)
+    texts.append(page_mark("report"))
     return _write_page(folder / "overview.md", texts)
 
 

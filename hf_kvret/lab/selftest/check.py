@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 import re
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 GROUPS = {
@@ -17,8 +23,9 @@ GROUPS = {
 """What is checked, in this order."""
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-# A file's folder, as Python and torch name it in messages.
-_FOLDER = re.compile(r"(?:[A-Za-z]:)?(?:[/\\][\w.+@~-]+)+[/\\](?=[\w.+-])")
+# Messages name files by their folders; a path in quotes may have blanks.
+_QUOTED = re.compile(r"([\"'`])(?:~|[A-Za-z]:)?[/\\][^\"'`]*[/\\]([^\"'`/\\]*)\1")
+_FOLDER = re.compile(r"(?:~|[A-Za-z]:)?(?:[/\\][\w.+@~-]+)+[/\\](?=[\w.+-]|\Z|\s)")
 _LONGEST = 300
 
 
@@ -73,7 +80,7 @@ def run_check(check: Check) -> Verdict:
     try:
         detail = check.run()
     except Skip as reason:
-        status, detail = SKIPPED, str(reason)
+        status, detail = SKIPPED, without_folders(str(reason))
     # Whatever a kernel, a driver or a compiler raises is what the test is there to find.
     except Exception as error:
         status, detail = FAILED, without_folders(f"{type(error).__name__}: {error}")
@@ -82,6 +89,12 @@ def run_check(check: Check) -> Verdict:
 
 
 def without_folders(text: str) -> str:
-    """One line of an error, without folders."""
-    line = _FOLDER.sub("", " ".join(text.split()))
+    """One line of an error, without folders and without the user's name."""
+    line = " ".join(text.split())
+    known = {str(Path.home()), tempfile.gettempdir(), sys.prefix, sys.base_prefix, os.getcwd()}
+    for folder in sorted(known - {"/"}, key=len, reverse=True):
+        line = line.replace(folder, "~")
+    line = _FOLDER.sub("", _QUOTED.sub(r"\1\2\1", line)).replace("~", "")
+    with suppress(KeyError, OSError):
+        line = re.sub(rf"\b{re.escape(getpass.getuser())}\b", "user", line)
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."

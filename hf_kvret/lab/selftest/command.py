@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.environment import describe_environment
+from hf_kvret.lab.report.outputs import check_file
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.lab.selftest.check import (
     FAILED,
@@ -27,6 +29,7 @@ from hf_kvret.lab.selftest.check import (
     Check,
     Verdict,
     run_check,
+    without_folders,
 )
 from hf_kvret.lab.selftest.decoding import (
     Bundled,
@@ -36,7 +39,13 @@ from hf_kvret.lab.selftest.decoding import (
     stream_checks,
 )
 from hf_kvret.lab.selftest.kernels import host_row_checks, kernel_checks
+from hf_kvret.saved.folder import replace_file
+from hf_kvret.version import __version__
 from hf_kvret_kernels import host_attention
+
+_STATUSES = (PASSED, FAILED, SKIPPED)
+# Variables of these names change what is computed, or how.
+_VARIABLES = ("HF_KVRET_", "TRITON_", "CUDA_", "NVIDIA_TF32", "OMP_", "PYTORCH_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +88,18 @@ def run_selftest(options: SelfTest) -> int:
     """
     check_device(options.device)
     if options.report is not None:
-        # Before minutes are spent: the place can be written to.
-        options.report.touch()
+        check_file("--report", options.report, replaced=True)
     device = torch.device(options.device)
-    verdicts = run_checks(list(checks(device, options.only)), device)
     described = describe(device)
-    if options.report is not None:
-        options.report.write_text(report_text(verdicts, described), encoding="utf-8")
+    verdicts = run_checks(list(checks(device, options.only)), device)
     if options.json:
         content = described | {"checks": [one.to_dict() for one in verdicts]}
         print(json.dumps(content, indent=1))
     else:
         print(summary(verdicts))
+    if options.report is not None:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(options.report, report_text(verdicts, described).encode())
     return int(any(one.status == FAILED for one in verdicts))
 
 
@@ -123,7 +132,10 @@ def run_checks(some: Sequence[Check], device: torch.device) -> list[Verdict]:
                 )
                 continue
             verdicts.append(run_check(check))
-            if device.type == "cuda" and not _works(device):
+            fault = _fault(device)
+            if fault is not None:
+                # The check may have ended before the GPU came to the fault.
+                verdicts[-1] = replace(verdicts[-1], status=FAILED, detail=fault)
                 broken = f"the GPU does not go on after {check.name!r}"
     return verdicts
 
@@ -139,13 +151,15 @@ def few_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _works(device: torch.device) -> bool:
-    """Whether the device finished its work; an illegal access ends all work of a process."""
+def _fault(device: torch.device) -> str | None:
+    """The error of a device that can't finish its work; it ends all work of the process."""
+    if device.type != "cuda":
+        return None
     try:
         torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
+    except RuntimeError as error:
+        return without_folders(f"{type(error).__name__}: {error}")
+    return None
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -162,14 +176,20 @@ def describe(device: torch.device) -> dict[str, Any]:
             "driver": _driver(),
         }
     return {
-        "device": device.type,
+        "device": str(device),
         "gpu": gpu,
         "processor": environment["processor"],
         "threads": environment["threads"],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": environment["python"],
-        "versions": environment["versions"],
-        "cpu_kernels": host_attention.why_not() or ", ".join(host_attention.paths()),
+        "versions": environment["versions"] | {"hf-kvret": __version__},
+        "cpu_kernels": without_folders(host_attention.why_not())
+        or ", ".join(host_attention.paths()),
+        "variables": {
+            name: without_folders(value)
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES)
+        },
     }
 
 
@@ -189,13 +209,18 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     for group, meaning in GROUPS.items():
         some = [one for one in verdicts if one.group == group]
         if some:
-            counts = [sum(one.status == status for one in some) for status in _STATUSES]
+            numbers = [str(sum(one.status == status for one in some)) for status in _STATUSES]
             seconds = sum(one.seconds for one in some)
-            rows.append((group, *map(str, counts), f"{seconds:.0f}", meaning))
+            rows.append((group, *numbers, f"{seconds:.0f}", meaning))
     parts = [markdown_table(("group", *_STATUSES, "seconds", "what is checked"), rows)]
     failed = [one for one in verdicts if one.status == FAILED]
     if failed:
-        lines = [(f"{one.group}: {one.name}", one.detail, one.remedy) for one in failed]
+        # A bar would end a cell.
+        details = [one.detail.replace("|", "/") for one in failed]
+        lines = [
+            (f"{one.group}: {one.name}", detail, one.remedy)
+            for one, detail in zip(failed, details, strict=True)
+        ]
         parts.append(markdown_table(("failed", "error", "avoid it by"), lines))
     reasons: dict[str, int] = {}
     for one in verdicts:
@@ -204,16 +229,14 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     if reasons:
         parts.append("\n".join(f"- {count} skipped: {why}" for why, count in reasons.items()))
     passed = sum(one.status == PASSED for one in verdicts)
-    parts.append(
-        f"{len(failed)} of {passed + len(failed)} checks failed. Please report it: run again with "
-        "--report FILE."
-        if failed
-        else f"All {passed} checks passed."
-    )
+    skipped = len(verdicts) - passed - len(failed)
+    counts = f"{passed} passed, {len(failed)} failed, {skipped} skipped."
+    if failed:
+        counts += " Please report it: run again with --report FILE."
+    elif not passed:
+        counts += " Nothing could be checked here."
+    parts.append(counts)
     return "\n\n".join(parts)
-
-
-_STATUSES = (PASSED, FAILED, SKIPPED)
 
 
 def report_text(verdicts: Sequence[Verdict], described: dict[str, Any]) -> str:

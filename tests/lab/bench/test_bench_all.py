@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import re
 import shlex
 import sys
@@ -79,11 +81,17 @@ def test_a_part_that_is_done_is_not_run_again(
 ) -> None:
     ran: list[tuple[str, float]] = []
 
+    now = [0.0]
+
     def pretend(
         part: Command, out: Path, name: str, tiny: bool, seconds: float
     ) -> tuple[str, float]:
         ran.append((part.name, seconds))
-        return ("failed: no", 5.0) if part.name == "methods" else ("done", 100.0)
+        state, took = ("failed: no", 5.0) if part.name == "methods" else ("done", 100.0)
+        now[0] += took
+        return state, took
+
+    monkeypatch.setattr(everything.time, "monotonic", lambda: now[0])
 
     monkeypatch.setattr(everything, "run_part", pretend)
     parts = list(PLAN[1:5])
@@ -96,10 +104,14 @@ def test_a_part_that_is_done_is_not_run_again(
     states = [state for _, state in everything.measure(parts, tmp_path, "x", True, 10_000)]
     assert ran == [("methods", 300), ("prefill", 120)]
     assert states == ["done before", "failed: no", "done before", "done"]
-    # Another command is another measurement, and so is another name.
+    # Another command is another measurement, and so is another name; OUT may be written anew.
     ran.clear()
-    everything.measure(parts[:1], tmp_path, "x", False, 10_000)
-    everything.measure(parts[:1], tmp_path, "y", False, 10_000)
+    monkeypatch.chdir(tmp_path.parent)
+    everything.measure(parts[:1], Path(tmp_path.name), "x", True, 10_000)
+    assert not ran
+    everything.measure(parts[:1], tmp_path, "y", True, 10_000)
+    other = dataclasses.replace(parts[0], arguments="decode --context 1K")
+    everything.measure([other], tmp_path, "x", True, 10_000)
     assert [name for name, _ in ran] == ["decode", "decode"]
 
 
@@ -120,6 +132,9 @@ def test_a_command_that_takes_too_long_is_interrupted(
     monkeypatch.setattr(everything.sys, "executable", str(broken))
     ended, _ = everything.run_part(PLAN[0], tmp_path, "x", True, 60)
     assert ended == "failed: hf-kvret: error: no such thing"
+    broken.write_text("#!/bin/sh\necho 'error: it needs quanto: pip install quanto'\nexit 2\n")
+    ended, _ = everything.run_part(PLAN[0], tmp_path, "x", True, 60)
+    assert ended == "left out: error: it needs quanto: pip install quanto"
 
 
 def test_launch_numbers_come_first_and_are_kept_below_the_results(
@@ -133,7 +148,7 @@ def test_launch_numbers_come_first_and_are_kept_below_the_results(
     monkeypatch.chdir(tmp_path)
     Path("results").mkdir()
     assert everything.run_part(PLAN[1], Path("results"), "x", True, 60)[0] == "done"
-    folder = Path("results", "decode.log").read_text().strip()
+    folder = Path("results", "x_decode.log").read_text().strip()
     assert folder == str(tmp_path / "results" / "tuning")
 
 
@@ -171,7 +186,7 @@ def test_the_page_says_how_a_part_ended(tmp_path: Path) -> None:
     assert "(done)" not in page
     for part in PLAN[:2]:
         part.file(tmp_path, "x").write_bytes((RESULTS / "h200_decode.json").read_bytes())
-    (tmp_path / f".x_{PLAN[0].name}.done").touch()
+    (tmp_path / "x.done").write_text(json.dumps({PLAN[0].name: PLAN[0].arguments}))
     page = everything.write_page(tmp_path, "x", MEASUREMENTS, False, {}).read_text()
     assert page.count("| measured  ") == 1 and page.count("| measured in part |") == 1
 
@@ -181,3 +196,23 @@ def test_a_part_runs_with_the_tiny_shape(tmp_path: Path) -> None:
     (part,) = chosen_parts("lrqk")
     assert everything.run_part(part, tmp_path, "tiny", True, 300)[0] == "done"
     assert (tmp_path / "tiny_lrqk.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["a/b", "h[2]00", "x y"])
+def test_a_name_that_no_file_should_have_is_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "all", "--list", "--name", name]) == 2
+    assert "use letters, digits" in capsys.readouterr().err
+
+
+def test_a_page_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "x.md").write_text("# Mine")
+    with pytest.raises(ValueError, match=r"x\.md"):
+        everything.write_page(tmp_path, "x", MEASUREMENTS, False, {})
+
+
+def test_a_result_that_cannot_be_shown_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x_odd.json").write_text("{}")
+    page = everything.write_page(tmp_path, "x", MEASUREMENTS, False, {}).read_text()
+    assert "## odd\n\nx_odd.json can't be shown: " in page

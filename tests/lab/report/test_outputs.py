@@ -136,7 +136,12 @@ def test_a_table_of_ours_is_replaced(tmp_path: Path) -> None:
     outputs.write_table(path, "| a |\n| - |")
     assert path.read_text().startswith("| a |\n")
     # Also one without a mark, as they were at first, and a page of report.
-    for text in (path.read_text(), "| a |\n| - |\n\n", f"# Mine\n\n{outputs.PAGE_MARK}\n", ""):
+    for text in (
+        path.read_text(),
+        "| a |\n| - |\n\n",
+        f"# Mine\n\n{outputs.page_mark('report')}\n",
+        "",
+    ):
         path.write_text(text)
         outputs.check_own("--table", path)
 

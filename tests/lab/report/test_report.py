@@ -236,6 +236,8 @@ def test_a_listed_result_that_is_damaged_is_left_out(tmp_path: Path) -> None:
         ("heading", "head", "damaged: .*'head'; in TOML a page has"),
         ("title", "name", "damaged: .*'title'"),
         ('"task"', '"weather"', r"mine has no columns \['weather'\]"),
+        ("^vt", "(vt", "damaged: .*unterminated subpattern"),
+        ('["task", "paris, 4096 inside"]', '"task"', "columns of mine are a text, not a list"),
         ("^vt", "^cwe", r"mine has no columns .* match \^cwe"),
     ],
 )

@@ -93,7 +93,7 @@ def test_steps_and_caches_pass() -> None:
 def test_all_of_it_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["selftest", "--device", "cpu", "--report", str(tmp_path / "report.md")]
     assert cli.main(words) == 0
-    assert "checks passed." in capsys.readouterr().out
+    assert " 0 failed, " in capsys.readouterr().out
 
 
 @needs_library
@@ -112,7 +112,7 @@ def test_a_wrong_kernel_is_noticed_and_named(
     output = capsys.readouterr().out
     assert "kernels: gather_attention, bf16, portable" in output
     assert "higgs.attend" in output and "gather_scores" not in output
-    assert "HF_KVRET_CPU_PATH=" in output and "checks failed. Please report it" in output
+    assert "HF_KVRET_CPU_PATH=" in output and "Please report it" in output
     content = json.loads(report.read_text(encoding="utf-8").split("```json")[1].strip("`\n"))
     assert {one["status"] for one in content["failed"]} == {FAILED}
     assert content["versions"]["torch"] == torch.__version__ and content["gpu"] is None
@@ -173,6 +173,9 @@ def test_what_a_check_raises_becomes_its_verdict() -> None:
         ("in /home/me/a-b/x.py line 3", "in x.py line 3"),
         ("C:\\Users\\me\\x.py: no", "x.py: no"),
         ("a / b and 1/2", "a / b and 1/2"),
+        ("no '/home/anna/'", "no ''"),
+        ("at '/home/Anna Smith/x.py': no", "at 'x.py': no"),
+        ("from ~/x/y", "from y"),
         ("two\nlines", "two lines"),
         ("x" * 400, "x" * 296 + " ..."),
     ],
@@ -186,11 +189,40 @@ def test_nothing_runs_on_a_gpu_that_broke(monkeypatch: pytest.MonkeyPatch) -> No
     some = [
         Check("kernels", name, lambda name=name: ran.append(name) or name, "") for name in "abc"
     ]
-    monkeypatch.setattr(command, "_works", lambda device: len(ran) < 2)
+    monkeypatch.setattr(command, "_fault", lambda device: "misaligned" if len(ran) > 1 else None)
     verdicts = run_checks(some, torch.device("cuda"))
     assert ran == ["a", "b"]
-    assert [one.status for one in verdicts] == [PASSED, PASSED, SKIPPED]
+    assert [one.status for one in verdicts] == [PASSED, FAILED, SKIPPED]
+    assert verdicts[1].detail == "misaligned"
     assert verdicts[2].detail == "the GPU does not go on after 'b'"
+
+
+def test_without_the_library_steps_are_not_compared_with_themselves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(host_library.PATH_VARIABLE, "/home/anna/none.so")
+    host_library._open.cache_clear()
+    try:
+        assert cli.main(["selftest", "--device", "cpu", "--only", "kernels,steps", "--json"]) == 0
+    finally:
+        host_library._open.cache_clear()
+    output = capsys.readouterr().out
+    content = json.loads(output)
+    assert {one["status"] for one in content["checks"]} == {SKIPPED}
+    assert "none.so" in content["cpu_kernels"] and "anna" not in output
+
+
+def test_a_reference_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bundled, "_reference", lambda *given: "transformers' own fails: no memory")
+    (verdict,) = run_checks(named(cache_checks(Bundled(CPU)), "flat, store='device'"), CPU)
+    assert verdict.status == FAILED and "no memory" in verdict.detail
+
+
+def test_a_report_in_the_place_of_a_folder_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["selftest", "--device", "cpu", "--report", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,9 +236,10 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "run_checks", lambda *given: pytest.fail("it began"))
+    (tmp_path / "no").write_text("a file")
     words = ["selftest", "--device", "cpu", "--report", str(tmp_path / "no" / "report.md")]
     assert cli.main(words) == 2
-    assert "report.md" in capsys.readouterr().err
+    assert "--report" in capsys.readouterr().err
 
 
 def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,6 +247,8 @@ def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(capsys.readouterr().out)
     assert {one["status"] for one in content["checks"]} == {SKIPPED}
     assert content["device"] == "cpu"
+    assert cli.main(["selftest", "--device", "cpu", "--only", "memory"]) == 0
+    assert "0 passed, 0 failed, 8 skipped. Nothing could be checked" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("operation", STEP_OPS, ids=lambda operation: operation.name)

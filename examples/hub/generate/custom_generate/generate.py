@@ -35,9 +35,10 @@ def generate(inputs: Any = None, *, model: Any, **arguments: Any) -> Any:
             "nothing by itself: in a checkout of hf_kvret run pip install -c constraints.txt ."
         ) from None
     arguments = {name: value for name, value in arguments.items() if name not in LOADING}
-    config = arguments.get("generation_config")
-    given = [arguments.get(name) for name in ("cache", "past_key_values", "cache_implementation")]
-    if all(x is None for x in (*given, getattr(config, "cache_implementation", None))):
+    config = arguments.get("generation_config") or model.generation_config
+    names = ("cache", "past_key_values", "cache_implementation", "custom_generate")
+    chosen = any(arguments.get(name) is not None for name in names) or config.cache_implementation
+    if not chosen and arguments.get("use_cache", config.use_cache) is not False:
         arguments["cache_implementation"] = METHOD
     # A model loaded from a repository with this folder has this function as its attribute
     # `generate`; the class has the model's own.
