@@ -143,7 +143,7 @@ def pytest_sessionstart() -> None:
 # Folders and files of tests that take under a minute together: what is read and changed most.
 FAST = (
     *("contracts", "layer", "observe", "options", "patches", "artifacts", "mutants"),
-    *("test_cache.py", "test_rooms.py", "test_step_calls.py"),
+    *("test_cache.py", "test_rooms.py"),
 )
 
 
