@@ -55,7 +55,7 @@ ROOMS = (
     Room("hf_kvret.registry", 330),
     Room(FACE, 65),
     Room("hf_kvret.testing", 2_475),
-    Room("hf_kvret.lab", 19_380),
+    Room("hf_kvret.lab", 19_440),
     Room("hf_kvret.vllm", 690),
     Room("hf_kvret.cli", 85),
     Room("hf_kvret.__main__", 10),
