@@ -39,7 +39,7 @@ MACHINES = {
 PLATFORM = "manylinux_2_28"
 # Parts of glibc. OpenMP is not among them: torch brings its own, which the library looks for.
 SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"}
-# What an install downloads beside its dependencies.
+# An install downloads so many bytes beside its dependencies, at most.
 MOST_BYTES = 5 * 2**20
 # A link of the README that leads nowhere on an index's page.
 RELATIVE = re.compile(r"\]\((?!https?:|#)([^)]*)\)")

@@ -28,7 +28,7 @@ _FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _FENCE = re.compile(r"^ *(`{3,}).*?^ *\1", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?:^(?: {4,}|\t).*\n)+", re.MULTILINE)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)\s]*\)")
-# What ends a sentence: a full stop before a blank and a capital, a digit, code or a link.
+# A sentence ends with a full stop before a blank and a capital, a digit, code or a link.
 _END = re.compile(
     r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!vs\.)[\"')*]*\s+(?=[\"'(*`A-Z0-9\[])|\n{2,}"
 )
@@ -147,7 +147,7 @@ def count(paths: list[Path]) -> str:
     """Pages, lines and words by hand, and the longest sentence."""
     texts = [path.read_text(encoding="utf-8") for path in paths]
     hand = [by_hand(text) for text in texts]
-    # What a program wrote into a page is not counted, code is.
+    # Code counts as lines; parts that a program wrote into a page do not.
     lines = sum(_MADE_PART.sub("", text).count("\n") for text in texts)
     words = sum(len(text.split()) for text in hand)
     longest = max((length(sentence), sentence) for text in texts for _, sentence in sentences(text))

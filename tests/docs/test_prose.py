@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .pages import site_tool
+from .pages import README, site_tool
 
 prose = site_tool("prose")
 
@@ -38,3 +38,10 @@ def test_a_sentence_ends_with_its_paragraph_cell_or_item() -> None:
 def test_a_line_is_named_where_its_sentence_begins() -> None:
     text = "Good.\n\nIt is\nobviously so. It is\nvery good.\n"
     assert [one.line for one in prose.faults(text)] == [3, 4]
+
+
+def test_no_page_has_a_fault() -> None:
+    pages = prose.pages()
+    assert README in pages and len(pages) > 80
+    faults = {page: prose.faults(page.read_text(encoding="utf-8")) for page in pages}
+    assert not {page: some for page, some in faults.items() if some}

@@ -261,7 +261,7 @@ HIGGS_OPS = (
         sizes="{bits} bits, groups of {together}",
         copies=16,
     ),
-    # As gather_attention, over coded rows.
+    # This does the same as gather_attention, over coded rows.
     KernelOp(
         name="higgs.attend",
         compiled=True,
@@ -315,7 +315,7 @@ ATTENTION_OPS = (
 )
 
 
-# As CTkvr reads its store.
+# CTkvr reads its store in pieces of so many tokens.
 _PIECE_LEN = 1 << 14
 _SCORES = (distance, SCORE_ERROR)
 
@@ -331,7 +331,7 @@ def _score_table(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _draw_book(shape: KernelShape, draw: Draw) -> torch.Tensor:
-    # As `hf-kvret calibrate a2ats` saves codewords by default.
+    # `hf-kvret calibrate a2ats` saves codewords in this dtype by default.
     return draw.normal(shape.heads, shape.codewords, shape.head_dim, dtype=torch.bfloat16)
 
 

@@ -14,8 +14,8 @@ from transformers.utils import logging
 # A prompt that is read sooner shows no bar.
 _DELAY_SECONDS = 1.0
 
-# What was set before `only_our_bars` silenced transformers; None outside of it. No ContextVar: bars
-# of other threads belong to the same program.
+# It says whether transformers showed bars before `only_our_bars` silenced it, and is None outside.
+# This is no ContextVar, since bars of other threads belong to the same program.
 _shown_before: bool | None = None
 
 

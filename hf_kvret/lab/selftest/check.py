@@ -10,9 +10,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 GROUPS = {
     "kernels": "each operation beside the same in plain torch, in the dtypes of the device",
@@ -68,10 +67,6 @@ class Verdict:
     detail: str
     remedy: str
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def run_check(check: Check) -> Verdict:

@@ -93,7 +93,7 @@ def run_selftest(options: SelfTest) -> int:
     described = describe(device)
     verdicts = run_checks(list(checks(device, options.only)), device)
     if options.json:
-        content = described | {"checks": [one.to_dict() for one in verdicts]}
+        content = described | {"checks": [asdict(one) for one in verdicts]}
         print(json.dumps(content, indent=1))
     else:
         print(summary(verdicts))

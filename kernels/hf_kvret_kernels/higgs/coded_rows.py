@@ -43,7 +43,7 @@ class CodedRows:
     value_dim: int
     value_in_key: bool = False
     key_mean: torch.Tensor | None = None
-    # As of ``HostRows``; steps read them.
+    # Decode steps read these, which ``HostRows`` explains.
     width: int = field(init=False, repr=False)
     value_start: int = field(init=False, repr=False)
     heads: int = field(init=False, repr=False)
