@@ -47,7 +47,7 @@ struct Avx2 {
     }
 
     // Numbers of `lanes / 2` points of a grid [*, 2].
-    static V pairs_at(const uint8_t *codes, const float *grid) {
+    static V pairs_at(const uint8_t *codes, const float *grid, int) {
         // A pair is loaded as one double.
         const double *points = reinterpret_cast<const double *>(grid);
         const auto two = [points](size_t first, size_t second) {

@@ -52,9 +52,15 @@ struct Avx512 {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     }
 
-    // Numbers of `lanes / 2` points of a grid [*, 2].
-    static V pairs_at(const uint8_t *codes, const float *grid) {
+    // Numbers of `lanes / 2` points of a grid [4^bits, 2]. With 2 bits it lies in two registers.
+    static V pairs_at(const uint8_t *codes, const float *grid, int bits) {
         const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(codes));
+        if (bits == 2) {
+            const __m512d low = _mm512_castps_pd(load(grid));
+            const __m512d high = _mm512_castps_pd(load(grid + lanes));
+            const __m512i places = _mm512_cvtepu8_epi64(bytes);
+            return _mm512_castpd_ps(_mm512_permutex2var_pd(low, places, high));
+        }
         return _mm512_castpd_ps(_mm512_i32gather_pd(_mm256_cvtepu8_epi32(bytes), grid, 8));
     }
 

@@ -17,7 +17,12 @@ struct Avx512Bf16 : Avx512 {
         return reinterpret_cast<Pair>(_mm512_loadu_si512(from));
     }
 
+    static Pair as_pair(V bits) { return reinterpret_cast<Pair>(bits); }
+
     static V multiply_add(Pair a, Pair b, V sum) { return _mm512_dpbf16_ps(sum, a, b); }
+
+    // The bits of both in bf16, those of `low` first.
+    static V rounded(V low, V high) { return reinterpret_cast<V>(_mm512_cvtne2ps_pbh(high, low)); }
 };
 
 bool attend_any(const hfk_request &request, const hfk_window *window, const Span &span,
@@ -39,6 +44,18 @@ void dense_scores_any(const hfk_request &request, const Span &span, const void *
     run(request, span, keys, valid, scratch, out, out_stride);
 }
 
+typedef PromptWork<Avx512Bf16, Bf16> PromptOfBf16;
+
+int64_t prompt_floats_any(const hfk_prompt &request, int64_t queries) {
+    if (request.dtype == HFK_BFLOAT16) return PromptOfBf16::floats(request, queries);
+    return avx512_kernel.prompt_floats(request, queries);
+}
+
+void prompt_any(const PromptTile &tile) {
+    if (tile.request->dtype == HFK_BFLOAT16) return PromptOfBf16::attend(tile);
+    avx512_kernel.prompt(tile);
+}
+
 } // namespace
 
 const Kernel avx512_bf16_kernel = {
@@ -47,5 +64,5 @@ const Kernel avx512_bf16_kernel = {
     Entry<Avx512>::exp_all,   sign_points,
     NibbleScan::packed_bytes, NibbleScan::pack, NibbleScan::scan,
     candidates<Avx512>,       BlockRerank::rerank, relevance<Avx512>,
-    best<Avx512>,             PromptWork<Avx512>::floats, PromptWork<Avx512>::attend,
+    best<Avx512>,             prompt_floats_any, prompt_any,
     CodeWork<Avx512>::encode, CodeWork<Avx512>::decode};

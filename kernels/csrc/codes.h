@@ -92,9 +92,10 @@ template <class I> typename I::V within(typename I::V x, int64_t group) {
 
 // Points of a group, times `factor`; transformed within vectors, where it `turns`.
 template <class I, bool turns>
-void look_up(const uint8_t *codes, const float *grid, float factor, float *to, int64_t group) {
+void look_up(const uint8_t *codes, const hfk_coding &coding, float factor, float *to) {
+    const int64_t group = coding.group;
     const auto points = [&](const uint8_t *own) {
-        const typename I::V x = I::pairs_at(own, grid) * I::set1(factor);
+        const typename I::V x = I::pairs_at(own, coding.grid, coding.bits) * I::set1(factor);
         return turns ? within<I>(x, group) : x;
     };
     if (group < I::lanes) {
@@ -115,8 +116,7 @@ void transformed_row(const hfk_coding &coding, const uint8_t *codes, const uint8
     uint8_t room[kMostGroup / 2];
     for (int64_t first = 0; first < width; first += coding.group) {
         const uint8_t *own = unpacked(codes, coding.bits, width, first, coding.group, room);
-        look_up<I, false>(own, coding.grid, scale_at(scales, first / coding.group), to + first,
-                          coding.group);
+        look_up<I, false>(own, coding, scale_at(scales, first / coding.group), to + first);
     }
 }
 
@@ -234,7 +234,7 @@ template <class I> struct CodeWork {
         const uint8_t *own = unpacked(codes, coding.bits, work.width, start, count, room);
         for (int64_t g = 0; g < count; g += coding.group) {
             const float scale = scale_at(scales, (start + g) / coding.group);
-            look_up<I, true>(own + g / 2, coding.grid, scale * norm, x + g, coding.group);
+            look_up<I, true>(own + g / 2, coding, scale * norm, x + g);
         }
         std::fill(x + count, x + piece_of(coding), 0.0f);
     }

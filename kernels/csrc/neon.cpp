@@ -59,7 +59,7 @@ struct Neon {
     static V where_less(V a, V b, V yes, V no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
 
     // Numbers of `lanes / 2` points of a grid [*, 2].
-    static V pairs_at(const uint8_t *codes, const float *grid) {
+    static V pairs_at(const uint8_t *codes, const float *grid, int) {
         return vcombine_f32(vld1_f32(grid + 2 * codes[0]), vld1_f32(grid + 2 * codes[1]));
     }
 

@@ -68,7 +68,7 @@ struct Portable {
     }
 
     // Numbers of `lanes / 2` points of a grid [*, 2].
-    static V pairs_at(const uint8_t *codes, const float *grid) {
+    static V pairs_at(const uint8_t *codes, const float *grid, int) {
         const float *first = grid + 2 * codes[0], *second = grid + 2 * codes[1];
         return V{first[0], first[1], second[0], second[1]};
     }

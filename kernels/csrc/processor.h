@@ -33,11 +33,15 @@ class Processor {
         // lzcnt; bmi, avx2, bmi2
         avx2 = (saved & kSavesAvx) == kSavesAvx && has(extended.ecx, {5}) &&
                has(features.ebx, {3, 5, 8});
+#ifdef HFK_PLAYS_AVX512
+        avx512 = avx512_bf16 = avx2;
+#else
         // f, dq, bw, vl
         avx512 = avx2 && (saved & kSavesAvx512) == kSavesAvx512 &&
                  has(features.ebx, {16, 17, 30, 31});
         // vbmi; bf16
         avx512_bf16 = avx512 && has(features.ecx, {1}) && has(more.eax, {5});
+#endif
     }
 
     // Zeros where the processor has no such leaf.

@@ -1,9 +1,13 @@
-// Attention of many queries over rows that lie side by side: products of blocks in fp32, with an
-// online softmax between them. See rows.h on linkage.
+// Attention of many queries over rows that lie side by side: products of blocks, with an online
+// softmax between them. See rows.h on linkage.
+//
+// `M` is what products are of: fp32 numbers, or bf16 as it is given, where `I` multiplies it. Sums are
+// fp32. A slot is four bytes of the work space: a number of fp32, or two neighbours in bf16.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "numbers.h"
@@ -16,8 +20,9 @@ namespace {
 // So many keys are packed and scored at once.
 constexpr int64_t kKeys = 128;
 
-template <class I> class PromptWork {
+template <class I, class M = float> class PromptWork {
     typedef typename I::V V;
+    static constexpr int64_t kInSlot = sizeof(float) / sizeof(M);
     static constexpr int kRows = I::few_registers ? 6 : 12; // of queries, whose sums fill registers
     static constexpr int64_t kPanel = 2 * I::lanes;         // columns that are worked on together
     static constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -26,9 +31,10 @@ template <class I> class PromptWork {
     static int64_t floats(const hfk_prompt &request, int64_t queries) {
         const int64_t rows = padded(queries * heads_of(request), kRows);
         const int64_t value_dim = padded(request.value_dim, kPanel);
-        const int64_t of_row = request.key_dim + value_dim + kKeys + 2;
-        // Behind them lie the packed keys and values, and a row that was converted to fp32.
-        return rows * of_row + kKeys * (request.key_dim + value_dim) +
+        const int64_t key_slots = slots(request.key_dim);
+        const int64_t of_row = key_slots + value_dim + kKeys + 2;
+        // Behind them lie the packed keys and values, and a row of each.
+        return rows * of_row + kKeys * key_slots + slots(kKeys) * value_dim +
                padded(std::max(request.key_dim, value_dim), kPanel);
     }
 
@@ -45,10 +51,10 @@ template <class I> class PromptWork {
     explicit PromptWork(const PromptTile &tile)
         : tile_(tile), request_(*tile.request), heads_(heads_of(request_)),
           queries_(tile.last - tile.first), rows_(padded(heads_ * queries_, kRows)),
-          key_dim_(request_.key_dim), value_dim_(padded(request_.value_dim, kPanel)),
-          query_(tile.scratch), out_(query_ + rows_ * key_dim_),
+          key_slots_(slots(request_.key_dim)), value_dim_(padded(request_.value_dim, kPanel)),
+          query_(tile.scratch), out_(query_ + rows_ * key_slots_),
           scores_(out_ + rows_ * value_dim_), keys_(scores_ + rows_ * kKeys),
-          values_(keys_ + kKeys * key_dim_), top_(values_ + kKeys * value_dim_),
+          values_(keys_ + kKeys * key_slots_), top_(values_ + slots(kKeys) * value_dim_),
           sum_(top_ + rows_), line_(sum_ + rows_) {}
 
     void attend() {
@@ -62,9 +68,12 @@ template <class I> class PromptWork {
         for (int64_t start = 0; start < end; start += kKeys) {
             const int64_t count = std::min(kKeys, end - start);
             if (!pack(start, count)) continue;
-            multiply(query_, key_dim_, keys_, key_dim_, scores_, kKeys, kKeys, false);
-            for (int64_t row = 0; row < heads_ * queries_; ++row) update_softmax(row, start, count);
-            multiply(scores_, kKeys, values_, kKeys, out_, value_dim_, value_dim_, true);
+            multiply(query_, key_slots_, keys_, key_slots_, scores_, kKeys, kKeys, false);
+            for (int64_t row = 0; row < heads_ * queries_; ++row) {
+                update_softmax(row, start, count);
+                round_weights(scores_ + row * kKeys);
+            }
+            multiply(scores_, kKeys, values_, slots(kKeys), out_, value_dim_, value_dim_, true);
         }
         for (int64_t row = 0; row < heads_ * queries_; ++row) finish(row);
     }
@@ -76,7 +85,7 @@ template <class I> class PromptWork {
         for (int64_t start = 0; start < request_.tokens; start += kKeys) {
             const int64_t count = std::min(kKeys, request_.tokens - start);
             const bool any = pack(start, count);
-            if (any) multiply(query_, key_dim_, keys_, key_dim_, scores_, kKeys, kKeys, false);
+            if (any) multiply(query_, key_slots_, keys_, key_slots_, scores_, kKeys, kKeys, false);
             for (int64_t row = 0; row < heads_ * queries_; ++row) {
                 float *scores = scores_ + row * kKeys;
                 if (any) mask(row, start, count);
@@ -132,6 +141,8 @@ template <class I> class PromptWork {
         return (number + multiple - 1) / multiple * multiple;
     }
 
+    static int64_t slots(int64_t numbers) { return (numbers + kInSlot - 1) / kInSlot; }
+
     // Converts `count` elements to fp32, with zeros behind them up to a whole vector.
     void to_float(const void *from, int64_t first, int64_t count, float *to) const {
         switch (request_.dtype) {
@@ -150,20 +161,28 @@ template <class I> class PromptWork {
         if (i < count) I::store(to + i, I::load_some(from + i, static_cast<int>(count - i)));
     }
 
-    // Reads the queries head by head and scales them. Rows that fill up the last strip are zeros.
+    // A row as products read it, in whole slots.
+    void to_slots(const void *from, int64_t first, int64_t count, float *to) const {
+        if constexpr (kInSlot == 1) {
+            to_float(from, first, count, to);
+        } else {
+            to[slots(count) - 1] = 0.0f;
+            std::memcpy(to, static_cast<const M *>(from) + first, count * sizeof(M));
+        }
+    }
+
+    // Reads the queries head by head. Rows that fill up the last strip are zeros.
     void read_queries() {
         for (int64_t row = 0; row < heads_ * queries_; ++row) {
             const int64_t head = tile_.kv_head * heads_ + row / queries_;
             const int64_t query = tile_.first + row % queries_;
-            to_float(request_.query,
+            to_slots(request_.query,
                   tile_.batch * request_.query_batch + head * request_.query_head +
                       query * request_.query_row,
-                  key_dim_, line_);
-            const float scale = static_cast<float>(request_.scale);
-            float *to = query_ + row * key_dim_;
-            for (int64_t d = 0; d < key_dim_; ++d) to[d] = line_[d] * scale;
+                  request_.key_dim, line_);
+            std::copy(line_, line_ + key_slots_, query_ + row * key_slots_);
         }
-        std::fill(query_ + heads_ * queries_ * key_dim_, query_ + rows_ * key_dim_, 0.0f);
+        std::fill(query_ + heads_ * queries_ * key_slots_, query_ + rows_ * key_slots_, 0.0f);
         std::fill(scores_ + heads_ * queries_ * kKeys, scores_ + rows_ * kKeys, 0.0f);
     }
 
@@ -183,29 +202,40 @@ template <class I> class PromptWork {
             any |= valid_[j];
         }
         if (!any) return false;
-        const bool attends = request_.block_len == 0;
-        const int64_t keys = tile_.batch * request_.key_batch + tile_.kv_head * request_.key_head;
-        const int64_t values =
-            tile_.batch * request_.value_batch + tile_.kv_head * request_.value_head;
-        for (int64_t j = 0; j < kKeys; ++j) {
-            float *column = keys_ + j / kPanel * kPanel * key_dim_ + j % kPanel;
-            float *row = values_ + j * kPanel;
-            if (!valid_[j]) {
-                for (int64_t d = 0; d < key_dim_; ++d) column[d * kPanel] = 0.0f;
-                std::fill(line_, line_ + value_dim_, 0.0f);
-            } else {
-                to_float(request_.keys, keys + (start + j) * request_.key_row, key_dim_, line_);
-                for (int64_t d = 0; d < key_dim_; ++d) column[d * kPanel] = line_[d];
-                if (!attends) continue;
-                std::fill(line_ + value_dim_ - kPanel, line_ + value_dim_, 0.0f);
-                to_float(request_.values, values + (start + j) * request_.value_row,
-                      request_.value_dim, line_);
-            }
-            for (int64_t d = 0; d < value_dim_; d += kPanel) {
-                std::copy(line_ + d, line_ + d + kPanel, row + d * kKeys);
+        for (int64_t j = 0; j < kKeys; ++j) pack_key(start, j);
+        if (request_.block_len != 0) return true;
+        for (int64_t j = 0; j < kKeys; ++j) pack_value(start, j);
+        return true;
+    }
+
+    void pack_key(int64_t start, int64_t j) {
+        float *column = keys_ + j / kPanel * kPanel * key_slots_ + j % kPanel;
+        if (!valid_[j]) {
+            for (int64_t d = 0; d < key_slots_; ++d) column[d * kPanel] = 0.0f;
+            return;
+        }
+        const int64_t head = tile_.batch * request_.key_batch + tile_.kv_head * request_.key_head;
+        to_slots(request_.keys, head + (start + j) * request_.key_row, request_.key_dim, line_);
+        for (int64_t d = 0; d < key_slots_; ++d) column[d * kPanel] = line_[d];
+    }
+
+    // Neighbours of a slot are the values of two tokens.
+    void pack_value(int64_t start, int64_t j) {
+        std::fill(line_, line_ + slots(value_dim_), 0.0f);
+        if (valid_[j]) {
+            const int64_t head =
+                tile_.batch * request_.value_batch + tile_.kv_head * request_.value_head;
+            to_slots(request_.values, head + (start + j) * request_.value_row, request_.value_dim,
+                     line_);
+        }
+        const char *from = reinterpret_cast<const char *>(line_);
+        for (int64_t panel = 0; panel < value_dim_; panel += kPanel) {
+            float *row = values_ + panel * slots(kKeys) + j / kInSlot * kPanel;
+            char *to = reinterpret_cast<char *>(row) + j % kInSlot * sizeof(M);
+            for (int64_t d = 0; d < kPanel; ++d) {
+                std::memcpy(to + d * sizeof *row, from + (panel + d) * sizeof(M), sizeof(M));
             }
         }
-        return true;
     }
 
     // Writes a b to c [rows, columns], or adds it; b lies in panels of columns.
@@ -230,8 +260,8 @@ template <class I> class PromptWork {
             const V left = I::load(b + k * kPanel), right = I::load(b + k * kPanel + I::lanes);
             HFK_UNROLL for (int r = 0; r < kRows; ++r) {
                 const V factor = I::set1(a[r * a_row + k]);
-                sums[r][0] = I::fma(factor, left, sums[r][0]);
-                sums[r][1] = I::fma(factor, right, sums[r][1]);
+                sums[r][0] = multiply_add(factor, left, sums[r][0]);
+                sums[r][1] = multiply_add(factor, right, sums[r][1]);
             }
         }
         HFK_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -240,9 +270,21 @@ template <class I> class PromptWork {
         }
     }
 
-    // Caps the scores of a row, and writes -inf for tokens that its query does not see.
+    static V multiply_add(V a, V b, V sum) {
+        if constexpr (kInSlot == 1) {
+            return I::fma(a, b, sum);
+        } else {
+            return I::multiply_add(I::as_pair(a), I::as_pair(b), sum);
+        }
+    }
+
+    // Scales and caps the scores of a row, and writes -inf for tokens that its query does not see.
     void mask(int64_t row, int64_t start, int64_t count) {
         float *scores = scores_ + row * kKeys;
+        const V scale = I::set1(static_cast<float>(request_.scale));
+        for (int64_t j = 0; j < kKeys; j += I::lanes) {
+            I::store(scores + j, I::load(scores + j) * scale);
+        }
         if (request_.softcap != 0.0) {
             const V cap = I::set1(static_cast<float>(request_.softcap));
             for (int64_t j = 0; j < kKeys; j += I::lanes) {
@@ -284,6 +326,16 @@ template <class I> class PromptWork {
         sum_[row] += total;
     }
 
+    // To numbers that are multiplied, in the first of the same slots.
+    static void round_weights(float *weights) {
+        if constexpr (kInSlot != 1) {
+            for (int64_t j = 0; j < kKeys; j += 2 * I::lanes) {
+                const V low = I::load(weights + j), high = I::load(weights + j + I::lanes);
+                I::store(weights + j / 2, I::rounded(low, high));
+            }
+        }
+    }
+
     void finish(int64_t row) const {
         const int64_t place = place_of(row);
         const float inverse = sum_[row] == 0.0f ? 0.0f : 1.0f / sum_[row];
@@ -295,7 +347,7 @@ template <class I> class PromptWork {
 
     const PromptTile &tile_;
     const hfk_prompt &request_;
-    const int64_t heads_, queries_, rows_, key_dim_, value_dim_;
+    const int64_t heads_, queries_, rows_, key_slots_, value_dim_;
     float *const query_, *const out_, *const scores_, *const keys_, *const values_;
     float *const top_, *const sum_, *const line_;
     bool valid_[kKeys], all_valid_ = true;

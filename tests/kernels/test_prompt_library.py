@@ -16,7 +16,7 @@ from .draws import attention_inputs
 from .test_prompt_attention import check
 
 LIBRARY = ("cpp", "cpu")
-NOT_FASTEST = "avx512_bf16"
+BF16 = "avx512_bf16"
 
 pytestmark = [
     pytest.mark.usefixtures("compiled"),
@@ -125,14 +125,17 @@ def test_auto_takes_the_fastest(isa: str, monkeypatch: pytest.MonkeyPatch) -> No
         return plain(*arguments)
 
     monkeypatch.setattr(library, "attend_prompt", watched)
-    for dtype in (torch.float32, torch.bfloat16):
-        tensors = attention_inputs(LIBRARY, queries=40, dtype=dtype)
-        for paths in (["avx2"], [NOT_FASTEST, "avx2"]):
-            monkeypatch.setattr(library, "paths", lambda paths=paths: paths)
+    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
+    for amx, paths in ((False, ["avx2"]), (False, [BF16, "avx2"]), (True, [BF16, "avx2"])):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setattr(library, "paths", lambda paths=paths: paths)
+        for dtype in (fp32, bf16, fp16):
+            tensors = attention_inputs(LIBRARY, queries=40, dtype=dtype)
             prompt_attention(*tensors, scale=1.0, causal_offset=0)
-        # Where a backend was named, that one is meant.
-        with prefer("naive"):
-            assert not package.compiled(tensors[0])
-            prompt_attention(*tensors, scale=1.0, causal_offset=0)
-    # Processors that multiply bf16 are left to torch in bf16.
-    assert calls == [torch.float32, torch.float32, torch.bfloat16]
+    # Processors that multiply bf16 leave fp16 to torch, and with AMX bf16, too.
+    assert calls == [fp32, bf16, fp16, fp32, bf16, fp32]
+    # Where a backend was named, that one is meant.
+    with prefer("naive"):
+        assert not package.compiled(tensors[0])
+        prompt_attention(*tensors, scale=1.0, causal_offset=0)
+    assert len(calls) == 6
