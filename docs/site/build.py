@@ -42,7 +42,7 @@ class Stage:
 
     def place(self, source: Path) -> Path:
         """Where a file or folder of the repository goes."""
-        if source.is_relative_to(DOCS):
+        if source.is_relative_to(DOCS) and (source.is_dir() or source.suffix in ASSETS):
             return self.folder / source.relative_to(DOCS)
         inside = source.relative_to(ROOT)
         if str(inside) in TOP_PAGES:
