@@ -102,8 +102,7 @@ class Stage:
             return found[0]
         if goal.is_dir() and (goal / "README.md").is_file():
             goal = goal / "README.md"
-        if not goal.is_relative_to(DOCS) or goal.is_dir():
-            self.waiting.append(goal)
+        self.waiting.append(goal)
         path = os.path.relpath(self.place(goal), self.place(source).parent)
         return f"{found[1]}{path}{found[3]}"
 

@@ -56,13 +56,24 @@ void prompt_any(const PromptTile &tile) {
     avx512_kernel.prompt(tile);
 }
 
+// What does not gain from these instructions is there once, in the unit for AVX-512.
+template <auto member, class Pointer = decltype(member)> struct Shared;
+template <auto member, class Result, class... Arguments>
+struct Shared<member, Result (*Kernel::*)(Arguments...)> {
+    static Result run(Arguments... arguments) {
+        return (avx512_kernel.*member)(arguments...);
+    }
+};
+
 } // namespace
 
 const Kernel avx512_bf16_kernel = {
-    Workspace::floats,        attend_any,       score_any,
-    dense_scores_any,         SelectEntry<Avx512>::proxy_scores_any,
-    Entry<Avx512>::exp_all,   sign_points,
-    NibbleScan::packed_bytes, NibbleScan::pack, NibbleScan::scan,
-    candidates<Avx512>,       BlockRerank::rerank, relevance<Avx512>,
-    best<Avx512>,             prompt_floats_any, prompt_any,
-    CodeWork<Avx512>::encode, CodeWork<Avx512>::decode};
+    Workspace::floats,                attend_any,
+    score_any,                        dense_scores_any,
+    Shared<&Kernel::proxy_scores>::run, Shared<&Kernel::exp>::run,
+    sign_points,                      NibbleScan::packed_bytes,
+    NibbleScan::pack,                 NibbleScan::scan,
+    Shared<&Kernel::candidates>::run, BlockRerank::rerank,
+    Shared<&Kernel::relevance>::run,  Shared<&Kernel::best>::run,
+    prompt_floats_any,                prompt_any,
+    Shared<&Kernel::encode>::run,     Shared<&Kernel::decode>::run};
