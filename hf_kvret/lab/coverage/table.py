@@ -161,8 +161,8 @@ def markdown(rows: Iterable[Row], record: Record) -> str:
         *(["", note] if note else []),
         "",
         "| type | tested | layers that retrieve | rows of a layer | bytes a token | graph | "
-        "auto chunks | not in |",
-        "|---|---|---|---|---|---|---|---|",
+        "auto chunks |",
+        "|---|---|---|---|---|---|---|",
         *map(_served_line, served),
         "",
         "### Refused",
@@ -178,15 +178,15 @@ def markdown(rows: Iterable[Row], record: Record) -> str:
 
 def _served_line(row: Row) -> str:
     changed = f", {row.type.changed}" if row.type.changed else ""
+    without = f", not in {', '.join(row.without)}" if row.without else ""
     cells = (
         f"`{row.type.name}`{changed}",
-        row.verdict,
+        row.verdict + without,
         row.layers,
         row.rows,
         f"{row.token_bytes:,}" if row.token_bytes else "",
         "yes" if row.type.replay else "no",
         "yes" if row.type.chunks else "no",
-        ", ".join(row.without),
     )
     return f"| {' | '.join(cells)} |"
 

@@ -52,7 +52,7 @@ class NativeConfig(RetrievalConfig):
         if not self.takes_store(self.store):
             raise ValueError(
                 f"store={self.store!r}: native keeps rows as they are, also those of a prompt that "
-                "is being read; take 'device', 'host', 'resident', 'cpu' or 'split'"
+                "is being read; take 'device', 'host', 'resident', 'cpu', 'disk' or 'split'"
             )
         for name in _MEANINGLESS:
             value = getattr(self, name)
