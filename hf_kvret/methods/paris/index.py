@@ -124,6 +124,13 @@ class ParisConfig(RetrievalConfig):
                     "most 1"
                 )
 
+    @property
+    def even_len(self) -> int:
+        """See ``RetrievalConfig``; changes of the schedule beyond 64K tokens are left out."""
+        changes = [int(length) for length, _, _ in self.schedule if length <= 1 << 16]
+        window = self.sink + self.recent + self.flush
+        return max(super().even_len, max(changes, default=0) + window)
+
     def check_model(self, head_dim: int) -> None:
         """ValueError for rows of this dim that have no codes, or whose points a byte can't hold."""
         super().check_model(head_dim)

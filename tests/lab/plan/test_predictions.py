@@ -110,7 +110,7 @@ def filled(model: PreTrainedModel, name: str, length: int) -> RetrievalCache:
     ("name", "length"),
     [
         ("flat:store=host", 9_000),
-        ("paris:store=host", 12_000),
+        ("paris:store=host", 36_000),
         ("lrqk:store=split:device_budget=4MB", 9_000),
         pytest.param("ctkvr:store=host", 130_000, marks=pytest.mark.slow),
         pytest.param("paris:top_k=0.05:store=resident", 60_000, marks=pytest.mark.slow),
@@ -123,6 +123,18 @@ def test_the_line_leads_to_the_bytes_of_a_longer_cache(name: str, length: int) -
     nbytes, report = predictor.at(length), filled(model, name, length).memory()
     assert nbytes.device == pytest.approx(report.device, **CLOSE)
     assert nbytes.host == pytest.approx(report.host, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["paris:store=host", "paris:preset=paper:store=device"])
+def test_a_step_of_paris_reads_what_its_schedule_says(name: str) -> None:
+    choice, model = choose_cache(name), tiny()
+    by_line, whole = (Predictor(model.config, choice, model.dtype) for _ in range(2))
+    whole.even_len = 200_000
+    # A third of the codes are compared below 30K cold tokens, and fewer beyond.
+    for length in (29_000, 60_000, 200_000):
+        got, want = by_line.at(length), whole.at(length)
+        assert got.read_device == pytest.approx(want.read_device, rel=0.01)
+        assert got.read_bus == pytest.approx(want.read_bus, rel=0.01)
 
 
 def test_a_store_that_asks_the_machine_is_refused() -> None:
