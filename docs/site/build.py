@@ -96,7 +96,7 @@ class Stage:
         return "\n".join(lines) + "\n"
 
     def link(self, source: Path, found: re.Match[str]) -> str:
-        """A link out of the docs leads to the copy, which is made."""
+        """A link to a file of the repository leads to its copy, which is made."""
         goal = (source.parent / found[2]).resolve()
         if re.match(r"[a-z]+:", found[2]) or not goal.exists() or not goal.is_relative_to(ROOT):
             return found[0]

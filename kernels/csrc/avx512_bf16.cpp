@@ -1,6 +1,6 @@
 // AVX-512 with BF16 and VBMI. bf16 keys are multiplied with bf16 queries as they are, two products
-// in each lane. Products are exact and sums are fp32; numbers below 2^-126 count as 0. Other types of
-// rows go to the code for AVX-512. Bytes are looked up in tables that lie in registers.
+// in each lane. Products are exact and sums are fp32; numbers below 2^-126 count as 0. Prompts round
+// softmax weights to bf16. Other types of rows go to the code for AVX-512. Bytes are looked up in tables that lie in registers.
 #include <type_traits>
 
 #include "avx512_rerank.h"
@@ -68,12 +68,10 @@ struct Shared<member, Result (*Kernel::*)(Arguments...)> {
 } // namespace
 
 const Kernel avx512_bf16_kernel = {
-    Workspace::floats,                attend_any,
-    score_any,                        dense_scores_any,
+    Workspace::floats, attend_any, score_any, dense_scores_any,
     Shared<&Kernel::proxy_scores>::run, Shared<&Kernel::exp>::run,
-    sign_points,                      NibbleScan::packed_bytes,
-    NibbleScan::pack,                 NibbleScan::scan,
+    sign_points, NibbleScan::packed_bytes, NibbleScan::pack, NibbleScan::scan,
     Shared<&Kernel::candidates>::run, BlockRerank::rerank,
-    Shared<&Kernel::relevance>::run,  Shared<&Kernel::best>::run,
-    prompt_floats_any,                prompt_any,
-    Shared<&Kernel::encode>::run,     Shared<&Kernel::decode>::run};
+    Shared<&Kernel::relevance>::run, Shared<&Kernel::best>::run,
+    prompt_floats_any, prompt_any,
+    Shared<&Kernel::encode>::run, Shared<&Kernel::decode>::run};

@@ -33,7 +33,7 @@ class Processor {
         // lzcnt; bmi, avx2, bmi2
         avx2 = (saved & kSavesAvx) == kSavesAvx && has(extended.ecx, {5}) &&
                has(features.ebx, {3, 5, 8});
-#ifdef HFK_PLAYS_AVX512
+#ifdef HFK_EMULATED_AVX512
         avx512 = avx512_bf16 = avx2;
 #else
         // f, dq, bw, vl

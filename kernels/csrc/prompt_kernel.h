@@ -33,7 +33,7 @@ template <class I, class M = float> class PromptWork {
         const int64_t value_dim = padded(request.value_dim, kPanel);
         const int64_t key_slots = slots(request.key_dim);
         const int64_t of_row = key_slots + value_dim + kKeys + 2;
-        // Behind them lie the packed keys and values, and a row of each.
+        // Behind them lie the packed keys and values, and one row that is read.
         return rows * of_row + kKeys * key_slots + slots(kKeys) * value_dim +
                padded(std::max(request.key_dim, value_dim), kPanel);
     }
@@ -166,7 +166,7 @@ template <class I, class M = float> class PromptWork {
         if constexpr (kInSlot == 1) {
             to_float(from, first, count, to);
         } else {
-            to[slots(count) - 1] = 0.0f;
+            to[slots(count) - 1] = 0.0f; // an odd count leaves half a slot
             std::memcpy(to, static_cast<const M *>(from) + first, count * sizeof(M));
         }
     }
@@ -326,7 +326,7 @@ template <class I, class M = float> class PromptWork {
         sum_[row] += total;
     }
 
-    // To numbers that are multiplied, in the first of the same slots.
+    // Rounds a row of weights to bf16, where that is multiplied. They fill its first half.
     static void round_weights(float *weights) {
         if constexpr (kInSlot != 1) {
             for (int64_t j = 0; j < kKeys; j += 2 * I::lanes) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from hashlib import sha256
@@ -17,7 +18,11 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Path of a library built from these sources: the installed one, unless it is of others."""
+    """Path of a library built from these sources: the one that is named, or the installed one."""
+    named = os.environ.get(library.PATH_VARIABLE)
+    if named:
+        assert sources_of(Path(named)) == digest_of_sources(), f"{named} is of other sources"
+        return named
     installed = next((file for file in library._places() if file.is_file()), None)
     if installed is not None and sources_of(installed) == digest_of_sources():
         return str(installed)

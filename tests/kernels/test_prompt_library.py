@@ -72,9 +72,13 @@ def test_it_is_attention(
     )
 
 
-def test_what_no_query_sees_may_hold_anything(isa: str) -> None:
-    query, key, value = attention_inputs(LIBRARY, queries=40, tokens=200)
-    valid = torch.rand(2, 200) > 0.4
+DTYPES = pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
+def test_what_no_query_sees_may_hold_anything(isa: str, dtype: torch.dtype) -> None:
+    query, key, value = attention_inputs(LIBRARY, queries=40, tokens=201, dtype=dtype)
+    valid = torch.rand(2, 201) > 0.4
     clean = check(LIBRARY, query, key, value, causal_offset=None, valid=valid)
     dirty = ~valid[:, None, :, None]
     for poison in (float("nan"), float("inf")):
@@ -83,8 +87,9 @@ def test_what_no_query_sees_may_hold_anything(isa: str) -> None:
         torch.testing.assert_close(again, clean, rtol=0, atol=0)
 
 
-def test_numbers_that_are_not_finite_stay_in_their_queries(isa: str) -> None:
-    query, key, value = attention_inputs(LIBRARY, queries=40, tokens=200)
+@DTYPES
+def test_numbers_that_are_not_finite_stay_in_their_queries(isa: str, dtype: torch.dtype) -> None:
+    query, key, value = attention_inputs(LIBRARY, queries=40, tokens=200, dtype=dtype)
     query[1, 2, 7] = float("nan")
     out, lse = prompt_attention(query, key, value, scale=0.3, causal_offset=160, backend=LIBRARY[0])
     assert out[1, 2, 7].isnan().all() and lse[1, 2, 7].isnan()
@@ -126,16 +131,24 @@ def test_auto_takes_the_fastest(isa: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(library, "attend_prompt", watched)
     fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
-    for amx, paths in ((False, ["avx2"]), (False, [BF16, "avx2"]), (True, [BF16, "avx2"])):
+    both = [BF16, "avx2"]
+    for amx, paths, chosen in (
+        (False, ["avx2"], ""),
+        (False, both, ""),
+        (True, both, ""),
+        (False, both, isa),
+    ):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
         monkeypatch.setattr(library, "paths", lambda paths=paths: paths)
+        monkeypatch.setenv(library.ISA_VARIABLE, chosen)
         for dtype in (fp32, bf16, fp16):
             tensors = attention_inputs(LIBRARY, queries=40, dtype=dtype)
             prompt_attention(*tensors, scale=1.0, causal_offset=0)
-    # Processors that multiply bf16 leave fp16 to torch, and with AMX bf16, too.
-    assert calls == [fp32, bf16, fp16, fp32, bf16, fp32]
+    # Processors that multiply bf16 leave fp16 to torch; bf16 with AMX, or where it is not chosen.
+    expected = [fp32, bf16, fp16, fp32, bf16, fp32, fp32] + [bf16] * (isa == BF16)
+    assert calls == expected
     # Where a backend was named, that one is meant.
     with prefer("naive"):
         assert not package.compiled(tensors[0])
         prompt_attention(*tensors, scale=1.0, causal_offset=0)
-    assert len(calls) == 6
+    assert calls == expected

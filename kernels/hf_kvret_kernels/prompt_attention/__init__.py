@@ -52,7 +52,7 @@ def prompt_attention(
         ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32 (natural log). A query that sees no key
         has out 0 and lse -inf. Softmax and sums are fp32. The Triton kernel, torch's flash
         attention and, for bf16, the library's ``avx512_bf16`` round softmax weights to the input
-        dtype before they meet the values.
+        dtype before they meet the values; for the last, numbers below 2^-126 count as 0.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
@@ -79,15 +79,17 @@ def prompt_attention(
 
 
 def compiled(query: torch.Tensor) -> bool:
-    """Whether the compiled library is the fastest for a long prompt of such queries on a CPU.
+    """Whether the compiled library is preferred for a long prompt of such queries on a CPU.
 
-    In fp32 it is. Where the processor multiplies bf16, torch keeps fp16, and bf16 if it has AMX.
+    In fp32 it is. Where the processor multiplies bf16, torch keeps fp16, and bf16 if it has AMX;
+    that it is slower without AMX was computed, and never measured.
     """
     if not query.is_cpu or preferred() is not None or host_library.why_not():
         return False
     if query.dtype == torch.float32 or "avx512_bf16" not in host_library.paths():
         return True
-    return query.dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
+    multiplies = query.dtype == torch.bfloat16 and host_library.chosen_path() == "avx512_bf16"
+    return multiplies and not torch.cpu._is_amx_tile_supported()
 
 
 def prompt_partials(
