@@ -30,7 +30,7 @@ MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 70_050,
+    ("tests", ".py"): 70_070,
     ("examples", ".py"): 13_170,
     ("kernels/csrc", ".cpp"): 2_100,
     ("kernels/csrc", ".h"): 3_860,
