@@ -56,7 +56,7 @@ void prompt_any(const PromptTile &tile) {
     avx512_kernel.prompt(tile);
 }
 
-// What does not gain from these instructions is there once, in the unit for AVX-512.
+// Calls the code for AVX-512 where BF16 and VBMI bring nothing: the library has it once.
 template <auto member, class Pointer = decltype(member)> struct Shared;
 template <auto member, class Result, class... Arguments>
 struct Shared<member, Result (*Kernel::*)(Arguments...)> {

@@ -45,8 +45,8 @@ def prompt_attention(
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
         out_dtype: dtype of out; None means the query's.
         backend: ``"auto"``, ``"naive"``, ``"cpp"`` (the compiled library, on a CPU) or
-            ``"triton"``. On a CPU ``"auto"`` is the fastest of torch's flash attention, where it
-            fits, and the compiled library, where it is there.
+            ``"triton"``. On a CPU ``"auto"`` is the compiled library, where ``compiled`` says
+            so, else torch's flash attention, where it fits.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32 (natural log). A query that sees no key
@@ -81,8 +81,8 @@ def prompt_attention(
 def compiled(query: torch.Tensor) -> bool:
     """Whether the compiled library is preferred for a long prompt of such queries on a CPU.
 
-    In fp32 it is. Where the processor multiplies bf16, torch keeps fp16, and bf16 if it has AMX;
-    that it is slower without AMX was computed, and never measured.
+    In fp32 it is. Where the processor multiplies bf16, torch keeps fp16, and bf16 if it has AMX.
+    Without AMX the library's kernel for bf16 was chosen by its instructions, and never timed.
     """
     if not query.is_cpu or preferred() is not None or host_library.why_not():
         return False

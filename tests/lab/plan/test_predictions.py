@@ -130,7 +130,7 @@ def test_a_step_of_paris_reads_what_its_schedule_says(name: str) -> None:
     choice, model = choose_cache(name), tiny()
     by_line, whole = (Predictor(model.config, choice, model.dtype) for _ in range(2))
     whole.even_len = 200_000
-    # A third of the codes are compared below 30K cold tokens, and fewer beyond.
+    # The schedule changes at 30K cold tokens.
     for length in (29_000, 60_000, 200_000):
         got, want = by_line.at(length), whole.at(length)
         assert got.read_device == pytest.approx(want.read_device, rel=0.01)
