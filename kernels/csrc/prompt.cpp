@@ -5,6 +5,7 @@
 
 #include "kernel.h"
 #include "pool.h"
+#include "processor.h"
 
 namespace {
 
@@ -66,11 +67,21 @@ bool is_good(const hfk_prompt &request) {
             request.block_len == 64 || request.block_len == 128);
 }
 
+const Kernel *kernel_of(const hfk_prompt &request) {
+#ifdef HFK_X86_BF16
+    const bool chooses = request.path == HFK_AUTO && request.dtype == HFK_BFLOAT16;
+    if (chooses && Processor::instance().avx512 && !Processor::instance().fast_pairs) {
+        return find_kernel(HFK_AVX512);
+    }
+#endif
+    return find_kernel(request.path);
+}
+
 } // namespace
 
 int32_t hfk_prompt_attention(const hfk_prompt *request) {
     if (!is_good(*request)) return HFK_BAD_REQUEST;
-    const Kernel *kernel = find_kernel(request->path);
+    const Kernel *kernel = kernel_of(*request);
     if (kernel == nullptr) return HFK_NO_PATH;
     try {
         PromptJob(*request, *kernel).run();

@@ -68,12 +68,12 @@ template <class I, class M = float> class PromptWork {
         for (int64_t start = 0; start < end; start += kKeys) {
             const int64_t count = std::min(kKeys, end - start);
             if (!pack(start, count)) continue;
-            multiply(query_, key_slots_, keys_, key_slots_, scores_, kKeys, kKeys, false);
+            multiply<1, kRows>(query_, keys_, key_slots_, scores_, kKeys, kKeys, false);
             for (int64_t row = 0; row < heads_ * queries_; ++row) {
                 update_softmax(row, start, count);
                 round_weights(scores_ + row * kKeys);
             }
-            multiply(scores_, kKeys, values_, slots(kKeys), out_, value_dim_, value_dim_, true);
+            multiply<kKeys, 1>(scores_, values_, slots(kKeys), out_, value_dim_, value_dim_, true);
         }
         for (int64_t row = 0; row < heads_ * queries_; ++row) finish(row);
     }
@@ -85,7 +85,7 @@ template <class I, class M = float> class PromptWork {
         for (int64_t start = 0; start < request_.tokens; start += kKeys) {
             const int64_t count = std::min(kKeys, request_.tokens - start);
             const bool any = pack(start, count);
-            if (any) multiply(query_, key_slots_, keys_, key_slots_, scores_, kKeys, kKeys, false);
+            if (any) multiply<1, kRows>(query_, keys_, key_slots_, scores_, kKeys, kKeys, false);
             for (int64_t row = 0; row < heads_ * queries_; ++row) {
                 float *scores = scores_ + row * kKeys;
                 if (any) mask(row, start, count);
@@ -121,10 +121,13 @@ template <class I, class M = float> class PromptWork {
             I::store(scores + j, weight);
             sum = sum + weight;
         }
-        float parts[I::lanes], total = 0.0f;
+        // Halves are added to each other: one by one, each addition would wait for the last.
+        float parts[I::lanes];
         I::store(parts, sum);
-        for (float part : parts) total += part;
-        return total;
+        HFK_UNROLL for (int half = I::lanes / 2; half > 0; half /= 2) {
+            HFK_UNROLL for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+        }
+        return parts[0];
     }
 
     int64_t place_of(int64_t row) const {
@@ -171,8 +174,9 @@ template <class I, class M = float> class PromptWork {
         }
     }
 
-    // Reads the queries head by head. Rows that fill up the last strip are zeros.
+    // Reads the queries head by head, into strips [slots, kRows]. Rows that fill up the last are zeros.
     void read_queries() {
+        std::fill(query_, query_ + rows_ * key_slots_, 0.0f);
         for (int64_t row = 0; row < heads_ * queries_; ++row) {
             const int64_t head = tile_.kv_head * heads_ + row / queries_;
             const int64_t query = tile_.first + row % queries_;
@@ -180,9 +184,9 @@ template <class I, class M = float> class PromptWork {
                   tile_.batch * request_.query_batch + head * request_.query_head +
                       query * request_.query_row,
                   request_.key_dim, line_);
-            std::copy(line_, line_ + key_slots_, query_ + row * key_slots_);
+            float *to = query_ + row / kRows * kRows * key_slots_ + row % kRows;
+            for (int64_t d = 0; d < key_slots_; ++d) to[d * kRows] = line_[d];
         }
-        std::fill(query_ + heads_ * queries_ * key_slots_, query_ + rows_ * key_slots_, 0.0f);
         std::fill(scores_ + heads_ * queries_ * kKeys, scores_ + rows_ * kKeys, 0.0f);
     }
 
@@ -238,28 +242,33 @@ template <class I, class M = float> class PromptWork {
         }
     }
 
-    // Writes a b to c [rows, columns], or adds it; b lies in panels of columns.
-    void multiply(const float *a, int64_t a_row, const float *b, int64_t depth, float *c,
-                  int64_t c_row, int64_t columns, bool adds) const {
+    // Writes a b to c [rows, columns], or adds it; b lies in panels of columns. `Row` and `Step` are
+    // the distances of a's rows, in a strip of them, and of its columns: known, so that a loop over
+    // columns needs one address and not one for each row.
+    template <int64_t Row, int64_t Step>
+    void multiply(const float *a, const float *b, int64_t depth, float *c, int64_t c_row,
+                  int64_t columns, bool adds) const {
+        const int64_t a_row = Step == 1 ? Row : depth;
         for (int64_t column = 0; column < columns; column += kPanel) {
             for (int64_t row = 0; row < rows_; row += kRows) {
-                multiply_panel(a + row * a_row, a_row, b + column * depth, depth,
-                               c + row * c_row + column, c_row, adds);
+                multiply_panel<Row, Step>(a + row * a_row, b + column * depth, depth,
+                                          c + row * c_row + column, c_row, adds);
             }
         }
     }
 
-    static void multiply_panel(const float *a, int64_t a_row, const float *b, int64_t depth,
-                               float *c, int64_t c_row, bool adds) {
+    template <int64_t Row, int64_t Step>
+    static void multiply_panel(const float *a, const float *b, int64_t depth, float *c,
+                               int64_t c_row, bool adds) {
         V sums[kRows][2];
         HFK_UNROLL for (int r = 0; r < kRows; ++r) {
             sums[r][0] = adds ? I::load(c + r * c_row) : I::set1(0.0f);
             sums[r][1] = adds ? I::load(c + r * c_row + I::lanes) : I::set1(0.0f);
         }
-        for (int64_t k = 0; k < depth; ++k) {
-            const V left = I::load(b + k * kPanel), right = I::load(b + k * kPanel + I::lanes);
+        for (int64_t k = 0; k < depth; ++k, a += Step, b += kPanel) {
+            const V left = I::load(b), right = I::load(b + I::lanes);
             HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-                const V factor = I::set1(a[r * a_row + k]);
+                const V factor = I::set1(a[r * Row]);
                 sums[r][0] = multiply_add(factor, left, sums[r][0]);
                 sums[r][1] = multiply_add(factor, right, sums[r][1]);
             }
