@@ -21,8 +21,13 @@ struct Avx512Bf16 : Avx512 {
 
     static V multiply_add(Pair a, Pair b, V sum) { return _mm512_dpbf16_ps(sum, a, b); }
 
-    // The bits of both in bf16, those of `low` first.
-    static V rounded(V low, V high) { return reinterpret_cast<V>(_mm512_cvtne2ps_pbh(high, low)); }
+    // Number i is of `low` in its lower half and of `high` in its upper one, both in bf16.
+    static V rounded_pair(V low, V high) {
+        const __m512i bits = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+        const __m512i evens = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(bits));
+        const __m512i odds = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(bits, 1));
+        return _mm512_castsi512_ps(_mm512_or_si512(evens, _mm512_slli_epi32(odds, 16)));
+    }
 };
 
 bool attend_any(const hfk_request &request, const hfk_window *window, const Span &span,

@@ -10,9 +10,9 @@
 namespace {
 
 constexpr int32_t kMostThreads = 1024;
-// A tile has so many rows of queries. Fewer would pack the same keys more often, and more would not
-// fit into the second-level cache.
-constexpr int64_t kMostRows = 512, kLeastRows = 48;
+// A tile has so many rows of queries: whole panels of every kernel. Fewer would read the same keys
+// more often, and more would not fit into the second-level cache.
+constexpr int64_t kMostRows = 480, kLeastRows = 48;
 constexpr int64_t kItemsPerThread = 4;
 
 class PromptJob {

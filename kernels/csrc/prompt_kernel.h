@@ -1,6 +1,10 @@
 // Attention of many queries over rows that lie side by side: products of blocks, with an online
 // softmax between them. See rows.h on linkage.
 //
+// Queries lie beside each other in panels, and so do their scores and outputs: element i of a vector
+// belongs to query i, and no sum goes across a vector. Keys and values are read one number at a time,
+// which is broadcast, as they lie in a row.
+//
 // `M` is what products are of: fp32 numbers, or bf16 as it is given, where `I` multiplies it. Sums are
 // fp32. A slot is four bytes of the work space: a number of fp32, or two neighbours in bf16.
 #pragma once
@@ -17,28 +21,31 @@
 
 namespace {
 
-// So many keys are packed and scored at once.
+// So many keys are scored at once.
 constexpr int64_t kKeys = 128;
 
-template <class I, class M = float> class PromptWork {
+template <class I, class M = float, int kVectors = 3> class PromptWork {
     typedef typename I::V V;
     static constexpr int64_t kInSlot = sizeof(float) / sizeof(M);
-    static constexpr int kRows = I::few_registers ? 6 : 12; // of queries, whose sums fill registers
-    static constexpr int64_t kPanel = 2 * I::lanes;         // columns that are worked on together
+    // Sums of so many rows and three vectors fill the registers.
+    static constexpr int kRows = I::few_registers ? 4 : 8;
+    static constexpr int64_t kPanel = kVectors * I::lanes; // queries
     static constexpr float kInf = std::numeric_limits<float>::infinity();
 
   public:
     static int64_t floats(const hfk_prompt &request, int64_t queries) {
-        const int64_t rows = padded(queries * heads_of(request), kRows);
-        const int64_t value_dim = padded(request.value_dim, kPanel);
+        const int64_t rows = padded(queries * heads_of(request), kPanel);
         const int64_t key_slots = slots(request.key_dim);
-        const int64_t of_row = key_slots + value_dim + kKeys + 2;
-        // Behind them lie the packed keys and values, and one row that is read.
-        return rows * of_row + kKeys * key_slots + slots(kKeys) * value_dim +
-               padded(std::max(request.key_dim, value_dim), kPanel);
+        const int64_t value_dim = padded(request.value_dim, kRows);
+        return rows * (key_slots + value_dim + 2) + kKeys * kPanel + kKeys * apart(key_slots) +
+               slots(kKeys) * apart(value_dim) + kPanel +
+               std::max(padded(key_slots, I::lanes), padded(value_dim, I::lanes));
     }
 
     static void attend(const PromptTile &tile) {
+        // A single vector of queries has panels of its own.
+        const int64_t rows = (tile.last - tile.first) * heads_of(*tile.request);
+        if (kVectors > 1 && rows <= I::lanes) return PromptWork<I, M, 1>::attend(tile);
         PromptWork work(tile);
         if (tile.request->block_len == 0) {
             work.attend();
@@ -50,12 +57,13 @@ template <class I, class M = float> class PromptWork {
   private:
     explicit PromptWork(const PromptTile &tile)
         : tile_(tile), request_(*tile.request), heads_(heads_of(request_)),
-          queries_(tile.last - tile.first), rows_(padded(heads_ * queries_, kRows)),
-          key_slots_(slots(request_.key_dim)), value_dim_(padded(request_.value_dim, kPanel)),
-          query_(tile.scratch), out_(query_ + rows_ * key_slots_),
-          scores_(out_ + rows_ * value_dim_), keys_(scores_ + rows_ * kKeys),
-          values_(keys_ + kKeys * key_slots_), top_(values_ + slots(kKeys) * value_dim_),
-          sum_(top_ + rows_), line_(sum_ + rows_) {}
+          queries_(tile.last - tile.first), rows_(padded(heads_ * queries_, kPanel)),
+          key_slots_(slots(request_.key_dim)), value_dim_(padded(request_.value_dim, kRows)),
+          key_row_(apart(key_slots_)), value_row_(apart(value_dim_)), query_(tile.scratch),
+          out_(query_ + rows_ * key_slots_), top_(out_ + rows_ * value_dim_), sum_(top_ + rows_),
+          scores_(sum_ + rows_), keys_(scores_ + kKeys * kPanel),
+          values_(keys_ + kKeys * key_row_), seen_(values_ + slots(kKeys) * value_row_),
+          line_(seen_ + kPanel) {}
 
     void attend() {
         read_queries();
@@ -67,13 +75,14 @@ template <class I, class M = float> class PromptWork {
         const int64_t end = std::min(request_.tokens, seen);
         for (int64_t start = 0; start < end; start += kKeys) {
             const int64_t count = std::min(kKeys, end - start);
-            if (!pack(start, count)) continue;
-            multiply<1, kRows>(query_, keys_, key_slots_, scores_, kKeys, kKeys, false);
-            for (int64_t row = 0; row < heads_ * queries_; ++row) {
-                update_softmax(row, start, count);
-                round_weights(scores_ + row * kKeys);
+            if (!read_keys(start, count)) continue;
+            read_values(start);
+            for (int64_t row = 0; row < rows_; row += kPanel) {
+                score(row, start, count);
+                update_softmax(row);
+                multiply<false>(values_, value_row_, scores_, slots(kKeys), out_ + row * value_dim_,
+                                value_dim_);
             }
-            multiply<kKeys, 1>(scores_, values_, slots(kKeys), out_, value_dim_, value_dim_, true);
         }
         for (int64_t row = 0; row < heads_ * queries_; ++row) finish(row);
     }
@@ -81,53 +90,59 @@ template <class I, class M = float> class PromptWork {
     // The log-sum-exp of each block's scores. The values of the rows are not read.
     void sum_blocks() {
         read_queries();
-        const int64_t length = request_.block_len;
         for (int64_t start = 0; start < request_.tokens; start += kKeys) {
             const int64_t count = std::min(kKeys, request_.tokens - start);
-            const bool any = pack(start, count);
-            if (any) multiply<1, kRows>(query_, keys_, key_slots_, scores_, kKeys, kKeys, false);
-            for (int64_t row = 0; row < heads_ * queries_; ++row) {
-                float *scores = scores_ + row * kKeys;
-                if (any) mask(row, start, count);
-                float *to = request_.block_lse + place_of(row) * blocks() + start / length;
-                for (int64_t first = 0; first < count; first += length) {
-                    *to++ = any ? log_sum(scores + first, length) : -kInf;
+            const bool any = read_keys(start, count);
+            for (int64_t row = 0; row < rows_; row += kPanel) {
+                if (any) score(row, start, count);
+                for (int64_t first = 0; first < count; first += request_.block_len) {
+                    if (any) sum_block(first);
+                    put_block(row, (start + first) / request_.block_len, any);
                 }
             }
         }
     }
 
-    int64_t blocks() const { return (request_.tokens + request_.block_len - 1) / request_.block_len; }
-
-    // The log-sum-exp; scores are overwritten.
-    static float log_sum(float *scores, int64_t count) {
-        const float top = largest(scores, count);
-        const float sum = to_weights(scores, count, top);
-        return sum == 0.0f ? -kInf : top + std::log(sum);
+    // Writes the largest score of each query of the panel to `top_`, and the sum of weights to `sum_`.
+    void sum_block(int64_t first) {
+        for (int64_t c = 0; c < kPanel; c += I::lanes) {
+            float *scores = scores_ + first * kPanel + c;
+            const V top = largest(scores, request_.block_len, I::set1(-kInf));
+            I::store(top_ + c, top);
+            I::store(sum_ + c, to_weights(scores, request_.block_len, base_of(top)));
+        }
     }
 
-    static float largest(const float *scores, int64_t count) {
-        V top = I::load(scores);
-        for (int64_t j = I::lanes; j < count; j += I::lanes) top = I::max(top, I::load(scores + j));
-        return I::largest(top);
+    void put_block(int64_t row, int64_t block, bool any) const {
+        const int64_t blocks = (request_.tokens + request_.block_len - 1) / request_.block_len;
+        const int64_t last = std::min(row + kPanel, heads_ * queries_);
+        for (int64_t r = row; r < last; ++r) {
+            const float sum = any ? sum_[r - row] : 0.0f;
+            request_.block_lse[place_of(r) * blocks + block] =
+                sum == 0.0f ? -kInf : top_[r - row] + std::log(sum);
+        }
     }
 
-    // Replaces scores by exp(score - top), and sums these. Without a key all are 0, but NaN stays.
-    static float to_weights(float *scores, int64_t count, float top) {
-        const V base = I::set1(top == -kInf ? 0.0f : top);
+    // What is subtracted from scores whose largest is `top`: 0 where there is none.
+    static V base_of(V top) {
+        const V lowest = I::set1(std::numeric_limits<float>::lowest());
+        return I::where_less(top, lowest, I::set1(0.0f), top);
+    }
+
+    static V largest(const float *scores, int64_t count, V top) {
+        for (int64_t j = 0; j < count; ++j) top = I::max(top, I::load(scores + j * kPanel));
+        return top;
+    }
+
+    // Replaces scores by exp(score - base), and sums these. NaN stays.
+    static V to_weights(float *scores, int64_t count, V base) {
         V sum = I::set1(0.0f);
-        for (int64_t j = 0; j < count; j += I::lanes) {
-            const V weight = exp_of_nonpositive<I>(I::load(scores + j) - base);
-            I::store(scores + j, weight);
+        for (int64_t j = 0; j < count; ++j) {
+            const V weight = exp_of_nonpositive<I>(I::load(scores + j * kPanel) - base);
+            I::store(scores + j * kPanel, weight);
             sum = sum + weight;
         }
-        // Halves are added to each other: one by one, each addition would wait for the last.
-        float parts[I::lanes];
-        I::store(parts, sum);
-        HFK_UNROLL for (int half = I::lanes / 2; half > 0; half /= 2) {
-            HFK_UNROLL for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
-        }
-        return parts[0];
+        return sum;
     }
 
     int64_t place_of(int64_t row) const {
@@ -143,6 +158,9 @@ template <class I, class M = float> class PromptWork {
     static int64_t padded(int64_t number, int64_t multiple) {
         return (number + multiple - 1) / multiple * multiple;
     }
+
+    // From one row to the next, so that rows of 2^n slots don't meet in few sets of the cache.
+    static int64_t apart(int64_t row_slots) { return padded(row_slots, 16) + 16; }
 
     static int64_t slots(int64_t numbers) { return (numbers + kInSlot - 1) / kInSlot; }
 
@@ -174,20 +192,20 @@ template <class I, class M = float> class PromptWork {
         }
     }
 
-    // Reads the queries head by head, into strips [slots, kRows]. Rows that fill up the last are zeros.
+    // Reads the queries head by head, into panels [slots, kPanel]. Queries that fill up the last are
+    // zeros.
     void read_queries() {
         std::fill(query_, query_ + rows_ * key_slots_, 0.0f);
         for (int64_t row = 0; row < heads_ * queries_; ++row) {
             const int64_t head = tile_.kv_head * heads_ + row / queries_;
             const int64_t query = tile_.first + row % queries_;
             to_slots(request_.query,
-                  tile_.batch * request_.query_batch + head * request_.query_head +
-                      query * request_.query_row,
-                  request_.key_dim, line_);
-            float *to = query_ + row / kRows * kRows * key_slots_ + row % kRows;
-            for (int64_t d = 0; d < key_slots_; ++d) to[d * kRows] = line_[d];
+                     tile_.batch * request_.query_batch + head * request_.query_head +
+                         query * request_.query_row,
+                     request_.key_dim, line_);
+            float *column = query_ + row / kPanel * kPanel * key_slots_ + row % kPanel;
+            for (int64_t d = 0; d < key_slots_; ++d) column[d * kPanel] = line_[d];
         }
-        std::fill(scores_ + heads_ * queries_ * kKeys, scores_ + rows_ * kKeys, 0.0f);
     }
 
     bool is_valid(int64_t token) const {
@@ -195,9 +213,8 @@ template <class I, class M = float> class PromptWork {
                request_.valid[tile_.batch * request_.valid_stride + token] != 0;
     }
 
-    // Packs keys and values into panels of columns. A column is a key, or an element of all values.
-    // Tokens that are not valid are packed as zeros. False where none is valid.
-    bool pack(int64_t start, int64_t count) {
+    // Tokens that are not valid are read as zeros. False where none is valid.
+    bool read_keys(int64_t start, int64_t count) {
         all_valid_ = true;
         bool any = false;
         for (int64_t j = 0; j < kKeys; ++j) {
@@ -206,76 +223,154 @@ template <class I, class M = float> class PromptWork {
             any |= valid_[j];
         }
         if (!any) return false;
-        for (int64_t j = 0; j < kKeys; ++j) pack_key(start, j);
-        if (request_.block_len != 0) return true;
-        for (int64_t j = 0; j < kKeys; ++j) pack_value(start, j);
+        const int64_t head = tile_.batch * request_.key_batch + tile_.kv_head * request_.key_head;
+        for (int64_t j = 0; j < kKeys; ++j) {
+            float *to = keys_ + j * key_row_;
+            if (valid_[j]) {
+                to_slots(request_.keys, head + (start + j) * request_.key_row, request_.key_dim, to);
+            } else {
+                std::fill(to, to + key_slots_, 0.0f);
+            }
+        }
         return true;
     }
 
-    void pack_key(int64_t start, int64_t j) {
-        float *column = keys_ + j / kPanel * kPanel * key_slots_ + j % kPanel;
-        if (!valid_[j]) {
-            for (int64_t d = 0; d < key_slots_; ++d) column[d * kPanel] = 0.0f;
-            return;
-        }
-        const int64_t head = tile_.batch * request_.key_batch + tile_.kv_head * request_.key_head;
-        to_slots(request_.keys, head + (start + j) * request_.key_row, request_.key_dim, line_);
-        for (int64_t d = 0; d < key_slots_; ++d) column[d * kPanel] = line_[d];
-    }
-
     // Neighbours of a slot are the values of two tokens.
-    void pack_value(int64_t start, int64_t j) {
-        std::fill(line_, line_ + slots(value_dim_), 0.0f);
-        if (valid_[j]) {
-            const int64_t head =
-                tile_.batch * request_.value_batch + tile_.kv_head * request_.value_head;
-            to_slots(request_.values, head + (start + j) * request_.value_row, request_.value_dim,
-                     line_);
-        }
-        const char *from = reinterpret_cast<const char *>(line_);
-        for (int64_t panel = 0; panel < value_dim_; panel += kPanel) {
-            float *row = values_ + panel * slots(kKeys) + j / kInSlot * kPanel;
-            char *to = reinterpret_cast<char *>(row) + j % kInSlot * sizeof(M);
-            for (int64_t d = 0; d < kPanel; ++d) {
-                std::memcpy(to + d * sizeof *row, from + (panel + d) * sizeof(M), sizeof(M));
+    void read_values(int64_t start) {
+        const int64_t head = tile_.batch * request_.value_batch + tile_.kv_head * request_.value_head;
+        for (int64_t j = 0; j < kKeys; ++j) {
+            float *row = values_ + j / kInSlot * value_row_;
+            float *to = kInSlot == 1 ? row : line_;
+            std::fill(to, to + value_dim_, 0.0f);
+            if (valid_[j]) {
+                to_slots(request_.values, head + (start + j) * request_.value_row,
+                         request_.value_dim, to);
+            }
+            if constexpr (kInSlot != 1) {
+                for (int64_t d = 0; d < value_dim_; ++d) {
+                    std::memcpy(reinterpret_cast<M *>(row + d) + j % kInSlot,
+                                reinterpret_cast<const M *>(line_) + d, sizeof(M));
+                }
             }
         }
     }
 
-    // Writes a b to c [rows, columns], or adds it; b lies in panels of columns. `Row` and `Step` are
-    // the distances of a's rows, in a strip of them, and of its columns: known, so that a loop over
-    // columns needs one address and not one for each row.
-    template <int64_t Row, int64_t Step>
-    void multiply(const float *a, const float *b, int64_t depth, float *c, int64_t c_row,
-                  int64_t columns, bool adds) const {
-        const int64_t a_row = Step == 1 ? Row : depth;
-        for (int64_t column = 0; column < columns; column += kPanel) {
-            for (int64_t row = 0; row < rows_; row += kRows) {
-                multiply_panel<Row, Step>(a + row * a_row, b + column * depth, depth,
-                                          c + row * c_row + column, c_row, adds);
+    // Scores of the panel's queries: scaled, capped, and -inf for tokens that a query does not see.
+    void score(int64_t row, int64_t start, int64_t count) {
+        multiply<true>(keys_, key_row_, query_ + row * key_slots_, key_slots_, scores_, kKeys);
+        const V scale = I::set1(static_cast<float>(request_.scale));
+        for (int64_t i = 0; i < kKeys * kPanel; i += I::lanes) {
+            I::store(scores_ + i, I::load(scores_ + i) * scale);
+        }
+        if (request_.softcap != 0.0) {
+            const V cap = I::set1(static_cast<float>(request_.softcap));
+            for (int64_t i = 0; i < kKeys * kPanel; i += I::lanes) {
+                I::store(scores_ + i, cap * tanh<I>(I::load(scores_ + i) / cap));
+            }
+        }
+        const bool later = request_.causal && request_.causal_offset + tile_.first + 1 < start + kKeys;
+        if (all_valid_ && count == kKeys && !later && request_.positions == nullptr) return;
+        for (int64_t c = 0; c < kPanel; ++c) {
+            seen_[c] = static_cast<float>(seen_by(row + c, start, count));
+        }
+        mask();
+    }
+
+    // How many of the `count` keys from `start` on a query sees, holes among them.
+    int64_t seen_by(int64_t row, int64_t start, int64_t count) const {
+        const int64_t query = tile_.first + row % queries_;
+        if (row >= heads_ * queries_) return count;
+        if (request_.positions != nullptr) {
+            const int64_t last = request_.positions[tile_.batch * request_.queries + query];
+            const int64_t seen = std::clamp<int64_t>(last, -1, request_.tokens - 1) + 1;
+            return std::clamp<int64_t>(seen - start, 0, count);
+        }
+        if (!request_.causal) return count;
+        return std::clamp<int64_t>(request_.causal_offset + query - start + 1, 0, count);
+    }
+
+    void mask() {
+        const V none = I::set1(-kInf);
+        for (int64_t j = 0; j < kKeys; ++j) {
+            const V key = I::set1(static_cast<float>(j));
+            for (int64_t c = 0; c < kPanel; c += I::lanes) {
+                float *scores = scores_ + j * kPanel + c;
+                const V masked = I::where_less(key, I::load(seen_ + c), I::load(scores), none);
+                I::store(scores, valid_[j] ? masked : none);
             }
         }
     }
 
-    template <int64_t Row, int64_t Step>
-    static void multiply_panel(const float *a, const float *b, int64_t depth, float *c,
-                               int64_t c_row, bool adds) {
-        V sums[kRows][2];
+    // A step of the online softmax: turns scores of a panel into weights under its queries' new
+    // largest scores, and rescales what was summed so far.
+    void update_softmax(int64_t row) {
+        float rescale[kPanel];
+        bool rescales = false;
+        for (int64_t c = 0; c < kPanel; c += I::lanes) {
+            const V before = I::load(top_ + row + c);
+            const V top = largest(scores_ + c, kKeys, before);
+            const V base = base_of(top);
+            I::store(top_ + row + c, top);
+            I::store(rescale + c, exp_of_nonpositive<I>(before - base));
+            const V sum = I::load(sum_ + row + c) * I::load(rescale + c);
+            I::store(sum_ + row + c, sum + to_weights(scores_ + c, kKeys, base));
+            for (int64_t i = c; i < c + I::lanes; ++i) rescales |= rescale[i] != 1.0f;
+        }
+        if constexpr (kInSlot != 1) pair_weights();
+        if (!rescales) return;
+        float *out = out_ + row * value_dim_;
+        for (int64_t d = 0; d < value_dim_; ++d, out += kPanel) {
+            for (int64_t c = 0; c < kPanel; c += I::lanes) {
+                I::store(out + c, I::load(out + c) * I::load(rescale + c));
+            }
+        }
+    }
+
+    // Rounds weights to bf16; those of two tokens go to one slot.
+    void pair_weights() {
+        for (int64_t j = 0; j < kKeys; j += 2) {
+            for (int64_t c = 0; c < kPanel; c += I::lanes) {
+                const float *from = scores_ + j * kPanel + c;
+                I::store(scores_ + j / 2 * kPanel + c,
+                         I::rounded_pair(I::load(from), I::load(from + kPanel)));
+            }
+        }
+    }
+
+    // Writes a b to c [rows, kPanel], or adds it, b [depth, kPanel]. With `Scores` the rows of a are
+    // rows of c, which is written; else a's columns are, and c is added to.
+    template <bool Scores>
+    __attribute__((noinline)) static void multiply(const float *a, int64_t a_row, const float *b, int64_t depth, float *c,
+                         int64_t rows) {
+        for (int64_t row = 0; row < rows; row += kRows) {
+            multiply_strip<Scores>(a + row * (Scores ? a_row : 1), a_row, b, depth,
+                                   c + row * kPanel);
+        }
+    }
+
+    template <bool Scores>
+    static void multiply_strip(const float *a, int64_t a_row, const float *b, int64_t depth,
+                               float *c) {
+        V sums[kRows][kVectors];
         HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-            sums[r][0] = adds ? I::load(c + r * c_row) : I::set1(0.0f);
-            sums[r][1] = adds ? I::load(c + r * c_row + I::lanes) : I::set1(0.0f);
+            HFK_UNROLL for (int v = 0; v < kVectors; ++v) {
+                sums[r][v] = Scores ? I::set1(0.0f) : I::load(c + r * kPanel + v * I::lanes);
+            }
         }
-        for (int64_t k = 0; k < depth; ++k, a += Step, b += kPanel) {
-            const V left = I::load(b), right = I::load(b + I::lanes);
+        for (int64_t k = 0; k < depth; ++k, b += kPanel, a += Scores ? 1 : a_row) {
+            V column[kVectors];
+            HFK_UNROLL for (int v = 0; v < kVectors; ++v) column[v] = I::load(b + v * I::lanes);
             HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-                const V factor = I::set1(a[r * Row]);
-                sums[r][0] = multiply_add(factor, left, sums[r][0]);
-                sums[r][1] = multiply_add(factor, right, sums[r][1]);
+                const V factor = I::set1(a[Scores ? r * a_row : r]);
+                HFK_UNROLL for (int v = 0; v < kVectors; ++v) {
+                    sums[r][v] = multiply_add(factor, column[v], sums[r][v]);
+                }
             }
         }
         HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-            I::store(c + r * c_row, sums[r][0]);
-            I::store(c + r * c_row + I::lanes, sums[r][1]);
+            HFK_UNROLL for (int v = 0; v < kVectors; ++v) {
+                I::store(c + r * kPanel + v * I::lanes, sums[r][v]);
+            }
         }
     }
 
@@ -287,78 +382,20 @@ template <class I, class M = float> class PromptWork {
         }
     }
 
-    // Scales and caps the scores of a row, and writes -inf for tokens that its query does not see.
-    void mask(int64_t row, int64_t start, int64_t count) {
-        float *scores = scores_ + row * kKeys;
-        const V scale = I::set1(static_cast<float>(request_.scale));
-        for (int64_t j = 0; j < kKeys; j += I::lanes) {
-            I::store(scores + j, I::load(scores + j) * scale);
-        }
-        if (request_.softcap != 0.0) {
-            const V cap = I::set1(static_cast<float>(request_.softcap));
-            for (int64_t j = 0; j < kKeys; j += I::lanes) {
-                I::store(scores + j, cap * tanh<I>(I::load(scores + j) / cap));
-            }
-        }
-        const int64_t query = tile_.first + row % queries_;
-        if (request_.positions != nullptr) {
-            const int64_t last = request_.positions[tile_.batch * request_.queries + query];
-            const int64_t seen = std::clamp<int64_t>(last, -1, request_.tokens - 1) + 1;
-            count = std::clamp<int64_t>(seen - start, 0, count);
-        } else if (request_.causal) {
-            const int64_t last = request_.causal_offset + query - start;
-            count = std::clamp<int64_t>(last + 1, 0, count);
-        }
-        if (count == kKeys && all_valid_) return;
-        for (int64_t j = 0; j < kKeys; ++j) {
-            if (j >= count || !valid_[j]) scores[j] = -kInf;
-        }
-    }
-
-    // A step of the online softmax: turns scores of a row into weights under its new largest score,
-    // and rescales what was summed so far.
-    void update_softmax(int64_t row, int64_t start, int64_t count) {
-        mask(row, start, count);
-        float *scores = scores_ + row * kKeys;
-        const float top = std::max(top_[row], largest(scores, kKeys));
-        const float total = to_weights(scores, kKeys, top);
-        if (top != top_[row]) {
-            const float rescale = std::exp(top_[row] - top);
-            const V factor = I::set1(rescale);
-            float *out = out_ + row * value_dim_;
-            for (int64_t d = 0; d < value_dim_; d += I::lanes) {
-                I::store(out + d, I::load(out + d) * factor);
-            }
-            sum_[row] *= rescale;
-            top_[row] = top;
-        }
-        sum_[row] += total;
-    }
-
-    // Rounds a row of weights to bf16, where that is multiplied. They fill its first half.
-    static void round_weights(float *weights) {
-        if constexpr (kInSlot != 1) {
-            for (int64_t j = 0; j < kKeys; j += 2 * I::lanes) {
-                const V low = I::load(weights + j), high = I::load(weights + j + I::lanes);
-                I::store(weights + j / 2, I::rounded(low, high));
-            }
-        }
-    }
-
     void finish(int64_t row) const {
         const int64_t place = place_of(row);
         const float inverse = sum_[row] == 0.0f ? 0.0f : 1.0f / sum_[row];
-        const float *out = out_ + row * value_dim_;
+        const float *out = out_ + row / kPanel * kPanel * value_dim_ + row % kPanel;
         float *to = request_.out + place * request_.value_dim;
-        for (int64_t d = 0; d < request_.value_dim; ++d) to[d] = out[d] * inverse;
+        for (int64_t d = 0; d < request_.value_dim; ++d) to[d] = out[d * kPanel] * inverse;
         request_.lse[place] = sum_[row] == 0.0f ? -kInf : top_[row] + std::log(sum_[row]);
     }
 
     const PromptTile &tile_;
     const hfk_prompt &request_;
-    const int64_t heads_, queries_, rows_, key_slots_, value_dim_;
-    float *const query_, *const out_, *const scores_, *const keys_, *const values_;
-    float *const top_, *const sum_, *const line_;
+    const int64_t heads_, queries_, rows_, key_slots_, value_dim_, key_row_, value_row_;
+    float *const query_, *const out_, *const top_, *const sum_, *const scores_, *const keys_;
+    float *const values_, *const seen_, *const line_;
     bool valid_[kKeys], all_valid_ = true;
 };
 
