@@ -30,10 +30,10 @@ MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 70_070,
+    ("tests", ".py"): 70_090,
     ("examples", ".py"): 13_170,
-    ("kernels/csrc", ".cpp"): 2_100,
-    ("kernels/csrc", ".h"): 3_860,
+    ("kernels/csrc", ".cpp"): 2_120,
+    ("kernels/csrc", ".h"): 3_920,
 }
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
 LAB = "hf_kvret.lab"

@@ -21,7 +21,7 @@ struct Avx512Bf16 : Avx512 {
 
     static V multiply_add(Pair a, Pair b, V sum) { return _mm512_dpbf16_ps(sum, a, b); }
 
-    // Number i is of `low` in its lower half and of `high` in its upper one, both in bf16.
+    // Number i has low[i] in its lower half and high[i] in its upper one, both in bf16.
     static V rounded_pair(V low, V high) {
         const __m512i bits = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
         const __m512i evens = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(bits));

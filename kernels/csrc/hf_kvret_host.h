@@ -357,7 +357,8 @@ HFK_API int32_t hfk_paris_encode(const struct hfk_paris_encoding *request);
 
 // Softmax attention of each query to the tokens that it sees: `out` 0 and `lse` -inf where there is
 // none. Products, softmax and sums are fp32; HFK_AVX512_BF16 rounds the softmax weights of bf16 rows to
-// bf16 before they meet the values. With `block_len` it computes log-sum-exps of scores alone, and
+// bf16 before they meet the values. For bf16 HFK_AUTO is HFK_AVX512 on processors with AVX-512 that are
+// not AMD's. With `block_len` it computes log-sum-exps of scores alone, and
 // `values`, `out` and `lse` may be null.
 HFK_API int32_t hfk_prompt_attention(const struct hfk_prompt *request);
 

@@ -15,8 +15,8 @@ class Processor {
     bool avx2 = false;
     bool avx512 = false;
     bool avx512_bf16 = false;
-    // Whether pairs of bf16 are multiplied at twice the rate of fp32. AMD's processors do it; Intel's
-    // at half of it (measured on Emerald Rapids), because their products of bf16 are those of AMX.
+    // Whether pairs of bf16 are multiplied faster than fp32. Emerald Rapids was measured at half of
+    // fp32's rate; AMD's processors were not, their documents say twice.
     bool fast_pairs = false;
 
     static const Processor &instance() {

@@ -10,9 +10,10 @@
 namespace {
 
 constexpr int32_t kMostThreads = 1024;
-// A tile has so many rows of queries: whole panels of every kernel. Fewer would read the same keys
-// more often, and more would not fit into the second-level cache.
+// A tile has so many rows of queries. Fewer would read the same keys more often, and more would not
+// fit into the second-level cache. Every kernel's panel divides kLeastRows.
 constexpr int64_t kMostRows = 480, kLeastRows = 48;
+constexpr int64_t kLine = 16; // floats of a cache line
 constexpr int64_t kItemsPerThread = 4;
 
 class PromptJob {
@@ -24,16 +25,19 @@ class PromptJob {
         const int64_t fair = request.queries * groups / (kItemsPerThread * threads_) + 1;
         const int64_t least = std::max<int64_t>(1, kLeastRows / heads);
         const int64_t most = std::max<int64_t>(1, kMostRows / heads);
-        step_ = std::min(std::clamp(fair, std::min(least, most), most), request.queries);
+        const int64_t whole = (fair + least - 1) / least * least;
+        step_ = std::min(std::clamp(whole, std::min(least, most), most), request.queries);
         tiles_ = step_ == 0 ? 0 : (request.queries + step_ - 1) / step_;
     }
 
     void run() {
         const int64_t items = request_.batch * request_.kv_heads * tiles_;
         if (items == 0) return;
-        // A gap of a cache line keeps the slots of two threads apart.
-        floats_ = kernel_.prompt_floats(request_, step_) + 16;
-        scratch_.resize(floats_ * threads_);
+        // Each slot begins at a cache line: vectors that straddle two take longer.
+        floats_ = (kernel_.prompt_floats(request_, step_) + kLine - 1) / kLine * kLine;
+        scratch_.resize(floats_ * threads_ + kLine);
+        const auto address = reinterpret_cast<uintptr_t>(scratch_.data()) / sizeof(float);
+        first_ = scratch_.data() + (kLine - address % kLine) % kLine;
         Pool::instance().run(items, threads_, &PromptJob::work, this);
     }
 
@@ -48,7 +52,7 @@ class PromptJob {
         const int64_t first = (tiles_ - 1 - item / groups) * step_, group = item % groups;
         kernel_.prompt(PromptTile{&request_, group / request_.kv_heads, group % request_.kv_heads,
                                   first, std::min(first + step_, request_.queries),
-                                  scratch_.data() + slot * floats_});
+                                  first_ + slot * floats_});
     }
 
     const hfk_prompt &request_;
@@ -56,6 +60,7 @@ class PromptJob {
     const int threads_;
     int64_t step_ = 0, tiles_ = 0, floats_ = 0;
     std::vector<float> scratch_;
+    float *first_ = nullptr;
 };
 
 bool is_good(const hfk_prompt &request) {
@@ -67,6 +72,7 @@ bool is_good(const hfk_prompt &request) {
             request.block_len == 64 || request.block_len == 128);
 }
 
+// Prompts multiply bf16 in fp32 where that is faster.
 const Kernel *kernel_of(const hfk_prompt &request) {
 #ifdef HFK_X86_BF16
     const bool chooses = request.path == HFK_AUTO && request.dtype == HFK_BFLOAT16;

@@ -45,7 +45,9 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
     static void attend(const PromptTile &tile) {
         // A single vector of queries has panels of its own.
         const int64_t rows = (tile.last - tile.first) * heads_of(*tile.request);
-        if (kVectors > 1 && rows <= I::lanes) return PromptWork<I, M, 1>::attend(tile);
+        if constexpr (kVectors > 1) {
+            if (rows <= I::lanes) return PromptWork<I, M, 1>::attend(tile);
+        }
         PromptWork work(tile);
         if (tile.request->block_len == 0) {
             work.attend();
@@ -192,7 +194,7 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
         }
     }
 
-    // Reads the queries head by head, into panels [slots, kPanel]. Queries that fill up the last are
+    // Reads the queries head by head, into panels [slots, kPanel]. What fills up the last panel is
     // zeros.
     void read_queries() {
         std::fill(query_, query_ + rows_ * key_slots_, 0.0f);
@@ -338,10 +340,11 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
     }
 
     // Writes a b to c [rows, kPanel], or adds it, b [depth, kPanel]. With `Scores` the rows of a are
-    // rows of c, which is written; else a's columns are, and c is added to.
+    // rows of c, which is written; else a's columns are, and c is added to. Within its callers the
+    // compiler keeps the addresses of rows in memory, and not in registers: so it is never inlined.
     template <bool Scores>
-    __attribute__((noinline)) static void multiply(const float *a, int64_t a_row, const float *b, int64_t depth, float *c,
-                         int64_t rows) {
+    __attribute__((noinline)) static void multiply(const float *a, int64_t a_row, const float *b,
+                                                   int64_t depth, float *c, int64_t rows) {
         for (int64_t row = 0; row < rows; row += kRows) {
             multiply_strip<Scores>(a + row * (Scores ? a_row : 1), a_row, b, depth,
                                    c + row * kPanel);

@@ -442,11 +442,6 @@ def paths() -> list[str]:
     return [name for name, number in PATHS.items() if library.hfk_has_path(number)]
 
 
-def chosen_path() -> str:
-    """The instruction set that operations take if none is named: the variable's, or the best."""
-    return os.environ.get(ISA_VARIABLE) or paths()[0]
-
-
 def exponentials(numbers: torch.Tensor, path: str) -> torch.Tensor:
     """``exp`` of a contiguous 1D fp32 tensor of numbers <= 0, as the kernel of ``path`` has it."""
     out = torch.empty_like(numbers)

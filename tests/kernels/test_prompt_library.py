@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-# A tile has 512 rows of queries or fewer, a block 128 keys.
+# A tile has 480 rows of queries or fewer, a block 128 keys.
 @pytest.mark.factor("threads", [1, 3])
 @pytest.mark.factor("softcap", [None, 2.0])
 @pytest.mark.factor("padded", [False, True])
@@ -121,6 +122,19 @@ def test_no_keys_and_no_queries(isa: str) -> None:
     assert check(LIBRARY, query, key, value, causal_offset=None)[0].shape == (2, 4, 0, 40)
 
 
+def test_pairs_of_bf16_are_multiplied_where_that_is_faster(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isa != BF16:
+        pytest.skip("other instruction sets have no pairs")
+    call = *attention_inputs(LIBRARY, queries=40, dtype=torch.bfloat16), 1.0, None, None, None
+    out = {path: library.attend_prompt(*call, path=path)[0] for path in (BF16, "avx512")}
+    monkeypatch.delenv(library.ISA_VARIABLE)
+    auto = library.attend_prompt(*call)[0]
+    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    assert [torch.equal(auto, out[path]) for path in out] == [amd, not amd]
+
+
 def test_auto_takes_the_fastest(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     plain = library.attend_prompt
@@ -131,21 +145,12 @@ def test_auto_takes_the_fastest(isa: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(library, "attend_prompt", watched)
     fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
-    both = [BF16, "avx2"]
-    for amx, paths, chosen in (
-        (False, ["avx2"], ""),
-        (False, both, ""),
-        (True, both, ""),
-        (False, both, isa),
-    ):
+    for amx in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
-        monkeypatch.setattr(library, "paths", lambda paths=paths: paths)
-        monkeypatch.setenv(library.ISA_VARIABLE, chosen)
         for dtype in (fp32, bf16, fp16):
             tensors = attention_inputs(LIBRARY, queries=40, dtype=dtype)
             prompt_attention(*tensors, scale=1.0, causal_offset=0)
-    # Processors that multiply bf16 leave fp16 to torch; bf16 with AMX, or where it is not chosen.
-    expected = [fp32, bf16, fp16, fp32, bf16, fp32, fp32] + [bf16] * (isa == BF16)
+    expected = [fp32, bf16, fp16, fp32]
     assert calls == expected
     # Where a backend was named, that one is meant.
     with prefer("naive"):

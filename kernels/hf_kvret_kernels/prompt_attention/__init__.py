@@ -52,7 +52,8 @@ def prompt_attention(
         ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32 (natural log). A query that sees no key
         has out 0 and lse -inf. Softmax and sums are fp32. The Triton kernel, torch's flash
         attention and, for bf16, the library's ``avx512_bf16`` round softmax weights to the input
-        dtype before they meet the values; for the last, numbers below 2^-126 count as 0.
+        dtype before they meet the values; for the last, numbers below 2^-126 count as 0. Without
+        ``HF_KVRET_CPU_PATH`` that path multiplies bf16 on AMD's processors alone.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
@@ -81,15 +82,11 @@ def prompt_attention(
 def compiled(query: torch.Tensor) -> bool:
     """Whether the compiled library is preferred for a long prompt of such queries on a CPU.
 
-    In fp32 it is. Where the processor multiplies bf16, torch keeps fp16, and bf16 if it has AMX.
-    Without AMX the library's kernel for bf16 was chosen by its instructions, and never timed.
+    It is, but for 16 bits where torch has AMX.
     """
     if not query.is_cpu or preferred() is not None or host_library.why_not():
         return False
-    if query.dtype == torch.float32 or "avx512_bf16" not in host_library.paths():
-        return True
-    multiplies = query.dtype == torch.bfloat16 and host_library.chosen_path() == "avx512_bf16"
-    return multiplies and not torch.cpu._is_amx_tile_supported()
+    return query.dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
 
 
 def prompt_partials(
