@@ -125,7 +125,7 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
         }
     }
 
-    // What is subtracted from scores whose largest is `top`: 0 where there is none.
+    // Weights are exp(score - base): the base is `top`, the largest score, or 0 where no key is seen.
     static V base_of(V top) {
         const V lowest = I::set1(std::numeric_limits<float>::lowest());
         return I::where_less(top, lowest, I::set1(0.0f), top);

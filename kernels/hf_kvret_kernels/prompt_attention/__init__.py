@@ -82,11 +82,11 @@ def prompt_attention(
 def compiled(query: torch.Tensor) -> bool:
     """Whether the compiled library is preferred for a long prompt of such queries on a CPU.
 
-    It is, but for 16 bits where torch has AMX.
+    It is, but for bf16 where torch has AMX.
     """
     if not query.is_cpu or preferred() is not None or host_library.why_not():
         return False
-    return query.dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
+    return query.dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported()
 
 
 def prompt_partials(
