@@ -77,13 +77,22 @@ def recalls_of(layer: RetrievalLayer) -> list[Recall]:
     return [] if meter is None else meter.recalls
 
 
-def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> Recall:
-    """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store."""
+def exact_relevance(query: torch.Tensor, cold: ColdTokens, heads: int) -> torch.Tensor:
+    """``[B, H, Q, n]`` fp32, see ``group_relevance``. Reads every key of the store."""
+    return group_relevance(_all_scores(query, cold), heads)
+
+
+def _all_scores(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+    """``exact_scores`` of all cold tokens, -inf for those that are never to be selected."""
     chunks = [
         exact_scores(query, keys, cold.scale, cold.softcap) for _, keys in cold.store.key_chunks()
     ]
-    scores = torch.cat(chunks, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
-    heads = ids.shape[1]
+    return torch.cat(chunks, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
+
+
+def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> Recall:
+    """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store."""
+    scores, heads = _all_scores(query, cold), ids.shape[1]
     relevance = group_relevance(scores, heads)
     best_values, best = relevance.topk(min(ids.shape[-1], relevance.shape[-1]), dim=-1)
     counted = best_values > float("-inf")

@@ -174,8 +174,11 @@ class DecodeGraph:
         self._recorder: Recorder | None = None
         reason = why_not(model, cache)
         if reason is None:
-            self._recorder = RECORDERS[model.device.type](model.device)
-        else:
+            try:
+                self._recorder = RECORDERS[model.device.type](model.device)
+            except RuntimeError as error:
+                reason = str(error)
+        if reason is not None:
             # No warning where nobody expects a graph: on a CPU, or without any GPU.
             quietly = model.device.type == "cpu" or not torch.cuda.is_available()
             self._give_up(reason, quietly)

@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
@@ -46,17 +47,26 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool; only the newest may be replayed."""
+    """CUDA graphs that share a memory pool and a stream; only the newest may be replayed.
+
+    From torch 2.12 on, destroying a graph frees the workspaces that matrix products have on the
+    stream that it was captured on (pytorch#193402). A graph that lives would then write into freed
+    memory, so a recorder has a stream of its own, and destroys a graph before it captures the next.
+
+    Raises:
+        RuntimeError: all streams of the device are in use by recorders.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        # The newest graph. Without any, the allocator would release the pool.
+        self._stream = _take_stream(self, device)
+        # Holds the memory while there is no graph.
+        self._pool = _memory_pool(device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
         """See ``Recorder.rehearse``. Runs on the capture stream, which gets its workspaces here."""
-        with torch.cuda.device(self._device), _on_capture_stream(self._device), waits() as lines:
+        with torch.cuda.device(self._device), _on_stream(self._stream), waits() as lines:
             result = step()
         return result, f"a step waits for the device: {lines[0]}" if lines else None
 
@@ -71,20 +81,22 @@ class CudaRecorder:
         except torch.OutOfMemoryError:
             # During a capture the allocator can't free its cache. The caller undoes the step's
             # changes of host state, and may retry.
+            self._pool = _memory_pool(self._device)
             torch.cuda.empty_cache()
             raise
 
     def _record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        options = _capture_options()
+        if self._graph is not None:
+            self._graph.reset()
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(self._device),
             _no_garbage_collection(),
-            _on_capture_stream(self._device),
+            _on_stream(self._stream),
         ):
             # Other threads may use the device meanwhile.
-            graph.capture_begin(
-                pool=self._pool, capture_error_mode="thread_local", **_capture_options()
-            )
+            graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local", **options)
             try:
                 result = step()
             except BaseException:
@@ -105,10 +117,6 @@ class CudaRecorder:
         except RuntimeError:
             # The capture was already invalid, and reports it again.
             self._forget(graph)
-        else:
-            if self._graph is None:
-                # Nothing holds the pool any more.
-                self._pool = torch.cuda.graph_pool_handle()
 
     def _forget(self, graph: torch.cuda.CUDAGraph) -> None:
         """Have the allocator forget a capture that could not be ended.
@@ -116,14 +124,13 @@ class CudaRecorder:
         An invalid capture ends with an error before the allocator is notified. The allocator would
         count it as running, and free no memory for the rest of the process.
         """
-        torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-        torch._C._cuda_releasePool(self._device.index, self._pool)
+        torch._C._cuda_endAllocateToPool(self._device.index, self._pool.id)
+        torch._C._cuda_releasePool(self._device.index, self._pool.id)
         tracker = getattr(graph, "_tracker", None)
         if tracker is not None:
             # A check of captures ends with the capture, which did not end.
             tracker.stop()
         _invalid_graphs.append(graph)
-        self._pool = torch.cuda.graph_pool_handle()
 
 
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
@@ -132,22 +139,50 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder
 # Their captures could not be ended: to the end of the process the allocator of pinned memory asks
 # them whether a stream is theirs.
 _invalid_graphs: list[torch.cuda.CUDAGraph] = []
-# One for each device: the workspaces of matrix products belong to a stream and are never freed.
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+# torch hands out so many streams of a device in turn.
+_STREAMS = 32
+# Streams of recorders that are gone, by device, and the addresses of all that recorders had.
+_idle: dict[torch.device, list[torch.cuda.Stream]] = {}
+_drawn: set[tuple[torch.device, int]] = set()
+_stream_lock = threading.Lock()
+
+
+def _take_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other recorder has until ``owner`` is gone."""
+    with _stream_lock:
+        idle = _idle.setdefault(device, [])
+        stream = idle.pop() if idle else _draw_stream(device)
+    weakref.finalize(owner, idle.append, stream).atexit = False
+    return stream
+
+
+def _draw_stream(device: torch.device) -> torch.cuda.Stream:
+    for _ in range(_STREAMS):
+        stream = torch.cuda.Stream(device)
+        if (address := (device, stream.cuda_stream)) not in _drawn:
+            _drawn.add(address)
+            return stream
+    raise RuntimeError(
+        f"{_STREAMS} caches have captured steps on {device}, and there are no more streams: "
+        "delete a DecodeGraph that is not needed any more"
+    )
 
 
 def forget_streams() -> None:
-    """Captures make streams anew; for tests that put other streams in the place of torch's."""
-    _streams.clear()
+    """Recorders draw streams anew; for tests that put other streams in the place of torch's."""
+    _idle.clear()
+    _drawn.clear()
+
+
+def _memory_pool(device: torch.device) -> torch.cuda.MemPool:
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
 
 
 @contextmanager
-def _on_capture_stream(device: torch.device) -> Iterator[None]:
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """Run the body on a separate stream, ordered after earlier and before later work."""
-    stream = _streams.get(device)
-    if stream is None:
-        stream = _streams[device] = torch.cuda.Stream(device)
-    current = torch.cuda.current_stream(device)
+    current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         yield

@@ -91,16 +91,15 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def _capture_stream_without_order(device: torch.device) -> Iterator[None]:
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+def _stream_without_order(stream: torch.cuda.Stream) -> Iterator[None]:
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         yield
 
 
 @contextmanager
-def _no_capture_stream(device: torch.device) -> Iterator[None]:
-    del device
+def _no_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    del stream
     yield
 
 
@@ -155,7 +154,7 @@ FAULTS = {
         CPU, put(streams.Event, "synchronize", nothing), "race"
     ),
     "a rehearsal is not ordered before later steps": Fault(
-        GRAPH, put(recorders, "_on_capture_stream", _capture_stream_without_order), "race"
+        GRAPH, put(recorders, "_on_stream", _stream_without_order), "race"
     ),
     "rows are read ahead before they are there": Fault(
         Case("ctkvr", "host"),
@@ -223,10 +222,13 @@ FAULTS = {
         "capture",
     ),
     "a step is captured on the default stream": Fault(
-        GRAPH, put(recorders, "_on_capture_stream", _no_capture_stream), "eager"
+        GRAPH, put(recorders, "_on_stream", _no_stream), "eager"
     ),
     "pending copies are left for the capture": Fault(
         Case("flat", "host", "graph"), put(PagedStore, "before_capture", nothing), "eager"
+    ),
+    "a graph outlives the capture of the next one": Fault(
+        GRAPH, put(streams.Graph, "reset", nothing), "stale"
     ),
     "a captured step reads what is then freed": Fault(GRAPH, _adds_from_before(list.pop), "stale"),
     # Launches.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hf_kvret.replay import recorders
 from hf_kvret.stores.memory import HostMemory
 
 from ..simulated_gpu.device import Simulation, SimulationError, simulated
@@ -317,3 +320,44 @@ def test_what_outlives_it_is_freed_in_silence() -> None:
 def test_one_at_a_time(gpu: Simulation) -> None:
     with pytest.raises(RuntimeError, match="entered already"), simulated():
         pass
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_graph_outlives_those_of_other_recorders(
+    gpu: Simulation, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    device, x = torch.device("cuda", 0), torch.ones(4, device="cuda")
+    if shared:
+        stream = torch.cuda.Stream()
+        monkeypatch.setattr(recorders, "_take_stream", lambda owner, device: stream)
+    first = recorders.CudaRecorder(device)
+    first.record(lambda: x + 1)
+    out, replay = first.record(lambda: x + 2)
+    for _ in range(2):
+        # The next one may have the stream of the one that is gone.
+        recorders.CudaRecorder(device).record(lambda: x + 3)
+    replay()
+    assert gpu.kinds == (["stale"] if shared else [])
+    assert out.tolist() == [3.0] * 4
+
+
+def test_recorders_at_work_have_streams_of_their_own(
+    gpu: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch hands out 32 streams in turn, also to stores."""
+    device, pool = torch.device("cuda", 0), itertools.cycle(range(32))
+
+    def hand_out(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(device=device, cuda_stream=next(pool))
+
+    monkeypatch.setattr(torch.cuda, "Stream", hand_out)
+    at_work = [recorders.CudaRecorder(device) for _ in range(20)]
+    for _ in range(40):
+        hand_out(device)
+        recorders.CudaRecorder(device)
+    at_work += [recorders.CudaRecorder(device) for _ in range(12)]
+    assert len({one._stream.cuda_stream for one in at_work}) == 32
+    with pytest.raises(RuntimeError, match="delete a DecodeGraph"):
+        recorders.CudaRecorder(device)
+    del at_work[0]
+    recorders.CudaRecorder(device)

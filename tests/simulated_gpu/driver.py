@@ -159,7 +159,7 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
         ),
         "reset_peak_memory_stats": _nothing,
         "empty_cache": _nothing,
-        "graph_pool_handle": object,
+        "MemPool": lambda: types.SimpleNamespace(id=object()),
         "cudart": Runtime,
         "is_current_stream_capturing": is_current_stream_capturing,
         "is_bf16_supported": lambda *args, **kwargs: True,

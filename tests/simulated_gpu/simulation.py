@@ -80,6 +80,7 @@ class Simulation:
         phase: names what is going on, for waits and launches; yours to set.
         capture: the one that has begun and not ended; None.
         relaxed: whether this thread may do what captures forbid.
+        destroyed: graphs that were destroyed, by the stream that they were captured on.
     """
 
     def __init__(self, device_count: int = 1) -> None:
@@ -91,6 +92,7 @@ class Simulation:
         self.phase = ""
         self.capture: Capture | None = None
         self.relaxed = _Relaxed()
+        self.destroyed: Counter[str] = Counter()
         self.sync_debug = 0
         # Streams by device.
         self.default_streams: dict[torch.device, Any] = {}

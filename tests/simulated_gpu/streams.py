@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -136,7 +137,11 @@ class _CaptureTape(tape.Tape):
 
 
 class Graph:
-    """In place of ``torch.cuda.CUDAGraph``; records onto the tape."""
+    """In place of ``torch.cuda.CUDAGraph``; records onto the tape.
+
+    As in torch from 2.12 on, the workspaces of the stream that it was captured on are gone when it
+    is destroyed.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -145,6 +150,11 @@ class Graph:
         # None until a capture has ended well.
         self._redo: tuple[Callable[[], None], ...] | None = None
         self._tape: Any = None
+        # Graphs of the same stream that were destroyed before.
+        self._destroyed: tuple[Counter[str], str, int] | None = None
+
+    def __del__(self) -> None:
+        self._destroy()
 
     def capture_begin(
         self, pool: Any = None, capture_error_mode: str = "global", **options: Any
@@ -179,6 +189,8 @@ class Graph:
                 "CUDA error: operation failed due to a previous error during capture"
             )
         self._redo = tuple(self._tape.operations)
+        destroyed, name = simulation.destroyed, capture.stream.agent.name
+        self._destroyed = destroyed, name, destroyed[name]
 
     def replay(self) -> None:
         """Do the recorded work on the current stream.
@@ -188,6 +200,10 @@ class Graph:
         if self._redo is None or self._capture is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         self._tape.inputs.check()
+        assert self._destroyed is not None, "a capture that ended well sets it"
+        destroyed, name, before = self._destroyed
+        if destroyed[name] > before:
+            active().tell("stale", f"the workspaces of {name} went with another graph")
         simulation, agent = active(), begin_work(current_stream())
         for log, writes, what in self._capture.accesses:
             simulation.note(log, agent, writes, f"replayed {what}", site())
@@ -197,7 +213,14 @@ class Graph:
 
     def reset(self) -> None:
         """Forget the work."""
+        self._destroy()
         self._capture = self._redo = self._tape = None
+
+    def _destroy(self) -> None:
+        if self._destroyed is not None:
+            destroyed, name, _ = self._destroyed
+            destroyed[name] += 1
+            self._destroyed = None
 
 
 def begin_work(stream: Stream) -> Agent:

@@ -13,6 +13,7 @@ from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Ind
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret.options.config import RetrievalConfig
+from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import FlatSearch, HostSearch
 from hf_kvret_kernels.relevance import top_indices
 
@@ -30,7 +31,8 @@ class FlatIndex(CapturableIndex, Index):
     """Keeps a copy of the keys on the device. One selection serves a KV head's query heads.
 
     The relevance of a token is its largest softmax weight over the query heads of the group; ties
-    are broken arbitrarily.
+    are broken arbitrarily. Keys of up to 256 elements are their own proxies: one kernel reads them
+    as they are, and sums are fp32.
     """
 
     _keys: TokenBuffer = tokens(dims="B H N D")
@@ -40,6 +42,16 @@ class FlatIndex(CapturableIndex, Index):
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         keys = self._keys.rows
+        if keys.shape[3] <= proxy.MOST_RANK:
+            scaled = query.float() * cold.scale
+            return proxy.top_indices(
+                scaled,
+                keys,
+                keys.shape[1],
+                cold.budget,
+                valid=cold.valid,
+                softcap=cold.softcap,
+            )
         scores = exact_scores(query, keys, cold.scale, cold.softcap)
         scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
         return top_indices(scores, keys.shape[1], cold.budget)

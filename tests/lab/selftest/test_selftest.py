@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+import hf_kvret
 from hf_kvret import cli
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.lab.bench.kernel_ops import STEP_OPS
 from hf_kvret.lab.bench.kernel_work import Draw, KernelShape, Operation
-from hf_kvret.lab.selftest import command
+from hf_kvret.lab.selftest import command, decoding
 from hf_kvret.lab.selftest.check import (
     FAILED,
     GROUPS,
@@ -27,10 +29,20 @@ from hf_kvret.lab.selftest.check import (
     without_folders,
 )
 from hf_kvret.lab.selftest.command import checks, run_checks
-from hf_kvret.lab.selftest.decoding import METHODS, Bundled, cache_checks, step_checks
+from hf_kvret.lab.selftest.decoding import (
+    METHODS,
+    Bundled,
+    Steps,
+    cache_checks,
+    compare_steps,
+    replayed,
+    step_checks,
+)
 from hf_kvret.lab.selftest.kernels import OPERATIONS, kernel_checks
 from hf_kvret.registry import registered_methods
 from hf_kvret.stores import DISK, SPLIT, STORES, PagedStore
+from hf_kvret.testing import MODELS
+from hf_kvret.testing.tape import taped
 from hf_kvret_kernels import host_library
 
 CPU = torch.device("cpu")
@@ -146,6 +158,41 @@ def test_a_step_that_searches_wrongly_is_noticed(
     some = named(step_checks(Bundled(CPU)), f"{method}, store='device'")
     (verdict,) = run_checks(some, CPU)
     assert verdict.status == FAILED and "of the steps have other logits" in verdict.detail
+
+
+class Small(Bundled):
+    """A tiny model in the place of the bundled one, which takes long on the tape."""
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        model = MODELS["llama"].build().to(self.dtype)
+        hf_kvret.attach(model)
+        return model
+
+
+@pytest.mark.slow
+def test_replayed_steps_of_flat_select_what_usual_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(decoding, "_PROMPT_LEN", 44)
+    monkeypatch.setattr(decoding, "_STEPS", 6)
+    with taped():
+        assert replayed(Small(CPU), "flat", "device").endswith("of 6 steps replayed")
+
+
+def test_other_logits_are_allowed_behind_a_tie_alone() -> None:
+    relevance = torch.tensor([-1.0, -2.0, -2.000001, -3.0, -4.0]).view(1, 1, 1, 5)
+    logits = torch.zeros(2, 1, 4)
+
+    def compare(*ids: int, error: float = 0.0) -> str:
+        selections = [torch.tensor(some).view(1, 1, 1, 2) for some in ([0, 1], ids)]
+        usual = Steps(logits, [selections[0], None], [relevance, None])
+        return compare_steps(Steps(logits + error, [selections[1], None], []), usual, 0.1)
+
+    assert compare(1, 0) == ""
+    assert "decides a tie" in compare(0, 2, error=0.05)
+    for ids, error in (((0, 1), 0.01), ((0, 3), 0.0), ((0, -1), 0.0), ((0, 2), 0.2)):
+        with pytest.raises(AssertionError, match=r"differ|threshold"):
+            compare(*ids, error=error)
 
 
 def test_what_a_check_raises_becomes_its_verdict() -> None:
