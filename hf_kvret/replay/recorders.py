@@ -174,7 +174,8 @@ def forget_streams() -> None:
     _drawn.clear()
 
 
-def _memory_pool(device: torch.device) -> torch.cuda.MemPool:
+def _memory_pool(device: torch.device) -> Any:
+    """A ``torch.cuda.MemPool``."""
     with torch.cuda.device(device):
         return torch.cuda.MemPool()
 

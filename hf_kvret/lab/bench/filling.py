@@ -312,22 +312,29 @@ _TOKENS, _LENGTH = 5120, 2560
 
 
 def make_stand_ins(
-    models: Iterable[PreTrainedModel], choices: Iterable[CacheChoice], folder: Path, seed: int
+    models: Iterable[PreTrainedModel],
+    choices: Iterable[CacheChoice],
+    folder: Path,
+    seed: int,
+    tokens: int = _TOKENS,
 ) -> None:
     """Make artifacts for the ``choices`` that lack one, where each model's own are looked for.
 
-    They are learned from random tokens and kept below ``folder``, which the models' configurations
-    name from then on.
+    They are learned from random ``tokens`` and kept below ``folder``, which the models'
+    configurations name from then on. Of few tokens "a2ats" has as few codewords.
     """
     lacking = {choice.method for choice in choices if choice.lacks_artifact}
     for number, model in enumerate(models if lacking else ()):
         home = folder / str(number)
         model.config._name_or_path = str(home)
         text = model.config.get_text_config(decoder=True)
-        length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
-        count = -(-_TOKENS // length)
+        length = min(_LENGTH, tokens, getattr(text, "max_position_embeddings", None) or _LENGTH)
+        count = -(-tokens // length)
         texts = list(random_tokens(model, count, length, seed).cpu())
         for method in sorted(lacking):
             corpus = Corpus(texts, 0, {"text": "random tokens"})
+            sizes = _SIZES[method]
+            if isinstance(sizes, A2ATSCalibration) and tokens < _TOKENS:
+                sizes = dataclasses.replace(sizes, codewords=tokens // 2)
             with torch.inference_mode(False):
-                calibrate(model, corpus, _SIZES[method], home / method)
+                calibrate(model, corpus, sizes, home / method)

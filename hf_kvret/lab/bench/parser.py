@@ -1,18 +1,17 @@
-"""``hf-kvret bench decode | batch | prefill | memory | all``: the command's measurements."""
+"""``hf-kvret bench decode | prefill | memory | all``: the command's measurements."""
 
 from __future__ import annotations
 
 import argparse
 
-from hf_kvret.lab.bench.batches import Batch
-from hf_kvret.lab.bench.everything import add_all_parser
+from hf_kvret.lab.bench.gpu_run import add_all_parser
 from hf_kvret.lab.bench.memory import Memory
 from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.evaluate.measurement import Measurement, add_measurement
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.scripts import SCRIPTS, add_script_name
 
-_MEASUREMENTS: tuple[type[Measurement], ...] = (Decode, Batch, Prefill, Memory)
+_MEASUREMENTS: tuple[type[Measurement], ...] = (Decode, Prefill, Memory)
 
 MEASUREMENTS: dict[str, type[Measurement]] = {cls.title(): cls for cls in _MEASUREMENTS}
 """The measurements by the name in their result files."""
@@ -31,7 +30,7 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     measurements = parser.add_subparsers(required=True, metavar="MEASURE")
     for cls in _MEASUREMENTS:
         add_measurement(measurements, cls)
-    add_all_parser(measurements, MEASUREMENTS)
+    add_all_parser(measurements)
     for title in SCRIPTS:
         if title.startswith("bench "):
             add_script_name(measurements, title)

@@ -25,15 +25,11 @@ class Part(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A question, and the results that answer it; ``has_setup``: with their set-ups.
-
-    ``made_by`` names another command that writes the page; empty for ``hf-kvret report``.
-    """
+    """A question, and the results that answer it; ``has_setup``: with their set-ups."""
 
     title: str
     parts: list[Part]
     has_setup: bool = False
-    made_by: str = ""
 
 
 def listed_pages(folder: Path, results: Collection[str]) -> dict[str, Page]:
@@ -59,9 +55,9 @@ def listed_pages(folder: Path, results: Collection[str]) -> dict[str, Page]:
     return pages
 
 
-def _page(title: str, parts: list[dict[str, Any]], made_by: str = "", **usual: Any) -> Page:
+def _page(title: str, parts: list[dict[str, Any]], **usual: Any) -> Page:
     """A page; ``usual`` is what parts have that don't say otherwise."""
-    page = Page(title, [Part(**usual | part) for part in parts], made_by=made_by)
+    page = Page(title, [Part(**usual | part) for part in parts])
     for part in page.parts:
         if isinstance(part.columns, str):
             raise TypeError(f"columns of {part.result} are a text, not a list")

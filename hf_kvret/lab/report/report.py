@@ -96,7 +96,7 @@ def write_report(folder: Path, measurements: _Known) -> Report:
         )
     listed = listed_pages(folder, {path.stem for path in (*loaded, *failed)})
     on_page = {part.result for page in listed.values() for part in page.parts}
-    pages = {name: page for name, page in listed.items() if not page.made_by} | {
+    pages = listed | {
         path.stem: Page(f"{results.name}: {path.stem}", [Part(path.stem)], has_setup=True)
         for path, results in loaded.items()
         if path.stem not in on_page

@@ -24,6 +24,7 @@ from hf_kvret.observe.recall import exact_relevance, slot_marks
 from hf_kvret.registry import attach, registered_methods
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.replay.layer_step import LayerStep
+from hf_kvret.replay.recorders import RECORDERS
 from hf_kvret.stores import SPLIT, STORES
 from hf_kvret.testing.conformance import (
     COVERING_OPTIONS,
@@ -233,7 +234,9 @@ def _watched(
     call: Callable[..., Any] | None = None,
 ) -> Steps:
     """The steps of ``Bundled.decode``, with what ``kind`` notes of each layer."""
-    selections, ids, relevance = [kind() for _ in cached.retrieval_layers], [], []
+    selections = [kind() for _ in cached.retrieval_layers]
+    ids: list[torch.Tensor | None] = []
+    relevance: list[torch.Tensor | None] = []
     for layer, selection in zip(cached.retrieval_layers, selections, strict=True):
         layer.subscribers = (*layer.subscribers, selection)
 
@@ -260,9 +263,10 @@ def replayed(bundled: Bundled, method: str, store: str) -> str:
     layer = LayerStep(cached.retrieval_layers[0])
     if obstacle := layer.capture_obstacle:
         raise Skip(obstacle)
-    if graph.replays < _STEPS // 2:
-        raise AssertionError(f"{graph.replays} of {_STEPS} steps were replayed: {graph.reason}")
     said = compare_steps(own, usual, _TOLERANCES[bundled.dtype])
+    if graph.replays < _STEPS // 2:
+        why = f"{graph.replays} of {_STEPS} steps were replayed: {graph.reason}"
+        raise (AssertionError if bundled.device.type in RECORDERS else Skip)(why)
     return f"{graph.replays} of {_STEPS} steps replayed{said}"
 
 

@@ -211,14 +211,6 @@ def test_a_page_may_show_parts_of_several_results(tmp_path: Path) -> None:
     assert (tmp_path / "third.md").read_text().startswith("# eval ruler: third\n\n| task")
 
 
-def test_a_page_that_another_command_makes_is_left_to_it(tmp_path: Path) -> None:
-    _ruler(tmp_path).with_name("other.json").write_bytes((tmp_path / "mine.json").read_bytes())
-    made = SHOWN.replace('title = "How', 'made_by = "hf-kvret bench all"\ntitle = "How')
-    (tmp_path / "third.json").write_bytes((tmp_path / "mine.json").read_bytes())
-    report = write_report(_listed(tmp_path, made), MEASUREMENTS)
-    assert [page.name for page in report.pages] == ["third.md"]
-
-
 def test_a_listed_result_that_is_damaged_is_left_out(tmp_path: Path) -> None:
     content = json.loads(_ruler(tmp_path).read_text())
     content["cells"][1]["result"]["score"] = {"no": "number"}

@@ -1,0 +1,166 @@
+"""The page of ``hf-kvret bench all``: a table for each question and card, from ``rows.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_kvret.lab.bench.gpu_stages import STAGES, Stage, cells_of
+from hf_kvret.lab.bench.rows import label, read_rows
+from hf_kvret.lab.bench.tables import mb, per_second, step_counts, tenths
+from hf_kvret.lab.bench.timed import ms
+from hf_kvret.lab.evaluate.measurement import Row
+from hf_kvret.lab.report.outputs import check_own, page_mark
+from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.saved.folder import replace_file
+
+_MOST_KERNELS = 12
+_REASONS = ("failed", "check_failed", "out_of_memory", "skipped")
+_Column = tuple[str, Callable[[Cell, Row], str]]
+_Pairs = Sequence[tuple[Cell, Row]]
+
+
+def _of(style: Callable[[Any], str], *names: str) -> Callable[[Cell, Row], str]:
+    """The text of an entry of a row, or of one in it; ``-`` where it is not there."""
+
+    def text(cell: Cell, row: Row) -> str:
+        value: Any = row
+        for name in names:
+            value = None if value is None else value.get(name)
+        return "-" if value is None else style(value)
+
+    return text
+
+
+def _share_over_bus(cell: Cell, row: Row) -> str:
+    """Of the selected rows, how many came over the bus."""
+    rows = row.get("selected_rows")
+    return f"{row['bus_rows'] / rows:.0%}" if rows else "-"
+
+
+_SIZE: tuple[_Column, ...] = (
+    ("cache", lambda cell, row: cell["cache"]),
+    ("context", lambda cell, row: f"{cell['context']:,}"),
+    ("batch", lambda cell, row: str(cell["batch"])),
+)
+_TIMES: tuple[_Column, ...] = (
+    *_SIZE,
+    ("check", _of(str, "check")),
+    ("ms", _of(ms, "seconds")),
+    ("quartiles", _of(lambda ends: " to ".join(map(ms, ends)), "seconds_quartiles")),
+    ("tokens/s", _of(per_second, "tokens_per_second")),
+    ("floor ms", _of(ms, "floor_seconds")),
+    ("time / floor", _of(tenths, "time_over_floor")),
+    ("cache device MB", _of(mb, "device_bytes")),
+    ("cache host MB", _of(mb, "host_bytes")),
+    ("steps", step_counts),
+)
+_COLUMNS: dict[str, tuple[_Column, ...]] = {
+    "gate": (
+        ("check", lambda cell, row: cell["check"]),
+        ("state", _of(str, "status")),
+        ("detail", _of(str, "detail")),
+    ),
+    "stores": (
+        *_SIZE,
+        ("token", lambda cell, row: cell.get("token", "next")),
+        *_TIMES[3:],
+        ("rows over the bus", _share_over_bus),
+    ),
+    "rest": (
+        *_SIZE,
+        ("compiler", lambda cell, row: cell.get("inductor", "-")),
+        ("ms", _of(ms, "seconds")),
+        ("scaled ms a layer", _of(ms, "scaled", "seconds_per_layer")),
+        ("scaled ms", _of(ms, "scaled", "seconds")),
+    ),
+}
+
+
+def write_page(page: Path, files: Sequence[Path]) -> Path:
+    """Write the page of these row files; the text of ``gpu.notes.txt`` beside it comes first.
+
+    Raises:
+        ValueError: there are no rows, or ``page`` is none of ours.
+    """
+    rows = [row for file in files for row in read_rows(file)]
+    cards = list(dict.fromkeys(row["card"] for row in rows))
+    if not cards:
+        raise ValueError(f"no rows for {page}: measure some with hf-kvret bench all --out DIR")
+    notes = page.with_suffix(".notes.txt")
+    texts = [
+        "# How fast is it on a GPU?",
+        *([notes.read_text(encoding="utf-8").strip()] if notes.is_file() else []),
+        "The shape is llama-3.1-8b in bfloat16, with random weights and random rows. Opponents ran "
+        "in the same call, and cards have tables of their own. Random weights select at random, so "
+        '`store="resident"` finds few rows in its buffer, but where each step has the same token.',
+    ]
+    for stage in STAGES:
+        texts.append(f"## {stage.question}")
+        for card in cards:
+            texts += _section(stage, card, [row for row in rows if row["card"] == card])
+    texts += ["## How was it measured?", *(_environment(row) for row in rows if "cell" not in row)]
+    check_own("page", page, "move the file, or give another --out")
+    replace_file(page, ("\n\n".join([*texts, page_mark("bench all")]) + "\n").encode())
+    return page
+
+
+def _section(stage: Stage, card: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The table of a stage on a card, and a sentence about what is missing."""
+    # Of a cell that was measured again, the last row counts.
+    newest = {
+        label(row["cell"]): (row["cell"], row["row"])
+        for row in rows
+        if row.get("stage") == stage.name
+    }
+    cells = cells_of(stage, "(dry)" in card)
+    missing = [label(cell) for cell in cells if label(cell) not in newest]
+    if not newest:
+        return [f"**{card}**: not measured."]
+    texts = [f"**{card}**"]
+    if stage.name == "profile":
+        texts += [_kernels(cell, row) for cell, row in newest.values()]
+    else:
+        texts.append(_table(_COLUMNS.get(stage.name, _TIMES), list(newest.values())))
+    if missing:
+        texts.append(f"Not measured: {'; '.join(missing)}.")
+    return texts
+
+
+def _table(columns: Sequence[_Column], pairs: _Pairs) -> str:
+    """A line for each row; one without numbers has its reason behind what its cell says."""
+    lines = []
+    for cell, row in pairs:
+        line = [text(cell, row) for _, text in columns]
+        why = next((str(row[name]) for name in _REASONS if name in row), None)
+        if why is not None:
+            line[next(i for i, text in enumerate(line) if text == "-")] = why
+        lines.append([text.replace("|", "/") for text in line])
+    return markdown_table([name for name, _ in columns], lines)
+
+
+def _kernels(cell: Cell, row: Row) -> str:
+    if "kernels" not in row:
+        return f"{label(cell)}: {next((row[name] for name in _REASONS if name in row), 'no row')}"
+    lines = [
+        (
+            f"`{kernel['name'][:60].replace('|', '/')}`",
+            f"{kernel['launches']:.1f}",
+            *(f"{kernel[name]:.1f}" for name in ("us", "step_us")),
+        )
+        for kernel in row["kernels"][:_MOST_KERNELS]
+    ]
+    table = markdown_table(("kernel", "launches a step", "us each", "us a step"), lines)
+    return (
+        f"{label(cell)}: {row['launches']:.0f} launches a step, busy for {row['busy_us']:,.0f} of "
+        f"{row['span_us']:,.0f} us.\n\n{table}"
+    )
+
+
+def _environment(row: dict[str, Any]) -> str:
+    here = row["environment"]
+    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
+    command = here.get("command", "hf-kvret bench all --out DIR")
+    return f"    {command}\n\n{row['card']}; Python {here['python']}, {versions}."
