@@ -12,8 +12,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 GITHUB = ROOT / ".github"
-# It makes an environment for .ci/check, and a workflow has made one.
-BY_HAND = {"run"}
+# "run" makes an environment for .ci/check, and a workflow has made one; "gpu" wants a GPU.
+BY_HAND = {"run", "gpu"}
 CALLED = "./.github/workflows/script.yml"
 # GitHub stops a job after six hours.
 MOST_MINUTES = 360
