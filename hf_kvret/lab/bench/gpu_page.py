@@ -119,7 +119,7 @@ def _section(stage: Stage, card: str, rows: Sequence[dict[str, Any]]) -> list[st
     missing = [label(cell) for cell in cells if label(cell) not in newest]
     if not newest:
         return [f"**{card}**: not measured."]
-    texts = [f"**{card}**"]
+    texts = [f"**{card}**"] if "(dry)" not in card else [f"**{card}**: no number means anything."]
     if stage.name == "profile":
         texts += [_kernels(cell, row) for cell, row in newest.values()]
     else:

@@ -10,6 +10,8 @@ from typing import Any
 
 from hf_kvret.lab.report.results import Cell
 
+_SIZE = ("cache", "context", "batch")
+
 
 class RowFile:
     """``rows.jsonl``: a line for each finished cell, and one for each environment.
@@ -44,5 +46,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def label(cell: Cell) -> str:
-    """A cell in words."""
-    return " ".join(str(value) for value in cell.values())
+    """A cell in words, as ``paris at 65,536 x 1``."""
+    if "cache" not in cell:
+        return " ".join(map(str, cell.values()))
+    more = [str(value) for name, value in cell.items() if name not in _SIZE]
+    size = f"{cell['cache']} at {cell['context']:,} x {cell['batch']}"
+    return ", ".join([size, *more])

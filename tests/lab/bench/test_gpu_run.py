@@ -1,4 +1,4 @@
-"""``bench all``: every stage runs, what is finished outlives whatever happens, pages mix no cards."""
+"""``bench all``: every stage runs, what is finished is kept, and pages mix no cards."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_run_goes_on_behind_what_hangs_or_breaks_the_device(
     rows = {row["cell"]["context"]: row["row"] for row in RowFile(tmp_path / ROWS).rows()}
     assert sorted(rows) == [0, 1, 2, 3] and not fake
     assert "took too long" in rows[1]["failed"] and "-11" in rows[3]["failed"]
-    assert "Not measured: dense 4 1." in (tmp_path / PAGE).read_text()
+    assert "Not measured: dense at 4 x 1." in (tmp_path / PAGE).read_text()
     # The same call goes on, and a kill in the middle of a line costs that line.
     with (tmp_path / ROWS).open("a") as file:
         file.write('{"stage": "fake", "ca')
