@@ -251,7 +251,7 @@ def _profile_row(bench: Bench, cell: Cell) -> Row:
     measurement = bench.measurement(Decode, cell)
     turn = measurement.turn(cell, bench.subject)
     activity = torch.profiler.ProfilerActivity
-    activities = [activity.CPU] if bench.dry else [activity.CUDA]
+    activities = [activity.CPU] if bench.dry else [activity.CPU, activity.CUDA]
     with turn.filled(16) as (cache, token):
         steps = make_steps(turn.choice, bench.subject.model, cache, turn.context)
         token, _, _ = steps.run(token, 6)
