@@ -205,7 +205,6 @@ def _around_generate(
             yield partial(check_end, call)
             if retrieves and isinstance(arguments.get("custom_generate"), str):
                 check_foreign(call, past_len)
-            call.at_end()
             failed, call.has_retrieved = False, call.cache is not None
         except Exception:
             # The other ranks wait in `_prepare_cache`, but for one of the caller's own loops.
@@ -213,6 +212,7 @@ def _around_generate(
                 tell_of_error(model)
             raise
         finally:
+            call.keep_prompt()
             cache, call.cache = call.cache, None
             # A call in another thread may still use the attention that this one switched.
             with _attention_lock:
@@ -281,7 +281,7 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
         call.switched = text._attn_implementation not in OUR_NAMES
         call.cache, call.start_len = cache, cache.get_seq_length()
         attach(model)
-    chunk_prompt(model, cache, generation_config, model_kwargs)
+    chunk_prompt(model, cache, generation_config, model_kwargs, call.cuts_end)
     model_kwargs[CACHE_NAME] = cache
     return not is_callers
 

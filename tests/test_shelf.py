@@ -6,8 +6,11 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import ParisKVCache, Shelf
+from hf_kvret.saved.description import checksum, verify_cache
 from hf_kvret.saved.identity import identity_of
 from hf_kvret.shelf import shelf as shelf_checks
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -235,27 +239,80 @@ def test_files_are_their_owners_alone_and_those_of_others_are_left_out(
     assert shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS) is not None
 
 
-def test_a_damaged_entry_is_skipped(
-    llama: PreTrainedModel, shelf: Shelf, caplog: pytest.LogCaptureFixture
+def _flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def _shard(path: Path) -> Path:
+    return next(path.glob("*.safetensors"))
+
+
+def _swap(first: Path, second: Path, name: str) -> None:
+    one, other = first / name, second / name
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def _other_version(path: Path) -> None:
+    content = json.loads((path / "shelf.json").read_text())
+    content = {**content, "version": 1, "checksum": ""}
+    (path / "shelf.json").write_text(json.dumps(content | {"checksum": checksum(content)}))
+
+
+FAULTS: dict[str, Callable[[Path, Path], Any]] = {
+    "swapped descriptions": lambda path, other: _swap(path, other, "shelf.json"),
+    "swapped caches": lambda path, other: _swap(path, other, "cache.json"),
+    "another's files": lambda path, other: shutil.copytree(other, path, dirs_exist_ok=True),
+    "copied entry": lambda path, other: [shutil.rmtree(path), shutil.copytree(other, path)],
+    "renamed folder": lambda path, other: path.rename(path.parent / f"{path.name}.bak"),
+    "empty folder": lambda path, other: [one.unlink() for one in path.iterdir()],
+    "no description": lambda path, other: (path / "shelf.json").unlink(),
+    "no cache.json": lambda path, other: (path / "cache.json").unlink(),
+    "no shard": lambda path, other: _shard(path).unlink(),
+    "a file in its place": lambda path, other: [shutil.rmtree(path), path.write_text("")],
+    "half a shard": lambda path, other: os.truncate(_shard(path), 5000),
+    "another version": lambda path, other: _other_version(path),
+    "a description cut": lambda path, other: (path / "shelf.json").write_text("{"),
+    "a bit of a description": lambda path, other: _flip(path / "shelf.json", 300),
+    "a bit of cache.json": lambda path, other: _flip(path / "cache.json", -300),
+    "a bit of a shard": lambda path, other: _flip(_shard(path), -5),
+}
+
+
+@cache
+def _documents() -> tuple[PreTrainedModel, list[torch.Tensor], list[hf_kvret.RetrievalCache]]:
+    """A model, two texts, and the caches that have read them; nobody changes them."""
+    model, texts = MODELS["llama"].build(), [prompt(1, 192), prompt(1, 192, salt=2)]
+    return model, texts, [_read(model, ids) for ids in texts]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_entry_is_left_out_with_a_warning_and_is_put_again(
+    fault: str, shelf: Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ids = prompt(1, 192)
-    names = []
-    for length in (192, 128):
-        part = ids[:, :length]
-        names.append(shelf.put(_read(llama, part, sink=2), part, llama).name)
-    shard = next((shelf.folder / names[0]).glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-5] ^= 1
-    shard.write_bytes(content)
-    found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
-    assert found is not None and found.from_shelf == 128
-    assert "is left out" in caplog.text and "damaged" in caplog.text
-    (shelf.folder / names[1] / "shelf.json").write_text("{")
-    assert [entry.name for entry in shelf.entries()] == [names[0]]
-    # A put replaces an entry whose description can't be read.
-    part = ids[:, :128]
-    assert shelf.put(_read(llama, part), part, llama).name == names[1]
-    assert {entry.name for entry in shelf.entries()} == set(names)
+    model, texts, caches = _documents()
+    names = [shelf.put(*pair, model, "title").name for pair in zip(caches, texts, strict=True)]
+    FAULTS[fault](*(shelf.folder / name for name in names))
+    wanted: Any = model, "paris"
+    # As in other processes: each has to see it by itself.
+    other, fresh = Shelf(shelf.folder), Shelf(shelf.folder)
+    with caplog.at_level(logging.WARNING):
+        assert shelf.has(texts[0], *wanted, **COVERING_OPTIONS) is None
+        assert other.find(_with_more(texts[0]), *wanted, **COVERING_OPTIONS) is None
+    assert "is left out" in caplog.text
+    for pair in zip(caches, texts, strict=True):
+        fresh.put(*pair, model)
+    assert {entry.name for entry in fresh.entries()} == set(names)
+    for ids in texts:
+        assert fresh.has(ids, *wanted, **COVERING_OPTIONS) is not None
+        found = fresh.find(_with_more(ids), *wanted, **COVERING_OPTIONS)
+        assert found is not None and found.from_shelf == 192
+    written = (shelf.folder / names[0]).stat().st_ino
+    fresh.put(caches[0], texts[0], model)
+    assert (shelf.folder / names[0]).stat().st_ino == written, "it is whole, and not put again"
 
 
 def test_what_is_damaged_leaves_before_what_is_whole(
@@ -309,6 +366,65 @@ def test_a_shelf_is_a_folder(tmp_path: Path) -> None:
         Shelf(tmp_path / "file")
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_shelf_may_be_a_link_of_ones_own(
+    is_there: bool, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    if is_there:
+        (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    shelf, ids = Shelf(tmp_path / "link"), prompt(1, 128)
+    name = shelf.put(_read(llama, ids), ids, llama, "title").name
+    assert (tmp_path / "real" / name).is_dir() and (tmp_path / "link").is_symlink()
+    assert shelf.has(ids, llama, "paris", **COVERING_OPTIONS) == shelf.entry("title")
+    assert shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS) is not None
+    assert shelf.load("title", llama).from_shelf == 128
+    assert verify_cache(tmp_path / "link" / name)
+    # Links in a shelf are not followed.
+    (tmp_path / "real" / name).rename(tmp_path / "elsewhere")
+    (tmp_path / "real" / name).symlink_to(tmp_path / "elsewhere")
+    assert not shelf.entries()
+    (tmp_path / "real" / name).unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "real" / name)
+    shelf.remove("title")
+    assert not list((tmp_path / "real").iterdir())
+    (tmp_path / "real").chmod(0o770)
+    with pytest.raises(ValueError, match="others may write there"):
+        shelf.check_writable()
+
+
+def test_a_shelf_takes_half_of_what_its_disk_has_for_it(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [10**9]
+    monkeypatch.setattr(
+        shelf_checks.shutil,
+        "disk_usage",
+        lambda path: [path.stat(), SimpleNamespace(free=free[0])][1],
+    )
+    shelf = Shelf(tmp_path / "not" / "there")
+    assert shelf.max_bytes == 10**9 // 2
+    texts = [prompt(1, 128, salt=salt) for salt in range(3)]
+    nbytes = shelf.put(_read(llama, texts[0]), texts[0], llama).nbytes
+    shelf.put(_read(llama, texts[1]), texts[1], llama)
+    free[0] -= 2 * nbytes
+    assert shelf.max_bytes == 10**9 // 2, "what is there counts as free"
+    assert Shelf(shelf.folder, max_size=10**6).max_bytes == 10**6
+    assert Shelf(shelf.folder, max_size=10**12).max_bytes == free[0] + 2 * nbytes
+    # Others fill the disk: an old entry leaves before the new one is written.
+    free[0], written = 0, ParisKVCache.save_pretrained
+
+    def saved(self: ParisKVCache, *args: Any, **options: Any) -> None:
+        assert len(shelf.entries()) < 2
+        written(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ParisKVCache, "save_pretrained", saved)
+        full = Shelf(shelf.folder, max_size=10**12)
+        name = full.put(_read(llama, texts[2]), texts[2], llama).name
+    assert name in {entry.name for entry in full.entries()}
+
+
 def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
     ids = prompt(1, 128)
     cache = _read(llama, ids)
@@ -342,24 +458,6 @@ def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
             shelf.put(cache, ids, llama)
     assert not shelf.folder.exists() and shelf.entries() == []
     assert shelf.find(ids, llama, "paris", **COVERING_OPTIONS) is None
-
-
-def test_a_prompt_whose_entry_is_damaged_is_put_again(llama: PreTrainedModel, shelf: Shelf) -> None:
-    ids = prompt(1, 128)
-    cache = _read(llama, ids)
-    entry = shelf.put(cache, ids, llama)
-    [file] = (shelf.folder / entry.name).glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-    for there in (False, True):
-        found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
-        assert (found is not None) == there
-        shelf.put(cache, ids, llama)
-    place = shelf.folder / entry.name
-    written = place.stat().st_ino
-    shelf.put(cache, ids, llama)
-    assert place.stat().st_ino == written, "it is whole, and not put once more"
 
 
 def test_two_processes_put_the_same_and_a_killed_one_leaves_nothing(

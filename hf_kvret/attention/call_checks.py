@@ -265,6 +265,7 @@ def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -
     ``prepare_inputs_for_generation``, are changed in place; ``input_ids`` are the text so far.
     """
     call = current_request(model)
+    call.keep_prompt()
     cache = call.cache
     if cache is None or cache_argument(arguments) is not None:
         return
@@ -295,7 +296,6 @@ def check_pass(model: Any, output: Any) -> None:
             "its layers don't get the cache, as with gradient checkpointing in training mode. Call "
             f"model.eval() and model.gradient_checkpointing_disable(), or {_NEW_CACHE}"
         )
-    call.after_pass()
 
 
 def check_end(call: Request, result: Any) -> None:

@@ -20,6 +20,7 @@ from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.ranks import group_size
 from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST, DummyLayer
 from hf_kvret.options.config import RetrievalConfig, free_bytes
+from hf_kvret.shelf.entry import BLOCK
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ def chunk_prompt(
     cache: RetrievalCache,
     generation_config: Any,
     model_kwargs: dict[str, Any],
+    cuts_end: bool = False,
 ) -> None:
     """Make this call of ``generate`` read its prompt in chunks, if the options of ``cache`` ask so.
 
@@ -130,7 +132,8 @@ def chunk_prompt(
     tokens that are already cached. So it does where chunks would give something else than one
     pass, see ``why_whole``. ``"auto"`` never cuts for models with recurrent or convolutional
     layers, as some of them don't continue from their state. A caller's size is used even if its
-    chunks would retrieve, with a warning.
+    chunks would retrieve, with a warning. With ``cuts_end`` the last tokens are a chunk of their
+    own, wherever a prompt can be cut at all.
 
     Raises:
         ValueError: the caller's ``prefill_chunk_size`` cuts a prompt that has to go in one pass.
@@ -150,7 +153,9 @@ def chunk_prompt(
             )
     elif length:
         size = prompt_chunk(cache.options, model, batch, length)
-        if size is not None:
+        if size is not None and cache.options.prefill_chunk == "auto" and recurs(cache):
+            reason = "'auto' leaves models with recurrent layers whole"
+        elif size is not None:
             reason = _obstacle(cache, generation_config, model_kwargs, length) or _why_whole(
                 model, cache, model_kwargs, length, size
             )
@@ -164,8 +169,23 @@ def chunk_prompt(
                 )
         generation_config.prefill_chunk_size = size
         setattr(generation_config, _MARK, size)
+    chunk = size or caller_chunk or length
+    if cuts_end and not _obstacle(cache, generation_config, model_kwargs, length):
+        generation_config.prefill_chunk_size = _with_end(length, chunk, cache)
     new_tokens = expected_new_tokens(generation_config, cache.get_seq_length() + length)
-    cache.expect(length, size or caller_chunk or length, new_tokens)
+    cache.expect(length, chunk, new_tokens)
+
+
+def _with_end(length: int, chunk: int, cache: RetrievalCache) -> list[int]:
+    """Sizes of chunks of ``length`` new tokens; the last is as short as it can be and be exact.
+
+    Of a prompt that hardly has a block it is the last token.
+    """
+    *sizes, last = [min(chunk, length - start) for start in range(0, length, chunk)]
+    end = cache.options.max_draft + 1
+    if last >= 2 * end and cache.get_seq_length() + length - end >= BLOCK:
+        return [*sizes, last - end, end]
+    return [last - 1, 1] if not sizes and last > BLOCK else [*sizes, last]
 
 
 def _why_whole(
@@ -232,8 +252,6 @@ def _obstacle(
     cache: RetrievalCache, generation_config: Any, model_kwargs: dict[str, Any], length: int
 ) -> str | None:
     """What keeps the prompt of this call, ``length`` tokens, from being cut; None if nothing."""
-    if cache.options.prefill_chunk == "auto" and recurs(cache):
-        return "'auto' leaves models with recurrent layers whole"
     if generation_config.output_hidden_states:
         return "output_hidden_states asks for those of the whole prompt"
     for name, value in model_kwargs.items():

@@ -28,8 +28,8 @@ class Request:
         is_delegated: a call of ``generate`` inside this one did.
         is_prepared: ``generate`` came to the point where it makes a cache.
         prepared_state: what ``generate`` had the model keep for the first pass; None after that.
-        after_pass: called when the tokens of a pass are in the cache: first of the whole prompt.
-        at_end: called when the result is there.
+        keep_prompt: called before each pass, and when the call ends, also where it fails.
+        cuts_end: the last tokens of the prompt are read in a pass of their own.
     """
 
     model: PreTrainedModel
@@ -41,8 +41,8 @@ class Request:
     is_delegated: bool = False
     is_prepared: bool = False
     prepared_state: dict[str, Any] | None = None
-    after_pass: Callable[[], None] = lambda: None
-    at_end: Callable[[], None] = lambda: None
+    keep_prompt: Callable[[], None] = lambda: None
+    cuts_end: bool = False
 
     def prompt_ids(self) -> torch.Tensor | None:
         """``[B, T]`` ids that the caller gave; None for a prompt without ids."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_kvret.attention.prompt_chunks import drafts
 from hf_kvret.attention.requests import Request
@@ -75,8 +76,19 @@ def new_cache(
     if cache.from_shelf and max(counts) > 1:
         # The prompt's rows were repeated for beams, or for several answers.
         cache.reorder_cache(ids.new_zeros(max(counts)))
-    visit = _Visit(shelf, cache, call.model, ids, step)
-    call.after_pass, call.at_end = visit.after_prompt, visit.put
+    length, can_go_back = ids.shape[1], can_crop(cache, ids.shape[1])
+    # Where the prompt was put, fewer are left to read.
+    least = 2 if can_go_back else 2 * cache.options.max_draft + 2
+    step = BLOCK if length < BLOCK else max(step, least if cache.from_shelf else 1)
+    if length - cache.from_shelf < step:
+        new = length - cache.from_shelf
+        cache.shelf_note = f"not put: {new} new tokens, fewer than {step}"
+        return cache
+    # A disk that is full now may have room when the prompt was read.
+    with suppress(OSError):
+        shelf.check_writable()
+    call.cuts_end = not can_go_back
+    call.keep_prompt = _Visit(shelf, cache, call, ids).keep_prompt
     return cache
 
 
@@ -91,52 +103,48 @@ def _obstacle(call: Request, generation_config: Any, mask: Any) -> str:
         return "assisted decoding of transformers reads the whole prompt again"
     if isinstance(mask, torch.Tensor) and not bool(mask.all()):
         return "the prompt has padding"
+    if generation_config.output_hidden_states and generation_config.return_dict_in_generate:
+        return "output_hidden_states asks for those of the whole prompt"
     given = {name: x for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
     # Types of tokens are zero where all are text.
     more = [x for x in given if x not in _TEXT and (x not in _TYPES or bool(given[x].any()))]
     return f"the prompt is more than text ({', '.join(more)})" if more else ""
 
 
+@dataclass(eq=False)
 class _Visit:
-    """A prompt that is read into ``cache``, and put on ``shelf`` once."""
+    """A prompt, ``ids``, that is read into ``cache``, and put on ``shelf`` once."""
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        cache: RetrievalCache,
-        model: PreTrainedModel,
-        ids: torch.Tensor,
-        step: int,
-    ) -> None:
-        self._shelf, self._cache, self._model, self._ids = shelf, cache, model, ids
-        new = ids.shape[1] - cache.from_shelf
-        self._is_read = False
-        if ids.shape[1] < BLOCK:
-            step = BLOCK
-        self._is_over = new < step
-        if self._is_over:
-            cache.shelf_note = f"not put: {new} new tokens, fewer than {step}"
+    shelf: Shelf
+    cache: RetrievalCache
+    call: Request
+    ids: torch.Tensor
+    is_over: bool = False
+    # What can't go back, before its last tokens: so the same prompt finds it.
+    beginning: RetrievalCache | None = None
 
-    def after_prompt(self) -> None:
-        """Put what can't go back before anything is generated; called behind the prompt's pass."""
-        if not self._is_read and not can_crop(self._cache, later=True):
-            self.put()
-        self._is_read = True
+    def keep_prompt(self) -> None:
+        """Put the prompt once it is whole; called before each pass, and when the call ends.
 
-    def put(self) -> None:
-        """Put the prompt; where that fails, the answer is there all the same."""
-        if self._is_over:
+        Where that fails, the answer is there all the same.
+        """
+        if self.is_over:
             return
-        self._is_over = True
-        cache, folder = self._cache, self._shelf.folder
+        cache, length = self.cache, self.cache.get_seq_length()
         try:
+            if length < self.ids.shape[1]:
+                if self.call.cuts_end and length >= max(BLOCK, cache.from_shelf + 1):
+                    self.beginning = cache.fork()
+                return
+            self.is_over = True
+            cache, self.beginning = self.beginning or cache, None
+            ids = self.ids[:, : cache.get_seq_length()]
             if cache.retrieval_layers[0].batch_size > 1:
                 # All its rows begin with the prompt.
                 cache = cache.fork()
-                cache.reorder_cache(self._ids.new_zeros(1))
-            entry = self._shelf.put(cache, self._ids, self._model)
+                cache.reorder_cache(ids.new_zeros(1))
+            note = f"put as {self.shelf.put(cache, ids, self.call.model).name}"
         except _FAILURES as error:
-            self._cache.shelf_note = f"not put: {error}"
-            _log.warning("the prompt was not put on the shelf %s: %s", folder, error)
-        else:
-            self._cache.shelf_note = f"put as {entry.name}"
+            note = f"not put: {error}"
+            _log.warning("the prompt was not put on the shelf %s: %s", self.shelf.folder, error)
+        self.cache.shelf_note = note

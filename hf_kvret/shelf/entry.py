@@ -7,17 +7,21 @@ longest common prefix is found without a look at any token.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
+import re
 import stat
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_kvret.saved import strict_json
+from hf_kvret.saved.description import checksum, digest_of
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +29,10 @@ BLOCK = 64
 """Tokens of a block: what entries have in common is counted in these."""
 
 DESCRIPTION = "shelf.json"
-VERSION = 1
+VERSION = 2
+NAME = re.compile("[0-9a-f]{24}")
+# Attributes of an entry that its files say.
+_OF_FILES = ("name", "nbytes", "used")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -86,32 +93,46 @@ def chain_of(ids: torch.Tensor, before: str = "") -> tuple[str, ...]:
     return tuple(chain)
 
 
+def name_of(key: str, tokens: int, chain: Sequence[str]) -> str:
+    """The name of an entry: what is put again gets the same."""
+    return hashlib.sha256(f"{key} {tokens} {chain[-1]}".encode()).hexdigest()[:24]
+
+
+def description_of(entry: ShelfEntry, path: Path) -> bytes:
+    """``shelf.json`` of an ``entry`` whose cache is saved in ``path``."""
+    facts = {name: value for name, value in asdict(entry).items() if name not in _OF_FILES}
+    files = {one.name: one.stat().st_size for one in path.iterdir() if one.name[0] != "."}
+    content = {"version": VERSION, "entry": facts, "files": files, "cache": digest_of(path)}
+    return json.dumps(content | {"checksum": checksum(content)}).encode()
+
+
 def read_entry(path: Path) -> ShelfEntry | None:
-    """The entry in a folder; None, and a warning, where it can't be trusted or read."""
+    """The entry in a folder; None, and a warning, where it can't be trusted or read.
+
+    Its files have to be there, in full length. What they hold is compared when they are loaded.
+    """
     try:
-        if not all(is_own(one) for one in (path, path / DESCRIPTION, *path.iterdir())):
+        files = list(path.iterdir())
+        if not all(is_own(one) for one in (path, path / DESCRIPTION, *files)):
             _log.warning("%s is left out of the shelf: others could have written it", path)
             return None
         content: Any = strict_json.read_json((path / DESCRIPTION).read_bytes())
-        if content["version"] != VERSION:
-            return None
-        used, nbytes = (path / DESCRIPTION).stat().st_mtime, folder_nbytes(path)
-        return ShelfEntry(
-            path.name,
-            str(content["method"]),
-            int(content["tokens"]),
-            nbytes,
-            used,
-            str(content["key"]),
-            tuple(map(str, content["chain"])),
-            bool(content["can_crop"]),
-            *(str(content[name]) for name in ("title", "model", "dtype")),
-        )
-    except FileNotFoundError:
-        # Another process has just removed it, or it is no entry.
-        return None
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        _log.warning("%s is left out of the shelf: %s", path, error)
+        if content["version"] != VERSION or content["checksum"] != checksum(content):
+            raise ValueError(f"{DESCRIPTION} is damaged, or of another version")
+        sizes = {one.name: one.stat().st_size for one in files}
+        facts = content["entry"] | {"chain": tuple(content["entry"]["chain"])}
+        used = (path / DESCRIPTION).stat().st_mtime
+        entry = ShelfEntry(name=path.name, nbytes=sum(sizes.values()), used=used, **facts)
+        is_named = entry.name == name_of(entry.key, entry.tokens, entry.chain)
+        is_complete = content["files"].items() <= sizes.items()
+        if not (is_named and is_complete and content["cache"] == digest_of(path)):
+            raise ValueError("its files are not those that were put, as after a partial restore")
+        return entry
+    except (OSError, LookupError, RecursionError, TypeError, ValueError) as error:
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        # It is no entry, or another process has just removed it.
+        if not is_missing or (NAME.fullmatch(path.name) and path.exists()):
+            _log.warning("%s is left out of the shelf: %s", path, error)
         return None
 
 

@@ -6,16 +6,18 @@ Several processes may use a shelf at once: locks are the system's, which a kill 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -28,16 +30,19 @@ from hf_kvret.methods.known import METHODS
 from hf_kvret.models.exact_chunks import depends_on_length, why_whole
 from hf_kvret.models.ranks import is_split
 from hf_kvret.options.config import LOAD_OPTIONS, byte_count
+from hf_kvret.saved.description import verify_cache
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import identity_of
 from hf_kvret.shelf.entry import (
     BLOCK,
     DESCRIPTION,
-    VERSION,
+    NAME,
     ShelfEntry,
     chain_of,
+    description_of,
     folder_nbytes,
     is_own,
+    name_of,
     read_entry,
 )
 from hf_kvret.stores.placement import CODED, UNCODED
@@ -50,13 +55,14 @@ except ImportError:  # not on Windows
 _log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
-_NAME = re.compile("[0-9a-f]{24}")
 _UNFINISHED = ".unfinished-"
 # Entries whose state has taken in all of their tokens, and can't go back.
 _WHOLE_METHODS = ("h2o",)
 _EVICTING_OPTIONS = {"top_k", "flush", "max_draft"}
 # Kinds of inputs that stand in a text as tokens of their own.
 _OTHER_INPUTS = ("image", "video", "audio")
+# A place that fails with one of these may work another time.
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 class Shelf:
@@ -72,16 +78,45 @@ class Shelf:
 
     Args:
         folder: where entries lie; made, for its owner alone, with the first of them.
-        max_size: bytes of all entries; those that were used the longest time ago leave.
+        max_size: bytes of all entries, as ``"20GB"``; those that were used the longest time ago
+            leave. None: half of what the disk has for them, free or taken by them.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_size: int | str = "200GB") -> None:
-        self.folder = Path(folder).expanduser()
+    def __init__(self, folder: str | os.PathLike[str], max_size: int | str | None = None) -> None:
+        # The folder itself may be a link.
+        self.folder = Path(os.path.realpath(Path(folder).expanduser()))
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is a file: give a folder for the shelf")
-        self.max_bytes = byte_count(max_size)
-        # Names of entries that could not be loaded: they are put again.
+        self._max_bytes = None if max_size is None else byte_count(max_size)
+        # Names of entries that are damaged: nobody finds them, and they are put again.
         self._damaged: set[str] = set()
+
+    @property
+    def max_bytes(self) -> int:
+        """What all entries may take together, as far as the disk tells now."""
+        place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        room = shutil.disk_usage(place).free + sum(entry.nbytes for entry in self.entries())
+        return room // 2 if self._max_bytes is None else min(self._max_bytes, room)
+
+    def check_writable(self) -> None:
+        """Make the folder, and try a file in it; `put` and ``generate`` do so by themselves.
+
+        Raises:
+            ValueError: a place where nothing can be put, now or later.
+            OSError: the disk is full, for instance.
+        """
+        why = "others may write there, take their right away (chmod go-w)"
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with TemporaryFile(dir=self.folder) as file:
+                file.write(bytes(4096))
+            if is_own(self.folder):
+                return
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise
+            why = f"nothing can be written there ({error.strerror or error})"
+        raise ValueError(f"the shelf {self.folder}: {why}, or give another folder")
 
     def find(
         self, input_ids: torch.Tensor, model: PreTrainedModel, method: str, **options: Any
@@ -109,8 +144,8 @@ class Shelf:
         changes = {name: getattr(empty.options, name) for name in LOAD_OPTIONS}
         changes |= {name: options[name] for name in named if name in options}
         with self._locked(exclusive=False):
-            entries = (entry for entry in self.entries() if entry.key == key)
-            found = [(entry.common(ids, chain), entry) for entry in entries]
+            entries = (one for one in self.entries() if one.name not in self._damaged)
+            found = [(one.common(ids, chain), one) for one in entries if one.key == key]
             for common, entry in sorted(found, key=lambda pair: pair[0], reverse=True):
                 common = min(common, len(ids) - 1)
                 if common < BLOCK or (common < entry.tokens and not entry.can_crop):
@@ -122,7 +157,7 @@ class Shelf:
                     )
                 except (OSError, ValueError) as error:
                     _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
-                    if isinstance(error, ValueError):
+                    if isinstance(error, ValueError | FileNotFoundError):
                         self._damaged.add(entry.name)
                     continue
                 if common < entry.tokens:
@@ -138,13 +173,13 @@ class Shelf:
     ) -> ShelfEntry | None:
         """The entry of exactly these tokens, which `find` would look at; None where there is none.
 
-        Arguments and errors as of `find`, which leaves a token to be read.
+        All of its files are read, and a damaged one is none. Arguments and errors as of `find`,
+        which leaves a token to be read.
         """
         ids = _one_sequence(input_ids)
         _check_model(model)
-        key, last = _key(_method(method)(model.config, **options), model), chain_of(ids)[-1]
-        same = (one for one in self.entries() if one.key == key and one.tokens == len(ids))
-        return next((entry for entry in same if entry.chain[-1] == last), None)
+        key = _key(_method(method)(model.config, **options), model)
+        return self._whole_entry(name_of(key, len(ids), chain_of(ids)))
 
     def load(self, name: str, model: PreTrainedModel, **changes: Any) -> RetrievalCache:
         """The cache of the entry with that name or title.
@@ -197,54 +232,40 @@ class Shelf:
         cache = _without_newest(cache, cache.get_seq_length() - len(ids))
         cache.meet(model, "the cache")
         key, chain = _key(cache, model), chain_of(ids)
-        name = hashlib.sha256(f"{key} {len(ids)} {chain[-1]}".encode()).hexdigest()[:24]
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not is_own(self.folder):
-            raise ValueError(f"others may write into {self.folder}: take their right away (chmod)")
-        whole = (entry for entry in self.entries() if entry.name not in self._damaged)
-        there = next((entry for entry in whole if entry.name == name), None)
+        name = name_of(key, len(ids), chain)
+        self.check_writable()
+        there = self._whole_entry(name)
         # Another process may remove it at this moment.
         with suppress(FileNotFoundError):
             if there is not None and title in ("", there.title):
                 os.utime(self.folder / name / DESCRIPTION)
                 return there
+        most, memory = self.max_bytes, cache.memory()
+        entry = ShelfEntry(
+            *(name, cache.name, len(ids), memory.device + memory.host, time.time(), key, chain),
+            *(can_crop(cache), title, _place_of(model), str(model.dtype).removeprefix("torch.")),
+        )
         with self._unfinished() as path:
+            # Where others filled the disk, old entries leave before the new one is written.
+            if shutil.disk_usage(path).free < entry.nbytes <= most:
+                with self._locked(exclusive=True):
+                    self._make_room(entry, ids, most)
             cache.save_pretrained(path, model=model)
-            content = {
-                "version": VERSION,
-                "method": cache.name,
-                "tokens": len(ids),
-                "key": key,
-                "chain": list(chain),
-                "can_crop": can_crop(cache),
-                "title": title,
-                "model": _place_of(model),
-                "dtype": str(model.dtype).removeprefix("torch."),
-            }
-            replace_file(path / DESCRIPTION, json.dumps(content).encode())
+            replace_file(path / DESCRIPTION, description_of(entry, path))
             for file in path.iterdir():
                 file.chmod(0o600)
-            nbytes = folder_nbytes(path)
-            if nbytes > self.max_bytes:
+            entry = dataclasses.replace(entry, nbytes=folder_nbytes(path))
+            if entry.nbytes > most:
                 raise ValueError(
-                    f"the cache takes {nbytes / 1e9:.2f} GB, and the shelf holds at most "
-                    f"{self.max_bytes / 1e9:.2f} GB: make it with a larger max_size"
+                    f"the cache takes {entry.nbytes / 1e9:.2f} GB, and the shelf holds at most "
+                    f"{most / 1e9:.2f} GB: give a larger max_size, or free space on its disk"
                 )
             with self._locked(exclusive=True):
-                target = self.folder / name
-                # Another process may have put the same meanwhile, or left what can't be read.
-                if title or name in self._damaged or read_entry(target) is None:
-                    self._take_away(target)
-                    path.rename(target)
-                    self._damaged.discard(name)
-                entry = read_entry(target)
-                if entry is None:
-                    self._take_away(target)
-                    raise ValueError(
-                        f"files in {self.folder} can't be their owner's alone: give a folder on a "
-                        "file system with permissions"
-                    )
-                self._make_room(entry, ids)
+                # What can't be read may be there, or another process has put the same.
+                self._take_away(self.folder / name)
+                path.rename(self.folder / name)
+                self._damaged.discard(name)
+                self._make_room(entry, ids, most)
         return entry
 
     def entries(self) -> list[ShelfEntry]:
@@ -269,7 +290,7 @@ class Shelf:
 
     def remove(self, name: str) -> None:
         """Remove the entry with that name or title, whole or damaged. ValueError for none."""
-        is_folder = _NAME.fullmatch(name) and (self.folder / name).is_dir()
+        is_folder = NAME.fullmatch(name) and (self.folder / name).is_dir()
         name = name if is_folder else self.entry(name).name
         with self._locked(exclusive=True):
             self._take_away(self.folder / name)
@@ -280,10 +301,27 @@ class Shelf:
             path = path.rename(self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}")
         shutil.rmtree(path, ignore_errors=True)
 
-    def _make_room(self, new: ShelfEntry, ids: torch.Tensor) -> None:
+    def _whole_entry(self, name: str) -> ShelfEntry | None:
+        """The entry of that name, all of whose files are as they were put; None for none.
+
+        A warning tells of damage.
+        """
+        with self._locked(exclusive=False):
+            entry = next((one for one in self.entries() if one.name == name), None)
+            if entry is None or name in self._damaged:
+                return None
+            try:
+                verify_cache(self.folder / name)
+            except (OSError, ValueError) as error:
+                _log.warning("%s is damaged, and is left out: %s", self.folder / name, error)
+                self._damaged.add(name)
+                return None
+        return entry
+
+    def _make_room(self, new: ShelfEntry, ids: torch.Tensor, most: int) -> None:
         """Remove what ``new`` makes superfluous, then what can't be read, then the least used.
 
-        ``ids [T]``: its tokens.
+        ``ids [T]``: its tokens; ``most``: bytes of all.
         """
         size, is_full = new.nbytes, False
         for entry in self.entries():
@@ -292,7 +330,7 @@ class Shelf:
             begins_new = entry.tokens < len(ids) and entry.common(ids, new.chain) == entry.tokens
             is_part = begins_new and new.can_crop and entry.key == new.key and not entry.title
             # Once an entry doesn't fit, it leaves, and so do all that were used before it.
-            is_full = is_full or (not is_part and size + entry.nbytes > self.max_bytes)
+            is_full = is_full or (not is_part and size + entry.nbytes > most)
             if is_part or is_full:
                 self._take_away(self.folder / entry.name)
             else:
@@ -300,9 +338,9 @@ class Shelf:
         for path in self.folder.iterdir():
             # Damaged entries are counted last, so they leave before whole ones.
             with suppress(OSError):
-                if _NAME.fullmatch(path.name) and not read_entry(path) and is_own(path):
+                if NAME.fullmatch(path.name) and not read_entry(path) and is_own(path):
                     size += folder_nbytes(path)
-                    if is_full or size > self.max_bytes:
+                    if is_full or size > most:
                         self._take_away(path)
 
     @contextmanager
@@ -461,11 +499,11 @@ def _without_newest(cache: RetrievalCache, surplus: int) -> RetrievalCache:
     return twin
 
 
-def can_crop(cache: RetrievalCache, later: bool = False) -> bool:
-    """Whether a part of a cache's tokens can be taken; ``later``: however many more come."""
+def can_crop(cache: RetrievalCache, length: int | None = None) -> bool:
+    """Whether a part of a cache's tokens can be taken, once it holds ``length``; None: now."""
     others = foreign_layers_of(cache.layers).values()
     slides = any(
-        layer.is_sliding and (later or layer.get_seq_length() >= layer.sliding_window)
+        layer.is_sliding and (length or layer.get_seq_length()) >= layer.sliding_window
         for layer in others
         if isinstance(layer, DynamicSlidingWindowLayer)
     )

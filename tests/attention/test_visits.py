@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaForCausalLM,
+    LogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
 
 import hf_kvret
 from hf_kvret import Shelf
 from hf_kvret.models.versions import cache_of
+from hf_kvret.shelf import shelf as shelf_checks
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 
@@ -45,6 +54,13 @@ def _ask(
     return result.sequences, stats
 
 
+def _read(model: Any) -> hf_kvret.RetrievalCache:
+    """A cache that has read the document."""
+    cache = hf_kvret.ParisKVCache(model.config, **COVERING_OPTIONS)
+    model.generate(DOCUMENT, past_key_values=cache, **RUN)
+    return cache
+
+
 def test_a_document_is_read_once(llama: PreTrainedModel, tmp_path: Path) -> None:
     for question, expected in ((1, 0), (2, 192), (3, 192)):
         _, stats = _ask(llama, _asked(question), tmp_path / "shelf")
@@ -69,16 +85,85 @@ def test_a_talk_goes_on_with_another_object(llama: PreTrainedModel, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "method"), [("gemma3", "paris"), ("qwen3_next", "flat"), ("llama", "h2o")]
 )
-def test_what_can_not_go_back_is_put_behind_its_prompt(
+def test_what_can_not_go_back_is_put_without_its_last_tokens(
     name: str, method: str, tmp_path: Path
 ) -> None:
     model: Any = MODELS[name].build()
-    _, stats = _ask(model, _asked(1), tmp_path, method)
-    assert stats["shelf_note"].startswith("put as ")
-    _, stats = _ask(model, torch.cat([_asked(1), prompt(1, 9)], dim=1), tmp_path, method)
-    assert stats["from_shelf"] == 220
-    _, stats = _ask(model, _asked(2), tmp_path, method)
-    assert stats["from_shelf"] == 0
+    more = torch.cat([_asked(1), prompt(1, 9)], dim=1)
+    # As many as a pass needs to attend to everything (max_draft=6) are read again.
+    for ids, found in ((_asked(1), 0), (_asked(1), 213), (more, 213), (_asked(2), 0)):
+        _, stats = _ask(model, ids, tmp_path, method)
+        assert stats["from_shelf"] == found
+        assert stats["shelf_note"].startswith("not put" if found else "put as ")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "length", "chunk"),
+    [
+        ("llama", "flat", 65, None),
+        ("llama", "h2o", 65, None),
+        ("gemma3", "paris", 77, None),
+        ("gemma3", "flat", 128, 16),
+        ("qwen3_next", "flat", 71, 16),
+        ("lfm2", "lrqk", 128, None),
+    ],
+)
+def test_the_same_prompt_is_found_whatever_its_length(
+    name: str, method: str, length: int, chunk: int | None, tmp_path: Path
+) -> None:
+    model: Any = MODELS[name].build()
+    ids, options = prompt(1, length), {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 1}
+    expected = model.generate(ids, **RUN).sequences
+    for turn in range(3):
+        call = {"cache_implementation": method, "cache_config": options, **RUN}
+        result = model.generate(ids, **call, prefill_chunk_size=chunk)
+        assert torch.equal(result.sequences, expected)
+        assert (cache_of(result).from_shelf >= 64) == (turn > 0)
+    assert len(Shelf(tmp_path).entries()) == 1
+
+
+class _Stops(BaseStreamer, LogitsProcessor, StoppingCriteria):
+    """Breaks an answer off at its first token, or at a later one."""
+
+    def __init__(self, error: BaseException, tokens: int) -> None:
+        self.error, self.left = error, tokens
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
+        self.put(ids)
+        return torch.zeros(len(ids), dtype=torch.bool) if scores is None else scores
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            raise self.error
+
+    def end(self) -> None:
+        """Nothing waits for it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "how", "error", "tokens"),
+    [
+        # The first that a streamer gets is the prompt.
+        ("llama", "paris", "streamer", KeyboardInterrupt(), 2),
+        ("llama", "h2o", "streamer", BrokenPipeError(), 5),
+        ("gemma3", "paris", "logits_processor", ValueError(), 1),
+        ("qwen3_next", "flat", "stopping_criteria", RuntimeError(), 3),
+    ],
+)
+def test_a_prompt_is_kept_where_its_answer_breaks_off(
+    name: str, method: str, how: str, error: BaseException, tokens: int, tmp_path: Path
+) -> None:
+    model: Any = MODELS[name].build()
+    options = {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 100}
+    call = {"cache_implementation": method, "cache_config": options, "do_sample": False}
+    stops: Any = _Stops(error, tokens)
+    with pytest.raises(type(error)):
+        # The prompt goes onto the shelf before an answer that may take hours.
+        given = {how: stops if how == "streamer" else StoppingCriteriaList([stops])}
+        model.generate(_asked(1), **call, **given, max_new_tokens=10**6)
+    result = model.generate(_asked(1), **call, max_new_tokens=1, return_dict_in_generate=True)
+    assert cache_of(result).from_shelf >= 213
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
@@ -91,17 +176,17 @@ def test_several_answers_begin_with_one_prompt(
 ) -> None:
     model: Any = MODELS[name].build()
     options = {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 100}
-    # The prompt as a whole is on the shelf then, with one token behind it.
-    for ids, expected in ((_asked(1), 0), (torch.cat([_asked(1), prompt(1, 9)], dim=1), 220)):
+    put = 220 if name == "llama" else 213
+    for ids, expected in ((_asked(1), 0), (torch.cat([_asked(1), prompt(1, 9)], dim=1), put)):
         run = {"inputs": ids, **RUN, **more}
         torch.manual_seed(0)
         wanted = model.generate(**run).sequences
         torch.manual_seed(0)
         result = model.generate(**run, cache_implementation="flat", cache_config=options)
         assert torch.equal(result.sequences, wanted)
-        assert cache_of(result).stats()["from_shelf"] in (expected, expected and 192)
+        assert cache_of(result).stats()["from_shelf"] == expected
     [entry] = Shelf(tmp_path).entries()
-    assert entry.tokens == 220
+    assert entry.tokens == put
 
 
 PADDED, MASK = ragged((70, 90))
@@ -113,6 +198,7 @@ ELSEWHERE = {
         {"input_ids": prompt(1, 80), "position_ids": torch.arange(5, 85)[None]},
         "position_ids",
     ),
+    "hidden states": ({"input_ids": DOCUMENT, "output_hidden_states": True}, "hidden_states asks"),
     "zeros": ({"input_ids": prompt(1, 80), "position_ids": torch.zeros(1, 80).long()}, "position"),
 }
 
@@ -123,11 +209,28 @@ def test_a_prompt_that_it_can_not_hold_is_answered_without_it(
 ) -> None:
     inputs, why = ELSEWHERE[case]
     options = {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 64}
+    Shelf(tmp_path).put(_read(llama), DOCUMENT, llama)
     run = {**inputs, **RUN}
     result = llama.generate(**run, cache_implementation="paris", cache_config=options)
     assert torch.equal(result.sequences, llama.generate(**run).sequences)
     assert why in cache_of(result).stats()["shelf_note"]
-    assert not Shelf(tmp_path).entries()
+    assert cache_of(result).from_shelf == 0 and len(Shelf(tmp_path).entries()) == 1
+
+
+def test_hidden_states_are_those_of_the_whole_prompt(llama: Any, tmp_path: Path) -> None:
+    Shelf(tmp_path).put(_read(llama), DOCUMENT, llama)
+    llama.generation_config.update(output_hidden_states=True, return_dict_in_generate=True)
+    call = {"cache_implementation": "paris", "max_new_tokens": 2, "do_sample": False}
+    call["cache_config"] = {**COVERING_OPTIONS, "shelf": tmp_path}
+    result = llama.generate(DOCUMENT, **call)
+    assert result.hidden_states[0][0].shape[1] == DOCUMENT.shape[1]
+    # Nobody gets them here, so the shelf is used.
+    lengths: list[int] = []
+    llama.register_forward_pre_hook(
+        lambda _, args, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    llama.generate(DOCUMENT, **call, return_dict_in_generate=False)
+    assert lengths == [1, 1]
 
 
 def test_embeddings_are_answered_without_it(llama: Any, tmp_path: Path) -> None:
@@ -164,13 +267,55 @@ def test_rotations_that_depend_on_the_length_are_answered_without_it(
         assert "reads a prompt as a whole" in stats["shelf_note"]
 
 
+def _others_write(place: Path) -> Path:
+    place.mkdir()
+    place.chmod(0o775)
+    return place
+
+
+def _is_below_a_file(place: Path) -> Path:
+    place.write_text("")
+    return place / "shelf"
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (_others_write, "others may write there"),
+        (_is_below_a_file, "nothing can be written there"),
+        (errno.EACCES, "nothing can be written there"),
+        (errno.EROFS, "nothing can be written there"),
+    ],
+)
+def test_a_place_where_nothing_can_be_put_is_refused_before_the_first_pass(
+    made: Any, message: str, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    if isinstance(made, int):
+        monkeypatch.setattr(shelf_checks, "TemporaryFile", _fails_with(made))
+    else:
+        place = made(place)
+    passes: list[int] = []
+    llama.register_forward_pre_hook(lambda *_: passes.append(1))
+    options = {**COVERING_OPTIONS, "shelf": place, "shelf_step": 100}
+    with pytest.raises(ValueError, match=message):
+        llama.generate(_asked(1), cache_implementation="paris", cache_config=options, **RUN)
+    assert not passes
+    # Who only reads from a shelf needs no right to write.
+    assert "not put" in _ask(llama, prompt(1, 20), place)[1]["shelf_note"]
+
+
+def _fails_with(number: int) -> Any:
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return failing
+
+
 def test_a_shelf_that_can_not_be_read_costs_no_answer(
     llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Shelf, "find", broken)
+    monkeypatch.setattr(Shelf, "find", _fails_with(errno.EIO))
     _, stats = _ask(llama, _asked(1), tmp_path)
     assert stats["from_shelf"] == 0 and "Input/output" in stats["shelf_note"]
 
@@ -184,13 +329,17 @@ def test_a_window_that_the_answer_fills_is_put_before_it(tmp_path: Path) -> None
     assert stats["shelf_note"].startswith("put as ")
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"), [(hf_kvret.ParisKVCache, "save_pretrained"), (shelf_checks, "TemporaryFile")]
+)
 def test_a_full_disk_costs_no_answer(
-    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any,
+    name: str,
+    llama: PreTrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(hf_kvret.ParisKVCache, "save_pretrained", full)
+    monkeypatch.setattr(owner, name, _fails_with(errno.ENOSPC))
     _, stats = _ask(llama, _asked(1), tmp_path)
     assert "not put: " in stats["shelf_note"] and "No space left" in stats["shelf_note"]
     assert not Shelf(tmp_path).entries()
