@@ -212,7 +212,6 @@ def _around_generate(
                 tell_of_error(model)
             raise
         finally:
-            call.keep_prompt()
             cache, call.cache = call.cache, None
             # A call in another thread may still use the attention that this one switched.
             with _attention_lock:

@@ -4,7 +4,7 @@ each turn, as a client without a session does; a document is asked one question 
 variants get the same prompt in turns, and each round begins with an empty shelf.
 
 The time is taken by a streamer when generate hands out the first token. Loading from the shelf is
-in it; what is put on the shelf behind the answer is in the time of the call. What is loaded comes
+in it; what is put on the shelf behind it is in the time of the call. What is loaded comes
 from the system's page cache, as far as that holds it. A short prompt before the first round warms
 all up, and has the model's weights hashed, once a process.
 

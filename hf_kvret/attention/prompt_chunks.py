@@ -170,7 +170,7 @@ def chunk_prompt(
         generation_config.prefill_chunk_size = size
         setattr(generation_config, _MARK, size)
     chunk = size or caller_chunk or length
-    if cuts_end and not _obstacle(cache, generation_config, model_kwargs, length):
+    if cuts_end and length and not _obstacle(cache, generation_config, model_kwargs, length):
         generation_config.prefill_chunk_size = _with_end(length, chunk, cache)
     new_tokens = expected_new_tokens(generation_config, cache.get_seq_length() + length)
     cache.expect(length, chunk, new_tokens)

@@ -111,6 +111,7 @@ def request(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[Reque
             for owner, outer in _running:
                 if owner == entry[0] and outer.model is model:
                     outer.is_delegated |= entry[1].has_retrieved or entry[1].is_delegated
+        entry[1].keep_prompt()
 
 
 def current_request(model: PreTrainedModel) -> Request:
