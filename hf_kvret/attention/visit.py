@@ -46,7 +46,8 @@ def new_cache(
         mask: the attention mask, likewise, or None.
 
     Raises:
-        TypeError, ValueError: options that are unknown or make no sense.
+        TypeError, ValueError: options that are unknown or make no sense, or a shelf on which a
+            prompt can't be put, now or later.
     """
     options = dict(options)
     step, place = options.pop(STEP, None), options.pop(SHELF, None)
@@ -84,7 +85,7 @@ def new_cache(
         new = length - cache.from_shelf
         cache.shelf_note = f"not put: {new} new tokens, fewer than {step}"
         return cache
-    # A disk that is full now may have room when the prompt was read.
+    # A disk that is full now may have room once the prompt is read.
     with suppress(OSError):
         shelf.check_writable()
     call.cuts_end = not can_go_back

@@ -157,7 +157,7 @@ class Shelf:
                     )
                 except (OSError, ValueError) as error:
                     _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
-                    if isinstance(error, ValueError | FileNotFoundError):
+                    if isinstance(error, ValueError):
                         self._damaged.add(entry.name)
                     continue
                 if common < entry.tokens:
