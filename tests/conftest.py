@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import importlib.util
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +21,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Without its cache pytest rewrites the assertions of every test file anew, some 10 s a process.
 sys.dont_write_bytecode = False
-# Launch numbers that somebody tuned on this machine are not those under test.
-os.environ["HF_KVRET_TUNING"] = tempfile.mkdtemp(prefix="hf_kvret_tuning_")
-atexit.register(shutil.rmtree, os.environ["HF_KVRET_TUNING"], ignore_errors=True)
 # A job in the background ignores Ctrl-C and so would the programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,5 +3,5 @@
 Each operation has a public wrapper (checks its arguments once, chooses a backend), a readable
 torch version, which is also what runs on a CPU, and a Triton kernel for CUDA devices.
 ``host_attention`` has C++ instead, for rows that stay in host memory; ``gather_attention`` and
-``gather_scores`` use it for CPU tensors. ``tuning`` keeps launch numbers that were measured.
+``gather_scores`` use it for CPU tensors.
 """

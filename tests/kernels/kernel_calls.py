@@ -20,12 +20,9 @@ def calls(operation: str) -> Iterator[partial]:
     rows = PagedRows([torch.zeros(8, 2, 64, 256, dtype=half)], torch.zeros(1, 8).int(), 128)
     ids = torch.zeros(1, 2, 1, 256, dtype=torch.int32)
     if operation == "gather_attention":
-        for softcap, variant in ((None, "direct"), (50.0, "direct"), (None, "gather")):
+        for softcap in (None, 50.0):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
-            yield partial(gather.gather_partials, query, rows, ids, 0.1, softcap, None, variant)
-        # With many stages the loads of rows are made a tile ahead, behind three others.
-        deep = gather.GatherChoice("direct", 32, 32, 4, 6, 4, 64)
-        yield partial(gather.gather_partials, query, rows, ids, 0.1, None, choice=deep)
+            yield partial(gather.gather_partials, query, rows, ids, 0.1, softcap)
     elif operation == "gather_scores":
         for softcap in (None, 50.0):
             query = torch.zeros(1, 8, 1, 128, dtype=half)

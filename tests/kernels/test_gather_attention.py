@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def where(request: pytest.FixtureRequest) -> Place:
 def results(
     where: Place, query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, **options: Any
 ) -> Iterator[Results]:
-    """``(out, lse, scores)``: of all instruction sets of the library, of both variants of Triton.
+    """``(out, lse, scores)``: of all instruction sets of the library.
 
     Scores are of rows whose values are NaN, since they read keys alone.
     """
@@ -64,11 +63,6 @@ def results(
     scores = gather_scores(query, blind, ids, backend=where[0], **options)
     out, lse = gather_attention(query, rows, ids, backend=where[0], **options)
     yield out, lse, scores
-    if where[0] == "triton":
-        # The same sums in the same order: bit for bit, but for what a compiler fuses on a GPU.
-        copied = gather_attention(query, rows, ids, backend="triton", variant="gather", **options)
-        error = 1e-6 if query.is_cuda else 0.0
-        torch.testing.assert_close(copied, (out, lse), rtol=0, atol=error, equal_nan=True)
 
 
 def check(
@@ -305,36 +299,6 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
         torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 
-@pytest.mark.factor("variant", ["direct", "gather"])
-@pytest.mark.factor("field", ["copy_rows", "block_k", "warps", "stages", "waves", "most_splits"])
-def test_no_choice_changes_the_result(place: Place, field: str, variant: str) -> None:
-    if place[0] != "triton":
-        pytest.skip("only launches of Triton are chosen")
-    from hf_kvret_kernels.gather_attention import triton
-
-    rows = paged(place[1], TWO_ROWS)
-    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 29)
-    want = gather_attention(query, rows, ids, scale=0.3, backend="naive")
-    first = replace(triton.rule(triton.size_of(query, rows, ids)), variant=variant)
-    for value in triton.CHOICES.space[field]:
-        choice = replace(first, **{field: value})
-        result = triton.gather_partials(query, rows, ids, 0.3, None, choice=choice)("triton")
-        torch.testing.assert_close(result, want, rtol=0, atol=FP32_ERROR)
-
-
-def test_the_copy_has_every_row_in_its_place(place: Place) -> None:
-    if place[0] != "triton":
-        pytest.skip("only Triton copies rows")
-    from hf_kvret_kernels.gather_attention.triton import CHOICES, copy_rows
-
-    rows = paged(place[1], TWO_ROWS, (2, 3, 4), dims=(12, 20), dtype=torch.bfloat16)
-    ids = random_ids(rows, 4, 2, 19)
-    keys, values = rows.gather(ids, backend="naive")
-    for block in CHOICES.space["copy_rows"]:
-        copied = copy_rows(rows, ids, int(block), 4)
-        assert torch.equal(copied, torch.cat([keys, values], dim=-1))
-
-
 @pytest.mark.factor("heads", [2, 6])
 @pytest.mark.factor("chunks", [(9,), (2, 3, 4)], ids=str)
 @pytest.mark.factor("dtype", [torch.bfloat16, torch.uint8])
@@ -521,12 +485,3 @@ def test_mistakes_are_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         operation(query, PagedRows([CHUNK], TABLE, 16), ids, **{"scale": 1.0, **options})
-
-
-def test_unknown_variants_and_those_of_other_backends_are_refused() -> None:
-    rows = PagedRows([CHUNK], TABLE, 16)
-    query, ids = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 1, 3).int()
-    with pytest.raises(ValueError, match="variant='copy': choose one of auto, direct, gather"):
-        gather_attention(query, rows, ids, scale=1.0, variant="copy")
-    with pytest.raises(ValueError, match=r"variant='gather' with backend 'naive'.*'auto'"):
-        gather_attention(query, rows, ids, scale=1.0, backend="naive", variant="gather")

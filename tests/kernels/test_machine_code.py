@@ -36,7 +36,7 @@ OTHERS = {
     "mean_tokens.logits",
     "block_lse.block_lse",
     *("higgs.higgs", "higgs.minmax", "higgs.decode"),
-    *("paged_triton.gather", "paged_triton.copy", "gather_attention.copy"),
+    *("paged_triton.gather", "paged_triton.copy"),
 }
 
 

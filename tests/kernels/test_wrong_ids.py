@@ -77,13 +77,11 @@ def check(place: Place, work: Work, heads: int = 2) -> None:
 
 
 @pytest.mark.factor("heads", [2, 4])
-@pytest.mark.factor("variant", ["direct", "gather"])
-def test_attention(place: Place, heads: int, variant: str) -> None:
+def test_attention(place: Place, heads: int) -> None:
     rows, query = paged(place), torch.randn(2, 4, 1, 16).to(place[1])
-    chosen = "auto" if place[0] == "naive" else variant
 
     def work(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gather_attention(query, rows, ids, scale=0.3, backend=place[0], variant=chosen)
+        return gather_attention(query, rows, ids, scale=0.3, backend=place[0])
 
     check(place, work, heads)
 

@@ -32,7 +32,6 @@ SCRIPTS = {
     "eval prompts": "studies/prompts.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
-    "bench launch": "benchmarks/bench_launch.py",
     "bench machine-code": "benchmarks/bench_machine_code.py",
     "bench llama-cpp": "benchmarks/bench_llama_cpp.py",
     "bench save": "benchmarks/bench_save.py",

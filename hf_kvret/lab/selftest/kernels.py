@@ -119,18 +119,17 @@ def _instructions(path: str | None) -> Iterator[None]:
 
 def host_row_checks(device: torch.device) -> Iterator[Check]:
     """Attention to rows in pinned host memory, which the GPU reads by their addresses."""
-    for variant in ("direct", "gather"):
-        for length in (_SIZES["length"], _LONG):
-            yield Check(
-                "memory",
-                f"rows on the host, {variant}, {length:,} tokens",
-                partial(_attend_host_rows, device, variant, length),
-                "store='device', or 'cpu'",
-            )
+    for length in (_SIZES["length"], _LONG):
+        yield Check(
+            "memory",
+            f"rows on the host, {length:,} tokens",
+            partial(_attend_host_rows, device, length),
+            "store='device', or 'cpu'",
+        )
 
 
 @torch.inference_mode()
-def _attend_host_rows(device: torch.device, variant: str, length: int) -> str:
+def _attend_host_rows(device: torch.device, length: int) -> str:
     if device.type != "cuda":
         raise Skip("a GPU reads rows over the bus, and none is tested")
     shape = KernelShape(dtype=torch.bfloat16, **_SIZES | {"length": length})
@@ -141,7 +140,7 @@ def _attend_host_rows(device: torch.device, variant: str, length: int) -> str:
         chunk = pinned(tuple(part.shape), part.dtype, torch.cuda.current_stream(device))
         chunks.append(chunk.copy_(part))
     rows = PagedRows(chunks, same.table, same.key_dim)
-    own = gather_attention(query, rows, ids, scale=shape.scale, variant=variant)
+    own = gather_attention(query, rows, ids, scale=shape.scale)
     error = distance(own, gather_attention(query, same, ids, scale=shape.scale, backend="naive"))
     if not error <= ATTENTION_ERRORS[shape.dtype]:
         raise AssertionError(f"error {error:.2g}, at most {ATTENTION_ERRORS[shape.dtype]:.2g}")

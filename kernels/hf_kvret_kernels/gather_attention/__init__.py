@@ -20,7 +20,6 @@ from hf_kvret_kernels.paged import PagedRows
 
 __all__ = [
     "BACKENDS",
-    "VARIANTS",
     "check_chosen_rows",
     "choose_row_backend",
     "gather_attention",
@@ -28,7 +27,6 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "naive", "triton", "cpp")
-VARIANTS = ("direct", "gather")
 
 
 def gather_attention(
@@ -39,7 +37,6 @@ def gather_attention(
     scale: float,
     softcap: float | None = None,
     backend: str = "auto",
-    variant: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query over exactly the rows that its ids name.
 
@@ -55,12 +52,6 @@ def gather_attention(
         backend: ``"naive"``, torch, the reference; ``"triton"``; ``"cpp"``, the compiled library of
             ``host_attention``, for CPU tensors; ``"auto"``, Triton for CUDA tensors, for CPU
             tensors the library where there is one, else torch.
-        variant: how Triton reads the rows. ``"direct"``: where they lie, device or pinned host
-            memory, while it attends. ``"gather"``: a kernel copies them to a buffer on the device,
-            ``[B, H, Q, K, Dk + Dv]``, another attends to that; the sums are the same, in the same
-            order. ``"auto"``: what ``examples/benchmarks/bench_launch.py`` found for this size,
-            else ``"direct"``. With H = Hq either reads a row once for each query head that names
-            it.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's device.
@@ -68,17 +59,14 @@ def gather_attention(
         rounds softmax weights to the rows' dtype before they meet the values.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, an unknown backend or variant, a
-            variant for another backend than Triton, gradients.
+        ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
         WrongIdError: a ValueError, on a CPU: an id of no token.
         ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
         MemoryError: no room for the library's work space.
 
     Triton, which may not look at the data, takes other ids for -1.
     """
-    partials = gather_partials(
-        query, rows, ids, scale=scale, softcap=softcap, backend=backend, variant=variant
-    )
+    partials = gather_partials(query, rows, ids, scale=scale, softcap=softcap, backend=backend)
     # Only Triton gives several.
     return partials("triton")
 
@@ -91,7 +79,6 @@ def gather_partials(
     scale: float,
     softcap: float | None = None,
     backend: str = "auto",
-    variant: str = "auto",
 ) -> Partials:
     """``gather_attention``, its chunks left unmerged: a launch less where others follow.
 
@@ -99,13 +86,6 @@ def gather_partials(
     """
     check_chosen_rows(query, rows, ids, softcap)
     backend_name = choose_row_backend(backend, query)
-    if variant not in ("auto", *VARIANTS):
-        raise ValueError(f"variant={variant!r}: choose one of auto, {', '.join(VARIANTS)}")
-    if variant != "auto" and backend_name != "triton":
-        raise ValueError(
-            f"variant={variant!r} with backend {backend_name!r}: only Triton has variants, leave "
-            "it at 'auto'"
-        )
     if backend_name == "naive":
         return Partials.whole(*naive.gather_attention(query, rows, ids, scale, softcap))
     if backend_name == "cpp":
@@ -113,7 +93,7 @@ def gather_partials(
     from hf_kvret_kernels.gather_attention import triton
 
     with launching_on(query):
-        return triton.gather_partials(query, rows, ids, scale, softcap, variant=variant)
+        return triton.gather_partials(query, rows, ids, scale, softcap)
 
 
 def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "triton", "cpp"]:

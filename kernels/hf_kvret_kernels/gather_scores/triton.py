@@ -7,15 +7,10 @@ key with all query heads that share the selection. The values of the rows are no
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels import tuning
 from hf_kvret_kernels._triton_shared import (
     CHANGING_STRIDES,
     TL_DTYPES,
@@ -30,7 +25,10 @@ from hf_kvret_kernels._triton_shared import (
     tile_heads,
 )
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.tuning import Tunable, dtype_name, power_of_two
+
+# Bytes of keys that a program asks for at once, and the most keys: several 16-byte loads a thread.
+_TILE_BYTES = 16 << 10
+_MOST_KEYS = 64
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "count", "tokens", "blocks", *CHANGING_STRIDES])
@@ -121,12 +119,8 @@ def gather_scores(
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
-    choice: ScoresChoice | None = None,
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.gather_scores.gather_scores``.
-
-    ``choice`` is how to launch, None for what was measured or the rule.
-    """
+    """See ``hf_kvret_kernels.gather_scores.gather_scores``."""
     batch, query_heads, queries, _ = query.shape
     heads, count = ids.shape[1], ids.shape[3]
     scores = torch.empty(
@@ -138,10 +132,9 @@ def gather_scores(
     tile = tile_heads(group, rows.key_dim)
     tiles = triton.cdiv(group, tile)
     keys = Columns.of(rows.key_dim)
-    if choice is None:
-        size = size_of(query, rows, ids)
-        choice = tuning.choice(CHOICES, size, rule(size), query.device)
-    blocks = triton.cdiv(count, choice.block_k)
+    columns = max(16, triton.next_power_of_2(rows.key_dim))
+    block_k = max(16, min(_MOST_KEYS, _TILE_BYTES // (columns * query.element_size())))
+    blocks = triton.cdiv(count, block_k)
     _gather_scores_kernel[(batch * heads * tiles * queries * blocks,)](
         query,
         ids,
@@ -164,7 +157,7 @@ def gather_scores(
         WIDTH=rows.width,
         BLOCK_G=tile,
         TILES=tiles,
-        BLOCK_K=choice.block_k,
+        BLOCK_K=block_k,
         MAIN=keys.main,
         BLOCK_DK=keys.block,
         REST=keys.rest,
@@ -172,75 +165,7 @@ def gather_scores(
         SOFTCAP=softcap is not None,
         DTYPE=TL_DTYPES[rows.dtype],
         DOT_DTYPE=dot_dtype(rows.dtype),
-        num_warps=choice.warps,
+        num_warps=4,
         enable_fp_fusion=True,
     )
     return scores
-
-
-# Bytes of keys that a program asks for at once, and the most keys: several 16-byte loads a thread.
-_TILE_BYTES = 16 << 10
-_MOST_KEYS = 64
-
-
-class ScoresSize(NamedTuple):
-    """Calls that share a choice.
-
-    Attributes:
-        dtype: of rows and query, as ``"bfloat16"``.
-        key_dim: Dk.
-        group: query heads that share a selection.
-        selections: B * H * Q, rounded up to a power of two.
-        chosen: K, rounded up to a power of two.
-        rows: ``"device"``, or ``"host"`` where some lie there.
-    """
-
-    dtype: str
-    key_dim: int
-    group: int
-    selections: int
-    chosen: int
-    rows: str
-
-
-@dataclass(frozen=True)
-class ScoresChoice:
-    """How ``gather_scores`` is launched.
-
-    Attributes:
-        block_k: keys of a program.
-        warps: of a program.
-    """
-
-    block_k: int
-    warps: int
-
-
-CHOICES = Tunable(
-    name="gather_scores",
-    version=1,
-    size=ScoresSize,
-    kind=ScoresChoice,
-    space={"block_k": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8)},
-)
-
-
-def size_of(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor) -> ScoresSize:
-    """The size class of a call."""
-    batch, heads, queries, count = ids.shape
-    return ScoresSize(
-        dtype_name(query.dtype),
-        rows.key_dim,
-        query.shape[1] // heads,
-        power_of_two(batch * heads * queries),
-        power_of_two(count),
-        "device" if all(chunk.device == query.device for chunk in rows.chunks) else "host",
-    )
-
-
-@cache
-def rule(size: ScoresSize) -> ScoresChoice:
-    """What is taken where nothing was measured; not measured itself."""
-    itemsize = 4 if size.dtype == "float32" else 2
-    columns = max(16, power_of_two(size.key_dim))
-    return ScoresChoice(max(16, min(_MOST_KEYS, _TILE_BYTES // (columns * itemsize))), warps=4)

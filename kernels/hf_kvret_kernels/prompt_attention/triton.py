@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels import tuning
 from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     TL_DTYPES,
@@ -35,7 +34,6 @@ from hf_kvret_kernels._triton_shared import (
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.merge.triton import merge_partials
 from hf_kvret_kernels.prompt_attention import FEW_ROWS
-from hf_kvret_kernels.tuning import Tunable, dtype_name, power_of_two
 
 
 @triton.jit(do_not_specialize=["queries", "tokens", "causal_offset", "split_len"])
@@ -96,7 +94,7 @@ def _attend_kernel(
 
 
 def rule_for(query: torch.Tensor, value: torch.Tensor) -> PromptChoice:
-    """How a call with these is launched where nothing was measured."""
+    """How a call with these is launched."""
     _, shared_bytes = device_limits(query.device)
     return rule(*_tile_sizes(query, value), shared_bytes)
 
@@ -143,9 +141,6 @@ def tile_plan(
     rows, columns, itemsize = _tile_sizes(query, value)
     if choice is None:
         choice = rule_for(query, value)
-        if rows <= FEW_ROWS:
-            size = size_of(query, value, masked, tokens)
-            choice = tuning.choice(CHOICES, size, choice, query.device)
     block_m = tile_rows(rows, columns, itemsize)
     row_blocks = triton.cdiv(rows, block_m)
     splits, split_len = split_plan(
@@ -241,7 +236,7 @@ def prompt_attention(
     """See ``hf_kvret_kernels.prompt_attention.prompt_attention``.
 
     ``splits`` is the number of chunks the keys are cut into, None for as many as fill the device;
-    ``choice`` how to launch, None for what was measured or the rule.
+    ``choice`` how to launch, None for the rule.
     """
     given = query, key, value, scale, causal_offset, valid, softcap
     partials = prompt_partials(*given, out_dtype, splits, choice)
@@ -287,27 +282,6 @@ def prompt_partials(
     return Partials(outs, lses)
 
 
-class DecodeSize(NamedTuple):
-    """Calls with few query rows that share a choice.
-
-    Attributes:
-        dtype: of query, key and value, as ``"bfloat16"``.
-        key_dim, value_dim: Dk and Dv.
-        rows: Q * G, rounded up to a power of two.
-        heads: B * Hkv, rounded up to a power of two.
-        tokens: T, rounded up to a power of two.
-        masked: whether there is a mask of valid tokens.
-    """
-
-    dtype: str
-    key_dim: int
-    value_dim: int
-    rows: int
-    heads: int
-    tokens: int
-    masked: bool
-
-
 @dataclass(frozen=True)
 class PromptChoice:
     """How ``prompt_attention`` is launched; ``tile_rows`` gives the query rows of a tile.
@@ -328,39 +302,6 @@ class PromptChoice:
     least_split_len: int
 
 
-CHOICES = Tunable(
-    name="prompt_attention",
-    version=1,
-    size=DecodeSize,
-    kind=PromptChoice,
-    space={
-        "least_split_len": (32, 64, 128, 256),
-        "waves": (1, 2, 4),
-        "block_n": (16, 32, 64, 128),
-        "warps": (2, 4, 8),
-        "stages": (1, 2, 3, 4),
-        "most_splits": (16, 32, 64, 128),
-    },
-)
-
-
-def size_of(
-    query: torch.Tensor, value: torch.Tensor, masked: bool, tokens: int | None = None
-) -> DecodeSize:
-    """The size class of a call, with other ``tokens`` than those of ``value`` if given."""
-    batch, query_heads, queries, key_dim = query.shape
-    heads, held, value_dim = value.shape[1:]
-    return DecodeSize(
-        dtype_name(query.dtype),
-        key_dim,
-        value_dim,
-        power_of_two(queries * (query_heads // heads)),
-        power_of_two(batch * heads),
-        power_of_two(held if tokens is None else tokens),
-        masked,
-    )
-
-
 def tile_rows(rows: int, columns: int, itemsize: int) -> int:
     """Query rows of a tile, for ``rows`` of them and K plus V of ``columns`` columns."""
     widest, most = (128, 64) if itemsize == 4 else (256, 128)
@@ -369,12 +310,12 @@ def tile_rows(rows: int, columns: int, itemsize: int) -> int:
     if columns > 2 * widest:
         # Sums of values take the registers.
         most = 16
-    return min(most, max(16, power_of_two(rows)))
+    return min(most, max(16, triton.next_power_of_2(rows)))
 
 
 @cache
 def rule(rows: int, columns: int, itemsize: int, shared_bytes: int) -> PromptChoice:
-    """What is taken where nothing was measured; arguments as in ``tile_rows``.
+    """How a call is launched; not measured. Arguments as in ``tile_rows``.
 
     In 16 bits, 128 x 64 with 8 warps suits heads of 128 (a query tile of 32 KiB, 32 KiB a stage).
     fp32 has no tensor cores, registers are what it lacks. The number of stages is what fits into

@@ -80,7 +80,6 @@ def test_all_modules_are_there_where_the_package_is_absent(
     names = [one.name for one in pkgutil.walk_packages(loaded.__path__, prefix)]
     with package_absent():
         modules = [importlib.import_module(name) for name in names]
-        assert len(loaded.tuning.operations()) == 3
     files = {module.__file__ for module in modules}
     variant = folder / "build" / "torch-cpu"
     assert files == {str(path) for path in variant.rglob("*.py")} - {loaded.__file__}
