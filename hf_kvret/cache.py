@@ -32,7 +32,7 @@ from hf_kvret.models.compatibility import (
 )
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.ranks import Part, part_of, place_to_save
-from hf_kvret.observe.hints import log_hints
+from hf_kvret.observe.missing_kernels import log_missing_kernels
 from hf_kvret.observe.observers import subscribe
 from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
 from hf_kvret.options.config import RetrievalConfig, forked
@@ -107,7 +107,7 @@ class RetrievalCache(Cache):
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
         self._missed_mass = subscribe(self.retrieval_layers, options)
-        log_hints()
+        log_missing_kernels()
 
     @classmethod
     def _check_estimates(cls, options: Any, layer: int) -> None:
