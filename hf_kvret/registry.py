@@ -38,6 +38,7 @@ from hf_kvret.attention.prompt_chunks import chunk_prompt, forget_chunk
 from hf_kvret.attention.requests import Request, current_request, is_served, request
 from hf_kvret.attention.visit import new_cache
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.layer.hybrid import recording, stop_recording
 from hf_kvret.layer.layer import HANDLE
 from hf_kvret.methods.a2ats import A2ATSCache
 from hf_kvret.methods.aqua import AquaKVCache
@@ -213,6 +214,8 @@ def _around_generate(
             raise
         finally:
             cache, call.cache = call.cache, None
+            if cache is not None:
+                stop_recording(cache.layers, but=call.recording)
             # A call in another thread may still use the attention that this one switched.
             with _attention_lock:
                 if failed and call.switched and not is_served(model):
@@ -279,6 +282,7 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
     with _attention_lock:
         call.switched = text._attn_implementation not in OUR_NAMES
         call.cache, call.start_len = cache, cache.get_seq_length()
+        call.recording = recording(cache.layers)
         attach(model)
     chunk_prompt(model, cache, generation_config, model_kwargs, call.cuts_end)
     model_kwargs[CACHE_NAME] = cache

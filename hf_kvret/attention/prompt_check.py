@@ -31,6 +31,8 @@ _MARK = re.compile(
     "(image|img|video|audio|vision|media|speech|sound)"
     "(_context|_placeholder|_patch)?_token_(id|index)$"
 )
+# Types whose own count of positions forgets the cached tokens. `generate` always passes positions.
+_COUNT_FROM_ZERO = {"bamba"}
 
 
 def check_origin(
@@ -103,11 +105,15 @@ def _begin(
     if any([other in kwargs for other in CACHE_NAMES if other != name]):
         name_cache(kwargs, name)
     start, record = cache.get_seq_length(), cache.tokens
+    tokens = _tokens(args, kwargs)
+    has_positions = len(args) > 2 or kwargs.get("position_ids") is not None
+    if module.config.model_type in _COUNT_FROM_ZERO and tokens is not None and not has_positions:
+        end = start + tokens.shape[1]
+        kwargs["position_ids"] = torch.arange(start, end, device=tokens.device)[None]
     if not record.begin(module, start):
         return
     # Steps of one token with the same module are not compared: that would cost more than to record
     # them.
-    tokens = _tokens(args, kwargs)
     is_step = start > 0 and tokens is not None and tokens.shape[1] == 1
     if is_step and record.checked_owner() is module:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ class Request:
         cache: the retrieval cache that the call uses, once that is known.
         switched: the call switched the model's attention to ours.
         start_len: tokens in the cache before the call.
+        recording: layers of the cache that recorded the past before it.
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
         is_prepared: ``generate`` came to the point where it makes a cache.
@@ -37,6 +38,7 @@ class Request:
     cache: RetrievalCache | None = None
     switched: bool = False
     start_len: int = 0
+    recording: Sequence[Any] = ()
     has_retrieved: bool = False
     is_delegated: bool = False
     is_prepared: bool = False

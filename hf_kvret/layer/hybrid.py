@@ -77,6 +77,29 @@ def foreign_layers_of(layers: Sequence[Any]) -> dict[int, Any]:
     return {number: part for number, part in parts.items() if not isinstance(part, RetrievalLayer)}
 
 
+def recording(layers: Sequence[Any]) -> list[Any]:
+    """Those of transformers' layers that keep the past, to go back in it."""
+    return [x for x in foreign_layers_of(layers).values() if getattr(x, "record_past", False)]
+
+
+def stop_recording(layers: Sequence[Any], but: Sequence[Any]) -> None:
+    """Cut layers back that record the past, as transformers leaves them when it has drafted.
+
+    ``but``: go on recording.
+    """
+    for layer in recording(layers):
+        if layer in but:
+            continue
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.crop(0)
+        for number, state in getattr(layer, "conv_states", {}).items():
+            if state is not None:
+                # Columns that a short text has not filled are zeros.
+                surplus = state.shape[-1] - layer.conv_kernel_size[number]
+                layer.conv_states[number] = torch.nn.functional.pad(state, (-surplus, 0))
+        layer.record_past = False
+
+
 def check_window(layer: Any, count: int) -> None:
     """RuntimeError where ``layer`` is a sliding window without tokens before its newest ``count``.
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_kvret
 from hf_kvret import RetrievalCache
 from hf_kvret.saved.token_record import UNKNOWN
-from hf_kvret.testing import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.modes import MODES
 from hf_kvret.testing.scenario import prompt, ragged
 
@@ -272,3 +273,30 @@ def test_a_step_notes_a_token_without_looking_at_it(llama: Any) -> None:
                 patch.setattr(torch.Tensor, name, counted)
                 cache.tokens.write(ids[:, 39:], 39)
     assert not reads
+
+
+@pytest.mark.parametrize("part", ["model", "decoder"])
+def test_a_loop_without_positions_goes_on_counting_where_the_model_does_not(part: str) -> None:
+    config = AutoConfig.for_model(
+        "bamba",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_layer_indices=[0],
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_chunk_size=16,
+    )
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    cache = hf_kvret.FlatKVCache(config, **COVERING_OPTIONS)
+    hf_kvret.attach(model)
+    module, ids = model if part == "model" else model.model, prompt(1, 60)
+    with torch.no_grad():
+        expected = module(ids)[0][:, -1]
+        for new in ids.split([50, 9, 1], dim=1):
+            got = module(new, past_key_values=cache)[0][:, -1]
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)

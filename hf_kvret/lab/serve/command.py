@@ -11,6 +11,7 @@ from typing import Any
 from transformers.utils.import_utils import is_accelerate_available, is_serve_available
 
 from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.shelf import Shelf
 from hf_kvret.stores.disk import check_folder
@@ -20,7 +21,7 @@ _REFUSED = {
     "--compile": "it would use transformers' static cache",
     "--non-blocking": "the server would go on without the cache",
 }
-_OURS = ("--method", "--shelf", "--max-size")
+_OURS = ("--method", "--shelf", "--max-size", "--max-prompt")
 _USUAL_SIZE = "200GB"
 
 
@@ -52,13 +53,21 @@ def add_serve_parser(commands: Any) -> None:
         "--max-size", default=_USUAL_SIZE, help="of the shelf (default: %(default)s)"
     )
     parser.add_argument(
+        "--max-prompt",
+        type=whole_number(1),
+        metavar="N",
+        help="tokens; a longer prompt is refused (default, and at most: the model's positions)",
+    )
+    parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
         metavar="MODEL ...",
         help="a folder or a hub id, and more for transformers",
     )
     parser.set_defaults(
-        run=lambda parsed: run_serve(parsed.arguments, parsed.method, parsed.shelf, parsed.max_size)
+        run=lambda parsed: run_serve(
+            parsed.arguments, parsed.method, parsed.shelf, parsed.max_size, parsed.max_prompt
+        )
     )
 
 
@@ -67,6 +76,7 @@ def run_serve(
     method: str | None = None,
     shelf: Path | None = None,
     max_size: str = _USUAL_SIZE,
+    max_prompt: int | None = None,
 ) -> int:
     """Serve until the process is ended; returns the exit status.
 
@@ -76,6 +86,7 @@ def run_serve(
             model's generation config, else paris.
         shelf: folder for prompts, or None.
         max_size: of the shelf.
+        max_prompt: tokens that a prompt may have; None: as many as the model has positions.
 
     Raises:
         ModuleNotFoundError: the packages of a server are missing.
@@ -113,7 +124,8 @@ def run_serve(
         place = Shelf(shelf, max_size)
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
-    with answering_with(ServedCache(choice.method, options, place, model_first=method is None)):
+    cache = ServedCache(choice.method, options, place, model_first=method is None)
+    with answering_with(cache, max_prompt):
         try:
             app(args=words, prog_name="hf-kvret serve MODEL")
         except SystemExit as end:

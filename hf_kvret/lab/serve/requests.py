@@ -6,21 +6,27 @@ front of the answer, so that a mistake is answered with status 400 and what to d
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
 from fastapi import HTTPException
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.cli.serving import model_manager
+from starlette.middleware import Middleware
+from transformers import GenerationConfig
+from transformers.cli.serving import model_manager, server
 from transformers.cli.serving import utils as serving
 
 from hf_kvret.attention.visit import SHELF, STEP
+from hf_kvret.lab.serve.bodies import CLIENT, BodyCheck, Settings, parsed
 from hf_kvret.registry import registered_methods
 from hf_kvret.shelf import Shelf
+
+_log = logging.getLogger(__name__)
 
 BUDGETS = ("top_k", "select_heads", "rest", "rest_blocks", "warn_lost_mass", "prompt")
 """Options of a cache that a request may set: none names a path, a memory or a repository."""
@@ -29,8 +35,6 @@ BUDGETS = ("top_k", "select_heads", "rest", "rest_blocks", "warn_lost_mass", "pr
 _MEMORY = ("store", "disk", "device_budget", "slots", "bits", "prefill_chunk", "graph")
 # Options that name folders and repositories: a model's own config does not decide on them.
 _PLACES = ("disk", "artifact", "revision", "artifact_sha256", SHELF, STEP)
-# Fields of a generation config that have the server read a checkpoint again.
-_LOADING = ("use_mtp", "assistant_early_exit", "speculation_type")
 
 
 @dataclass(frozen=True)
@@ -50,24 +54,19 @@ class ServedCache:
     model_first: bool = False
 
     def set_cache(
-        self, config: GenerationConfig, requested: dict[str, Any], defaults: GenerationConfig
+        self, config: GenerationConfig, requested: Settings, defaults: GenerationConfig
     ) -> None:
         """Put a cache into the ``config`` of a request.
 
         Args:
             config: of the request; one of its own, or a copy of the model's.
-            requested: the request's own generation config, empty where it has none.
+            requested: the request's own settings.
             defaults: the model's.
 
         Raises:
-            ValueError: a cache, options or fields that a request can't set.
+            ValueError: a cache, or options, that a request can't set.
         """
-        name, budgets = requested.get("cache_implementation"), requested.get("cache_config")
-        for field in _LOADING:
-            if requested.get(field):
-                raise ValueError(f"{field}: this server answers without drafts, leave it out")
-        if budgets is not None and not isinstance(budgets, dict):
-            raise ValueError(f"cache_config={budgets!r}: pass an object, as {{'top_k': 256}}")
+        name, budgets = requested.cache_implementation, requested.cache_config
         for option in budgets or {}:
             if option not in BUDGETS:
                 raise ValueError(
@@ -104,35 +103,28 @@ class ServedCache:
         return {key: value for key, value in given if cls.Config.takes(key, value)}
 
 
-def check_cache(model: PreTrainedModel, config: GenerationConfig) -> None:
-    """HTTPException 400 where the cache that ``config`` names can't be made for ``model``."""
-    method = registered_methods().get(config.cache_implementation)
-    if method is None:
-        return
-    options = dict(config.cache_config or {})
-    for name in (SHELF, STEP):
-        options.pop(name, None)
-    try:
-        method(model.config, **options)
-    except (TypeError, ValueError) as error:
-        raise HTTPException(400, str(error)) from error
-
-
 class CheckedManager(serving.GenerateManager):
-    """Answers requests one after the other, each with a cache that can be made."""
+    """Answers requests one after the other, until their clients leave.
+
+    A prompt has at most ``max_prompt`` tokens; None: as many as the model has positions.
+    """
+
+    def __init__(self, max_prompt: int | None = None) -> None:
+        super().__init__()
+        self._max_prompt = max_prompt
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """As transformers' own; HTTPException 400 for a cache that can't be made."""
-        check_cache(model, gen_config)
+        """As transformers' own; HTTPException 400 for what can't be answered."""
+        self._check(model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """As transformers' own; HTTPException 400 for what a call of ``generate`` refuses."""
-        check_cache(model, gen_config)
+        self._check(model, inputs, gen_config)
         try:
             return await super().generate_non_streaming(
                 model, processor, inputs, gen_config, *args, **kwargs
@@ -140,23 +132,65 @@ class CheckedManager(serving.GenerateManager):
         except (NotImplementedError, ValueError) as error:
             raise HTTPException(400, str(error)) from error
 
+    def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, in the context of the request."""
+        return super().submit(copy_context().run, fn, *args, **kwargs)
+
+    def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, in the context of the request."""
+        return super().async_submit(copy_context().run, fn, *args, **kwargs)
+
+    def _check(self, model: Any, inputs: Any, config: GenerationConfig) -> None:
+        """HTTPException 400 for a prompt, ids or a cache that ``model`` can't have.
+
+        The answer ends where the positions of the model do.
+        """
+        text, length = model.config.get_text_config(decoder=True), inputs["input_ids"].shape[-1]
+        positions = getattr(text, "max_position_embeddings", None)
+        most = min(filter(None, (positions, self._max_prompt)), default=length)
+        vocabulary = [token for (token,) in config.sequence_bias or {} if token >= text.vocab_size]
+        reason = ""
+        if not 0 < length <= most:
+            reason = f"the prompt has {length} tokens, and this server takes 1 to {most}"
+        elif vocabulary:
+            reason = f"logit_bias: {vocabulary[0]} is beyond the {text.vocab_size} tokens there are"
+        method = registered_methods().get(config.cache_implementation)
+        options = {k: x for k, x in (config.cache_config or {}).items() if k not in (SHELF, STEP)}
+        try:
+            if method is not None:
+                method(model.config, **options)
+        except (TypeError, ValueError) as error:
+            reason = reason or str(error)
+        if reason:
+            raise HTTPException(400, reason)
+        CLIENT.get().is_read = True
+        # `generate` refuses empty ones.
+        config.sequence_bias = config.sequence_bias or None
+        config.stop_strings = config.stop_strings or None
+        if positions is not None and config.max_new_tokens is not None:
+            # The last token of an answer takes no position.
+            config.max_new_tokens = min(config.max_new_tokens, positions - length + 1)
+
 
 @contextmanager
-def answering_with(cache: ServedCache) -> Iterator[None]:
+def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterator[None]:
     """Inside, transformers' servers of one model give its requests ``cache``.
 
-    Requests may name another cache, as far as ``set_cache`` lets them, and no other model.
+    Requests may name another cache, as far as ``set_cache`` lets them, and no other model. Their
+    prompts have at most ``max_prompt`` tokens; None: as many as the model has positions.
     """
     handler, manager = serving.BaseHandler, model_manager.ModelManager
-    build = handler._build_generation_config
+    build, load, make = handler._build_generation_config, manager._load_model, server.build_server
+    load_processor = manager._load_processor
 
     def build_with_cache(
         self: Any, body: dict[str, Any], defaults: GenerationConfig, use_cb: bool = False
     ) -> GenerationConfig:
+        requested = parsed(body.get("generation_config") or "{}", Settings, "generation_config")
+        if body.get("generation_config") is not None:
+            own = requested.model_dump_json(exclude_unset=True)
+            body = {**body, "generation_config": own}
         try:
-            requested = json.loads(body.get("generation_config") or "{}")
-            if not isinstance(requested, dict):
-                raise ValueError(f"generation_config={requested!r}: pass an object")
             config = build(self, body, defaults, use_cb=use_cb)
             cache.set_cache(config, requested, defaults)
         except (TypeError, ValueError) as error:
@@ -175,9 +209,45 @@ def answering_with(cache: ServedCache) -> Iterator[None]:
 
         return load_checked
 
+    def load_stoppable(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        prepare = model.prepare_inputs_for_generation
+
+        # `generate` calls it before each pass: of a chunk of the prompt, and of a token.
+        @wraps(prepare)
+        def prepare_unless_left(*args: Any, **kwargs: Any) -> Any:
+            CLIENT.get().check()
+            return prepare(*args, **kwargs)
+
+        model.prepare_inputs_for_generation = prepare_unless_left
+        return model
+
+    def load_and_tell(*args: Any, **kwargs: Any) -> Any:
+        processor = load_processor(*args, **kwargs)
+        if getattr(processor, "chat_template", None) is None:
+            _log.warning(
+                "the model has no chat template: chat/completions and responses are answered with "
+                "status 400; use completions, or put a chat_template.jinja into the model's folder"
+            )
+        return processor
+
+    def make_checked(*args: Any, **kwargs: Any) -> Any:
+        app = make(*args, **kwargs)
+        # The innermost, so that its answers get the headers of the others.
+        app.user_middleware.append(Middleware(BodyCheck))
+        return app
+
+    managers = partial(CheckedManager, max_prompt)
+    patches: list[Any] = [
+        patch.object(handler, "_build_generation_config", build_with_cache),
+        patch.object(serving, "GenerateManager", managers),
+        patch.object(manager, "_load_model", load_stoppable),
+        patch.object(manager, "_load_processor", load_and_tell),
+        patch.object(server, "build_server", make_checked),
+    ]
+    for name in ("load_model_and_processor", "load_model_streaming"):
+        patches.append(patch.object(manager, name, of_its_model(getattr(manager, name))))
     with ExitStack() as stack:
-        stack.enter_context(patch.object(handler, "_build_generation_config", build_with_cache))
-        stack.enter_context(patch.object(serving, "GenerateManager", CheckedManager))
-        for name in ("load_model_and_processor", "load_model_streaming"):
-            stack.enter_context(patch.object(manager, name, of_its_model(getattr(manager, name))))
+        for one in patches:
+            stack.enter_context(one)
         yield
