@@ -154,6 +154,9 @@ def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:
     if not _installed(backends[backend]):
         package = {"quanto": "optimum-quanto", "hqq": "hqq"}[backend]
         raise ModuleNotFoundError(f"{text!r} needs {package}: pip install {package}")
+    if backend == "hqq":
+        # Its own default, axis 0, rounds old rows again whenever new ones join them.
+        options = {"axis_key": 1, "axis_value": 1, **options}
     return CacheChoice(text, lambda config, capacity: QuantizedCache(backend, config, **options))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ from hf_kvret.registry import registered_methods
 
 if TYPE_CHECKING:
     from hf_kvret.lab.evaluate.lm_eval_model import Generation
+
+FULL = "full"
+"""In place of a cache's options."""
 
 
 def add_lm_eval_parser(commands: argparse._SubParsersAction) -> None:
@@ -36,9 +40,10 @@ def add_lm_eval_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--cache-config",
         type=cache_options,
-        default={},
+        action="append",
         metavar="JSON",
-        help='options of the cache, as \'{"top_k": 256, "store": "host"}\'; default: its own',
+        help='options of the cache, as \'{"top_k": 256, "store": "host"}\' (default: its own), or '
+        "full for lm-eval's own model hf; given twice, each run has a process of its own",
     )
     parser.add_argument(
         "arguments",
@@ -46,11 +51,30 @@ def add_lm_eval_parser(commands: argparse._SubParsersAction) -> None:
         metavar="-- ...",
         help="lm-eval's own options, after two dashes",
     )
-    parser.set_defaults(run=lambda options: run_lm_eval(options.arguments, options.cache_config))
+    parser.set_defaults(run=lambda options: _run_each(options.arguments, options.cache_config))
 
 
-def cache_options(text: str) -> dict[str, Any]:
-    """A JSON object, for argparse."""
+def _run_each(arguments: list[str], configs: Sequence[dict[str, Any] | str] | None) -> int:
+    """Run lm-eval for each of ``configs``; returns the first status that is not 0, or 0.
+
+    The documents of some tasks depend on what the process did before.
+    """
+    if len(configs or ()) < 2:
+        return run_lm_eval(arguments, *(configs or ()))
+    own = arguments[arguments[:1] == ["--"] :]
+    for config in configs or ():
+        text = config if isinstance(config, str) else json.dumps(config)
+        print(f"--cache-config {text}", flush=True)
+        words = ["-m", "hf_kvret", "lm-eval", "--cache-config", text, "--", *own]
+        if status := subprocess.run([sys.executable, *words], check=False).returncode:
+            return status
+    return 0
+
+
+def cache_options(text: str) -> dict[str, Any] | str:
+    """A JSON object, or "full", for argparse."""
+    if text == FULL:
+        return text
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -60,13 +84,14 @@ def cache_options(text: str) -> dict[str, Any]:
     return content
 
 
-def run_lm_eval(arguments: Sequence[str], cache_config: dict[str, Any] | None = None) -> int:
+def run_lm_eval(arguments: Sequence[str], cache_config: dict[str, Any] | str | None = None) -> int:
     """Run lm-eval's command line with a retrieval cache; returns 0.
 
     Args:
         arguments: lm-eval's own, with ``--model hf`` and ``--gen_kwargs cache_implementation=...``.
             A ``--`` in front is dropped.
-        cache_config: options of the cache; those in ``gen_kwargs`` stand beside them.
+        cache_config: options of the cache; those in ``gen_kwargs`` stand beside them. "full": no
+            cache of ours, and the ``gen_kwargs`` that name one are left out.
 
     Raises:
         ModuleNotFoundError: lm-eval is missing or too old.
@@ -92,6 +117,11 @@ def run_lm_eval(arguments: Sequence[str], cache_config: dict[str, Any] | None = 
         harness = HarnessCLI()
         options = harness.parse_args()
         _check(options)
+        if isinstance(cache_config, str):
+            kwargs = (options.gen_kwargs or {}).items()
+            options.gen_kwargs = {key: x for key, x in kwargs if not key.startswith("cache_")}
+            harness.execute(options)
+            return 0
         options.gen_kwargs = _with_cache(options.gen_kwargs, cache_config or {})
         options.model = NAME
         before = len(generations())

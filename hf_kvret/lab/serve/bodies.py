@@ -74,15 +74,8 @@ class Settings(_Checked, extra="forbid"):
     transformers_version: str | None = None
 
 
-class _Part(_Checked):
-    type: str
-    text: str = ""
-
-
 class _Item(_Checked):
-    content: str | list[_Part] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    output: str | list[_Part] = ""
+    content: str | list[dict[str, Any]] | None = None
 
 
 class _Message(_Item):
@@ -94,7 +87,6 @@ class _Body(_Checked):
     messages: Annotated[list[_Message], Field(min_length=1)] | None = None
     prompt: str | None = None
     input: Annotated[str | list[_Item], Field(min_length=1)] | None = None
-    instructions: str | None = None
     suffix: str | None = None
     generation_config: str | None = None
     stream: bool | None = None
@@ -109,7 +101,6 @@ class _Body(_Checked):
     max_output_tokens: _Count | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float] | None = None
-    tools: list[dict[str, Any]] | None = None
     parallel_tool_calls: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -155,7 +146,7 @@ def _sentence(error: ValidationError, schema: type[_Checked]) -> str:
     if worst["type"] == "extra_forbidden":
         return f"{worst['loc'][0]!r} is the server's; it may set {', '.join(schema.model_fields)}"
     alike = [one for one in mistakes if one["input"] is worst["input"]]
-    # Among the places are types, as list[_Part].
+    # Among the places are types, as list[_Item].
     place = ".".join(str(one) for one in worst["loc"] if one != "str" and "[" not in str(one))
     words = " or ".join(one["msg"].partition(" or instance")[0] for one in alike)
     return f"{place} is {worst['input']!r:.60}: {words}" if place else words
@@ -199,7 +190,8 @@ class BodyCheck:
             if client.is_read:
                 raise
             _log.warning("a request could not be read", exc_info=True)
-            status, reason = 400, f"the request can't be read: {error!r}"
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            status, reason = 400, f"the request can't be read: {reason}"
         finally:
             if watcher is not None:
                 watcher.cancel()

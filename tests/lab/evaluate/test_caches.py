@@ -92,6 +92,13 @@ def test_a_missing_package_is_named(
         choose_cache(name)
 
 
+def test_hqq_groups_within_a_row_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "_installed", lambda module: True)
+    monkeypatch.setattr(caches, "QuantizedCache", lambda *_, **options: options)
+    made: Any = choose_cache("quantized:backend=hqq:axis_value=0").make(None, 0)
+    assert made == {"axis_key": 1, "axis_value": 0}
+
+
 def _needs(module: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(module.split(".")[0]) is None
     return pytest.mark.skipif(missing, reason=f"{module} is not installed")

@@ -180,6 +180,34 @@ def test_answers_from_an_earlier_run_are_no_measurement(
 
 
 @needs_lm_eval
+def test_full_attention_is_lm_evals_own_model(arguments: list[str], tmp_path: Path) -> None:
+    full = _plain(arguments)
+    echo = [*arguments, "--tasks", "tiny_echo", "--log_samples", "--output_path", str(tmp_path)]
+    assert run_lm_eval([*echo, "--gen_kwargs", "cache_implementation=paris"], "full") == 0
+    assert _answers(tmp_path) == full
+
+
+def test_each_cache_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def run(words: list[str], check: bool) -> Any:
+        calls.append(words[3:])
+        return argparse.Namespace(returncode=len(calls) // 2)
+
+    monkeypatch.setattr("hf_kvret.lab.evaluate.lm_eval.subprocess.run", run)
+    given, rest = ["full", '{"top_k": 8}', "{}"], ["--", "--tasks", "x,y"]
+    parser = argparse.ArgumentParser()
+    add_lm_eval_parser(parser.add_subparsers())
+    options = parser.parse_args(
+        ["lm-eval", *(w for x in given for w in ("--cache-config", x)), *rest]
+    )
+    assert options.run(options) == 1, "the second fails, and ends it"
+    heads = [["lm-eval", "--cache-config", one] for one in given[:2]]
+    assert [call[:3] for call in calls] == heads
+    assert all(call[3:] == rest for call in calls)
+
+
+@needs_lm_eval
 def test_mistakes_are_refused_before_a_model_is_loaded(arguments: list[str]) -> None:
     arguments[3] = "pretrained=there-is-no-such-model"
     echo, argv = [*arguments, "--tasks", "tiny_echo"], sys.argv
@@ -234,7 +262,7 @@ def test_the_command_line_splits_at_the_dashes(monkeypatch: pytest.MonkeyPatch) 
     add_lm_eval_parser(parser.add_subparsers())
     line = ["lm-eval", "--cache-config", '{"top_k": 8}', "--", "--model", "hf", "--tasks", "x"]
     options = parser.parse_args(line)
-    assert options.run(options) == 0
+    assert options.cache_config == [{"top_k": 8}] and options.run(options) == 0
     assert seen == [(["--", "--model", "hf", "--tasks", "x"], {"top_k": 8})] or seen == [
         (["--model", "hf", "--tasks", "x"], {"top_k": 8})
     ]
