@@ -17,9 +17,6 @@ from hf_kvret.registry import registered_methods
 if TYPE_CHECKING:
     from hf_kvret.lab.evaluate.lm_eval_model import Generation
 
-FULL = "full"
-"""In place of a cache's options."""
-
 
 def add_lm_eval_parser(commands: argparse._SubParsersAction) -> None:
     """Add ``lm-eval`` to the program's commands."""
@@ -73,7 +70,7 @@ def _run_each(arguments: list[str], configs: Sequence[dict[str, Any] | str] | No
 
 def cache_options(text: str) -> dict[str, Any] | str:
     """A JSON object, or "full", for argparse."""
-    if text == FULL:
+    if text == "full":
         return text
     try:
         content = json.loads(text)

@@ -11,13 +11,14 @@ import inspect
 import json
 import logging
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from threading import Event
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
@@ -25,53 +26,32 @@ from transformers.cli.serving.utils import _GenerationCancelled
 
 _log = logging.getLogger(__name__)
 
-ROUTES = {
+# Routes that take a body, and the field that each of them needs.
+_ROUTES = {
     "/v1/chat/completions": "messages",
     "/v1/completions": "prompt",
     "/v1/responses": "input",
     "/load_model": "model",
 }
-"""Routes that take a body, and the field that each of them needs."""
-
 # What a body can make fail, past the schema, before the model reads: a chat template, a tool's
 # arguments, a picture that can't be opened.
 _MISTAKES = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError),
     *(TemplateError, TypeError, ValueError),
 )
-# Arguments of the tokenizer; the others of a template are its own.
+# Arguments of the tokenizer; all others are the chat template's own.
 _TOKENIZERS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 _Count = Annotated[int, Field(gt=0, lt=1 << 31)]
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Positive = Annotated[float, Field(gt=0, lt=1e9)]
-_Schema = TypeVar("_Schema", bound="_Checked")
 
 
 class _Checked(BaseModel):
     model_config = ConfigDict(strict=True)
-
-
-class Settings(_Checked, extra="forbid"):
-    """A request's own generation config: what an answer of one text, by one model, may take."""
-
-    max_new_tokens: _Count | None = None
-    min_new_tokens: _Id | None = None
-    do_sample: bool | None = None
-    temperature: _Positive | None = None
-    top_k: _Id | None = None
-    top_p: _Share | None = None
-    min_p: _Share | None = None
-    repetition_penalty: _Positive | None = None
-    no_repeat_ngram_size: _Id | None = None
-    stop_strings: str | list[str] | None = None
-    bos_token_id: _Id | None = None
-    eos_token_id: _Id | list[_Id] | None = None
-    pad_token_id: _Id | None = None
-    cache_implementation: str | None = None
-    cache_config: dict[str, Any] | None = None
-    transformers_version: str | None = None
+    # The server passes it on even where it is null.
+    parallel_tool_calls: bool = False
 
 
 class _Item(_Checked):
@@ -82,69 +62,94 @@ class _Message(_Item):
     role: str
 
 
-class _Body(_Checked):
-    model: str | None = None
-    messages: Annotated[list[_Message], Field(min_length=1)] | None = None
-    prompt: str | None = None
-    input: Annotated[str | list[_Item], Field(min_length=1)] | None = None
-    suffix: str | None = None
-    generation_config: str | None = None
-    stream: bool | None = None
-    n: Literal[1] | None = None
-    best_of: Literal[1] | None = None
-    temperature: Annotated[float, Field(ge=0, lt=1e9)] | None = None
-    top_p: _Share | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    frequency_penalty: Annotated[float, Field(gt=-1, lt=1e9)] | None = None
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
-    max_output_tokens: _Count | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float] | None = None
-    parallel_tool_calls: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+def _schema(*kinds: tuple[Any, str]) -> type[_Checked]:
+    """Each kind with the names of fields that may have it, or null."""
+    fields: Any = {name: (kind | None, None) for kind, names in kinds for name in names.split()}
+    return create_model("fields", __base__=_Checked, **fields)
 
 
+_BODY = _schema(
+    (str, "model prompt suffix generation_config"),
+    (Annotated[list[_Message], Field(min_length=1)], "messages"),
+    (Annotated[str | list[_Item], Field(min_length=1)], "input"),
+    (bool, "stream"),
+    (Literal[1], "n best_of"),
+    (Annotated[float, Field(ge=0, lt=1e9)], "temperature"),
+    (_Share, "top_p"),
+    (Annotated[float, Field(gt=-1, lt=1e9)], "frequency_penalty"),
+    (Annotated[int, Field(ge=0, lt=1 << 63)], "seed"),
+    (_Count, "max_tokens max_completion_tokens max_output_tokens"),
+    (str | list[str], "stop"),
+    (dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float], "logit_bias"),
+    (dict[str, Any], "chat_template_kwargs"),
+)
+# A request's own generation config: what an answer of one text, by one model, may take.
+_SETTINGS = _schema(
+    (_Count, "max_new_tokens"),
+    (_Id, "min_new_tokens top_k no_repeat_ngram_size bos_token_id pad_token_id"),
+    (_Id | list[_Id], "eos_token_id"),
+    (_Positive, "temperature repetition_penalty"),
+    (_Share, "top_p min_p"),
+    (bool, "do_sample"),
+    (str | list[str], "stop_strings"),
+    (str, "cache_implementation transformers_version"),
+    (dict[str, Any], "cache_config"),
+)
+
+
+@dataclass
 class Client:
-    """Who sent a request. ``left`` is set when it leaves, ``is_read`` when its prompt was taken."""
+    """Who sent a request.
 
-    def __init__(self) -> None:
-        self.left, self.is_read = Event(), False
+    Attributes:
+        left: set when it leaves.
+        is_read: its prompt was taken, so that what fails is the server's fault.
+    """
 
-    def check(self) -> None:
-        """Raise what ends a call of ``generate``, if the client has left."""
-        if self.left.is_set():
-            raise _GenerationCancelled
+    left: Event = field(default_factory=Event)
+    is_read: bool = False
 
 
 CLIENT: ContextVar[Client] = ContextVar("client")
 """The client of the request at hand, in its task and in the thread that answers."""
 
 
-def parsed(text: str | bytes, schema: type[_Schema], name: str) -> _Schema:
-    """JSON ``text`` by ``schema``; HTTPException 400 where it is not what the schema says."""
+def own_settings(body: dict[str, Any]) -> dict[str, Any]:
+    """The generation config of a request; HTTPException 400 where it sets what it can't."""
+    settings = _parsed(body.get("generation_config") or "{}", _SETTINGS, "generation_config")
+    names = _SETTINGS.model_fields.keys() - _Checked.model_fields.keys()
+    for name in settings.keys() - names:
+        raise HTTPException(
+            400,
+            f"generation_config has {name!r}, which is the server's: a request may set "
+            f"{', '.join(sorted(names))}",
+        )
+    return settings
+
+
+def _parsed(text: str | bytes, schema: type[_Checked], name: str) -> dict[str, Any]:
+    """The JSON object ``text``; HTTPException 400 where it is not what ``schema`` says."""
     try:
         value = json.loads(text)
         # Numbers that are not finite, and halves of surrogate pairs, can't be sent back.
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-        return schema.model_validate(value)
+        # As floats where floats belong.
+        return value | schema.model_validate(value).model_dump(exclude_unset=True)
     except RecursionError:
         reason = "it is nested too deep"
     except TypeError:
         reason = "pass it as JSON text"
     except ValidationError as error:
-        reason = _sentence(error, schema)
+        reason = _sentence(error)
     except ValueError as error:
         reason = f"it is no JSON ({error})"
     raise HTTPException(400, f"{name}: {reason}")
 
 
-def _sentence(error: ValidationError, schema: type[_Checked]) -> str:
+def _sentence(error: ValidationError) -> str:
     """The mistake that lies deepest: a value of several types has one for each of them."""
     mistakes = error.errors(include_url=False)
     worst = max(mistakes, key=lambda one: len(one["loc"]))
-    if worst["type"] == "extra_forbidden":
-        return f"{worst['loc'][0]!r} is the server's; it may set {', '.join(schema.model_fields)}"
     alike = [one for one in mistakes if one["input"] is worst["input"]]
     # Among the places are types, as list[_Item].
     place = ".".join(str(one) for one in worst["loc"] if one != "str" and "[" not in str(one))
@@ -153,10 +158,10 @@ def _sentence(error: ValidationError, schema: type[_Checked]) -> str:
 
 
 class BodyCheck:
-    """Middleware of ASGI between a client and transformers' ``app``."""
+    """Middleware of ASGI between a client and transformers' ``app``, which serves ``model``."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, model: str) -> None:
+        self.app, self.model = app, model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the body of a POST, have ``app`` answer it, and notice when its client leaves."""
@@ -164,10 +169,9 @@ class BodyCheck:
             return await self.app(scope, receive, send)
         client, watcher = Client(), None
         CLIENT.set(client)
-        request = Request(scope, receive)
         try:
-            body = await request.body()
-            _check(request, body)
+            body = await Request(scope, receive).body()
+            self._check(Request(scope), body)
 
             async def watch() -> Message:
                 message = await receive()
@@ -197,17 +201,18 @@ class BodyCheck:
                 watcher.cancel()
         await JSONResponse({"detail": reason}, status)(scope, receive, send)
 
-
-def _check(request: Request, body: bytes) -> None:
-    """HTTPException for a ``body`` that the route of ``request`` can't take."""
-    required = ROUTES.get(request.url.path)
-    if required is None:
-        raise HTTPException(404, f"this server answers {', '.join(ROUTES)} alone")
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HTTPException(415, f"Content-Type is {kind!r}: send application/json")
-    values = parsed(body, _Body, "the body")
-    if getattr(values, required) is None:
-        raise HTTPException(400, f"{required} is missing")
-    for name in values.chat_template_kwargs.keys() & _TOKENIZERS - {"documents"}:
-        raise HTTPException(400, f"chat_template_kwargs: {name!r} is the server's, leave it out")
+    def _check(self, request: Request, body: bytes) -> None:
+        """HTTPException for a ``body`` that the route of ``request`` can't take."""
+        required = _ROUTES.get(request.url.path)
+        if required is None:
+            raise HTTPException(404, f"this server answers {', '.join(_ROUTES)} alone")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HTTPException(415, f"Content-Type is {kind!r}: send application/json")
+        values = _parsed(body, _BODY, "the body")
+        if values.get(required) is None:
+            raise HTTPException(400, f"{required} is missing")
+        if values.get("model") not in (None, self.model):
+            raise HTTPException(400, f"this server answers with {self.model} alone")
+        for name in (values.get("chat_template_kwargs") or {}).keys() & _TOKENIZERS - {"documents"}:
+            raise HTTPException(400, f"chat_template_kwargs: {name!r} is the server's, drop it")

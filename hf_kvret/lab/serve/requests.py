@@ -6,9 +6,10 @@ front of the answer, so that a mistake is answered with status 400 and what to d
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -22,7 +23,7 @@ from transformers.cli.serving import model_manager, server
 from transformers.cli.serving import utils as serving
 
 from hf_kvret.attention.visit import SHELF, STEP
-from hf_kvret.lab.serve.bodies import CLIENT, BodyCheck, Settings, parsed
+from hf_kvret.lab.serve.bodies import CLIENT, BodyCheck, own_settings
 from hf_kvret.registry import registered_methods
 from hf_kvret.shelf import Shelf
 
@@ -54,19 +55,19 @@ class ServedCache:
     model_first: bool = False
 
     def set_cache(
-        self, config: GenerationConfig, requested: Settings, defaults: GenerationConfig
+        self, config: GenerationConfig, requested: dict[str, Any], defaults: GenerationConfig
     ) -> None:
         """Put a cache into the ``config`` of a request.
 
         Args:
             config: of the request; one of its own, or a copy of the model's.
-            requested: the request's own settings.
+            requested: the request's own generation config, empty where it has none.
             defaults: the model's.
 
         Raises:
             ValueError: a cache, or options, that a request can't set.
         """
-        name, budgets = requested.cache_implementation, requested.cache_config
+        name, budgets = requested.get("cache_implementation"), requested.get("cache_config")
         for option in budgets or {}:
             if option not in BUDGETS:
                 raise ValueError(
@@ -104,9 +105,9 @@ class ServedCache:
 
 
 class CheckedManager(serving.GenerateManager):
-    """Answers requests one after the other, until their clients leave.
+    """Answers requests one after the other, each with a cache that can be made.
 
-    A prompt has at most ``max_prompt`` tokens; None: as many as the model has positions.
+    Prompts have at most ``max_prompt`` tokens; None: as many as the model has positions.
     """
 
     def __init__(self, max_prompt: int | None = None) -> None:
@@ -116,7 +117,7 @@ class CheckedManager(serving.GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """As transformers' own; HTTPException 400 for what can't be answered."""
+        """As transformers' own; HTTPException 400 for a prompt or a cache that can't be."""
         self._check(model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
 
@@ -133,43 +134,36 @@ class CheckedManager(serving.GenerateManager):
             raise HTTPException(400, str(error)) from error
 
     def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, in the context of the request."""
+        """As transformers' own, with the client of the request at hand."""
         return super().submit(copy_context().run, fn, *args, **kwargs)
 
     def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, in the context of the request."""
+        """As transformers' own, with the client of the request at hand."""
         return super().async_submit(copy_context().run, fn, *args, **kwargs)
 
     def _check(self, model: Any, inputs: Any, config: GenerationConfig) -> None:
-        """HTTPException 400 for a prompt, ids or a cache that ``model`` can't have.
-
-        The answer ends where the positions of the model do.
-        """
-        text, length = model.config.get_text_config(decoder=True), inputs["input_ids"].shape[-1]
+        """HTTPException 400 for a prompt or a cache that can't be; ends answers with positions."""
+        length, text = inputs["input_ids"].shape[-1], model.config.get_text_config(decoder=True)
         positions = getattr(text, "max_position_embeddings", None)
         most = min(filter(None, (positions, self._max_prompt)), default=length)
-        vocabulary = [token for (token,) in config.sequence_bias or {} if token >= text.vocab_size]
-        reason = ""
         if not 0 < length <= most:
-            reason = f"the prompt has {length} tokens, and this server takes 1 to {most}"
-        elif vocabulary:
-            reason = f"logit_bias: {vocabulary[0]} is beyond the {text.vocab_size} tokens there are"
+            raise HTTPException(
+                400, f"the prompt has {length} tokens, and this server takes 1 to {most}"
+            )
         method = registered_methods().get(config.cache_implementation)
         options = {k: x for k, x in (config.cache_config or {}).items() if k not in (SHELF, STEP)}
         try:
             if method is not None:
                 method(model.config, **options)
         except (TypeError, ValueError) as error:
-            reason = reason or str(error)
-        if reason:
-            raise HTTPException(400, reason)
-        CLIENT.get().is_read = True
+            raise HTTPException(400, str(error)) from error
         # `generate` refuses empty ones.
         config.sequence_bias = config.sequence_bias or None
         config.stop_strings = config.stop_strings or None
         if positions is not None and config.max_new_tokens is not None:
             # The last token of an answer takes no position.
             config.max_new_tokens = min(config.max_new_tokens, positions - length + 1)
+        CLIENT.get().is_read = True
 
 
 @contextmanager
@@ -186,10 +180,9 @@ def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterato
     def build_with_cache(
         self: Any, body: dict[str, Any], defaults: GenerationConfig, use_cb: bool = False
     ) -> GenerationConfig:
-        requested = parsed(body.get("generation_config") or "{}", Settings, "generation_config")
-        if body.get("generation_config") is not None:
-            own = requested.model_dump_json(exclude_unset=True)
-            body = {**body, "generation_config": own}
+        requested = own_settings(body)
+        if requested:
+            body = {**body, "generation_config": json.dumps(requested)}
         try:
             config = build(self, body, defaults, use_cb=use_cb)
             cache.set_cache(config, requested, defaults)
@@ -197,26 +190,15 @@ def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterato
             raise HTTPException(400, str(error)) from error
         return config
 
-    def of_its_model(load: Any) -> Any:
-        def load_checked(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-            pinned = self.force_model
-            # Older versions of transformers have no file of weights in a name.
-            if hasattr(serving, "split_model_id"):
-                pinned, _ = serving.split_model_id(pinned)
-            if name != self.process_model_name(pinned):
-                raise HTTPException(400, f"this server answers with {self.force_model} alone")
-            return load(self, name, *args, **kwargs)
-
-        return load_checked
-
-    def load_stoppable(*args: Any, **kwargs: Any) -> Any:
+    def load_watched(*args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
         prepare = model.prepare_inputs_for_generation
 
         # `generate` calls it before each pass: of a chunk of the prompt, and of a token.
         @wraps(prepare)
         def prepare_unless_left(*args: Any, **kwargs: Any) -> Any:
-            CLIENT.get().check()
+            if CLIENT.get().left.is_set():
+                raise serving._GenerationCancelled
             return prepare(*args, **kwargs)
 
         model.prepare_inputs_for_generation = prepare_unless_left
@@ -231,23 +213,17 @@ def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterato
             )
         return processor
 
-    def make_checked(*args: Any, **kwargs: Any) -> Any:
-        app = make(*args, **kwargs)
+    def make_checked(models: Any, *args: Any, **kwargs: Any) -> Any:
+        app = make(models, *args, **kwargs)
         # The innermost, so that its answers get the headers of the others.
-        app.user_middleware.append(Middleware(BodyCheck))
+        app.user_middleware.append(Middleware(BodyCheck, models.force_model))
         return app
 
-    managers = partial(CheckedManager, max_prompt)
-    patches: list[Any] = [
+    with (
         patch.object(handler, "_build_generation_config", build_with_cache),
-        patch.object(serving, "GenerateManager", managers),
-        patch.object(manager, "_load_model", load_stoppable),
+        patch.object(serving, "GenerateManager", partial(CheckedManager, max_prompt)),
+        patch.object(manager, "_load_model", load_watched),
         patch.object(manager, "_load_processor", load_and_tell),
         patch.object(server, "build_server", make_checked),
-    ]
-    for name in ("load_model_and_processor", "load_model_streaming"):
-        patches.append(patch.object(manager, name, of_its_model(getattr(manager, name))))
-    with ExitStack() as stack:
-        for one in patches:
-            stack.enter_context(one)
+    ):
         yield
