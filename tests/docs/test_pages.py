@@ -360,22 +360,27 @@ def test_the_readme_is_short() -> None:
     assert README_TEXT.count("![") == 1
 
 
-def test_the_table_of_the_readme_is_of_the_results() -> None:
-    shown = re.search(r"<!-- result table -->\n(.*?)<!-- end -->", README_TEXT, flags=re.DOTALL)
-    assert shown is not None
+def shown(table: str) -> list[list[str]]:
+    """The rows of a table of the README."""
+    found = re.search(rf"<!-- table of {table} -->\n(.*?)<!-- end -->", README_TEXT, re.DOTALL)
+    assert found is not None
+    return cells(found[1])
+
+
+def test_the_tables_of_the_readme_are_of_the_results() -> None:
     steps = Results.load(DOCS / "results" / "decode_qwen3_cpu.json")
+    _, *speed = shown("speed")
+    for row, name in zip(speed, ("static", *CACHES_OF_README[:4]), strict=True):
+        step = steps.find({"cache": name, "context": 32_768, "batch": 1})
+        assert step is not None and name in row[0]
+        assert row[2:] == [f"{1e3 * step['seconds']:.0f}", f"{step['device_bytes'] / 1e9:.1f}"]
     text = Results.load(DOCS / "results" / "smollm2_agreement.json")
-    rows = cells(shown[1])[1:]
-    names = [re.findall(r"`(\w+)`|(static)", row[0])[0] for row in rows]
-    assert [a or b for a, b in names] == ["static", *CACHES_OF_README]
-    for row, (method, static) in zip(rows, names, strict=True):
-        step = steps.find({"cache": method or static, "context": 32_768, "batch": 1})
-        options = method if method == "aqua" else f"{method}:top_k=0.06"
-        same = text.find({"cache": "full" if static else options, "length": 4096})
-        assert same is not None
-        milliseconds = f"{1e3 * step['seconds']:.0f}" if step else "not measured"
-        size = f"{step['device_bytes'] / 1e9:.1f}" if step else "not measured"
-        assert row[2:] == [milliseconds, size, f"{same['forced_equal']:.0%}"], row[0]
+    (_, _, *names), (_, full, *rows) = shown("agreement")
+    assert full == "100%" and names == [f"`{name}`" for name in CACHES_OF_README]
+    for name, row in zip(CACHES_OF_README, rows, strict=True):
+        options = name if name == "aqua" else f"{name}:top_k=0.06"
+        same = text.find({"cache": options, "length": 4096})
+        assert same is not None and row == f"{same['forced_equal']:.0%}"
 
 
 def test_the_table_of_the_index_is_of_the_results_of_the_demo() -> None:
