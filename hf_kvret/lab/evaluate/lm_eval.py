@@ -115,8 +115,10 @@ def run_lm_eval(arguments: Sequence[str], cache_config: dict[str, Any] | str | N
         options = harness.parse_args()
         _check(options)
         if isinstance(cache_config, str):
-            kwargs = (options.gen_kwargs or {}).items()
-            options.gen_kwargs = {key: x for key, x in kwargs if not key.startswith("cache_")}
+            kwargs = dict(options.gen_kwargs or {})
+            for name in ("cache_implementation", "cache_config"):
+                kwargs.pop(name, None)
+            options.gen_kwargs = kwargs or None
             harness.execute(options)
             return 0
         options.gen_kwargs = _with_cache(options.gen_kwargs, cache_config or {})
