@@ -370,15 +370,15 @@ def shown(table: str) -> list[list[str]]:
 def test_the_tables_of_the_readme_are_of_the_results() -> None:
     steps = Results.load(DOCS / "results" / "decode_qwen3_cpu.json")
     _, *speed = shown("speed")
-    for row, name in zip(speed, ("static", *CACHES_OF_README[:4]), strict=True):
-        step = steps.find({"cache": name, "context": 32_768, "batch": 1})
-        assert step is not None and name in row[0]
+    for row, cache in zip(speed, ("static", *CACHES_OF_README[:4]), strict=True):
+        step = steps.find({"cache": cache, "context": 32_768, "batch": 1})
+        assert step is not None and cache in row[0]
         assert row[2:] == [f"{1e3 * step['seconds']:.0f}", f"{step['device_bytes'] / 1e9:.1f}"]
     text = Results.load(DOCS / "results" / "smollm2_agreement.json")
     (_, _, *names), (_, full, *rows) = shown("agreement")
-    assert full == "100%" and names == [f"`{name}`" for name in CACHES_OF_README]
-    for name, row in zip(CACHES_OF_README, rows, strict=True):
-        options = name if name == "aqua" else f"{name}:top_k=0.06"
+    assert full == "100%" and names == [f"`{cache}`" for cache in CACHES_OF_README]
+    for cache, row in zip(CACHES_OF_README, rows, strict=True):
+        options = cache if cache == "aqua" else f"{cache}:top_k=0.06"
         same = text.find({"cache": options, "length": 4096})
         assert same is not None and row == f"{same['forced_equal']:.0%}"
 
