@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret_model_patches.decoders import decoder_of
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +67,8 @@ def document_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     Raises:
         ValueError: a chat template that can't be used, see `around_message`.
     """
-    words = text.strip()
-    lead, _, trail = text.partition(words)
+    words = text.strip() or text
+    lead, trail = text.split(words, 1) if text else ("", "")
     before, after = around_message(tokenizer, lead, trail)
     words += after.removesuffix(around_message(tokenizer)[1])
     bos = tokenizer.bos_token_id
@@ -103,7 +105,8 @@ def ask(
     Raises:
         TypeError: another cache.
         ValueError: an empty question, a cache without the ids of one sequence, several beams or
-            answers, a chat template that can't be used.
+            answers, a chat template that can't be used, more tokens than the model has learned
+            positions.
     """
     if not isinstance(cache, RetrievalCache):
         raise TypeError(
@@ -123,6 +126,12 @@ def ask(
     _, after = around_message(tokenizer, trail=question.removeprefix(words))
     behind = torch.tensor([_message(tokenizer, f"\n\n{words}", after=after or "\n")])
     prompt = torch.cat([ids.cpu(), behind], dim=1).to(model.device)
+    most, is_table = positions(model)
+    if is_table and prompt.shape[1] > most:
+        raise ValueError(
+            f"document and question have {prompt.shape[1]:,} tokens, and the model has {most:,} "
+            "positions (max_position_embeddings): ask about a part of the document"
+        )
     # A fork serves layers that can't go back, too.
     usual: dict[str, Any] = {"past_key_values": cache.fork()}
     # Without a mask generate would mask padding tokens that a document contains.
@@ -138,7 +147,12 @@ def ask(
     if "generation_config" not in options:
         usual |= {"max_new_tokens": 512, "do_sample": False}
     generate: Any = model.generate
-    result = generate(prompt, **{**usual, **options})
+    options = {**usual, **options}
+    if is_table and options.get("max_new_tokens"):
+        # The last one of an answer takes no position.
+        room = most - prompt.shape[1] + 1
+        options["max_new_tokens"] = min(options["max_new_tokens"], room)
+    result = generate(prompt, **options)
     tokens = getattr(result, "sequences", result)[0, prompt.shape[1] :]
     return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
@@ -146,6 +160,23 @@ def ask(
 @functools.cache
 def _warn_once(message: str) -> None:
     _log.warning(message)
+
+
+def positions(model: PreTrainedModel) -> tuple[int, bool]:
+    """How many positions a model has, 0: nobody knows; whether it can't go beyond them.
+
+    Learned positions, and sines in a table, end. RoPE goes on, where no training has been.
+    """
+    config = model.config.get_text_config(decoder=True)
+    most = getattr(config, "max_position_embeddings", None) or 0
+    decoder = decoder_of(model)
+    tables = [
+        tensor.shape[0]
+        for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())
+        if tensor.ndim == 2 and re.search("pos|wpe", name)
+    ]
+    # OPT's has two rows more.
+    return most, any(most <= length <= most + 8 for length in tables)
 
 
 def around_message(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -176,11 +177,12 @@ class ResidentStore(WrappedStore):
         rows = self.rows.paged_rows()
         share, count = ids.shape[1] // rows.heads, max(1, ids.shape[3])
         buffer = self._roomy_buffer(rows, share, count)
-        at_once, how = buffer.slots // (share * count), {"scale": scale, "softcap": softcap}
+        at_once = buffer.slots // (share * count)
+        attend = partial(gather_partials, scale=scale, softcap=softcap)
         try:
             with SIGNALS_WAIT:
                 results = [
-                    gather_partials(q, buffer.rows, buffer.bring(rows, i), **how)
+                    attend(q, buffer.rows, buffer.bring(rows, i))
                     for q, i in zip(*(x.split(at_once, dim=2) for x in (query, ids)), strict=True)
                 ]
         except BaseException:

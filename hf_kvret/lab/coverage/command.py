@@ -35,6 +35,7 @@ from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.progress import tqdm
+from hf_kvret.saved.identity import printable
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def run_models(options: ModelsOptions, model: str | None = None) -> int:
         print(note, file=sys.stderr)
     if options.md:
         write_page(options.md, markdown(rows, record))
-        print(f"wrote {options.md}")
+        print(f"wrote {printable(str(options.md))}")
     elif options.json:
         entries = [row.as_dict() for row in rows]
         print(json.dumps(entries if name is None else entries[0], indent=1))

@@ -19,6 +19,7 @@ from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, BUNDLED_MODEL, LATENT_MOD
 from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
 from hf_kvret.lab.program.hub_access import needs_cache
 from hf_kvret.registry import attach
+from hf_kvret.saved.identity import printable
 from hf_kvret.shelf.questions import plain_generation_config
 
 _BUNDLED = {
@@ -139,7 +140,7 @@ def load_subject(
         raise FileNotFoundError(_where(name))
     cached = needs_cache("--model", path)
     if name not in _BUNDLED:
-        print(f"loading the model {name} ...", file=sys.stderr)
+        print(f"loading the model {printable(name)} ...", file=sys.stderr)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=cached, device_map=device_map

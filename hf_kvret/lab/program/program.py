@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from hf_kvret.artifacts.hub import CLIENT_ERROR
 from hf_kvret.contracts.signals import interruptible
 from hf_kvret.lab.program.progress import only_our_bars
+from hf_kvret.saved.identity import printable
 
 # Of a batch queue's limit, docker stop, a shutdown, a terminal that is closed.
 _SIGNALS = [
@@ -75,7 +76,7 @@ def run_program(
         # As in shells.
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     except (*_MISTAKES, CLIENT_ERROR) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = printable(" ".join(str(error).split())) or type(error).__name__
         print(f"{parser.prog}: error: {reason}", file=sys.stderr)
         return 2
 
