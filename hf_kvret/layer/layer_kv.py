@@ -55,14 +55,15 @@ def changes(
     @functools.wraps(method)
     def change(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         SIGNALS_WAIT.depth += 1
-        self.torn = True
+        # One change may be a part of another.
+        before, self.torn = self.torn, True
         try:
             if not torch.is_inference_mode_enabled():
                 result = method(self, *args, **kwargs)
             else:
                 with torch.inference_mode(False):
                     result = method(self, *args, **kwargs)
-            self.torn = False
+            self.torn = before
             return result
         finally:
             SIGNALS_WAIT.depth -= 1

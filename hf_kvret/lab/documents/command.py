@@ -38,6 +38,7 @@ from hf_kvret.saved.identity import printable
 from hf_kvret.shelf import Shelf, ShelfEntry, ask, document_ids
 from hf_kvret.shelf.questions import positions
 from hf_kvret.shelf.shelf import can_crop
+from hf_kvret.stores.placement import CODED
 
 _FOLDER = Path("~/.cache/hf_kvret/shelf")
 _CHUNK = 2048
@@ -236,8 +237,9 @@ def _read(subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str)
         chunks[-2:] = [torch.cat(chunks[-2:], dim=1)]
     cache.expect(ids.shape[1] - start, max(chunk.shape[1] for chunk in chunks))
     bar = {"desc": name, "unit": "tok", "unit_scale": True, "total": ids.shape[1]}
-    # Where layers can't drop a broken pass, a signal waits for its end.
-    one_pass = nullcontext() if can_crop(cache, later=True) else SIGNALS_WAIT
+    # A signal waits for the end where a broken pass can't be dropped, or rows were coded twice.
+    goes_back = can_crop(cache, later=True) and cache.options.store not in CODED
+    one_pass = nullcontext() if goes_back else SIGNALS_WAIT
     with tqdm(initial=start, delay=1.0, **bar) as shown:
         for chunk in chunks:
             with one_pass:

@@ -258,7 +258,7 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     measurement.check()
     with sole_writer(outputs.json), measurement.surroundings():
         results = Results(measurement.title(), measurement.setup(), outputs.json)
-        finished = len(measurement.share()) - len(measurement.waiting(results))
+        finished = sum(not _waits(results, cell) for cell in measurement.share())
         if opening := measurement.opening(results):
             print(f"{opening}\n", file=sys.stderr)
         try:
@@ -267,8 +267,12 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
             # Finished cells are worth seeing, also when a later cell failed.
             if len(results):
                 print(f"\n{measurement.table(results)}")
-                if missing := len(measurement.waiting(results)):
-                    print(f"\n{missing} of {len(measurement.share())} cells are not finished")
+                # Without those that the plan leaves out.
+                missing = measurement.count(results)
+                missing = len(measurement.waiting(results)) if missing is None else missing
+                if missing:
+                    there = sum(not _waits(results, cell) for cell in measurement.share())
+                    print(f"\n{missing} of {missing + there} cells are not finished")
     for cell, reason in failed:
         print(f"\n{printable(' '.join(map(str, cell.values())))}: {printable(reason)}")
     if finished:
