@@ -505,7 +505,9 @@ class LayerStack:
         # Ours from the top: a store may compute rows from those of the layer below.
         for layer in (*others, *ours):
             surplus = layer.get_seq_length() - held if layer in self._attending else 0
-            layer.crop(tokens_to_remove - surplus)
+            # Layers of transformers that can't go back refuse to go nowhere, too.
+            if (count := tokens_to_remove - surplus) or isinstance(layer, RetrievalLayer):
+                layer.crop(count)
         # Shorter now, the lowest layer may be as long as before a pass that reached it.
         self.forget_pass()
 
