@@ -22,7 +22,7 @@ from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.lab.documents.document import document_text, is_stream
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
 from hf_kvret.lab.plan.prediction import Predictor
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whole_number
 from hf_kvret.lab.program.common_options import count_option, device_option, dtype_option
@@ -65,7 +65,9 @@ class ReadOptions:
     method: str = option("paris", "and its options after colons, as paris:top_k=256")
     shelf: Path = _shelf_option()
     name: str | None = option(None, "to ask by; the file's unless given, of a pipe stdin")
-    max_size: str = option("200GB", "of all that is on the shelf", metavar="SIZE")
+    max_size: str | None = option(
+        None, "of all that is on the shelf; default: half of what its disk has", metavar="SIZE"
+    )
     most_bytes: int = count_option(20_000_000, "of the document")
     dtype: str = dtype_option()
     device: str = device_option()
@@ -153,6 +155,7 @@ def run_read(options: ReadOptions) -> int:
     method = registered_methods()[choice.method]
     cache = method(subject.model.config, choice.options) if found is None else found
     _check_size(options, shelf, subject, ids.shape[1])
+    shelf.check_writable()
     started = time.perf_counter()
     try:
         _read(subject, cache, ids, name)
@@ -176,10 +179,10 @@ def _word(text: str) -> str:
 
 
 def _say_default_model(model: str) -> None:
-    if model == default_model():
+    if model_folder(model) == model_folder(default_model()):
         print(
-            f"{model} is a small test model, whose answers are no use: --model takes a folder or a "
-            "hub id, as hf-kvret read FILE --model Qwen/Qwen3-4B",
+            f"{default_model()} is a small test model, whose answers are no use: --model takes a "
+            "folder or a hub id, as hf-kvret read FILE --model Qwen/Qwen3-4B",
             file=sys.stderr,
         )
 
@@ -238,7 +241,7 @@ def _read(subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str)
     cache.expect(ids.shape[1] - start, max(chunk.shape[1] for chunk in chunks))
     bar = {"desc": name, "unit": "tok", "unit_scale": True, "total": ids.shape[1]}
     # A signal waits for the end where a broken pass can't be dropped, or rows were coded twice.
-    goes_back = can_crop(cache, later=True) and cache.options.store not in CODED
+    goes_back = can_crop(cache, ids.shape[1]) and cache.options.store not in CODED
     one_pass = nullcontext() if goes_back else SIGNALS_WAIT
     with tqdm(initial=start, delay=1.0, **bar) as shown:
         for chunk in chunks:
@@ -273,6 +276,7 @@ def run_ask(options: AskOptions) -> int:
             f"nobody wrote down where the model of {printable(options.name)} is: give --model"
         )
     subject = load_subject(options.model or entry.model, DTYPES[entry.dtype], options.device)
+    _say_default_model(options.model or entry.model)
     tokenizer = subject.need_tokenizer("ask")
     started = time.perf_counter()
     changes = {} if options.top_k is None else {"top_k": options.top_k}

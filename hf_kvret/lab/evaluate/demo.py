@@ -177,7 +177,8 @@ class Demo(Measurement):
         step = 1 / (len(prompts) + len(again))
         reader = Reader(self._model, choice, self._capacity)
         reader.prefill(tokens)
-        right, seconds, used, example = 0, [], UsageSum(), {}
+        right, seconds, used = 0, [], UsageSum()
+        example: Row = {}
         for prompt, answer in tqdm(
             list(zip(prompts, answers, strict=True)), desc=f"{choice.name}: questions", leave=False
         ):
