@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from hf_kvret.attention.prompt_chunks import chunk_prompt, forget_chunk
 from hf_kvret.attention.requests import Request, current_request, is_served, request
 from hf_kvret.attention.visit import new_cache
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.contracts.signals import interruptible
 from hf_kvret.layer.hybrid import recording, stop_recording
 from hf_kvret.layer.layer import HANDLE
 from hf_kvret.methods.a2ats import A2ATSCache
@@ -196,7 +198,7 @@ def _around_generate(
     Yields what is to be called with its result.
     """
     failed = True
-    with request(model, arguments) as call, state_of_call(call):
+    with interruptible(signal.SIGINT), request(model, arguments) as call, state_of_call(call):
         cache = cache_argument(arguments)
         retrieves, past_len = _retrieves(call), 0
         try:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import copy
+import random
+import signal
+import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -142,6 +148,97 @@ def test_a_crop_drops_a_broken_pass_of_layers_of_other_kinds(
         with torch.no_grad():
             outputs.append(model(more, past_key_values=cache).logits)
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)
+
+
+def _interrupted(call: Callable[[], Any], at: int) -> int:
+    """Calls of functions in ``call``, of which number ``at`` raises KeyboardInterrupt."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        if event in ("call", "c_call"):
+            count += 1
+            if count == at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("flat", {}),
+        ("paris", {}),
+        ("lrqk", {"store": "host"}),
+        ("ctkvr", {"store": "cpu"}),
+        ("h2o", {}),
+        ("paris", {"store": "resident"}),
+        ("paris", {"prompt": "retrieve"}),
+    ],
+)
+def test_a_pass_that_is_interrupted_anywhere_is_dropped_by_a_crop(
+    method: str, options: dict[str, Any]
+) -> None:
+    """But for the moments in which a layer takes its tokens in, for which a real signal waits."""
+    model, ids, past, torn = MODELS["llama"].build(), _ids(121), 60, 0
+    hf_kvret.attach(model)
+    options = {**COVERING_OPTIONS, **options}
+    filled = hf_kvret.registered_methods()[method](model.config, **options)
+    draws = random.Random(past)
+    with torch.no_grad():
+        model(ids[:, :past], past_key_values=filled)
+        for new in (ids[:, past:120], ids[:, past : past + 1]):
+            whole, outputs = filled.fork(), []
+            calls = _interrupted(partial(model, new, past_key_values=filled.fork()), -1)
+            for tokens in (new, ids[:, 120:]):
+                outputs.append(model(tokens, past_key_values=whole).logits)
+            for _ in range(4):
+                cache = filled.fork()
+                _interrupted(partial(model, new, past_key_values=cache), draws.randrange(calls))
+                try:
+                    cache.crop(0)
+                except RuntimeError as error:
+                    assert "while a layer took its tokens in" in str(error)
+                    torn += 1
+                    continue
+                # Behind all layers the pass is whole.
+                cache.crop(past - cache.get_seq_length())
+                for tokens, expected in zip((new, ids[:, 120:]), outputs, strict=True):
+                    got = model(tokens, past_key_values=cache).logits
+                    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert torn < 5
+
+
+def test_a_signal_tears_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while a store takes rows in, and the call of ``generate`` ends right behind it."""
+    model, cache = _filled("llama", "paris")
+    store = cache.retrieval_layers[1].kv.store
+    append = store.append
+
+    def interrupted(block: Any) -> None:
+        patch.undo()
+        signal.raise_signal(signal.SIGINT)
+        append(block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(_ids(120), past_key_values=cache, max_new_tokens=2)
+    assert cache.retrieval_layers[1].get_seq_length() == 120
+    cache.crop(0)
+    assert cache.get_seq_length() == 60
+    again = model.generate(_ids(120), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    fresh = hf_kvret.ParisKVCache(model.config, **COVERING_OPTIONS)
+    run = {"past_key_values": fresh, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(again, model.generate(_ids(120), **run))
 
 
 def test_a_crop_drops_a_first_pass_that_broke_off_between_update_and_attention(

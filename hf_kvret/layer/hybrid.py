@@ -47,7 +47,8 @@ class HybridLayer(RetrievalLayer):
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest tokens; RuntimeError where states can't go back, before any change."""
-        self.linear.crop(int(tokens_to_remove))
+        if int(tokens_to_remove):
+            self.linear.crop(int(tokens_to_remove))
         super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

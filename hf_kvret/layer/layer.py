@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Index, Scoring
+from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.layer_kv import LayerKV, MakeStore, kv_to_save, load_kv, saved_rows
@@ -87,6 +89,7 @@ class RetrievalLayer(CacheLayerMixin):
         below: the retrieval layer before this one in the model; set by the cache.
         edits: goes up with everything that is done to the layer, but for a replayed step.
         final_len: tokens that were announced, held ones included; 0: none.
+        past_len: tokens before those of the pass at hand, from its attention on.
         prompt_end: length at which the announced prompt ends; 0: none was announced.
         needs_positions: see ``RetrievalCache.needs_positions``.
         layer_info: which layer of the model this is; set by the cache.
@@ -115,9 +118,9 @@ class RetrievalLayer(CacheLayerMixin):
         self.subscribers: tuple[Subscriber, ...] = ()
         self.exact_rows = 0
         self.retrieved = RetrievedTokens()
-        self.pending_attention = self._takes_in = False
+        self.pending_attention = False
         self.below: RetrievalLayer | None = None
-        self.edits = self.final_len = self.prompt_end = 0
+        self.edits = self.past_len = self.final_len = self.prompt_end = 0
         self.layer_info = LayerInfo()
         self._update_key: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
@@ -156,7 +159,8 @@ class RetrievalLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         else:
             self.kv.check_tokens(key_states, value_states)
-        self.pending_attention, self._takes_in = True, False
+            self.kv.torn = False
+        self.pending_attention, self.past_len = True, sys.maxsize
         self.edits += 1
         self._update_key = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
@@ -189,8 +193,8 @@ class RetrievalLayer(CacheLayerMixin):
 
     @property
     def is_torn(self) -> bool:
-        """Whether a pass broke off while new tokens were taken in: nobody knows what is held."""
-        return self.pending_attention and self._takes_in
+        """Whether a pass broke off while the layer changed: nobody knows what is held."""
+        return self.pending_attention and self.kv is not None and self.kv.torn
 
     @property
     def selected(self) -> int:
@@ -281,13 +285,15 @@ class RetrievalLayer(CacheLayerMixin):
         surplus = self.kv.window.length + new - self.config.recent
         if self.pending_attention and surplus > self.config.flush:
             # Where the store has no room for them, nothing has changed yet.
-            self.kv.make_room(surplus)
-        self._takes_in = self.pending_attention
+            with SIGNALS_WAIT:
+                self.kv.make_room(surplus)
+        if self.pending_attention:
+            self.past_len = past
         if past and new <= self.config.max_draft:
             out = self._attend_few(query, *rows, call)
         else:
             out = self._attend_many(query, *rows, past, call)
-        self.pending_attention = self._takes_in = False
+        self.pending_attention = False
         return out
 
     def _attend_few(
@@ -301,9 +307,8 @@ class RetrievalLayer(CacheLayerMixin):
             if not kv.built:
                 # The index is built of the prompt alone, as in a fork that was made before.
                 self._settle()
-            if kv.watches:
-                self._on_forward(row_query, key, call)
-            kv.take_step(key, value, call.scoring.valid)
+            learn = partial(self._on_forward, row_query, key, call) if kv.watches else None
+            kv.take_step(key, value, call.scoring.valid, learn)
         elif kv.index is not None:
             kv.index.on_reader(call.positions)
         self._scoring = call.scoring
@@ -328,13 +333,12 @@ class RetrievalLayer(CacheLayerMixin):
         as_it_is = not past or call.expands(query.shape[2])
         watched = self.pending_attention and kv.watches
         row_query = call.to_rows(query) if watched or not as_it_is else query
-        if watched:
-            self._on_forward(row_query, key, call)
+        learn = partial(self._on_forward, row_query, key, call) if watched else None
         self._scoring = call.scoring
         # A device attends to a first prompt while the host makes room for it.
         whole = call.prompt() if not past else None
         if self.pending_attention:
-            kv.take_prompt(key, value, call.scoring.valid)
+            kv.take_prompt(key, value, call.scoring.valid, learn)
         if whole is not None:
             return whole
         self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
@@ -364,15 +368,14 @@ class RetrievalLayer(CacheLayerMixin):
                 "see later ones (those of an image, or of a prefix): take prompt='exact', and a "
                 "new cache where some layers slide"
             )
-        if self.pending_attention and kv.watches:
-            self._on_forward(call.to_rows(query), key, call)
         self._scoring = call.scoring
         rows = kv.rows(past, key, value) if past else (key, value)
         groups = PromptPass(query, *rows, call, recipe, end)
         out = groups.attend()
         if self.pending_attention:
+            learn = partial(self._on_forward, call.to_rows(query), key, call)
             self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
-            kv.take_prompt(key, value, call.scoring.valid)
+            kv.take_prompt(key, value, call.scoring.valid, learn if kv.watches else None)
             self.retrieved.add(groups.retrieved)
         return out
 
@@ -435,7 +438,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.edits += 1
         self.kv = self._scoring = None
         self.retrieved.crop(0)
-        self.is_initialized = self.pending_attention = self._takes_in = False
+        self.is_initialized = self.pending_attention = False
         self.final_len = self.prompt_end = self.exact_rows = 0
         for subscriber in self.subscribers:
             subscriber.reset()

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import ParamSpec, Self, TypeVar
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
 from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, blamed_on
 from hf_kvret.contracts.schema import Schema, check_squares, damaged
+from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.contracts.state import State, Tensors
 from hf_kvret.contracts.store import PAGES, FirstRows, Store, all_of, rows_of_pages
 from hf_kvret.contracts.token_buffer import TokenBuffer
@@ -26,6 +27,7 @@ MakeStore = Callable[[FirstRows], Store]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Owner = TypeVar("_Owner", bound="LayerKV")
 
 
 def keeps_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -39,6 +41,36 @@ def keeps_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
             return method(*args, **kwargs)
 
     return outside
+
+
+def changes(
+    method: Callable[Concatenate[_Owner, _P], _R],
+) -> Callable[Concatenate[_Owner, _P], _R]:
+    """``method`` of a ``LayerKV``, as one change of it; what ``keeps_tensors`` does besides.
+
+    A signal waits for its end. Behind another exception ``torn`` says that nobody knows what is
+    held.
+    """
+
+    @functools.wraps(method)
+    def change(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        SIGNALS_WAIT.depth += 1
+        # One change may be a part of another.
+        before, self.torn = self.torn, True
+        try:
+            if not torch.is_inference_mode_enabled():
+                result = method(self, *args, **kwargs)
+            else:
+                with torch.inference_mode(False):
+                    result = method(self, *args, **kwargs)
+            self.torn = before
+            return result
+        finally:
+            SIGNALS_WAIT.depth -= 1
+            if SIGNALS_WAIT.waiting:
+                SIGNALS_WAIT.end()
+
+    return change
 
 
 class LayerKV:
@@ -63,6 +95,7 @@ class LayerKV:
         changes: goes up whenever other tokens are cold, or other sequences are held.
         sums: of cold tokens, where the options ask for their means, which may lag behind;
             None: there are none yet.
+        torn: whether a change of it broke off in the middle; False again with the next pass.
         compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
     """
 
@@ -88,7 +121,7 @@ class LayerKV:
         self.make_store = make_store
         self.changes = 0
         self.compiled_len: dict[torch.Size, int] = {}
-        self.built = False
+        self.built = self.torn = False
         self.selected = torch.zeros((), dtype=torch.long, device=keys.device)
         self.watches = (index is not None and index.watches) or bool(needs_positions)
         self._retrievable: torch.Tensor | None = None
@@ -130,7 +163,7 @@ class LayerKV:
                 f"tokens have {names.format(*new_form)}: use a new cache or reset()"
             )
 
-    @keeps_tensors
+    @changes
     def on_forward(
         self,
         queries: torch.Tensor,
@@ -178,30 +211,43 @@ class LayerKV:
         if self.store is not None:
             self.store.make_room(tokens)
 
-    @keeps_tensors
+    @changes
     def take_step(
-        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+        learn: Callable[[], None] | None = None,
     ) -> None:
         """Flush if one is due, then append ``[B, Hkv, n, D]``.
 
         Dropping tokens of this step never has to undo a flush. ``valid [B, T]`` covers all slots,
-        those of the new tokens included; None: all valid.
+        those of the new tokens included; None: all valid. ``learn`` is called first: what the
+        index learns from the queries of these tokens is part of the change.
         """
+        if learn is not None:
+            learn()
         window, config = self.window, self.config
         if self.step_flushes():
             self._cool(window.pop(window.length - config.recent, valid))
             window.fit(self.most_recent)
         window.append(keys, values)
 
-    @keeps_tensors
+    @changes
     def take_prompt(
-        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+        learn: Callable[[], None] | None = None,
     ) -> None:
         """Add many tokens at once; if they overflow the window, all but ``recent`` become cold.
 
         A cache that stays shorter than ``dense_below`` keeps everything in the window, and a
         question that fits beside the recent tokens flushes nothing. Arguments as in ``take_step``.
         """
+        if learn is not None:
+            learn()
         window, config, new = self.window, self.config, keys.shape[2]
         end, recent = window.end + new, window.length + new
         if end < config.dense_len or recent <= config.recent + config.flush:
@@ -249,7 +295,7 @@ class LayerKV:
         if self.index is not None:
             self.index.set_options(config)
 
-    @keeps_tensors
+    @changes
     def ready_index(self, cold: ColdTokens) -> Index | None:
         """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
         if not self.built:
@@ -261,7 +307,13 @@ class LayerKV:
                 raise blamed_on(self.index, "before_search", error) from error
         return self.index
 
-    @keeps_tensors
+    @changes
+    def after_search(self, ids: torch.Tensor) -> None:
+        """Call ``Index.after_search``."""
+        assert self.index is not None, "it has searched"
+        self.index.after_search(ids)
+
+    @changes
     def build_index(self, cold: ColdTokens) -> None:
         """Call ``Index.build``, unless it was called before."""
         if not self.built and self.index is not None:
@@ -275,7 +327,7 @@ class LayerKV:
         """What stands for the tokens of ``cold`` that a query does not select; None: nothing."""
         return None if self.config.rest is None else self.block_sums(cold).means()
 
-    @keeps_tensors
+    @changes
     def block_sums(self, cold: ColdTokens) -> BlockSums:
         """Sums of all of ``cold``."""
         if self.sums is None or self.sums.mean_len != self.config.rest_blocks:
@@ -326,7 +378,7 @@ class LayerKV:
             window.put_sinks(keys, values)
         return keys, values
 
-    @keeps_tensors
+    @changes
     def crop(self, count: int) -> None:
         """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
         deeper = self.window.drop_newest(count)
@@ -347,7 +399,7 @@ class LayerKV:
         self._forget_cold()
         self.changes += 1
 
-    @keeps_tensors
+    @changes
     def reorder(self, rows: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
         for state in (self.window, self.positions, self.index, self.sums, self.store):

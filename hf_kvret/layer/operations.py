@@ -84,7 +84,7 @@ def _attend_to_search(
     # First, so that a store elsewhere works while the device does all the rest.
     finish = cold.store.begin(search.query, ids, cold.scale, cold.softcap)
     if index.looks_back:
-        index.after_search(ids)
+        kv.after_search(ids)
     means = _mean_tokens(kv, search.query, ids, cold)
     if isinstance(finish, Partials) and groups is None:
         # Launched already: one launch more does all that is left.
@@ -122,7 +122,7 @@ def _attend_to_best(
     out, lse = merge([near, far], call.sink_logits, query.dtype)
     count_ids(ids, kv.selected)
     if search.index.looks_back:
-        search.index.after_search(ids)
+        kv.after_search(ids)
     return Result(out, ids, lse, means)
 
 

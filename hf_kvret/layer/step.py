@@ -108,7 +108,7 @@ def _attend_on_host(
         method = "search" if isinstance(host_cold.search, host_step.GivenIds) else "host_search"
         raise blamed_on(search.index, method, error) from error
     if search is not None and search.index.looks_back:
-        search.index.after_search(ids)
+        kv.after_search(ids)
     return Result(out if groups is None else groups.unfold(out), ids)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.contracts.state import State, part
 from hf_kvret.contracts.token_buffer import TokenBuffer
 
@@ -108,15 +109,25 @@ class TokenRecord(State):
 
     def write(self, ids: torch.Tensor, start: int) -> None:
         """Write ``ids`` ``[B, n]`` of the tokens from ``start`` on; earlier gaps are unknown."""
-        # Memory made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False):
-            if self._ids.is_allocated and len(self._ids.rows) != len(ids):
-                self.reset()
+        SIGNALS_WAIT.depth += 1
+        try:
+            # Memory made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                if self._ids.is_allocated and len(self._ids.rows) != len(ids):
+                    self.reset()
+                self._ids.crop(start)
+                like = ids.new_empty((len(ids), 1, 0), dtype=torch.int32)
+                if start > len(self):
+                    self._ids.reserve(start - len(self), like).fill_(UNKNOWN)
+                self._ids.reserve(ids.shape[1], like).copy_(ids.detach()[:, None])
+        except BaseException:
+            # Their room has no ids yet.
             self._ids.crop(start)
-            like = ids.new_empty((len(ids), 1, 0), dtype=torch.int32)
-            if start > len(self):
-                self._ids.reserve(start - len(self), like).fill_(UNKNOWN)
-            self._ids.reserve(ids.shape[1], like).copy_(ids.detach()[:, None])
+            raise
+        finally:
+            SIGNALS_WAIT.depth -= 1
+            if SIGNALS_WAIT.waiting:
+                SIGNALS_WAIT.end()
 
     def ids(self, length: int) -> torch.Tensor | None:
         """``[B, length]`` int32 of the tokens from 0 on; None if nothing was ever written."""

@@ -2,35 +2,82 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
+import re
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret_model_patches.decoders import decoder_of
+
+_log = logging.getLogger(__name__)
 
 _PLACE = "PUT THE PROMPT HERE"
+# What a model's author may ask of one answer of one beam, whatever cache it has.
+_OF_AN_ANSWER = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "stop_strings"),
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size"),
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+    *("renormalize_logits", "remove_invalid_values", "exponential_decay_length_penalty"),
+    *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config"),
+    *("max_time", "max_new_tokens", "disable_compile", "transformers_version"),
+}
+# What transformers takes where nobody says anything. It is None for all others.
+_NEUTRAL = {
+    **{"use_cache": True, "early_stopping": False, "return_dict_in_generate": False},
+    **{"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "min_length": 0},
+    **{"length_penalty": 1.0, "diversity_penalty": 0.0, "output_scores": False},
+    **{"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant"},
+    **{"assistant_confidence_threshold": 0.4, "assistant_lookbehind": 10, "target_lookbehind": 10},
+}
+
+
+def plain_generation_config(model: PreTrainedModel) -> tuple[GenerationConfig, list[str]]:
+    """A copy of the defaults of ``model`` for one answer with a cache of ours, and what it lacks.
+
+    Its author may have set another cache, beams, drafts or outputs, which contradict such a call.
+    The names of these are the second result; in the copy they are as if nobody had set them. A
+    ``max_length`` goes without being named, as every command has its own limit.
+    """
+    config, dropped = copy.deepcopy(model.generation_config), []
+    for name in vars(GenerationConfig()):
+        value, neutral = getattr(config, name, None), _NEUTRAL.get(name)
+        unset = value is None or value == neutral or (not value and not neutral)
+        if unset or name.startswith("_") or name in _OF_AN_ANSWER:
+            continue
+        setattr(config, name, neutral)
+        dropped += [name] if name != "max_length" else []
+    return config, dropped
 
 
 def document_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """``[1, T]`` token ids of a document as `ask` expects it in a cache.
 
     It begins the user's message where the tokenizer has a chat template, else the whole text.
+    Blanks at either end are left out where the template strips them from a message.
     Names of control tokens in it, as ``<|im_end|>``, are read as text.
 
     Raises:
         ValueError: a chat template that can't be used, see `around_message`.
     """
-    before, _ = around_message(tokenizer)
+    words = text.strip() or text
+    lead, trail = text.split(words, 1) if text else ("", "")
+    before, after = around_message(tokenizer, lead, trail)
+    words += after.removesuffix(around_message(tokenizer)[1])
     bos = tokenizer.bos_token_id
     begins = tokenizer("", verbose=False)["input_ids"][:1]
     if tokenizer.chat_template:
-        begins = _encode(tokenizer, _shown(tokenizer))[:1]
+        begins = _encode(tokenizer, _shown(tokenizer, _PLACE))[:1]
     # Where neither the tokenizer nor its template begins with one, generate's users have none.
     first = [bos] if bos is not None and begins == [bos] else []
-    return torch.tensor([[*first, *_message(tokenizer, text, before=before)]], dtype=torch.long)
+    return torch.tensor([[*first, *_message(tokenizer, words, before=before)]], dtype=torch.long)
 
 
 def ask(
@@ -58,7 +105,8 @@ def ask(
     Raises:
         TypeError: another cache.
         ValueError: an empty question, a cache without the ids of one sequence, several beams or
-            answers, a chat template that can't be used.
+            answers, a chat template that can't be used, more tokens than the model has learned
+            positions.
     """
     if not isinstance(cache, RetrievalCache):
         raise TypeError(
@@ -74,51 +122,109 @@ def ask(
         )
     if not question.strip():
         raise ValueError("there is no question: write one")
-    _, after = around_message(tokenizer)
-    behind = torch.tensor([_message(tokenizer, f"\n\n{question}", after=after or "\n")])
+    words = question.rstrip()
+    _, after = around_message(tokenizer, trail=question.removeprefix(words))
+    behind = torch.tensor([_message(tokenizer, f"\n\n{words}", after=after or "\n")])
     prompt = torch.cat([ids.cpu(), behind], dim=1).to(model.device)
+    most, is_table = positions(model)
+    if is_table and prompt.shape[1] > most:
+        raise ValueError(
+            f"document and question have {prompt.shape[1]:,} tokens, and the model has {most:,} "
+            "positions (max_position_embeddings): ask about a part of the document"
+        )
     # A fork serves layers that can't go back, too.
     usual: dict[str, Any] = {"past_key_values": cache.fork()}
     # Without a mask generate would mask padding tokens that a document contains.
     usual["attention_mask"] = torch.ones_like(prompt)
+    # The model's own stop strings need it.
+    usual["tokenizer"] = tokenizer
+    plain, dropped = plain_generation_config(model)
+    own = options.get("generation_config")
+    if dropped := [name for name in dropped if getattr(own, name, None) is None]:
+        # An argument of the call is the only thing that the model's defaults give way to.
+        usual |= {name: getattr(plain, name) for name in dropped}
+        _warn_once(f"left out of the model's generation_config: {', '.join(dropped)}")
     if "generation_config" not in options:
         usual |= {"max_new_tokens": 512, "do_sample": False}
     generate: Any = model.generate
-    result = generate(prompt, **{**usual, **options})
+    options = {**usual, **options}
+    if is_table and options.get("max_new_tokens"):
+        # The last one of an answer takes no position.
+        room = most - prompt.shape[1] + 1
+        options["max_new_tokens"] = min(options["max_new_tokens"], room)
+    result = generate(prompt, **options)
     tokens = getattr(result, "sequences", result)[0, prompt.shape[1] :]
     return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
-def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+@functools.cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
+
+
+def positions(model: PreTrainedModel) -> tuple[int, bool]:
+    """How many positions a model has, 0: nobody knows; whether it can't go beyond them.
+
+    Learned positions, and sines in a table, end. RoPE goes on, where no training has been.
+    """
+    config = model.config.get_text_config(decoder=True)
+    most = getattr(config, "max_position_embeddings", None) or 0
+    decoder = decoder_of(model)
+    tables = [
+        tensor.shape[0]
+        for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())
+        if tensor.ndim == 2 and re.search("pos|wpe", name)
+    ]
+    # OPT's has two rows more.
+    return most, any(most <= length <= most + 8 for length in tables)
+
+
+def around_message(
+    tokenizer: PreTrainedTokenizerBase, lead: str = "", trail: str = ""
+) -> tuple[str, str]:
     """The texts that the chat template puts before and after a user's message; BOS is left out.
 
-    Empty ones for a tokenizer without a template. The message is not given to the template itself,
-    as some would strip its blanks.
+    ``lead`` and ``trail`` are the blanks around the message, of which the texts have what the
+    template leaves. A tokenizer without a template leaves them as they are.
 
     Raises:
         ValueError: a template that fails, or doesn't show the message once and as it is.
     """
     if not tokenizer.chat_template:
-        return "", ""
-    before, place, after = _shown(tokenizer).partition(_PLACE)
+        return lead, trail
+    before, place, after = _shown(tokenizer, f"{lead}{_PLACE}{trail}").partition(_PLACE)
     if not place or _PLACE in after:
         raise ValueError(
             "the chat template doesn't show a message once and as it is: give the tokenizer "
-            "another one, or set tokenizer.chat_template = None"
+            "another one (a chat_template.jinja in the model's folder), or take its own away"
         )
     bos = tokenizer.bos_token
     return (before.removeprefix(str(bos)) if bos else before), after
 
 
-def _shown(tokenizer: PreTrainedTokenizerBase) -> str:
-    message, how = [{"role": "user", "content": _PLACE}], {"add_generation_prompt": True}
-    try:
-        return str(tokenizer.apply_chat_template(message, tokenize=False, **how))
-    except TemplateError as error:
-        raise ValueError(
-            f"the chat template of {tokenizer.name_or_path!r} can't show a single message of a "
-            f"user ({error}): give the tokenizer another one, or set tokenizer.chat_template = None"
-        ) from error
+def _shown(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
+    """What the chat template makes of a message, given as text or, where it needs that, as a part.
+
+    Templates of models that see read ``content`` as a list of texts and pictures.
+    """
+    errors, shown = [], ""
+    for given in (content, [{"type": "text", "text": content}]):
+        message = [{"role": "user", "content": given}]
+        try:
+            shown = tokenizer.apply_chat_template(
+                message, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError) as error:
+            errors.append(error)
+            continue
+        if _PLACE in shown:
+            return str(shown)
+    if shown:
+        return str(shown)
+    raise ValueError(
+        f"the chat template of {tokenizer.name_or_path!r} can't show a single message of a "
+        f"user ({errors[0]}): give the tokenizer another one, or set tokenizer.chat_template = None"
+    ) from errors[0]
 
 
 def _message(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Self
 
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
@@ -176,14 +178,17 @@ class ResidentStore(WrappedStore):
         share, count = ids.shape[1] // rows.heads, max(1, ids.shape[3])
         buffer = self._roomy_buffer(rows, share, count)
         at_once = buffer.slots // (share * count)
-        results = [
-            gather_partials(
-                some_query, buffer.rows, buffer.bring(rows, some_ids), scale=scale, softcap=softcap
-            )
-            for some_query, some_ids in zip(
-                query.split(at_once, dim=2), ids.split(at_once, dim=2), strict=True
-            )
-        ]
+        attend = partial(gather_partials, scale=scale, softcap=softcap)
+        try:
+            with SIGNALS_WAIT:
+                results = [
+                    attend(q, buffer.rows, buffer.bring(rows, i))
+                    for q, i in zip(*(x.split(at_once, dim=2) for x in (query, ids)), strict=True)
+                ]
+        except BaseException:
+            # Slots may name rows that were not fetched.
+            self._buffer, self._served = None, False
+            raise
         self._served = True
         if len(results) == 1:
             return results[0]

@@ -140,7 +140,7 @@ def test_one_call_is_all_the_steps(
         assert value == close, name
 
 
-def test_a_step_that_fails_counts_nothing_and_is_not_forgotten(
+def test_a_step_that_fails_counts_nothing_and_is_dropped_by_a_crop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_room(*args: object, **kwargs: object) -> None:
@@ -155,7 +155,9 @@ def test_a_step_that_fails_counts_nothing_and_is_not_forgotten(
         driver.forward(1)
     assert driver.cache.stats() == before
     with pytest.raises(RuntimeError, match="has not attended yet"):
-        driver.crop(1)
+        driver.cache.fork()
+    driver.crop(1)
+    assert driver.cache.get_seq_length() == 100
 
 
 def test_stores_and_indexes_that_give_no_descriptor_are_asked_step_by_step() -> None:

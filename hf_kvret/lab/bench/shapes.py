@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.lab.bench.weights import is_coded, linear_bytes
-from hf_kvret.lab.program.hub_access import needs_cache
+from hf_kvret.lab.program.hub_access import check_type, needs_cache
 from hf_kvret.models.compatibility import check_config
 
 _SIZES = (
@@ -217,11 +217,15 @@ def load_shape(name: str, *, option: str = "--shape", experts: bool = False) -> 
     )
     if "/" not in name and not Path(name).is_dir():
         raise ValueError(unknown)
+    check_type(option, name)
     cached = needs_cache(option, name)
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=cached)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(unknown) from error
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(unknown) from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{option} {name}: transformers can't read config.json ({why})") from error
     config = config.get_text_config(decoder=True)
     check_config(config)
     if not experts and _first_count(config, "num_experts", "num_local_experts"):

@@ -33,6 +33,7 @@ from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.report import outputs
 from hf_kvret.lab.report.verification import verify
 from hf_kvret.models.ranks import check_one_process
+from hf_kvret.saved.identity import printable
 
 _EXAMPLE = "--model MODEL --text novel.txt --out MODEL/"
 
@@ -100,7 +101,8 @@ def run_calibrate(options: CalibrateOptions) -> int:
         name=options.name,
         layers_at_once=options.layers_at_once,
     )
-    print(f"\n{describe(artifact)}\n\n{quality_table(artifact)}\n\nwrote {options.out}")
+    print(f"\n{describe(artifact)}\n\n{quality_table(artifact)}")
+    print(f"\nwrote {printable(str(options.out))}")
     if options.push_to_hub:
         print(f"pushed to {_push(artifact, options)}")
     return 0
@@ -254,5 +256,5 @@ def run_inspect(options: InspectOptions) -> int:
         print(f"{describe(artifact)}\n\n{quality_table(artifact)}")
     if options.plot:
         plot_quality(options.plot, artifact)
-        print(f"wrote {options.plot}")
+        print(f"wrote {printable(str(options.plot))}")
     return 0

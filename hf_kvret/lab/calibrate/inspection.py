@@ -58,8 +58,8 @@ def quality_table(artifact: CalibrationArtifact) -> str:
     if not artifact.quality:
         return "no figures of quality"
     names = list(dict.fromkeys(name for row in artifact.quality for name in row))
-    rows = [[printable(_cell(row.get(name))) for name in names] for row in artifact.quality]
-    return markdown_table([printable(name.replace("_", " ")) for name in names], rows)
+    rows = [[_cell(row.get(name)) for name in names] for row in artifact.quality]
+    return markdown_table([name.replace("_", " ") for name in names], rows)
 
 
 def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:

@@ -6,12 +6,14 @@ import argparse
 import json
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from hf_kvret.lab.coverage.record import Record, try_types
@@ -33,8 +35,10 @@ from hf_kvret.lab.coverage.table import (
 )
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.hub_access import check_type, unknown_type
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.progress import tqdm
+from hf_kvret.saved.identity import printable
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def run_models(options: ModelsOptions, model: str | None = None) -> int:
         print(note, file=sys.stderr)
     if options.md:
         write_page(options.md, markdown(rows, record))
-        print(f"wrote {options.md}")
+        print(f"wrote {printable(str(options.md))}")
     elif options.json:
         entries = [row.as_dict() for row in rows]
         print(json.dumps(entries if name is None else entries[0], indent=1))
@@ -119,12 +123,22 @@ def run_models(options: ModelsOptions, model: str | None = None) -> int:
 
 def _find(name: str, *, anywhere: bool) -> ModelType:
     """A type of transformers; ``anywhere`` also what a folder or the hub has of that name."""
-    if not anywhere or (name in type_names() and not Path(name).exists()):
+    if not anywhere or (name in CONFIG_MAPPING and not Path(name).exists()):
+        if name in CONFIG_MAPPING and name not in type_names():
+            with suppress(ValueError, TypeError, StrictDataclassError):
+                one = configured_type(AutoConfig.for_model(name))
+                # Why an encoder-decoder is refused, for instance.
+                if not one.served:
+                    return one
         return default_type(name)
     # A hub id is a name with at most an owner before it.
     is_path = name.startswith((".", "~", "/")) or name.endswith("/") or len(Path(name).parts) > 2
     if is_path and not Path(name).exists():
         raise FileNotFoundError(f"there is no folder {name!r}: give one with a config.json")
+    check_type("MODEL", name)
+    # A few old hub ids have no owner.
+    if "/" not in name and not Path(name).exists() and not _is_cached(name):
+        raise ValueError(f"{unknown_type(name)}; a hub id has an owner, as owner/name")
     try:
         config = AutoConfig.from_pretrained(name)
     except (StrictDataclassError, TypeError, KeyError, ArithmeticError) as error:
@@ -134,6 +148,10 @@ def _find(name: str, *, anywhere: bool) -> ModelType:
         ) from error
     generates = config.model_type in type_names()
     return configured_type(config, partial(text_class, config.model_type) if generates else None)
+
+
+def _is_cached(name: str) -> bool:
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def _try(types: list[ModelType], path: Path, again: bool) -> Record:

@@ -14,6 +14,7 @@ from hf_kvret.lab.coverage.record import Record
 from hf_kvret.lab.coverage.scan import ModelType
 from hf_kvret.lab.coverage.trial import Trial
 from hf_kvret.registry import registered_methods
+from hf_kvret.saved.identity import printable
 
 BEGIN = "<!-- made by `hf-kvret models --md`, from here -->"
 END = "<!-- made by `hf-kvret models --md`, to here -->"
@@ -274,4 +275,5 @@ def details(row: Row, record: Record) -> str:
             facts["trial says"] = tried.detail
             facts |= {f"  {name}": result for name, result in tried.methods.items()}
     width = max(map(len, facts))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items() if value)
+    lines = (f"{name:<{width}}  {value}" for name, value in facts.items() if value)
+    return "\n".join(map(printable, lines))

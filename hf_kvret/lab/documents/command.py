@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from transformers import TextStreamer
 
 from hf_kvret.attention.prompt_chunks import recurs
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.documents.document import document_text
+from hf_kvret.contracts.signals import SIGNALS_WAIT
+from hf_kvret.lab.documents.document import document_text, is_stream
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
 from hf_kvret.lab.plan.prediction import Predictor
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whole_number
 from hf_kvret.lab.program.common_options import count_option, device_option, dtype_option
@@ -32,7 +34,11 @@ from hf_kvret.lab.report.verification import verify
 from hf_kvret.models.compatibility import layer_shapes
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods
+from hf_kvret.saved.identity import printable
 from hf_kvret.shelf import Shelf, ShelfEntry, ask, document_ids
+from hf_kvret.shelf.questions import positions
+from hf_kvret.shelf.shelf import can_crop
+from hf_kvret.stores.placement import CODED
 
 _FOLDER = Path("~/.cache/hf_kvret/shelf")
 _CHUNK = 2048
@@ -49,12 +55,19 @@ def _shelf_option() -> Any:
 class ReadOptions:
     """The options of ``hf-kvret read``."""
 
-    document: Path = option(help="a text, Markdown or HTML file", kind=file_path, name="document")
-    model: str = option(default_model(), "a folder, a hub id, or reference or smollm2")
+    document: Path = option(
+        help="a text, Markdown or HTML file, or - for a pipe", kind=file_path, name="document"
+    )
+    model: str = option(
+        default_model(),
+        "a folder or a hub id; reference and smollm2 are small test models",
+    )
     method: str = option("paris", "and its options after colons, as paris:top_k=256")
     shelf: Path = _shelf_option()
-    name: str | None = option(None, "to ask by; the file's unless given")
-    max_size: str = option("200GB", "of all that is on the shelf", metavar="SIZE")
+    name: str | None = option(None, "to ask by; the file's unless given, of a pipe stdin")
+    max_size: str | None = option(
+        None, "of all that is on the shelf; default: half of what its disk has", metavar="SIZE"
+    )
     most_bytes: int = count_option(20_000_000, "of the document")
     dtype: str = dtype_option()
     device: str = device_option()
@@ -128,17 +141,21 @@ def run_read(options: ReadOptions) -> int:
     shelf = Shelf(options.shelf, options.max_size)
     check_device(options.device)
     subject = load_subject(options.model, DTYPES[options.dtype], options.device)
+    _say_default_model(options.model)
     ids = document_ids(subject.need_tokenizer("read"), text).to(subject.device)
-    name = options.name or options.document.stem
+    _check_positions(subject, ids.shape[1])
+    name = options.name or ("stdin" if is_stream(options.document) else options.document.stem)
     wanted = ids, subject.model, choice.method
     there = shelf.has(*wanted, **asdict(choice.options))
     if there is not None and there.title == name:
-        print(f"all {there.tokens:,} tokens are on {options.shelf} already")
+        shelf.touch(there)
+        print(f"all {there.tokens:,} tokens are on {printable(str(options.shelf))} already")
         return 0
     found = shelf.find(*wanted, **asdict(choice.options))
     method = registered_methods()[choice.method]
     cache = method(subject.model.config, choice.options) if found is None else found
     _check_size(options, shelf, subject, ids.shape[1])
+    shelf.check_writable()
     started = time.perf_counter()
     try:
         _read(subject, cache, ids, name)
@@ -150,10 +167,40 @@ def run_read(options: ReadOptions) -> int:
     new = ids.shape[1] - cache.from_shelf
     print(
         f"read {new:,} of {entry.tokens:,} tokens in {seconds:.1f} s; {entry.nbytes / 1e9:.2f} GB "
-        f"on {options.shelf}\n\n    "
-        f'hf-kvret ask {shlex.quote(name)} "..." --shelf {shlex.quote(str(options.shelf))}'
+        f"on {printable(str(options.shelf))}\n\n    "
+        f'hf-kvret ask {_word(name)} "..." --shelf {_word(str(options.shelf))}'
     )
     return 0
+
+
+def _word(text: str) -> str:
+    """``text`` as a shell and a terminal take it."""
+    return shlex.quote(printable(text))
+
+
+def _say_default_model(model: str) -> None:
+    if model_folder(model) == model_folder(default_model()):
+        print(
+            f"{default_model()} is a small test model, whose answers are no use: --model takes a "
+            "folder or a hub id, as hf-kvret read FILE --model Qwen/Qwen3-4B",
+            file=sys.stderr,
+        )
+
+
+def _check_positions(subject: Subject, tokens: int, new: int = 0) -> None:
+    """Say that ``tokens``, and ``new`` ones of an answer, go beyond the positions of the model.
+
+    ValueError where it can't go on there.
+    """
+    most, is_table = positions(subject.model)
+    if not most or tokens + new <= most:
+        return
+    said = f"{tokens:,} tokens" + (f" and up to {new:,} of an answer" if new else "")
+    said += f", and the model has {most:,} positions (max_position_embeddings)"
+    if is_table and tokens > most:
+        raise ValueError(f"{said}, which end there: give a part of the document, or another model")
+    rest = "the answer ends there" if is_table else "what lies behind them it may not understand"
+    print(f"warning: {said}: {rest}", file=sys.stderr)
 
 
 def _check_size(options: ReadOptions, shelf: Shelf, subject: Subject, tokens: int) -> None:
@@ -173,9 +220,9 @@ def _check_size(options: ReadOptions, shelf: Shelf, subject: Subject, tokens: in
     nbytes = max(size.store_device, size.store_host)
     if nbytes > shelf.max_bytes:
         raise ValueError(
-            f"{options.document} has {tokens:,} tokens, which take {nbytes / 1e9:.2f} GB and more, "
-            f"and the shelf holds at most {shelf.max_bytes / 1e9:.2f} GB: give a larger "
-            "--max-size, or a part of the document"
+            f"{printable(str(options.document))} has {tokens:,} tokens, which take "
+            f"{nbytes / 1e9:.2f} GB and more, and the shelf holds at most "
+            f"{shelf.max_bytes / 1e9:.2f} GB: give a larger --max-size, or a part of the document"
         )
 
 
@@ -193,9 +240,13 @@ def _read(subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str)
         chunks[-2:] = [torch.cat(chunks[-2:], dim=1)]
     cache.expect(ids.shape[1] - start, max(chunk.shape[1] for chunk in chunks))
     bar = {"desc": name, "unit": "tok", "unit_scale": True, "total": ids.shape[1]}
+    # A signal waits for the end where a broken pass can't be dropped, or rows were coded twice.
+    goes_back = can_crop(cache, ids.shape[1]) and cache.options.store not in CODED
+    one_pass = nullcontext() if goes_back else SIGNALS_WAIT
     with tqdm(initial=start, delay=1.0, **bar) as shown:
         for chunk in chunks:
-            model(chunk, **as_argument(cache), use_cache=True, logits_to_keep=1)
+            with one_pass:
+                model(chunk, **as_argument(cache), use_cache=True, logits_to_keep=1)
             shown.update(chunk.shape[1])
 
 
@@ -217,15 +268,21 @@ def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: 
 def run_ask(options: AskOptions) -> int:
     """Answer a question as the command line says."""
     shelf = Shelf(options.shelf)
-    entry = shelf.entry(options.name)
+    entry, *others = shelf.named(options.name)
+    _say_others(entry, others)
     check_device(options.device)
     if options.model is None and not entry.model:
-        raise ValueError(f"nobody wrote down where the model of {options.name} is: give --model")
+        raise ValueError(
+            f"nobody wrote down where the model of {printable(options.name)} is: give --model"
+        )
     subject = load_subject(options.model or entry.model, DTYPES[entry.dtype], options.device)
+    _say_default_model(options.model or entry.model)
     tokenizer = subject.need_tokenizer("ask")
     started = time.perf_counter()
     changes = {} if options.top_k is None else {"top_k": options.top_k}
     cache = shelf.load(entry.name, subject.model, **changes)
+    asked = len(tokenizer(options.question, add_special_tokens=False)["input_ids"])
+    _check_positions(subject, entry.tokens + asked, options.new_tokens)
     loaded = time.perf_counter()
     more: dict[str, Any] = {"max_new_tokens": options.new_tokens}
     if not options.json:
@@ -235,11 +292,24 @@ def run_ask(options: AskOptions) -> int:
         report = {
             "answer": answer,
             "tokens": entry.tokens,
+            "entry": entry.name,
+            "others": [other.name for other in others],
             "seconds_to_load": loaded - started,
             "seconds_to_answer": time.perf_counter() - loaded,
         }
         print(json.dumps(report, ensure_ascii=False))
     return 0
+
+
+def _say_others(entry: ShelfEntry, others: list[ShelfEntry]) -> None:
+    """Say that several documents have one name, and which of them is taken."""
+    if others:
+        names = ", ".join(other.name for other in others)
+        print(
+            f"{1 + len(others)} documents are called {printable(entry.title)}: this is "
+            f"{entry.name} with {entry.tokens:,} tokens, the last that was read; {names} before it",
+            file=sys.stderr,
+        )
 
 
 def run_shelf(options: ShelfOptions) -> int:
@@ -249,13 +319,19 @@ def run_shelf(options: ShelfOptions) -> int:
         return _list(shelf, options.json)
     if options.name is None:
         raise ValueError(f"shelf {options.action}: give --name, as hf-kvret shelf list has it")
-    entry = shelf.entry(options.name)
-    actions = {"inspect": _inspect, "verify": _verify, "remove": _remove}
-    lines = actions[options.action](shelf, entry)
-    if options.json:
-        print(json.dumps({"entry": _facts(entry), "said": lines}))
+    if options.action == "remove":
+        # A damaged one has no facts.
+        shelf.remove(options.name)
+        facts, lines = {"name": options.name}, [f"removed {printable(options.name)}"]
     else:
-        print("\n".join(lines))
+        entry, *others = shelf.named(options.name)
+        _say_others(entry, others)
+        facts = _facts(entry)
+        lines = (_inspect if options.action == "inspect" else _verify)(shelf, entry)
+    if options.json:
+        print(json.dumps({"entry": facts, "said": lines}))
+    else:
+        print("\n".join(map(printable, lines)))
     return 0
 
 
@@ -273,7 +349,7 @@ def _list(shelf: Shelf, as_json: bool) -> int:
         for entry in entries
     ]
     header = ("title", "name", "method", "model", "tokens", "GB", "last used")
-    print(markdown_table(header, rows) if rows else f"nothing is on {shelf.folder}")
+    print(markdown_table(header, rows) if rows else f"nothing is on {printable(str(shelf.folder))}")
     return 0
 
 
@@ -289,8 +365,3 @@ def _inspect(shelf: Shelf, entry: ShelfEntry) -> list[str]:
 
 def _verify(shelf: Shelf, entry: ShelfEntry) -> list[str]:
     return list(verify(shelf.folder / entry.name))
-
-
-def _remove(shelf: Shelf, entry: ShelfEntry) -> list[str]:
-    shelf.remove(entry.name)
-    return [f"removed {entry.title or entry.name}"]

@@ -2,49 +2,73 @@
 
 from __future__ import annotations
 
+import codecs
 import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+from hf_kvret.saved.identity import printable
+
+# The longer mark first: that of UTF-16 begins it.
+_MARKS = {
+    **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
+    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
+}
 _HTML = (".html", ".htm", ".xhtml")
 _OTHERS = (".pdf", ".doc", ".docx", ".odt", ".epub", ".rtf")
 _BLOCKS = (
     *("p", "br", "div", "li", "ul", "ol", "dl", "dt", "dd", "tr", "table", "pre", "blockquote"),
     *("h1", "h2", "h3", "h4", "h5", "h6", "hr", "section", "article", "header", "footer"),
 )
+_PAGE = re.compile(r"\s*<(!doctype html|html)\b", re.IGNORECASE)
 # A browser does not show the content of these.
 _HIDDEN = ("script", "style", "template", "noscript", "head")
 
 
 def document_text(path: Path, most_bytes: int) -> str:
-    """The text of a file. Nothing that it refers to is read, and no host is asked for anything.
+    """The text of a file or a pipe; ``-`` is standard input. No host is asked for anything.
+
+    It is UTF-8, or UTF-16 or UTF-32 with a byte order mark. Nothing that it refers to is read.
 
     Raises:
         FileNotFoundError: no such file.
         ModuleNotFoundError: HTML without beautifulsoup4.
-        ValueError: larger than ``most_bytes``, of another kind, not UTF-8, or without text.
+        ValueError: larger than ``most_bytes``, of another kind, not of these encodings, or without
+            text.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: give a text, Markdown or HTML file")
-    size = path.stat().st_size
-    if size > most_bytes:
-        raise ValueError(
-            f"{path} has {size:,} bytes, and at most {most_bytes:,} are read: give a part of it, "
-            "or a larger --most-bytes"
-        )
+    name = printable(str(path))
+    if not is_stream(path) and not path.is_file():
+        raise FileNotFoundError(f"no file {name}: give a text, Markdown or HTML file, or a pipe")
     if path.suffix.lower() in _OTHERS:
-        raise ValueError(f"{path} is no text: save it as text, Markdown or HTML")
+        raise ValueError(f"{name} is no text: save it as text, Markdown or HTML")
+    with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(
+            f"{name} has more than {most_bytes:,} bytes, and at most so many are read: give a part "
+            "of it, or a larger --most-bytes"
+        )
+    encoding = next((x for mark, x in _MARKS.items() if content.startswith(mark)), "utf-8-sig")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = content.decode(encoding)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8 text ({error}): save it as that, as with iconv -f latin1 -t utf8"
+            f"{name} is not {encoding.removesuffix('-sig').upper()} text ({error}): save it as "
+            "UTF-8, as with iconv -f latin1 -t utf8"
         ) from error
-    if path.suffix.lower() in _HTML:
+    # What comes through a pipe has no suffix.
+    if path.suffix.lower() in _HTML or (is_stream(path) and _PAGE.match(text)):
         text = _text_of_html(text)
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if "\0" in text or not text.strip():
-        raise ValueError(f"{path} has {'null characters' if chr(0) in text else 'no text'} in it")
+        raise ValueError(f"{name} has {'null characters' if chr(0) in text else 'no text'} in it")
     return text
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a document comes from standard input, a pipe or a device, so that it has no name."""
+    return str(path) == "-" or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def _text_of_html(content: str) -> str:

@@ -178,11 +178,18 @@ class Demo(Measurement):
         reader = Reader(self._model, choice, self._capacity)
         reader.prefill(tokens)
         right, seconds, used = 0, [], UsageSum()
+        example: Row = {}
         for prompt, answer in tqdm(
             list(zip(prompts, answers, strict=True)), desc=f"{choice.name}: questions", leave=False
         ):
             turn = reader.fork()
-            right += turn.answer(turn.feed(prompt), len(answer)) == answer.tolist()
+            given = turn.answer(turn.feed(prompt), len(answer))
+            right += given == answer.tolist()
+            example = example or {
+                "key": prompt[1:-1].tolist(),
+                "right": answer.tolist(),
+                "given": given,
+            }
             seconds.append(turn.seconds)
             used.add(turn)
             progress.advance(step)
@@ -199,19 +206,21 @@ class Demo(Measurement):
             "read_ratio": used.read_ratio or 0.0,
             "recall": means["overlap"],
             "mass": means["mass"],
+            "example": example,
             "recall_by_layer": {str(one.layer): one.overlap for one in layers},
             "mass_by_layer": {str(one.layer): one.mass for one in layers},
         }
 
     @classmethod
     def table(cls, results: Results) -> str:
-        """Answers and costs, recall by layer, and bars."""
+        """A question and its answers, costs, recall by layer, bars, and a conclusion."""
         setup = results.setup
         title = (
             f"{setup['questions']} questions about {setup['context']:,} tokens, {setup['dtype']}, "
             f"top_k={setup['top_k']}, store={setup['store']}"
         )
-        texts = [title, _costs(results), _by_layer(results), f"```\n{_bars(results)}\n```"]
+        texts = [title, _example(results), _costs(results), _by_layer(results)]
+        texts += [f"```\n{_bars(results)}\n```", _conclusion(results)]
         return "\n\n".join(text for text in texts if text)
 
     @classmethod
@@ -231,6 +240,43 @@ def _recall(reader: Reader, prompts: torch.Tensor, count: int) -> list[LayerReca
             turn.answer(turn.feed(prompt), count)
             samples.append(layer_recalls(turn))
     return mean_by_layer(samples)
+
+
+def _examples(results: Results) -> dict[str, Any]:
+    """The first question by cache; none in files of earlier versions."""
+    return {cell["cache"]: row["example"] for cell, row in results if row.get("example")}
+
+
+def _example(results: Results) -> str:
+    """The first question, and what each cache answers; the model's words are numbers."""
+    examples = _examples(results)
+    if not examples:
+        return ""
+    first = next(iter(examples.values()))
+    key, right = (" ".join(map(str, first[name])) for name in ("key", "right"))
+    given = "; ".join(
+        f"{cache}: {' '.join(map(str, one['given']))}" for cache, one in examples.items()
+    )
+    return (
+        f"One of the questions: which two words stand behind {key} in the document? (The words of "
+        f"this model are numbers.) Right is {right}. Answers of {given}."
+    )
+
+
+def _conclusion(results: Results) -> str:
+    """What full attention and the best cache that retrieves have in common, and what not."""
+    rows = [(cell["cache"], row) for cell, row in results]
+    full = next((one for one in rows if one[0] in ("full", "static")), None)
+    caches = [one for one in rows if one[1]["recall_by_layer"]]
+    if full is None or not caches or not _examples(results):
+        return ""
+    name, best = max(caches, key=lambda one: (one[1]["right_ratio"], -one[1]["device_bytes"]))
+    return (
+        f"Conclusion: {name} answers {best['right_ratio']:.1%} of the questions right, full "
+        f"attention ({full[0]}) {full[1]['right_ratio']:.1%}, and {name} reads "
+        f"{best['read_ratio']:.1%} of the rows outside its window, with "
+        f"{best['device_bytes'] / best['full_bytes']:.0%} of the bytes on the device."
+    )
 
 
 def _costs(results: Results) -> str:

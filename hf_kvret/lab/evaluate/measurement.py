@@ -29,6 +29,7 @@ from hf_kvret.lab.report.environment import program
 from hf_kvret.lab.report.outputs import check_outputs, write_outputs
 from hf_kvret.lab.report.results import FAILED, Cell, Results, rank_file, sole_writer
 from hf_kvret.models.ranks import WHOLE, check_one_process, launched_part, local_rank
+from hf_kvret.saved.identity import printable
 
 Row = dict[str, Any]
 """The numbers of a cell, as plain JSON values."""
@@ -257,7 +258,7 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     measurement.check()
     with sole_writer(outputs.json), measurement.surroundings():
         results = Results(measurement.title(), measurement.setup(), outputs.json)
-        finished = len(measurement.share()) - len(measurement.waiting(results))
+        finished = sum(not _waits(results, cell) for cell in measurement.share())
         if opening := measurement.opening(results):
             print(f"{opening}\n", file=sys.stderr)
         try:
@@ -266,10 +267,14 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
             # Finished cells are worth seeing, also when a later cell failed.
             if len(results):
                 print(f"\n{measurement.table(results)}")
-                if missing := len(measurement.waiting(results)):
-                    print(f"\n{missing} of {len(measurement.share())} cells are not finished")
+                # Without those that the plan leaves out.
+                missing = measurement.count(results)
+                missing = len(measurement.waiting(results)) if missing is None else missing
+                if missing:
+                    there = sum(not _waits(results, cell) for cell in measurement.share())
+                    print(f"\n{missing} of {missing + there} cells are not finished")
     for cell, reason in failed:
-        print(f"\n{' '.join(map(str, cell.values()))}: {reason}")
+        print(f"\n{printable(' '.join(map(str, cell.values())))}: {printable(reason)}")
     if finished:
         print(f"\n{finished} cells were finished already and were not measured again")
     write_outputs(outputs, measurement, results)
@@ -279,7 +284,7 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
         row[FAILED] for cell, row in results if FAILED in row and (not cells or cell in cells)
     )
     for why in wrong:
-        print(f"{program()}: error: {why}", file=sys.stderr)
+        print(f"{program()}: error: {printable(why)}", file=sys.stderr)
     return int(bool(failed or wrong))
 
 

@@ -19,6 +19,8 @@ from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, BUNDLED_MODEL, LATENT_MOD
 from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
 from hf_kvret.lab.program.hub_access import needs_cache
 from hf_kvret.registry import attach
+from hf_kvret.saved.identity import printable
+from hf_kvret.shelf.questions import plain_generation_config
 
 _BUNDLED = {
     "needle": BUNDLED_MODEL,
@@ -138,7 +140,7 @@ def load_subject(
         raise FileNotFoundError(_where(name))
     cached = needs_cache("--model", path)
     if name not in _BUNDLED:
-        print(f"loading the model {name} ...", file=sys.stderr)
+        print(f"loading the model {printable(name)} ...", file=sys.stderr)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=cached, device_map=device_map
@@ -157,6 +159,9 @@ def load_subject(
             reason = _first_line(error)
     model = (model if device_map else model.to(device)).eval()
     attach(model)
+    model.generation_config, dropped = plain_generation_config(model)
+    if dropped:
+        print(f"left out of its generation_config: {', '.join(dropped)}", file=sys.stderr)
     return Subject(name, model, tokenizer, reason)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.saved.identity import printable
 
 _HEADER = (
     *("cache", "window", "index", "store", "host store", "device with weights", "fits"),
@@ -33,7 +34,7 @@ def _opening(report: Mapping[str, Any]) -> str:
     where = "in the CPU's memory" if host is None else f"{_gb(host)} GB on the host"
     return (
         f"Memory: {machine['origin']}\n\n"
-        f"{report['model']}, {report['dtype']}: weights {_gb(weights['held'])} GB; "
+        f"{printable(report['model'])}, {report['dtype']}: weights {_gb(weights['held'])} GB; "
         f"{_gb(machine['device'])} GB on the device, {_gb(machine['reserve'])} GB of them kept "
         f"free for passes, {where}; top_k={report['top_k']}"
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from difflib import get_close_matches
 from pathlib import Path
 
+import transformers
 from huggingface_hub import HfApi, constants, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from transformers import CONFIG_MAPPING
 
 from hf_kvret.artifacts.hub import CLIENT_ERROR, is_hub_id
 
@@ -40,6 +44,28 @@ def needs_cache(option: str, name: str) -> bool:
     raise ConnectionError(
         f"{option} {name}: no such folder, not in the cache, and the hub can't be asked "
         f"({reason}). Give a local folder, or load it once while online (HF_HUB_OFFLINE unset)"
+    )
+
+
+def check_type(option: str, name: str) -> None:
+    """ValueError where the folder ``name`` is of a type that transformers doesn't know."""
+    try:
+        config = json.loads((Path(name) / "config.json").read_bytes())
+        kind = config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        # Whoever loads it says what is wrong with it.
+        return
+    if kind not in CONFIG_MAPPING and "auto_map" not in config:
+        raise ValueError(f"{option} {name}: {unknown_type(kind)}")
+
+
+def unknown_type(kind: str) -> str:
+    """Words for a type of models that transformers doesn't know."""
+    near = get_close_matches(kind, CONFIG_MAPPING.keys(), 3)
+    return (
+        f"transformers {transformers.__version__} does not know the type {kind!r}"
+        + (f", but {', '.join(near)}" if near else "")
+        + ": take a version that has it, or correct the name"
     )
 
 

@@ -1,8 +1,9 @@
-"""How a program runs: a user's mistake prints one line, not a trace, and so does Ctrl-C."""
+"""How a program runs: a user's mistake prints one line, not a trace, and so does a signal."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -10,10 +11,14 @@ import torch
 from safetensors import SafetensorError
 
 from hf_kvret.artifacts.hub import CLIENT_ERROR
+from hf_kvret.contracts.signals import interruptible
 from hf_kvret.lab.program.progress import only_our_bars
+from hf_kvret.saved.identity import printable
 
-# 128 plus the number of SIGINT, as in shells.
-INTERRUPTED = 130
+# Of a batch queue's limit, docker stop, a shutdown, a terminal that is closed.
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 # A user, a file or the machine can be the cause of these; anything else is our own bug.
 _MISTAKES = (
     ValueError,
@@ -51,8 +56,8 @@ def run_program(
 ) -> int:
     """Parse and call ``run`` of what was parsed; returns the exit status, 2 for a mistake.
 
-    Ctrl-C on the command line gives status 130. Callers who pass ``arguments`` get the
-    KeyboardInterrupt, which may be meant for them.
+    Ctrl-C on the command line gives status 130, and SIGTERM and SIGHUP do the same with theirs.
+    Callers who pass ``arguments`` get the KeyboardInterrupt, which may be meant for them.
 
     Args:
         parser: sets ``run``, a function of what was parsed.
@@ -61,16 +66,17 @@ def run_program(
     """
     options = parser.parse_args(arguments)
     try:
-        with only_our_bars():
+        with interruptible(*_SIGNALS), only_our_bars():
             return options.run(options)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if arguments is not None:
             raise
         # A progress bar may have left the cursor in the middle of a line.
         print(f"\n{parser.prog}: interrupted{kept(options)}", file=sys.stderr)
-        return INTERRUPTED
+        # As in shells.
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     except (*_MISTAKES, CLIENT_ERROR) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = printable(" ".join(str(error).split())) or type(error).__name__
         print(f"{parser.prog}: error: {reason}", file=sys.stderr)
         return 2
 

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from hf_kvret.saved.identity import printable
+
 # A prompt that is read sooner shows no bar.
 _DELAY_SECONDS = 1.0
 
@@ -26,6 +28,8 @@ class tqdm(tqdm_lib.tqdm):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        # Names of documents and models stand in it.
+        options["desc"] = printable(options.get("desc") or "")
         shown = logging.is_progress_bar_enabled() if _shown_before is None else _shown_before
         super().__init__(*args, **options if shown else {**options, "disable": True})
 

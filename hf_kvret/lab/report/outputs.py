@@ -12,6 +12,7 @@ from typing import Any
 from hf_kvret.lab.report.plots import require_matplotlib
 from hf_kvret.lab.report.results import Results, check_results, naming_damage
 from hf_kvret.saved.folder import replace_file
+from hf_kvret.saved.identity import printable
 
 PICTURES = (".png", ".svg", ".pdf")
 _TABLE_MARK = "<!-- This table is written by hf-kvret. -->"
@@ -138,13 +139,13 @@ def write_outputs(options: Any, measurement: Any, results: Any) -> None:
         with naming_damage(measurement, results, options.json):
             table = measurement.table(results)
         write_table(options.table, table)
-        print(f"wrote {options.table}")
+        print(f"wrote {printable(str(options.table))}")
     if options.plot:
         with naming_damage(measurement, results, options.json):
             measurement.plot(options.plot, results)
-        print(f"wrote {options.plot}")
+        print(f"wrote {printable(str(options.plot))}")
     if options.json:
-        print(f"results are in {options.json}")
+        print(f"results are in {printable(str(options.json))}")
 
 
 def _same_file(one: Path, other: Path) -> bool:

@@ -26,6 +26,7 @@ from hf_kvret.lab.report.results import (
 )
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.saved.folder import replace_file
+from hf_kvret.saved.identity import printable
 
 
 def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known) -> None:
@@ -247,10 +248,10 @@ def _report(folder: Path, measurements: _Known) -> int:
         *(f"skipped {path}: {reason}" for path, reason in skipped.items()),
     ]
     try:
-        print("\n".join(lines), flush=True)
+        print("\n".join(map(printable, lines)), flush=True)
     except BrokenPipeError:
         # Nobody reads on. What is left in the buffer goes nowhere, so that the exit is silent too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     for reason in failed.values():
-        print(f"hf-kvret: error: {reason}", file=sys.stderr)
+        print(f"hf-kvret: error: {printable(reason)}", file=sys.stderr)
     return 1 if failed else 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.saved.identity import printable
 
 Columns = Mapping[str, Callable[[Cell, dict[str, Any]], str]]
 """By header, what stands in a column: a function of cell and row. A blank at the end tells headers
@@ -13,7 +14,8 @@ apart that read alike."""
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table with aligned columns."""
+    """A markdown table with aligned columns; a bar, a line break and the like are spelled out."""
+    header, *rows = ([printable(x).replace("|", "\\|") for x in row] for row in (header, *rows))
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

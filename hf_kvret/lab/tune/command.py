@@ -30,7 +30,16 @@ from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.outputs import check_file
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.tune.measuring import Walker, cut_windows, needle_windows
-from hf_kvret.lab.tune.selection import FULL, complete, halved, rounds, survivors
+from hf_kvret.lab.tune.selection import (
+    FULL,
+    Measured,
+    complete,
+    dropped,
+    finalists,
+    halved,
+    rounds,
+    survivors,
+)
 from hf_kvret.lab.tune.table import draw_tuning, tuning_text, write_choice
 from hf_kvret.lab.tune.variants import (
     OFF,
@@ -181,11 +190,19 @@ class Tune(Measurement):
 
     def count(self, results: Results) -> int:
         """Cells that halving does not leave out, if memory suffices for all."""
+        if finalists(results) is not None:
+            return 0
+        if again := dropped(results):
+            return sum(len(self._left(one)) for one in again)
         planned, running = 0, len(self.variants)
         for windows in rounds(self.windows):
             planned += len(windows) * (1 + running)
             running = halved(running)
         return max(0, planned - len([cell for cell in self.cells() if results.find(cell)]))
+
+    def _left(self, one: Measured) -> range:
+        """Windows that a variant was not measured on."""
+        return range(len(one.rows), self.windows)
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """Round by round, one by one; the choice is written at the end."""
@@ -205,6 +222,10 @@ class Tune(Measurement):
                         # Full attention did not fit, and nothing can be compared with it.
                         return
             running = survivors(complete(results, running, windows.stop), self.agreement)
+        # One after the other, until one reaches what the survivors missed.
+        for one in dropped(results):
+            if dropped(results):
+                yield from ([{"cache": one.name, "window": n}] for n in self._left(one))
         if self.out is not None and write_choice(self.out, results) is not None:
             tqdm.write(f"wrote {self.out}")
 

@@ -19,6 +19,8 @@ LEAST = 4
 _AS_QUICK = 1.05
 # The spread of fewer windows is a guess.
 _LEAST_WINDOWS = 4
+# Standard errors below the target, where further windows would be in vain.
+_HOPELESS = -4.0
 # Shares of windows spread 1.2 to 1.5 times as much on WikiText-2 as shares of as many independent
 # tokens.
 _TEXT = 1.5
@@ -182,7 +184,12 @@ def complete(results: Results, running: Sequence[str], stop: int) -> list[Measur
 
 
 def finalists(results: Results) -> list[Measured] | None:
-    """The variants that the last round of a tuning has measured; None before its end."""
+    """The variants that a tuning has measured on all windows; None before its end."""
+    return None if _last_round(results) is None or dropped(results) else _whole(results)
+
+
+def _last_round(results: Results) -> list[Measured] | None:
+    """What halving left, measured on all windows; None before that."""
     running = [cell["cache"] for cell, _ in results if cell["window"] == 0]
     # The first window is measured with all variants and full attention.
     if len(running) <= results.setup["variants"]:
@@ -196,6 +203,31 @@ def finalists(results: Results) -> list[Measured] | None:
         last = complete(results, running, windows.stop)
         running = survivors(last, results.setup["agreement"])
     return last
+
+
+def dropped(results: Results) -> list[Measured]:
+    """Variants to measure to the end, as all that halving left miss the target.
+
+    Those that halving left out and that may reach it, the likeliest first. None where one of those
+    that were measured to the end reaches it.
+    """
+    target = results.setup["agreement"]
+    if not _last_round(results) or choose(_whole(results), target).certainty != "missed":
+        return []
+    rest = [
+        one
+        for one in collect(results).values()
+        if results.find({"cache": one.name, "window": len(one.rows)}) is None
+        and len(one.rows) < results.setup["windows"]
+        and one.surplus(target) > _HOPELESS
+    ]
+    return sorted(rest, key=lambda one: one.surplus(target), reverse=True)
+
+
+def _whole(results: Results) -> list[Measured]:
+    """The variants that were measured on all windows."""
+    names = [name for name in collect(results) if name != FULL]
+    return complete(results, names, results.setup["windows"])
 
 
 def choose(measured: Sequence[Measured], target: float) -> Choice:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import os
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +21,11 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_kvret
 from hf_kvret import ParisKVCache, Shelf
 from hf_kvret.cli import main
+from hf_kvret.contracts.signals import interruptible
 from hf_kvret.lab.documents import command
-from hf_kvret.lab.documents.document import document_text
+from hf_kvret.lab.documents.document import document_text, is_stream
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.shelf.questions import plain_generation_config, positions
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -155,6 +162,30 @@ def test_models_that_can_not_go_back_begin_again(
     assert not shelf.entries()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_signal_in_a_chunk_keeps_whole_ones(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where windows that are full can't go back, it waits for the end of the chunk."""
+    model: Any = MODELS[name].build()
+    hf_kvret.attach(model)
+    ids, shelf, calls = prompt(1, 500), Shelf(tmp_path), []
+    cache = ParisKVCache(model.config, **COVERING_OPTIONS)
+
+    def hang_up(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGHUP)
+
+    model.model.layers[1].mlp.register_forward_pre_hook(hang_up)
+    with interruptible(signal.SIGHUP), pytest.raises(KeyboardInterrupt):
+        command._read(Subject(name, model, None), cache, ids, name)
+    command._keep_part(shelf, cache, ids, Subject(name, model, None))
+    kept = 256 if name == "llama" else 384
+    assert f"{kept} tokens were kept" in capsys.readouterr().err
+    assert [entry.tokens for entry in shelf.entries()] == [kept]
+
+
 @pytest.mark.parametrize("store", ["resident", "higgs"])
 def test_what_is_larger_than_the_shelf_is_not_read(
     store: str,
@@ -219,6 +250,105 @@ def test_a_shelf_is_listed_checked_and_cleared(
     assert main(["ask", "a", "Why?", *shelf]) == 2
 
 
+def test_of_documents_with_one_name_the_newest_is_asked_about(
+    document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "shelf"
+    shelf, place = Shelf(folder), ["--shelf", str(folder)]
+    names = []
+    for text in (TEXT, TEXT.replace("ships", "boats"), TEXT):
+        document.write_text(text)
+        assert _read(document, folder) == 0
+        names.append(shelf.entry("kings").name)
+        old = next((one for one in shelf.entries() if one.name != names[-1]), None)
+        if old is not None:
+            # A use makes no document newer.
+            shelf.load(old.name, load_subject("reference").model)
+            assert shelf.entry("kings").name == names[-1]
+    newest, other, again = names
+    assert newest == again != other
+    capsys.readouterr()
+    assert main(["ask", "kings", QUESTION, *place, "--json", "--new-tokens", "2"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["entry"] == newest and json.loads(said.out)["others"] == [other]
+    assert f"2 documents are called kings: this is {newest}" in said.err
+    assert main(["shelf", "inspect", "--name", "kings", *place]) == 0
+    assert f"name: {newest}" in capsys.readouterr().out
+    assert main(["shelf", "remove", "--name", "kings", *place]) == 2
+    assert f"give the name of one, {newest}, {other}" in capsys.readouterr().err
+    assert main(["shelf", "remove", "--name", other, *place]) == 0
+    assert main(["shelf", "remove", "--name", "kings", *place]) == 0
+    assert not shelf.entries()
+
+
+def test_names_are_shown_escaped(
+    document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, title = tmp_path / "a\x1bb", "a|b\nc\x1b[31m"
+    shown, place = title.encode("unicode_escape").decode(), ["--shelf", str(folder)]
+    assert _read(document, folder, "--name", title) == 0
+    assert main(["shelf", "list", *place]) == 0
+    *_, header, _, row = (said := capsys.readouterr()).out.strip().splitlines()
+    assert shown.replace("|", "\\|") in row
+    assert row.replace("\\|", "").count("|") == header.count("|")
+    # As it is shown, it can be asked for.
+    assert main(["shelf", "inspect", "--name", shown, *place]) == 0
+    assert main(["ask", shown, QUESTION, *place, "--new-tokens", "2"]) == 0
+    assert main(["read", str(tmp_path / "no\x1bfile"), *place]) == 2
+    assert main(["shelf", "remove", "--name", title, *place]) == 0
+    assert "\x1b" not in said.out + said.err + "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        {"cache_implementation": "static"},
+        {"use_cache": False, "output_attentions": True},
+        {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 2.0},
+        {"prompt_lookup_num_tokens": 3, "return_dict_in_generate": True},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"max_length": 30, "min_new_tokens": 7, "forced_eos_token_id": 5},
+        {"dola_layers": "low", "token_healing": True, "guidance_scale": 2.0},
+        {"stop_strings": ["ships"], "repetition_penalty": 1.0},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_defaults_of_a_model_do_not_contradict_a_question(
+    defaults: dict[str, Any], reference: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, model = reference.need_tokenizer("a test"), reference.model
+    cache = _cache(model, hf_kvret.document_ids(tokenizer, TEXT))
+    expected = hf_kvret.ask(model, tokenizer, cache, QUESTION, max_new_tokens=4)
+    monkeypatch.setattr(model, "generation_config", copy.deepcopy(model.generation_config))
+    for name, value in defaults.items():
+        setattr(model.generation_config, name, value)
+    assert hf_kvret.ask(model, tokenizer, cache, QUESTION, max_new_tokens=4) == expected
+    plain, dropped = plain_generation_config(model)
+    kept = {"top_k", "stop_strings", "repetition_penalty"}
+    assert {*dropped} == {*defaults} - kept - {"max_length"}
+    assert all(getattr(plain, name) == defaults[name] for name in kept & defaults.keys())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_positions_of_the_model_are_told(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = MODELS[name].build()
+    most, is_table = positions(model)
+    assert most == model.config.max_position_embeddings and is_table == (name == "gpt2")
+    subject = Subject(name, model, None)
+    command._check_positions(subject, most)
+    assert not capsys.readouterr().err
+    command._check_positions(subject, most - 9, 10)
+    assert f"{most - 9:,} tokens and up to 10 of an answer" in capsys.readouterr().err
+    if is_table:
+        with pytest.raises(ValueError, match=f"{most + 1:,} tokens, and the model has {most:,}"):
+            command._check_positions(subject, most + 1)
+    else:
+        command._check_positions(subject, most + 1)
+        assert f"{most + 1:,} tokens, and the model has {most:,}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_a_question_stands_behind_the_document_in_its_message(
     template: str | None, reference: Subject, monkeypatch: pytest.MonkeyPatch
@@ -244,6 +374,31 @@ def test_a_question_stands_behind_the_document_in_its_message(
     message = f"{TEXT}\n\n{QUESTION}"
     around = ("<user>", "</user><assistant>") if template else ("", "\n")
     assert shown.endswith(message + around[1]) and around[0] in shown[: len(around[0]) + 1]
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("strips", ["", " | trim", ".lstrip()", ".strip('\\n')"])
+def test_a_document_begins_a_later_chat(
+    strips: str, parts: bool, reference: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the template reads a list of parts, and strips what stands around a message."""
+    shown = "{{ m.content }}"
+    if parts:
+        shown = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    template = TEMPLATE.replace("{{ m.content }}", shown.replace(" }}", f"{strips} }}}}"))
+    tokenizer = reference.need_tokenizer("a test")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    for text in (f"\n\n    {TEXT}", f"{TEXT}  \n"):
+        [ids] = hf_kvret.document_ids(tokenizer, text).tolist()
+        for behind in ("", f"\n\n{QUESTION}"):
+            content: Any = text + behind
+            content = [{"type": "text", "text": content}] if parts else content
+            chat = tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            )
+            whole = tokenizer(chat, add_special_tokens=False)["input_ids"]
+            # Blanks at the border may be one token with those of the question.
+            assert whole[: len(ids) - 2] == ids[:-2]
 
 
 def test_layers_that_can_not_go_back_are_asked_twice(reference: Subject) -> None:
@@ -285,22 +440,49 @@ def test_bad_questions_are_refused(reference: Subject, monkeypatch: pytest.Monke
 
 
 def test_texts_markdown_and_pages_are_read(tmp_path: Path) -> None:
-    pytest.importorskip("bs4")
     head = "<html><head><title>T</title></head>"
     page = f"{head}<body><script>x()</script><p>One\n<b>two</b></p>three</body>"
     files = {"a.txt": b"\xef\xbb\xbfOne\r\ntwo", "a.md": b"# One\ntwo", "a.html": page.encode()}
     expected = {"a.txt": "One\ntwo", "a.md": "# One\ntwo", "a.html": "One two\nthree"}
     for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-        assert document_text(tmp_path / name, 1000) == expected[name]
+        if name == "a.html" and not find_spec("bs4"):
+            continue
+        for encoding in (None, "utf-16", "utf-32"):
+            recoded = content.decode("utf-8-sig").encode(encoding) if encoding else content
+            (tmp_path / name).write_bytes(recoded)
+            assert document_text(tmp_path / name, 1000) == expected[name]
+    for mark in ("utf_16_be", "utf_32_be"):
+        (tmp_path / "a.txt").write_bytes(("\ufeff" + TEXT).encode(mark))
+        assert document_text(tmp_path / "a.txt", 20_000) == TEXT
+
+
+@pytest.mark.parametrize("name", ["-", "pipe"])
+def test_a_pipe_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = f"<!doctype html>\n<p>{TEXT}</p>".encode() if find_spec("bs4") else TEXT.encode()
+    for content, most in ((TEXT.encode(), 20_000), (page, 20_000), (TEXT.encode(), 100)):
+        reader, writer = os.pipe()
+        os.write(writer, content)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=file))
+            path = Path("-" if name == "-" else f"/dev/fd/{reader}")
+            if most == 100:
+                with pytest.raises(ValueError, match="more than 100 bytes"):
+                    document_text(path, most)
+            else:
+                assert document_text(path, most).split() == TEXT.split()
+                assert is_stream(path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"x" * 101, "at most 100 are read"),
+        ("a.txt", b"x" * 101, "more than 100 bytes"),
         ("a.pdf", b"x", "is no text"),
-        ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("a.txt", b"\xff", "not UTF-8"),
+        ("a.txt", b"\xff\xfea", "not UTF-16"),
         ("a.txt", b" \n", "no text in it"),
         ("a.txt", b"a\0b", "null characters"),
     ],

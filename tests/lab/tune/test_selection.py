@@ -14,6 +14,7 @@ from hf_kvret.lab.tune.selection import (
     choose,
     collect,
     complete,
+    dropped,
     finalists,
     front,
     halved,
@@ -114,13 +115,26 @@ def test_finalists_are_known_when_the_last_round_is_over() -> None:
     assert len(going_on) == 4
     for name in going_on:
         assert finalists(_results(rows)) is None
-        rows[name, 1] = row(90, 1)
+        rows[name, 1] = row(95, 1)
     last = finalists(_results(rows))
     assert last is not None and [one.name for one in last] == going_on
     # What did not fit into memory is out, at whichever time.
     rows[going_on[0], 1] = {"out_of_memory": "no room"}
     last = finalists(_results(rows))
     assert last is not None and [one.name for one in last] == going_on[1:]
+    # Where all of them miss the target, those that halving left out are measured to the end.
+    missed = rows | {(name, 1): row(80, 1) for name in going_on}
+    results = _results(missed)
+    again = dropped(results)
+    assert {one.name for one in again} == {*names} - {*going_on} and finalists(results) is None
+    surest, other = again
+    assert surest.surplus(0.95) >= other.surplus(0.95)
+    results.add({"cache": surest.name, "window": 1}, row(100, 1))
+    last = finalists(results)
+    assert not dropped(results) and last is not None
+    assert choose(last, 0.95).variant == last[[one.name for one in last].index(surest.name)]
+    # In vain for those that are far below it.
+    assert not dropped(_results(missed | {(one.name, 0): row(20, 1) for one in again}))
     del rows["v0", 0]
     assert finalists(_results(rows)) is None
 
@@ -196,7 +210,9 @@ def test_a_choice_that_was_beaten_on_fewer_tokens_is_tuning_text() -> None:
     rows = {(name, 0): row(90, 10 + place) for place, name in enumerate(names)}
     # Better and cheaper on what it has seen, yet likelier ones went on.
     rows["v5", 0] = row(91, 9)
-    rows |= {(name, 1): row(99, 10) for name in survivors(complete(_results(rows), names, 1), 0.95)}
+    rows |= {
+        (name, 1): row(100, 10) for name in survivors(complete(_results(rows), names, 1), 0.95)
+    }
     rows.pop(("v5", 1), None)
     results = _results(rows)
     assert "Not finished" in tuning_text(results)
