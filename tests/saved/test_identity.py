@@ -126,7 +126,8 @@ def test_what_can_not_be_compared_is_named(llama: Any, caplog: pytest.LogCapture
     layer.weight = nn.Parameter(layer.weight.to("meta"))
     cache.meet(offloaded)
     count = len(identity_of(llama).weights)
-    assert f"1 of {count} sampled parameters of the model that filled it could not" in caplog.text
+    # Its own one, and the sum of all.
+    assert f"2 of {count} digests of weights of the model that filled it could not" in caplog.text
 
 
 def test_a_cache_filled_by_hand_has_no_identity_and_says_so(
