@@ -278,7 +278,7 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
     text = model.config.get_text_config(decoder=True)
     with _attention_lock:
         call.switched = text._attn_implementation not in OUR_NAMES
-        call.cache, call.start_len = cache, cache.get_seq_length()
+        call.start_len = cache.get_seq_length()
         attach(model)
     chunk_prompt(model, cache, generation_config, model_kwargs, call.cuts_end)
     model_kwargs[CACHE_NAME] = cache

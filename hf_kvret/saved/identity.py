@@ -40,15 +40,16 @@ _QUANTIZATION = (
     *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
     *("activation_scheme", "weight_block_size", "weights", "quant_type"),
 )
-# What a configuration says beside the computation of keys and values. The weights tell the
-# vocabulary and their dtype; the last four have facts of their own.
+# What a configuration says beside the computation of keys and values. The weights tell their
+# dtype and the vocabulary.
 _HARMLESS = {
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
-    *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
-    *("output_router_logits", "id2label", "label2id", "problem_type", "bos_token_id"),
-    *("eos_token_id", "vocab_size", "tie_word_embeddings"),
-    *("rope_parameters", "quantization_config", "layer_types", "no_rope_layers"),
+    *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("id2label", "label2id", "problem_type", "bos_token_id", "eos_token_id"),
+    *("vocab_size", "tie_word_embeddings"),
 }
+# There are facts of these, which are the same in all versions of transformers.
+_HAVE_FACTS = {"rope_parameters", "quantization_config", "layer_types", "no_rope_layers"}
 # Facts of what stands around a text model begin so.
 _AROUND = "around."
 _COUNTS = {
@@ -176,10 +177,11 @@ def check_filler(cache: Any, model: PreTrainedModel, current: CacheIdentity, own
 
 
 def facts_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """What ``config`` says of keys and values: ``model_facts``, and settings by dotted name."""
+    """What ``config`` says of keys and values: ``model_facts``, then settings by dotted name."""
     facts = {name: fact for name, fact in model_facts(config).items() if name != "vocab_size"}
-    # First those that have words of their own.
-    return {**facts, **_settings(config), **facts, **_quantization(config)}
+    settings = _settings(config).items()
+    facts |= {name: value for name, value in settings if facts.get(name) != value}
+    return facts | _quantization(config)
 
 
 def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
@@ -196,20 +198,19 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     Its class' own values are left out: one version of transformers writes them, another doesn't.
     """
     text = config.get_text_config(decoder=True)
-    settings = _changed(text)
+    settings = _changed(text, _HAVE_FACTS)
     if text is not config:
-        around = config.to_dict()
-        del around[text_key(config)]
+        around = _changed(config, {text_key(config), "quantization_config"})
+        settings |= {f"{_AROUND}{name}": value for name, value in around.items()}
         settings[f"{_AROUND}model_type"] = config.model_type
-        settings |= {f"{_AROUND}{name}": value for name, value in _changed(config, around).items()}
     return settings
 
 
-def _changed(config: PreTrainedConfig, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``settings``, by default all of ``config``, that are not those of a new one of its class."""
-    plain = dict(_flat(config.to_dict() if settings is None else settings))
+def _changed(config: PreTrainedConfig, but: set[str]) -> dict[str, Any]:
+    """Settings of ``config`` that are not those of a new one of its class."""
+    settings = {name: value for name, value in config.to_dict().items() if name not in but}
     defaults = _defaults(type(config))
-    return {name: value for name, value in plain.items() if value != defaults.get(name)}
+    return {name: value for name, value in _flat(settings) if value != defaults.get(name)}
 
 
 @functools.cache

@@ -7,6 +7,7 @@ and where a cache comes from a file.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,9 +73,13 @@ def check_rows(cache: Any, model: PreTrainedModel, owner: str) -> None:
     if ids is None or not ids.shape[1] or not (is_here and is_exact):
         return
     read, kept = DynamicCache(config=config), take(model)
+    inputs: dict[str, Any] = {"input_ids": ids.to(decoder.device), "use_cache": True}
+    # As `generate` counts them, where a model would count from its padding id.
+    if "position_ids" in inspect.signature(type(decoder).forward).parameters:
+        inputs["position_ids"] = torch.arange(ids.shape[1], device=decoder.device)[None]
     try:
         with torch.no_grad():
-            decoder(input_ids=ids.to(decoder.device), use_cache=True, **{cache_name_of(type(decoder)): read})
+            decoder(**inputs, **{cache_name_of(type(decoder)): read})
     finally:
         put(model, kept)
     for layer in cache.retrieval_layers:
