@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_kvret.models.compatibility import (
     by_layer,
@@ -73,8 +72,10 @@ _WORDS = 2**20
 _newest: weakref.WeakKeyDictionary[nn.Module, tuple[CacheIdentity, int]] = (
     weakref.WeakKeyDictionary()
 )
-# By weight, its checksum, and the memory and version that it had then.
-_checksums: Any = WeakTensorKeyDictionary()
+# Of each decoder, by group of weights, what they were marked by and their checksum then.
+_checksums: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, int]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,7 @@ def _weights(
     outer = {name: one for name, one in base_parameters(model).items() if id(one) not in inner}
     # GPTQ and AWQ keep their codes in buffers, routers their corrections.
     base = base_parameters(decoder) | {
-        f"{path}.{name}": buffer
+        _own_name(f"{path}.{name}"): buffer
         for path, module in decoder.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
@@ -280,35 +281,34 @@ def _weights(
     named = decoder.named_parameters() if adapters else ()
     own = {name: one for name, one in named if f"{name}.".startswith(adapters)}
     digests = _digests(outer | base, 2 * SAMPLED_PARAMETERS) | _digests(own, SAMPLED_PARAMETERS)
+    sums = _checksums.setdefault(decoder, {})
     for where, group in (("", base), (" around these", outer), (" of adapters", own)):
-        digests |= _checksum(where, group)
+        local = (_local(name, group[name]) for name in sorted(group))
+        plain = {name: one for name, x in local if (one := plain_tensor(x)) is not None}
+        if not plain:
+            continue
+        # PEFT writes past versions, as it merges: the samples tell. Inference tensors have none.
+        marks = [
+            (name, one.data_ptr(), 0 if one.is_inference() else one._version, digests.get(name))
+            for name, one in plain.items()
+        ]
+        if sums.get(where, (None, 0))[0] != marks:
+            sums[where] = marks, _sum(plain.values())
+        digests[f"sum of {len(plain)} weights{where}"] = f"{sums[where][1]:016x}"
     return digests
 
 
-def _checksum(where: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """A checksum of all of ``tensors`` that can be read, by how many these are."""
-    total, count = 0, 0
-    for name in sorted(tensors):
-        plain = plain_tensor(_local(name, tensors[name])[1])
-        if plain is None:
-            continue
-        # Tensors of inference mode have no version.
-        mark = plain.data_ptr(), 0 if plain.is_inference() else plain._version
-        if _checksums.get(tensors[name], (None, 0))[0] != mark:
-            _checksums[tensors[name]] = mark, _sum(plain)
-        total, count = total * _STRIDE + _checksums[tensors[name]][1], count + 1
-    return {f"sum of {count} weights{where}": f"{total % 2**64:016x}"} if count else {}
-
-
-def _sum(tensor: torch.Tensor) -> int:
-    """The sum of a plain tensor's words of 8 bytes, each times an odd number by its position."""
-    raw = tensor.contiguous().view(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(raw, (0, -len(raw) % 8)) if len(raw) % 8 else raw
-    words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
-    factors = torch.arange(1, 2 * min(len(words), _WORDS), 2, device=words.device) * _STRIDE
+def _sum(tensors: Iterable[torch.Tensor]) -> int:
+    """The sum of all words of 8 bytes of plain tensors, each times an odd number by its place."""
     total = 0
-    for part in words.split(_WORDS):
-        total = total * _STRIDE + int((part * factors[: len(part)]).sum())
+    for tensor in tensors:
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        if len(raw) % 8 or raw.storage_offset() % 8:
+            raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).clone()
+        words = raw.view(torch.int64)
+        places = torch.arange(1, 2 * min(len(words), _WORDS), 2, device=words.device) * _STRIDE
+        for part in words.split(_WORDS):
+            total = total * _STRIDE + int((part * places[: len(part)]).sum())
     return total % 2**64
 
 
@@ -369,11 +369,15 @@ def base_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
         for attribute in layer.adapter_layer_names
     )
     return {
-        # Under these names PEFT keeps the module that it wraps.
-        name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter
+        _own_name(name): parameter
         for name, parameter in module.named_parameters()
         if not name.startswith(own)
     }
+
+
+def _own_name(name: str) -> str:
+    """``name`` without those under which PEFT keeps the module that it wraps."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def adapter_layers(module: nn.Module) -> dict[str, Any]:
