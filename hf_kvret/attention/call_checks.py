@@ -18,7 +18,6 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
-import transformers
 
 from hf_kvret.attention.prompt_check import check_origin
 from hf_kvret.attention.prompt_chunks import drafts
@@ -150,8 +149,8 @@ def _check_soft_prompt(call: Request, cache: RetrievalCache) -> None:
         why = "keeps its virtual tokens in a cache of its own, which takes the place of this one"
     elif CACHE_NAME not in names:
         why = (
-            f"looks for a cache under another name than transformers {transformers.__version__} "
-            "gives it, and puts its virtual tokens before every new token"
+            f"does not know that transformers calls a cache {CACHE_NAME!r}, and puts its virtual "
+            "tokens before every new token"
         )
     elif cache.get_seq_length():
         why = "puts virtual tokens in front, and no prompt continues a cache that holds them"

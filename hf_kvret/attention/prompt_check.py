@@ -25,6 +25,7 @@ from hf_kvret.saved.identity import newest_identity
 from hf_kvret.saved.token_record import EMBEDDINGS, InputDigest, ids_of_pictures
 from hf_kvret_model_patches.decoders import decoder_of
 
+
 def check_origin(
     call: Request, cache: RetrievalCache, outlives: bool, prepared: torch.Tensor | None = None
 ) -> None:

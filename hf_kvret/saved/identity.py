@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
 import math
 import sys
@@ -49,8 +50,6 @@ _HARMLESS = {
 }
 # There are facts of these, which are the same in all versions of transformers.
 _HAVE_FACTS = {"rope_parameters", "quantization_config", "layer_types", "no_rope_layers"}
-# Facts of what stands around a text model begin so.
-_AROUND = "around."
 _COUNTS = {
     "num_hidden_layers": "layers",
     "hidden_size": "numbers in a hidden state",
@@ -85,11 +84,11 @@ class CacheIdentity:
     Attributes:
         name: hub id or name of the model, for display only.
         facts: facts that must agree, by name: all of the text model's configuration that is not
-            known to be harmless, ``around.<setting>`` of a model around it, ``dtype``,
-            ``quantization.<setting>``, and ``adapters`` that are active.
+            known to be harmless, ``dtype``, ``quantization.<setting>``, and ``adapters`` that are
+            active, or that a call names.
         weights: digests of 16 elements each, or of codes of quantized weights, by parameter; of a
             weight in shards that of this process' shard, by parameter and place. And checksums of
-            all that can be read, by their number.
+            all that can be read, by their number, and of the configuration around a text model.
     """
 
     name: str
@@ -103,14 +102,7 @@ class CacheIdentity:
 
     def difference(self, other: CacheIdentity) -> str:
         """In words, what ``other`` has otherwise; empty if nothing."""
-        theirs, ours = self.facts, other.facts
-        # A text model alone says nothing of one around it.
-        if not theirs.keys() & ours.keys() & {f"{_AROUND}model_type"}:
-            theirs, ours = (
-                {name: fact for name, fact in one.items() if not name.startswith(_AROUND)}
-                for one in (theirs, ours)
-            )
-        if why := facts_difference(theirs, ours):
+        if why := facts_difference(self.facts, other.facts):
             return why
         names = self.weights.keys() & other.weights.keys()
         unequal = [name for name in sorted(names) if self.weights[name] != other.weights[name]]
@@ -133,11 +125,10 @@ def identity_of(model: PreTrainedModel) -> CacheIdentity:
     facts["dtype"] = str(decoder.dtype).removeprefix("torch.")
     if adapters := _active_adapters(decoder):
         facts["adapters"] = sorted(set(adapters.values()))
-    if calls := _adapter_calls(decoder):
-        facts["adapters by sequence"] = calls
     # First, as it explains other differences.
     facts = part_of(model).facts(model.config) | facts
-    identity = CacheIdentity(model_name(model), facts, _weights(model, decoder, tuple(adapters)))
+    weights = _weights(model, decoder, tuple(adapters)) | around_text(model.config)
+    identity = CacheIdentity(model_name(model), facts, weights)
     newest = identity, modules_state(decoder)
     if _newest.get(model) != newest:
         _newest[model] = _newest[decoder] = newest
@@ -180,9 +171,18 @@ def check_filler(cache: Any, model: PreTrainedModel, current: CacheIdentity, own
 def facts_of(config: PreTrainedConfig) -> dict[str, Any]:
     """What ``config`` says of keys and values: ``model_facts``, then settings by dotted name."""
     facts = {name: fact for name, fact in model_facts(config).items() if name != "vocab_size"}
-    settings = _settings(config).items()
+    settings = _settings(config.get_text_config(decoder=True), _HAVE_FACTS).items()
     facts |= {name: value for name, value in settings if facts.get(name) != value}
     return facts | _quantization(config)
+
+
+def around_text(config: PreTrainedConfig) -> dict[str, str]:
+    """A digest of the settings of a model around a text model, by a name; empty without."""
+    if config.get_text_config(decoder=True) is config:
+        return {}
+    settings = _settings(config, {text_key(config), "quantization_config"})
+    plain = json.dumps([config.model_type, settings], sort_keys=True)
+    return {"the configuration around it": hashlib.sha256(plain.encode()).hexdigest()[:16]}
 
 
 def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
@@ -193,24 +193,14 @@ def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
     return {f"quantization.{name}": str(settings[name]) for name in names}
 
 
-def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """What the configuration says that could matter to keys and values, by dotted name.
+def _settings(config: PreTrainedConfig, but: set[str]) -> dict[str, Any]:
+    """All that ``config`` says that could matter, by dotted name, without names in ``but``.
 
     Its class' own values are left out: one version of transformers writes them, another doesn't.
     """
-    text = config.get_text_config(decoder=True)
-    settings = _changed(text, _HAVE_FACTS)
-    if text is not config:
-        around = _changed(config, {text_key(config), "quantization_config"})
-        settings |= {f"{_AROUND}{name}": value for name, value in around.items()}
-        settings[f"{_AROUND}model_type"] = config.model_type
-    return settings
-
-
-def _changed(config: PreTrainedConfig, but: set[str]) -> dict[str, Any]:
-    """Settings of ``config`` that are not those of a new one of its class."""
+    cls: Any = type(config)
     settings = {name: value for name, value in config.to_dict().items() if name not in but}
-    defaults = _defaults(type(config))
+    defaults = _defaults(cls)
     return {name: value for name, value in _flat(settings) if value != defaults.get(name)}
 
 
@@ -237,28 +227,18 @@ def _active_adapters(decoder: nn.Module) -> dict[str, str]:
     for path, layer in adapter_layers(decoder).items():
         merged, active = getattr(layer, "merged_adapters", ()), layer.active_adapters
         scaling = getattr(layer, "scaling", None)
-        named = _call_of(layer).get("adapter_names")
+        # While a call names adapters by sequence, or says where one begins, PEFT has a hook here.
+        hooks = layer._forward_pre_hooks.values()
+        calls = [hook.keywords for hook in hooks if isinstance(hook, functools.partial)]
+        named = [name for call in calls for name in call.get("adapter_names", ())]
         # Where some are merged, a layer computes with these alone.
         for name in named or merged or ([active] if isinstance(active, str) else active):
             scale = scaling.get(name) if isinstance(scaling, Mapping) else scaling
             for part in layer.adapter_layer_names:
                 if not layer.disable_adapters and name in (getattr(layer, part, None) or ()):
                     words = f"{name}{' (merged)' * bool(merged)}, scaled by {scale}"
-                    adapters[f"{path}.{part}.{name}."] = words
+                    adapters[f"{path}.{part}.{name}."] = ", ".join([words, *map(str, calls)])
     return adapters
-
-
-def _adapter_calls(decoder: nn.Module) -> list[str]:
-    """What a call of PEFT says to layers: the adapter of each sequence, or where one begins."""
-    calls = (_call_of(layer) for layer in adapter_layers(decoder).values())
-    return sorted({f"{name} {value}" for call in calls for name, value in call.items()})
-
-
-def _call_of(layer: nn.Module) -> dict[str, Any]:
-    """Keywords that PEFT adds to a layer's passes while a call runs, by a hook of its own."""
-    hooks = layer._forward_pre_hooks.values()
-    calls = [hook.keywords for hook in hooks if isinstance(hook, functools.partial)]
-    return {name: value for call in calls for name, value in call.items()}
 
 
 def _weights(

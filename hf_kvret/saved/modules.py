@@ -59,8 +59,9 @@ def _is_known(hook: Callable[..., Any]) -> bool:
 def check_rows(cache: Any, model: PreTrainedModel, owner: str) -> None:
     """ValueError where ``model`` makes other rows of the first tokens than a filled cache holds.
 
-    They are compared with a tolerance for rounding. Nothing is compared where a prompt's beginning alone does not tell them: padding,
-    embeddings, pictures, a model that reads a prompt as a whole, dropout, weights elsewhere.
+    They are compared with a tolerance for rounding. Nothing is compared where the beginning of a
+    text alone does not tell its rows: padding, embeddings, pictures, a model that reads a prompt as
+    a whole, dropout, weights elsewhere.
 
     Args:
         cache: a ``RetrievalCache`` that holds tokens.
@@ -70,20 +71,25 @@ def check_rows(cache: Any, model: PreTrainedModel, owner: str) -> None:
     config, decoder, ids = model.config, decoder_of(model), _first_ids(cache, model.config)
     is_here = not is_split(model) and not any(one.is_meta for one in decoder.parameters())
     is_exact = not (why_whole(config) or depends_on_length(config) or decoder.training)
-    if ids is None or not ids.shape[1] or not (is_here and is_exact):
+    cls: Any = type(decoder)
+    parameters = inspect.signature(cls.forward).parameters
+    # Such a decoder may not read text alone.
+    is_text = not (cache.tokens.passes and "pixel_values" in parameters)
+    if ids is None or not ids.shape[1] or not (is_here and is_exact and is_text):
         return
     read, kept = DynamicCache(config=config), take(model)
     inputs: dict[str, Any] = {"input_ids": ids.to(decoder.device), "use_cache": True}
     # As `generate` counts them, where a model would count from its padding id.
-    if "position_ids" in inspect.signature(type(decoder).forward).parameters:
+    if "position_ids" in parameters:
         inputs["position_ids"] = torch.arange(ids.shape[1], device=decoder.device)[None]
     try:
         with torch.no_grad():
-            decoder(**inputs, **{cache_name_of(type(decoder)): read})
+            decoder(**inputs, **{cache_name_of(cls): read})
     finally:
         put(model, kept)
     for layer in cache.retrieval_layers:
-        now, number = read.layers[layer.layer_info.number], layer.layer_info.number
+        number = layer.layer_info.number
+        now: Any = read.layers[number]
         pairs = zip(layer.rows_of(now.keys, now.values), layer.kv.rows(ids.shape[1]), strict=True)
         for new, held in pairs:
             tolerance = max(_ROUNDINGS * torch.finfo(held.dtype).eps, _LEAST_TOLERANCE)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import hf_kvret
 from hf_kvret.models.versions import CACHE_NAME, cache_of
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
