@@ -38,7 +38,7 @@ from hf_kvret.observe.observers import subscribe
 from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
 from hf_kvret.options.config import RetrievalConfig, forked
 from hf_kvret.saved import persistence
-from hf_kvret.saved.identity import CacheIdentity, check_identity, identity_of
+from hf_kvret.saved.identity import CacheIdentity, check_filler, identity_of
 from hf_kvret.saved.token_record import TokenRecord
 from hf_kvret.stores import Store, StoreChoice
 
@@ -255,7 +255,7 @@ class RetrievalCache(Cache):
             self.forget_origin()
             self.identity = current
         elif self.identity is not None and current is not self.last_identity:
-            check_identity(self.identity, current, owner)
+            check_filler(self, model, current, owner)
         self.last_identity = current
         self.set_part(part_of(model))
 

@@ -283,8 +283,7 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
     text = model.config.get_text_config(decoder=True)
     with _attention_lock:
         call.switched = text._attn_implementation not in OUR_NAMES
-        call.cache, call.start_len = cache, cache.get_seq_length()
-        call.recording = recording(cache.layers)
+        call.start_len, call.recording = cache.get_seq_length(), recording(cache.layers)
         attach(model)
     chunk_prompt(model, cache, generation_config, model_kwargs, call.cuts_end)
     model_kwargs[CACHE_NAME] = cache

@@ -12,6 +12,7 @@ pass with the call, and ``check_end`` the number of tokens in the cache.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Container, Iterable
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 from hf_kvret.attention.prompt_check import check_origin
 from hf_kvret.attention.prompt_chunks import drafts
-from hf_kvret.attention.requests import Request, current_request
+from hf_kvret.attention.requests import Request, current_request, take_cache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, cache_of
@@ -44,12 +45,16 @@ def check_call(
 ) -> None:
     """ValueError where ``cache`` can't serve ``call``; warns of what does nothing.
 
+    RuntimeError where a call in another thread has it.
+
     Args:
-        call: is about to begin.
+        call: is about to begin; it owns the cache from here on.
         cache: that it uses; it records digests of inputs that are no text.
         generation_config: the call's own copy.
         prepared_mask: the attention mask as ``generate`` prepared it; it masks padding tokens.
     """
+    take_cache(call, cache)
+    _check_soft_prompt(call, cache)
     is_callers = cache_argument(call.arguments) is cache
     if is_callers:
         _check_layers(call, cache)
@@ -130,6 +135,31 @@ def check_options_are_read(
     raise ValueError(
         f"cache_config={options!r}, but {reason}, so nothing would read it: name the cache that it "
         f"is for with cache_implementation, one of {', '.join(methods)}"
+    )
+
+
+def _check_soft_prompt(call: Request, cache: RetrievalCache) -> None:
+    """ValueError for virtual tokens of PEFT that would not be in the cache once, at its start."""
+    config = call.soft_prompt()
+    if config is None:
+        return
+    kind = config.peft_type.value
+    names = vars(call.model)["prepare_inputs_for_generation"].__func__.__code__.co_consts
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+        why = "keeps its virtual tokens in a cache of its own, which takes the place of this one"
+    elif CACHE_NAME not in names:
+        why = (
+            f"does not know that transformers calls a cache {CACHE_NAME!r}, and puts its virtual "
+            "tokens before every new token"
+        )
+    elif cache.get_seq_length():
+        why = "puts virtual tokens in front, and no prompt continues a cache that holds them"
+    else:
+        return
+    raise ValueError(
+        f"the model has a soft prompt of PEFT {sys.modules['peft'].__version__} ({kind}), which "
+        f"{why}: take another kind of adapter, as LoRA, or turn this one off "
+        "(model.disable_adapter())"
     )
 
 

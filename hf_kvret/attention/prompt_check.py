@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -23,14 +22,9 @@ from hf_kvret.models.versions import (
     name_cache,
 )
 from hf_kvret.saved.identity import newest_identity
-from hf_kvret.saved.token_record import EMBEDDINGS, InputDigest
+from hf_kvret.saved.token_record import EMBEDDINGS, InputDigest, ids_of_pictures
 from hf_kvret_model_patches.decoders import decoder_of
 
-# In configurations, names of ids that stand for a part of a picture, a video or a sound.
-_MARK = re.compile(
-    "(image|img|video|audio|vision|media|speech|sound)"
-    "(_context|_placeholder|_patch)?_token_(id|index)$"
-)
 # Types whose own count of positions forgets the cached tokens. `generate` always passes positions.
 _COUNT_FROM_ZERO = {"bamba"}
 
@@ -207,6 +201,5 @@ def _check_inputs(
 
 def _stand_for_pictures(model: Any, ids: torch.Tensor) -> bool:
     """Whether some of ``ids`` stand for pictures or sounds, by the model's configuration."""
-    names = [name for name in vars(model.config) if _MARK.search(name)]
-    marks = [value for name in names if isinstance(value := getattr(model.config, name), int)]
-    return bool(torch.isin(ids, torch.tensor(marks, device=ids.device)).any())
+    marks = torch.tensor(ids_of_pictures(model.config), device=ids.device)
+    return bool(torch.isin(ids, marks).any())

@@ -21,7 +21,7 @@ class Request:
     Attributes:
         model: whose ``generate`` was called.
         arguments: by name, as the caller gave them.
-        cache: the retrieval cache that the call uses, once that is known.
+        cache: the retrieval cache that the call owns, once that is known.
         switched: the call switched the model's attention to ours.
         start_len: tokens in the cache before the call.
         recording: layers of the cache that recorded the past before it.
@@ -74,6 +74,13 @@ class Request:
         )
         return prompt if is_text else None
 
+    def soft_prompt(self) -> Any:
+        """PEFT's configuration of virtual tokens, where it adds some to the call; else None."""
+        # While a call runs, PEFT puts its own function in place of the model's.
+        owner = getattr(vars(self.model).get("prepare_inputs_for_generation"), "__self__", None)
+        config = getattr(owner, "active_peft_config", None)
+        return config if getattr(config, "is_prompt_learning", False) else None
+
     def mask(self, prepared: Any) -> Any:
         """The attention mask that the caller gave, or that transformers ``prepared``; or None."""
         mask = self.arguments.get("attention_mask")
@@ -114,6 +121,21 @@ def request(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[Reque
                 if owner == entry[0] and outer.model is model:
                     outer.is_delegated |= entry[1].has_retrieved or entry[1].is_delegated
         entry[1].keep_prompt()
+
+
+def take_cache(call: Request, cache: RetrievalCache) -> None:
+    """Have ``call`` own ``cache`` until it is over.
+
+    RuntimeError where a call in another thread does.
+    """
+    thread = threading.get_ident()
+    with _lock:
+        if any(one.cache is cache and owner != thread for owner, one in _running):
+            raise RuntimeError(
+                "another thread is in a call of generate with this cache: a cache serves one call "
+                "at a time. Give each call a cache of its own (cache.fork() shares what is held)"
+            )
+        call.cache = cache
 
 
 def current_request(model: PreTrainedModel) -> Request:

@@ -19,9 +19,8 @@ from hf_kvret.saved.folder import VERSION_LEN
 from hf_kvret.saved.shards import SUFFIX, SavedTensors
 from hf_kvret.version import __version__
 
-FORMAT_VERSION = 2
-# In the first one rows of cold tokens lay in keys and values, which can't be mapped.
-_READABLE = (1, 2)
+# Those before did not know all that makes a model another one.
+FORMAT_VERSION = 3
 DESCRIPTION, STEM = "cache.json", "cache"
 
 _MOST_BYTES = 64 << 20
@@ -64,10 +63,10 @@ class Description:
         if not path.is_file():
             raise FileNotFoundError(f"no saved cache in {directory}: {DESCRIPTION} is missing")
         content, digest = _read(path)
-        if content["format_version"] not in _READABLE:
+        if content["format_version"] != FORMAT_VERSION:
             raise ValueError(
                 f"{path} has format version {content['format_version']}, this hf_kvret reads "
-                f"{' and '.join(map(str, _READABLE))}: {_AGAIN}"
+                f"{FORMAT_VERSION}: {_AGAIN}"
             )
         try:
             _check(content)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import logging
+import math
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_kvret.models.compatibility import by_layer, is_latent, layer_shapes, one_or_all
+from hf_kvret.models.compatibility import (
+    by_layer,
+    is_latent,
+    layer_shapes,
+    one_or_all,
+    text_key,
+)
 from hf_kvret.models.ranks import part_of
+from hf_kvret.saved.modules import check_rows, modules_state
 from hf_kvret_model_patches.decoders import decoder_of
 
 if TYPE_CHECKING:
@@ -29,6 +40,16 @@ _QUANTIZATION = (
     *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
     *("activation_scheme", "weight_block_size", "weights", "quant_type"),
 )
+# What a configuration says beside the computation of keys and values. The weights tell their
+# dtype and the vocabulary.
+_HARMLESS = {
+    *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
+    *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("id2label", "label2id", "problem_type", "bos_token_id", "eos_token_id"),
+    *("vocab_size", "tie_word_embeddings"),
+}
+# There are facts of these, which are the same in all versions of transformers.
+_HAVE_FACTS = {"rope_parameters", "quantization_config", "layer_types", "no_rope_layers"}
 _COUNTS = {
     "num_hidden_layers": "layers",
     "hidden_size": "numbers in a hidden state",
@@ -44,8 +65,16 @@ SAMPLED_PARAMETERS, SAMPLED_NUMBERS = 32, 16
 # Prime of Knuth's multiplicative hash: its multiples modulo the size are spread evenly.
 _STRIDE = 2_654_435_761
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# The newest identity of each model and decoder.
-_newest: weakref.WeakKeyDictionary[nn.Module, CacheIdentity] = weakref.WeakKeyDictionary()
+# Words of 8 bytes that are summed up at once.
+_WORDS = 2**20
+# The newest identity of each model and decoder, and the state of their modules then.
+_newest: weakref.WeakKeyDictionary[nn.Module, tuple[CacheIdentity, int]] = (
+    weakref.WeakKeyDictionary()
+)
+# Of each decoder, by group of weights, what they were marked by and their checksum then.
+_checksums: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, int]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +83,12 @@ class CacheIdentity:
 
     Attributes:
         name: hub id or name of the model, for display only.
-        facts: facts that must agree, by name: type, counts and widths, types of layers, RoPE,
-            ``dtype``, ``quantization.<setting>``, and ``adapters`` that are active.
+        facts: facts that must agree, by name: all of the text model's configuration that is not
+            known to be harmless, ``dtype``, ``quantization.<setting>``, and ``adapters`` that are
+            active, or that a call names.
         weights: digests of 16 elements each, or of codes of quantized weights, by parameter; of a
-            weight in shards that of this process' shard, by parameter and place.
+            weight in shards that of this process' shard, by parameter and place. And checksums of
+            all that can be read, by their number, and of the configuration around a text model.
     """
 
     name: str
@@ -90,28 +121,37 @@ def identity_of(model: PreTrainedModel) -> CacheIdentity:
     """
     model = without_wrapper(model)
     decoder = decoder_of(model)
-    facts = {name: fact for name, fact in model_facts(model.config).items() if name != "vocab_size"}
-    facts |= {"dtype": str(decoder.dtype).removeprefix("torch."), **_quantization(model)}
+    facts = facts_of(model.config)
+    facts["dtype"] = str(decoder.dtype).removeprefix("torch.")
     if adapters := _active_adapters(decoder):
         facts["adapters"] = sorted(set(adapters.values()))
     # First, as it explains other differences.
     facts = part_of(model).facts(model.config) | facts
-    identity = CacheIdentity(model_name(model), facts, _weights(model, decoder, tuple(adapters)))
-    if _newest.get(model) != identity:
-        _newest[model] = _newest[decoder] = identity
-    return _newest[model]
+    weights = _weights(model, decoder, tuple(adapters)) | around_text(model.config)
+    identity = CacheIdentity(model_name(model), facts, weights)
+    newest = identity, modules_state(decoder)
+    if _newest.get(model) != newest:
+        _newest[model] = _newest[decoder] = newest
+    return _newest[model][0]
 
 
 def newest_identity(module: nn.Module) -> CacheIdentity | None:
     """The last result of ``identity_of`` for a model or its decoder; None without one."""
-    return _newest.get(without_wrapper(module))
+    return _newest.get(without_wrapper(module), (None,))[0]
 
 
-def check_identity(identity: CacheIdentity, current: CacheIdentity, owner: str) -> None:
-    """ValueError where the ``current`` model is not the one that filled a cache, ``owner``.
+def check_filler(cache: Any, model: PreTrainedModel, current: CacheIdentity, owner: str) -> None:
+    """ValueError where ``model`` is not the one that filled a ``RetrievalCache``.
 
     A warning tells which weights can't be compared.
+
+    Args:
+        cache: that holds tokens and knows whose.
+        model: that is to use it.
+        current: its identity.
+        owner: the cache, in messages.
     """
+    identity = cache.identity
     if why := identity.difference(current):
         raise ValueError(
             f"{owner} was {why}. Use the model that filled it ({printable(identity.name)}), or "
@@ -121,18 +161,64 @@ def check_identity(identity: CacheIdentity, current: CacheIdentity, owner: str) 
     missing = identity.weights.keys() - current.weights.keys()
     if missing or not identity.weights:
         _log.warning(
-            "%s: %d of %d sampled parameters of the model that filled it could not be compared, as "
+            "%s: %d of %d digests of weights of the model that filled it could not be compared, as "
             "they are offloaded or in shards: check yourself that it is the same",
             *(owner, len(missing), len(identity.weights)),
         )
+    check_rows(cache, model, owner)
 
 
-def _quantization(model: PreTrainedModel) -> dict[str, Any]:
-    """Settings of the model's quantization that count, by dotted name; empty without."""
-    config = getattr(model.config, "quantization_config", None) or {}
-    settings = config if isinstance(config, Mapping) else config.to_dict()
+def facts_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """What ``config`` says of keys and values: ``model_facts``, then settings by dotted name."""
+    facts = {name: fact for name, fact in model_facts(config).items() if name != "vocab_size"}
+    settings = _settings(config.get_text_config(decoder=True), _HAVE_FACTS).items()
+    facts |= {name: value for name, value in settings if facts.get(name) != value}
+    return facts | _quantization(config)
+
+
+def around_text(config: PreTrainedConfig) -> dict[str, str]:
+    """A digest of the settings of a model around a text model, by a name; empty without."""
+    if config.get_text_config(decoder=True) is config:
+        return {}
+    settings = _settings(config, {text_key(config), "quantization_config"})
+    plain = json.dumps([config.model_type, settings], sort_keys=True)
+    return {"the configuration around it": hashlib.sha256(plain.encode()).hexdigest()[:16]}
+
+
+def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
+    """Settings of a quantization that count, by dotted name; empty without."""
+    settings = getattr(config, "quantization_config", None) or {}
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
     names = [name for name in _QUANTIZATION if settings.get(name) is not None]
     return {f"quantization.{name}": str(settings[name]) for name in names}
+
+
+def _settings(config: PreTrainedConfig, but: set[str]) -> dict[str, Any]:
+    """All that ``config`` says that could matter, by dotted name, without names in ``but``.
+
+    Its class' own values are left out: one version of transformers writes them, another doesn't.
+    """
+    cls: Any = type(config)
+    settings = {name: value for name, value in config.to_dict().items() if name not in but}
+    defaults = _defaults(cls)
+    return {name: value for name, value in _flat(settings) if value != defaults.get(name)}
+
+
+@functools.cache
+def _defaults(cls: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Settings of a new configuration; empty where it can't be made without arguments."""
+    with suppress(TypeError, ValueError):
+        return dict(_flat(cls().to_dict()))
+    return {}
+
+
+def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and plain values of all settings that could matter, None left out."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and name not in _HARMLESS:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None and name not in _HARMLESS:
+            yield f"{prefix}{name}", _plain(value)
 
 
 def _active_adapters(decoder: nn.Module) -> dict[str, str]:
@@ -141,13 +227,17 @@ def _active_adapters(decoder: nn.Module) -> dict[str, str]:
     for path, layer in adapter_layers(decoder).items():
         merged, active = getattr(layer, "merged_adapters", ()), layer.active_adapters
         scaling = getattr(layer, "scaling", None)
+        # While a call names adapters by sequence, or says where one begins, PEFT has a hook here.
+        hooks = layer._forward_pre_hooks.values()
+        calls = [hook.keywords for hook in hooks if isinstance(hook, functools.partial)]
+        named = [name for call in calls for name in call.get("adapter_names", ())]
         # Where some are merged, a layer computes with these alone.
-        for name in merged or ([active] if isinstance(active, str) else active):
+        for name in named or merged or ([active] if isinstance(active, str) else active):
             scale = scaling.get(name) if isinstance(scaling, Mapping) else scaling
             for part in layer.adapter_layer_names:
                 if not layer.disable_adapters and name in (getattr(layer, part, None) or ()):
                     words = f"{name}{' (merged)' * bool(merged)}, scaled by {scale}"
-                    adapters[f"{path}.{part}.{name}."] = words
+                    adapters[f"{path}.{part}.{name}."] = ", ".join([words, *map(str, calls)])
     return adapters
 
 
@@ -160,14 +250,46 @@ def _weights(
     """
     head = model.get_output_embeddings()
     inner = {id(one) for part in (decoder, head) if part is not None for one in part.parameters()}
-    base = {name: one for name, one in base_parameters(model).items() if id(one) not in inner}
-    base |= base_parameters(decoder)
-    # GPTQ and AWQ keep their codes in buffers.
-    buffers = decoder.named_buffers()
-    base |= {name: one for name, one in buffers if one.ndim > 1 and not one.is_floating_point()}
+    outer = {name: one for name, one in base_parameters(model).items() if id(one) not in inner}
+    # GPTQ and AWQ keep their codes in buffers, routers their corrections.
+    base = base_parameters(decoder) | {
+        _own_name(f"{path}.{name}"): buffer
+        for path, module in decoder.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
     named = decoder.named_parameters() if adapters else ()
     own = {name: one for name, one in named if f"{name}.".startswith(adapters)}
-    return _digests(base, 2 * SAMPLED_PARAMETERS) | _digests(own, SAMPLED_PARAMETERS)
+    digests = _digests(outer | base, 2 * SAMPLED_PARAMETERS) | _digests(own, SAMPLED_PARAMETERS)
+    sums = _checksums.setdefault(decoder, {})
+    for where, group in (("", base), (" around these", outer), (" of adapters", own)):
+        local = (_local(name, group[name]) for name in sorted(group))
+        plain = {name: one for name, x in local if (one := plain_tensor(x)) is not None}
+        if not plain:
+            continue
+        # PEFT writes past versions, as it merges: the samples tell. Inference tensors have none.
+        marks = [
+            (name, one.data_ptr(), 0 if one.is_inference() else one._version, digests.get(name))
+            for name, one in plain.items()
+        ]
+        if sums.get(where, (None, 0))[0] != marks:
+            sums[where] = marks, _sum(plain.values())
+        digests[f"sum of {len(plain)} weights{where}"] = f"{sums[where][1]:016x}"
+    return digests
+
+
+def _sum(tensors: Iterable[torch.Tensor]) -> int:
+    """The sum of all words of 8 bytes of plain tensors, each times an odd number by its place."""
+    total = 0
+    for tensor in tensors:
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        if len(raw) % 8 or raw.storage_offset() % 8:
+            raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).clone()
+        words = raw.view(torch.int64)
+        places = torch.arange(1, 2 * min(len(words), _WORDS), 2, device=words.device) * _STRIDE
+        for part in words.split(_WORDS):
+            total = total * _STRIDE + int((part * places[: len(part)]).sum())
+    return total % 2**64
 
 
 def _digests(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, str]:
@@ -227,11 +349,15 @@ def base_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
         for attribute in layer.adapter_layer_names
     )
     return {
-        # Under these names PEFT keeps the module that it wraps.
-        name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter
+        _own_name(name): parameter
         for name, parameter in module.named_parameters()
         if not name.startswith(own)
     }
+
+
+def _own_name(name: str) -> str:
+    """``name`` without those under which PEFT keeps the module that it wraps."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def adapter_layers(module: nn.Module) -> dict[str, Any]:
@@ -303,7 +429,12 @@ def _rope_facts(text: PreTrainedConfig) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, bool | str | None):
+        return value
+    is_finite = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_finite else str(value)
 
 
 def facts_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

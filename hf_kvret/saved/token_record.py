@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,18 @@ UNKNOWN = -1
 
 EMBEDDINGS = "inputs_embeds"
 """The input of a model that has a vector for each token."""
+
+# In configurations, names of ids that stand for a part of a picture, a video or a sound.
+_MARK = re.compile(
+    "(image|img|video|audio|vision|media|speech|sound)"
+    "(_context|_placeholder|_patch)?_token_(id|index)$"
+)
+
+
+def ids_of_pictures(config: Any) -> list[int]:
+    """Ids of tokens that stand for pictures or sounds, by a model's configuration."""
+    marks = [value for name, value in vars(config).items() if _MARK.search(name)]
+    return [mark for mark in marks if isinstance(mark, int)]
 
 
 def _nobody() -> None:

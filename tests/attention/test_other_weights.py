@@ -205,7 +205,7 @@ def test_a_tower_that_can_not_be_read_is_a_warning(caplog: pytest.LogCaptureFixt
     other = copy.deepcopy(model)
     other.model.visual.to("meta")
     cache.meet(other)
-    assert " sampled parameters of the model that filled it could not be compared" in caplog.text
+    assert " digests of weights of the model that filled it could not be compared" in caplog.text
 
 
 def test_many_small_changes_are_compared_with_what_filled_it(llama: Any) -> None:

@@ -250,3 +250,40 @@ def test_a_models_default_is_no_reason_against_it() -> None:
     assert model.generation_config.use_cache is False
     with pytest.raises(ValueError, match="MptForCausalLM computes attention by itself"):
         model.generate(prompt(1, 20), **RUN, cache_implementation="flat")
+
+
+def test_a_call_owns_its_cache_until_it_is_over(llama: PreTrainedModel) -> None:
+    """Calls whose passes take turns would mix two texts: the second one is refused at once."""
+    ids = prompt(1, 60)
+    cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
+    answer = llama.generate(ids, past_key_values=cache, **RUN)
+    more = [torch.cat([answer, prompt(1, 9, salt=salt)], dim=1) for salt in (1, 2)]
+    plain = llama.generate(more[0], **RUN)
+    twin = cache.fork()
+    entered, refused = threading.Event(), threading.Event()
+
+    class Waits(LogitsProcessor):
+        """Lets the other call begin between two passes."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            entered.set()
+            assert refused.wait(60)
+            return scores
+
+    def second() -> None:
+        entered.wait(60)
+        with pytest.raises(RuntimeError, match="another thread is in a call of generate"):
+            llama.generate(more[1], past_key_values=cache, **RUN)
+        results.append(llama.generate(more[1], past_key_values=twin, **RUN))
+        refused.set()
+
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=second)
+    thread.start()
+    call = {"past_key_values": cache, "logits_processor": [Waits()]}
+    assert torch.equal(llama.generate(more[0], **call, **RUN), plain)
+    thread.join()
+    assert torch.equal(results[0], llama.generate(more[1], **RUN))
+    again = torch.cat([plain, more[0]], dim=1)
+    expected = llama.generate(again, **RUN)
+    assert torch.equal(llama.generate(again, past_key_values=cache, **RUN), expected)

@@ -120,7 +120,7 @@ def no_file(chance: random.Random, folder: Path, other: Path) -> None:
 def strange_json(chance: random.Random, folder: Path, other: Path) -> None:
     path = folder / DESCRIPTION
     text = path.read_text()
-    version = '"format_version": 2'
+    version = '"format_version": 3'
     assert version in text
     path.write_bytes(
         chance.choice(
@@ -233,7 +233,7 @@ def renamed(chance: random.Random, tensors: Tensors, content: dict[str, Any]) ->
 
 
 def version(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
-    content["format_version"] = chance.choice([0, 3, 4, "2", 1.0, True, None, [], {}, -1, 10**30])
+    content["format_version"] = chance.choice([0, 2, 4, "2", 1.0, True, None, [], {}, -1, 10**30])
 
 
 def option(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:

@@ -126,7 +126,8 @@ def test_what_can_not_be_compared_is_named(llama: Any, caplog: pytest.LogCapture
     layer.weight = nn.Parameter(layer.weight.to("meta"))
     cache.meet(offloaded)
     count = len(identity_of(llama).weights)
-    assert f"1 of {count} sampled parameters of the model that filled it could not" in caplog.text
+    # Its own one, and the sum of all.
+    assert f"2 of {count} digests of weights of the model that filled it could not" in caplog.text
 
 
 def test_a_cache_filled_by_hand_has_no_identity_and_says_so(
@@ -312,3 +313,27 @@ def test_adapters_of_peft_itself_are_seen(llama: Any) -> None:
     model.merge_adapter()
     with pytest.raises(ValueError, match=r"this model has default \(merged\)"):
         model.generate(input_ids=answer, past_key_values=cache, **RUN)
+
+
+def test_adapters_by_sequence_have_rows_of_their_own(llama: Any, tmp_path: Path) -> None:
+    """As a server of many adapters calls PEFT: a shelf and a filled cache know whose rows it is."""
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    lora = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama, lora, adapter_name="a").eval()
+    model.add_adapter("b", copy.deepcopy(lora))
+    ids, run = prompt(1, 100), {**RUN, "return_dict_in_generate": True}
+    options = {**COVERING_OPTIONS, "shelf": str(tmp_path), "shelf_step": 64}
+    call = {"cache_implementation": "flat", "cache_config": options}
+    from_shelf, caches = [], {}
+    for name in (None, "a", "b", "__base__", "b", None):
+        own = {} if name is None else {"adapter_names": [name]}
+        output = model.generate(input_ids=ids, **own, **call, **run)
+        caches[name] = output.past_key_values
+        from_shelf.append(caches[name].from_shelf)
+        assert torch.equal(output.sequences, model.generate(input_ids=ids, **own, **RUN))
+    assert from_shelf == [0, 0, 0, 0, 99, 99]
+    # Last of all, as PEFT leaves its hooks where a call with names fails.
+    for name, other in (("b", {}), (None, {"adapter_names": ["a"]})):
+        longer = torch.cat([caches[name].input_ids, ids], 1)
+        with pytest.raises(ValueError, match="adapters"):
+            model.generate(input_ids=longer, past_key_values=caches[name], **other, **RUN)

@@ -200,7 +200,7 @@ def test_options_come_back_and_a_filled_cache_keeps_them(
     cache = _prefill(llama, CTkvrCache(llama.config, **SMALL, nprobe=2))
     cache.save_pretrained(tmp_path)
     description, _ = read_saved(tmp_path)
-    assert description["format_version"] == 2
+    assert description["format_version"] == 3
     assert description["options"]["nprobe"] == 2
     loaded = CTkvrCache.from_pretrained(tmp_path, llama.config)
     assert loaded.options == cache.options
@@ -327,9 +327,9 @@ def test_truncated_tensors_are_refused(
         "[]",
         "7",
         "{}",
-        '{"format_version": 1}',
-        '{"format_version": 1, "method": "flat", "options": 3, "layers": []}',
-        '{"format_version": 1, "method": "flat", "options": {}, "layers": [{}], "model": {}}',
+        '{"format_version": 3}',
+        '{"format_version": 3, "method": "flat", "options": 3, "layers": []}',
+        '{"format_version": 3, "method": "flat", "options": {}, "layers": [{}], "model": {}}',
         "[" * 200_000,
         '{"format_version": ' + "9" * 5000 + "}",
         '{"format_version": NaN}',
