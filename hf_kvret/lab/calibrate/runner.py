@@ -16,7 +16,6 @@ from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
 from hf_kvret.artifacts.identity import ModelIdentity
 from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.forecast import Forecast
 from hf_kvret.lab.calibrate.parts import FinishedLayers, alone_in
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.lab.program.progress import tqdm
@@ -105,15 +104,13 @@ def calibrate(
     with alone_in(folder):
         finished = FinishedLayers(folder / _PARTS, setup)
         todo, carried = finished.left(list(ropes))
-        passes = -(-len(todo) // layers_at_once)
-        forecast = Forecast(len(todo), passes, corpus.tokens, show=progress)
         for first in range(0, len(todo), layers_at_once):
             group = todo[first : first + layers_at_once]
             some = {n: ropes[n] for n in group}
-            studies = _read(model, corpus, calibration, some, progress, forecast)
+            studies = _read(model, corpus, calibration, some, progress)
             for layer in group:
                 # A study has no name here, so that its tokens are freed before the next one learns.
-                findings = _learn(studies.pop(layer), layer, carried, progress, forecast)
+                findings = _learn(studies.pop(layer), layer, carried, progress)
                 finished.keep(layer, findings, last=layer == todo[-1])
                 carried = findings.carried
         artifact = _put_together(calibration, identity, corpus, finished, list(ropes))
@@ -164,7 +161,6 @@ def _read(
     calibration: Calibration,
     ropes: Mapping[int, Rope],
     progress: bool,
-    forecast: Forecast,
 ) -> dict[int, LayerStudy]:
     """One pass over all sequences; studies of the layers in ``ropes``, on the layers' devices."""
     studies: dict[int, LayerStudy] = {}
@@ -174,7 +170,6 @@ def _read(
     with tqdm(
         total=corpus.tokens, desc=f"reading for layers {numbers}", unit="tok", disable=not progress
     ) as bar:
-        forecast.begin()
         for index, ids in enumerate(corpus.sequences):
 
             def take(
@@ -191,24 +186,12 @@ def _read(
             with torch.no_grad(), tap_attention(model, take):
                 decoder(ids[None].to(input_device(model)), use_cache=False)
             bar.update(len(ids))
-            forecast.read(len(ids))
     return studies
 
 
-def _learn(
-    study: LayerStudy, layer: int, carried: Carried | None, progress: bool, forecast: Forecast
-) -> LayerFindings:
-    total = study.work
-    with tqdm(total=total, desc=f"layer {layer}", disable=not progress) as bar:
-
-        def step(units: int) -> None:
-            bar.update(units)
-            forecast.work(units, total)
-
-        forecast.begin()
-        findings = study.finish(step, carried)
-        forecast.finish()
-        return findings
+def _learn(study: LayerStudy, layer: int, carried: Carried | None, progress: bool) -> LayerFindings:
+    with tqdm(total=study.work, desc=f"layer {layer}", disable=not progress) as bar:
+        return study.finish(lambda units: bar.update(units), carried)
 
 
 def _put_together(
