@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import os
 import threading
@@ -17,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from hf_kvret.contracts.index import Index, makes_estimates
-from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.hybrid import check_window, new_layer
 from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
@@ -41,8 +39,6 @@ from hf_kvret.saved import persistence
 from hf_kvret.saved.identity import CacheIdentity, check_filler, identity_of
 from hf_kvret.saved.token_record import TokenRecord
 from hf_kvret.stores import Store, StoreChoice
-
-_log = logging.getLogger(__name__)
 
 
 class RetrievalCache(Cache):
@@ -204,11 +200,7 @@ class RetrievalCache(Cache):
                 if not self._stores.announced_len:
                     self._end_prompt()
                 self._stores.note_pass(key_states.shape[2])
-        if isinstance(layer, RetrievalLayer):
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        # A layer of transformers changes at once; ours in its attention.
-        with SIGNALS_WAIT:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _end_prompt(self) -> None:
         for layer in self.retrieval_layers:
@@ -493,10 +485,10 @@ class LayerStack:
         if (fault := self.fault()) is not None:
             self._check_thread()
             self._check_way_back(fault)
-        held = min(layer.get_seq_length() for layer in self._attending)
-        # A pass that broke off in its last layer reached all of them.
         ours = [layer for layer in reversed(self._layers) if isinstance(layer, RetrievalLayer)]
-        held = min([held, *(layer.past_len for layer in ours if layer.pending_attention)])
+        # A pass that broke off in its last layer reached all of them.
+        lengths = [layer.past_len for layer in ours if layer.pending_attention]
+        held = min(lengths + [layer.get_seq_length() for layer in self._attending])
         for layer in self._attending:
             check_window(layer, layer.get_seq_length() - held - tokens_to_remove)
         # A state refuses, or a sliding window that is full: they come first.
@@ -505,8 +497,8 @@ class LayerStack:
         # Ours from the top: a store may compute rows from those of the layer below.
         for layer in (*others, *ours):
             surplus = layer.get_seq_length() - held if layer in self._attending else 0
-            # Layers of transformers that can't go back refuse to go nowhere, too.
-            if (count := tokens_to_remove - surplus) or isinstance(layer, RetrievalLayer):
+            # Of transformers' own, those that can't go back refuse a crop of nothing, too.
+            if (count := tokens_to_remove - surplus) or layer in ours:
                 layer.crop(count)
         # Shorter now, the lowest layer may be as long as before a pass that reached it.
         self.forget_pass()

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 class _Wait(threading.local):
@@ -25,18 +25,12 @@ class _Wait(threading.local):
     def __enter__(self) -> None:
         self.depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.depth -= 1
-        if self.waiting:
-            self.end()
+        self.end()
 
     def end(self) -> None:
-        """At the end of a context in which a signal came: KeyboardInterrupt in the outermost."""
+        """KeyboardInterrupt at the end of the outermost context, if a signal came in it."""
         if self.waiting and not self.depth:
             number, self.waiting = self.waiting, 0
             raise KeyboardInterrupt(number)

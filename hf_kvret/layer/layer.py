@@ -15,15 +15,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Index, Scoring
-from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
-from hf_kvret.layer.layer_kv import LayerKV, MakeStore, kv_to_save, load_kv, saved_rows
+from hf_kvret.layer.layer_kv import LayerKV, MakeStore
 from hf_kvret.layer.prompt_groups import PromptPass
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import Subscriber
 from hf_kvret.layer.reference import LayerReference, new_store, store_below
 from hf_kvret.layer.retrieved import SPANS, RetrievedTokens
+from hf_kvret.layer.saved_kv import kv_to_save, load_kv, saved_rows
 from hf_kvret.layer.step import attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
@@ -284,9 +284,7 @@ class RetrievalLayer(CacheLayerMixin):
         past = self.kv.length - (0 if self.pending_attention else new)
         surplus = self.kv.window.length + new - self.config.recent
         if self.pending_attention and surplus > self.config.flush:
-            # Where the store has no room for them, nothing has changed yet.
-            with SIGNALS_WAIT:
-                self.kv.make_room(surplus)
+            self.kv.make_room(surplus)
         if self.pending_attention:
             self.past_len = past
         if past and new <= self.config.max_draft:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
 from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, blamed_on
-from hf_kvret.contracts.schema import Schema, check_squares, damaged
 from hf_kvret.contracts.signals import SIGNALS_WAIT
-from hf_kvret.contracts.state import State, Tensors
-from hf_kvret.contracts.store import PAGES, FirstRows, Store, all_of, rows_of_pages
+from hf_kvret.contracts.store import FirstRows, Store, all_of
 from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.layer.block_sums import BlockSums
 from hf_kvret.layer.window import Window
@@ -27,36 +24,23 @@ MakeStore = Callable[[FirstRows], Store]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_Owner = TypeVar("_Owner", bound="LayerKV")
+_Owner = TypeVar("_Owner", bound=Any)
 
 
-def keeps_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``method`` outside of inference mode, whose tensors could not be written to outside of it."""
-
-    @functools.wraps(method)
-    def outside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch.is_inference_mode_enabled():
-            return method(*args, **kwargs)
-        with torch.inference_mode(False):
-            return method(*args, **kwargs)
-
-    return outside
-
-
-def changes(
+def keeps_tensors(
     method: Callable[Concatenate[_Owner, _P], _R],
 ) -> Callable[Concatenate[_Owner, _P], _R]:
-    """``method`` of a ``LayerKV``, as one change of it; what ``keeps_tensors`` does besides.
+    """``method`` as one change of its owner, for which a signal waits.
 
-    A signal waits for its end. Behind another exception ``torn`` says that nobody knows what is
-    held.
+    An exception leaves ``torn`` set: nobody knows what is held. Inference mode is left for it, as
+    its tensors could not be written to outside of that.
     """
 
     @functools.wraps(method)
     def change(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         SIGNALS_WAIT.depth += 1
         # One change may be a part of another.
-        before, self.torn = self.torn, True
+        before, self.torn = getattr(self, "torn", False), True
         try:
             if not torch.is_inference_mode_enabled():
                 result = method(self, *args, **kwargs)
@@ -163,7 +147,7 @@ class LayerKV:
                 f"tokens have {names.format(*new_form)}: use a new cache or reset()"
             )
 
-    @changes
+    @keeps_tensors
     def on_forward(
         self,
         queries: torch.Tensor,
@@ -205,13 +189,16 @@ class LayerKV:
         full = window.length >= config.recent + config.flush
         return full and window.end >= config.dense_len
 
-    @keeps_tensors
     def make_room(self, tokens: int) -> None:
-        """Have the store, where there is one, make room for so many that leave the window."""
-        if self.store is not None:
-            self.store.make_room(tokens)
+        """Have the store, where there is one, make room for so many that leave the window.
 
-    @changes
+        Where it has none, nothing has changed yet.
+        """
+        if self.store is not None:
+            with SIGNALS_WAIT, torch.inference_mode(False):
+                self.store.make_room(tokens)
+
+    @keeps_tensors
     def take_step(
         self,
         keys: torch.Tensor,
@@ -233,7 +220,7 @@ class LayerKV:
             window.fit(self.most_recent)
         window.append(keys, values)
 
-    @changes
+    @keeps_tensors
     def take_prompt(
         self,
         keys: torch.Tensor,
@@ -295,7 +282,7 @@ class LayerKV:
         if self.index is not None:
             self.index.set_options(config)
 
-    @changes
+    @keeps_tensors
     def ready_index(self, cold: ColdTokens) -> Index | None:
         """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
         if not self.built:
@@ -307,13 +294,13 @@ class LayerKV:
                 raise blamed_on(self.index, "before_search", error) from error
         return self.index
 
-    @changes
+    @keeps_tensors
     def after_search(self, ids: torch.Tensor) -> None:
         """Call ``Index.after_search``."""
         assert self.index is not None, "it has searched"
         self.index.after_search(ids)
 
-    @changes
+    @keeps_tensors
     def build_index(self, cold: ColdTokens) -> None:
         """Call ``Index.build``, unless it was called before."""
         if not self.built and self.index is not None:
@@ -327,7 +314,7 @@ class LayerKV:
         """What stands for the tokens of ``cold`` that a query does not select; None: nothing."""
         return None if self.config.rest is None else self.block_sums(cold).means()
 
-    @changes
+    @keeps_tensors
     def block_sums(self, cold: ColdTokens) -> BlockSums:
         """Sums of all of ``cold``."""
         if self.sums is None or self.sums.mean_len != self.config.rest_blocks:
@@ -378,7 +365,7 @@ class LayerKV:
             window.put_sinks(keys, values)
         return keys, values
 
-    @changes
+    @keeps_tensors
     def crop(self, count: int) -> None:
         """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
         deeper = self.window.drop_newest(count)
@@ -399,7 +386,7 @@ class LayerKV:
         self._forget_cold()
         self.changes += 1
 
-    @changes
+    @keeps_tensors
     def reorder(self, rows: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
         for state in (self.window, self.positions, self.index, self.sums, self.store):
@@ -452,177 +439,3 @@ class LayerKV:
             self.index.add(block)
         self._forget_cold()
         self.changes += 1
-
-
-# No machine has the second.
-_LARGE_WINDOW, _MOST_BYTES = 1 << 30, 1 << 60
-# Tokens whose keys tell which store a layer gets, of pages that may be mapped.
-_SAMPLED = 1024
-_PARTS = ("window", "index", "store", "rest")
-
-
-def kv_to_save(kv: LayerKV) -> Tensors:
-    """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, ``rest.*``, ``built``."""
-    # An index may have state from forward passes before any token was cold.
-    index = {} if kv.index is None else kv.index.state_dict()
-    parts = {"window": kv.window.state_dict(), "index": index}
-    positions = kv.positions
-    if positions.is_allocated:
-        # Under index.*, where format version 1 has them.
-        first = torch.tensor(positions.first)
-        parts["index"] = {"positions": positions.rows[:, 0].contiguous(), "start": first}
-    if kv.store is not None and kv.cold_len:
-        parts["store"] = kv.store.state_dict()
-        # Sums of short blocks are nearly as large as the rows that they are made of, and a store
-        # that codes reads back other rows than those that another one would be given.
-        sums = kv.sums
-        if sums is not None and sums.mean_len is None and not kv.store.codes_rows:
-            parts["rest"] = sums.state_dict() if sums.can_be_saved else {}
-    state = {
-        f"{name}.{key}": value.cpu() for name, part in parts.items() for key, value in part.items()
-    }
-    return state | ({"built": torch.tensor(kv.built)} if "store" in parts else {})
-
-
-def saved_rows(
-    state: Tensors, sink: int, value_in_key: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[B, Hkv, *, Dk]`` and values of a saved layer's window, to make a ``LayerKV`` for.
-
-    Raises:
-        KeyError: names a missing tensor.
-        ValueError: they do not fit one another, or ``sink``.
-    """
-    names = ("keys",) if value_in_key else ("keys", "values")
-    tensors = [state[f"window.{name}"] for name in names]
-    schema = Schema(tensors[0].dtype, {})
-    for name, tensor in zip(names, tensors, strict=True):
-        schema.check(f"window.{name}", tensor, f"B H c {name}", schema.dtype)
-        if 0 in (*tensor.shape[:2], tensor.shape[3]):
-            raise damaged(f"window.{name} is {list(tensor.shape)}")
-    schema.check("window.sink_slots", state["window.sink_slots"], f"B {sink}", torch.int64)
-    keys = tensors[0].to(device)
-    values = keys[..., :value_in_key] if value_in_key else tensors[1].to(device)
-    check_dtypes(keys=keys, values=values)
-    return keys, values
-
-
-@keeps_tensors
-def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int | None) -> None:
-    """Make ``kv``, which holds nothing, the one whose ``kv_to_save`` is ``state``.
-
-    ``query_heads`` of the layer, None where they are not known.
-
-    Raises:
-        KeyError: names a missing tensor.
-        ValueError: a tensor does not fit the others.
-    """
-    names = {f"{a}.{b}" for a in _PARTS for b in _part(state, f"{a}.")}
-    unknown = state.keys() - names - {"built"}
-    if unknown:
-        raise damaged(f"there is an unknown {min(unknown)[:80]}")
-    keys, values = kv.window.keys, kv.window.values
-    sizes = {"B": keys.shape[0], "H": keys.shape[1], "D": keys.shape[3], "V": values.shape[3]}
-    sizes |= {"S": kv.config.sink, "I": kv.window.value_in_key}
-    sizes |= {} if query_heads is None else {"Q": query_heads}
-    schema = Schema(keys.dtype, sizes)
-    if kv.index is not None and kv.index.needs_finite:
-        for name, tensor in state.items():
-            if name.startswith(("window.", "store.")) and tensor.is_floating_point():
-                check_squares(name, tensor)
-    _load("window.", kv.window, state, schema, device)
-    _check_room(kv)
-    schema = schema.extended({"N": kv.window.start, "T": kv.window.end})
-    with _named("index."):
-        _load_index(kv, _part(state, "index."), schema, device)
-    rows = _part(state, "store.")
-    if not kv.window.start:
-        if rows or "built" in state:
-            raise damaged("there is a store of a layer without cold tokens")
-        return
-    nbytes = sum(x.nbytes for x in rows.values())
-    # Only a store that may code rows looks at some of them, and mapped ones stay in their file.
-    sample = functools.partial(_first_keys, rows) if PAGES in rows else rows.get("keys")
-    store = kv.store = kv.make_store(
-        FirstRows(device, nbytes, sample, value_in_key=kv.window.value_in_key)
-    )
-    _load("store.", store, state, schema, device)
-    if len(store) != kv.window.start:
-        raise damaged(f"the store has {len(store)} tokens, not {kv.window.start}")
-    schema.check("built", state["built"].reshape(-1), "1", torch.bool)
-    if not bool(state["built"]):
-        # A save builds the index.
-        raise damaged("built is False")
-    kv.built = True
-    needs_sums = kv.config.needs_means and kv.config.rest_blocks is None
-    # Sums of coded rows are made from what the store reads back.
-    if _part(state, "rest.") and needs_sums and not store.codes_rows:
-        kv.sums = kv.new_sums()
-        _load("rest.", kv.sums, state, schema, device)
-
-
-def _first_keys(rows: Tensors) -> torch.Tensor:
-    """``[B, Hkv, n, Dk]`` of saved pages, a copy."""
-    with _named("store."):
-        return rows_of_pages(rows, _SAMPLED)["keys"]
-
-
-def _check_room(kv: LayerKV) -> None:
-    """ValueError where there is no memory for the window that the saved options ask for."""
-    window, length = kv.window, kv.config.sink + kv.most_recent
-    row_bytes = window.row_dim * window.keys.element_size()
-    nbytes = window.keys.shape[:2].numel() * length * row_bytes
-    if nbytes < _LARGE_WINDOW:
-        return
-    try:
-        torch.empty(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=window.keys.device)
-    except (MemoryError, RuntimeError) as error:
-        raise ValueError(
-            f"recent, flush and max_draft make a window of {length} tokens, for which there "
-            "is no memory: the file is damaged or crafted, or of a larger machine"
-        ) from error
-
-
-def _load_index(kv: LayerKV, index: Tensors, schema: Schema, device: torch.device) -> None:
-    if kv.needs_positions:
-        schema.check("positions", index["positions"], "B n", torch.int32)
-        schema.check("start", index["start"].reshape(-1), "1", torch.int64)
-        first, count = int(index["start"]), index["positions"].shape[1]
-        # A crop leaves positions of tokens that are gone.
-        if first < 0 or (count and first + count < schema["T"]):
-            raise damaged(f"positions start at {first}, {count} of {schema['T']} tokens")
-        kv.positions.put(index["positions"].to(device)[:, None], first)
-        index = {name: x for name, x in index.items() if name not in ("positions", "start")}
-    if kv.index is None:
-        if index:
-            raise damaged(f"there is an unknown {min(index)[:80]}")
-    elif index or kv.window.start:
-        kv.index.check_saved(index, schema)
-        kv.index.load_state_dict(index, device)
-        kv.index.check_loaded(schema)
-
-
-def _load(prefix: str, part: State, state: Tensors, schema: Schema, device: torch.device) -> None:
-    """Load the tensors of ``state`` that begin with ``prefix`` into ``part``."""
-    tensors = _part(state, prefix)
-    with _named(prefix):
-        part.check_saved(tensors, schema)
-        part.load_state_dict(tensors, device)
-        part.check_loaded(schema)
-
-
-@contextmanager
-def _named(prefix: str) -> Iterator[None]:
-    """Errors of a saved part name it."""
-    try:
-        yield
-    except KeyError as missing:
-        raise KeyError(f"{prefix}{missing.args[0]}") from missing
-    except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from error
-
-
-def _part(state: Tensors, prefix: str) -> Tensors:
-    return {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-    }

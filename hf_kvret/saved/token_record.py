@@ -133,10 +133,6 @@ class TokenRecord(State):
                 if start > len(self):
                     self._ids.reserve(start - len(self), like).fill_(UNKNOWN)
                 self._ids.reserve(ids.shape[1], like).copy_(ids.detach()[:, None])
-        except BaseException:
-            # Their room has no ids yet.
-            self._ids.crop(start)
-            raise
         finally:
             SIGNALS_WAIT.depth -= 1
             if SIGNALS_WAIT.waiting:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import logging
 import re
 from typing import Any
@@ -29,14 +27,6 @@ _OF_AN_ANSWER = {
     *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config"),
     *("max_time", "max_new_tokens", "disable_compile", "transformers_version"),
 }
-# What transformers takes where nobody says anything. It is None for all others.
-_NEUTRAL = {
-    **{"use_cache": True, "early_stopping": False, "return_dict_in_generate": False},
-    **{"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "min_length": 0},
-    **{"length_penalty": 1.0, "diversity_penalty": 0.0, "output_scores": False},
-    **{"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant"},
-    **{"assistant_confidence_threshold": 0.4, "assistant_lookbehind": 10, "target_lookbehind": 10},
-}
 
 
 def plain_generation_config(model: PreTrainedModel) -> tuple[GenerationConfig, list[str]]:
@@ -46,14 +36,17 @@ def plain_generation_config(model: PreTrainedModel) -> tuple[GenerationConfig, l
     The names of these are the second result; in the copy they are as if nobody had set them. A
     ``max_length`` goes without being named, as every command has its own limit.
     """
-    config, dropped = copy.deepcopy(model.generation_config), []
-    for name in vars(GenerationConfig()):
-        value, neutral = getattr(config, name, None), _NEUTRAL.get(name)
-        unset = value is None or value == neutral or (not value and not neutral)
-        if unset or name.startswith("_") or name in _OF_AN_ANSWER:
+    own, config = model.generation_config, GenerationConfig()
+    # What transformers takes where nobody says anything; None for all others.
+    usual, dropped = config._get_default_generation_params(), []
+    for name in vars(config):
+        value, neutral = getattr(own, name, None), usual.get(name)
+        if name in _OF_AN_ANSWER or name.startswith("_"):
+            setattr(config, name, value)
             continue
-        setattr(config, name, neutral)
-        dropped += [name] if name != "max_length" else []
+        setattr(config, name, None if name == "max_length" else neutral)
+        if value not in (None, neutral) and (value or neutral) and name != "max_length":
+            dropped.append(name)
     return config, dropped
 
 
@@ -143,7 +136,7 @@ def ask(
     if dropped := [name for name in dropped if getattr(own, name, None) is None]:
         # An argument of the call is the only thing that the model's defaults give way to.
         usual |= {name: getattr(plain, name) for name in dropped}
-        _warn_once(f"left out of the model's generation_config: {', '.join(dropped)}")
+        _log.warning("left out of the model's generation_config: %s", ", ".join(dropped))
     if "generation_config" not in options:
         usual |= {"max_new_tokens": 512, "do_sample": False}
     generate: Any = model.generate
@@ -155,11 +148,6 @@ def ask(
     result = generate(prompt, **options)
     tokens = getattr(result, "sequences", result)[0, prompt.shape[1] :]
     return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    _log.warning(message)
 
 
 def positions(model: PreTrainedModel) -> tuple[int, bool]:
@@ -207,24 +195,20 @@ def _shown(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
 
     Templates of models that see read ``content`` as a list of texts and pictures.
     """
-    errors, shown = [], ""
+    shown, fault = "", None
     for given in (content, [{"type": "text", "text": content}]):
-        message = [{"role": "user", "content": given}]
-        try:
-            shown = tokenizer.apply_chat_template(
-                message, tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, TypeError) as error:
-            errors.append(error)
-            continue
-        if _PLACE in shown:
-            return str(shown)
-    if shown:
-        return str(shown)
-    raise ValueError(
-        f"the chat template of {tokenizer.name_or_path!r} can't show a single message of a "
-        f"user ({errors[0]}): give the tokenizer another one, or set tokenizer.chat_template = None"
-    ) from errors[0]
+        message, how = [{"role": "user", "content": given}], {"add_generation_prompt": True}
+        if _PLACE not in shown:
+            try:
+                shown = str(tokenizer.apply_chat_template(message, tokenize=False, **how))
+            except (TemplateError, TypeError) as error:
+                fault = fault or error
+    if not shown:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path!r} can't show a single message of a "
+            f"user ({fault}): give the tokenizer another one, or set tokenizer.chat_template = None"
+        ) from fault
+    return shown
 
 
 def _message(

@@ -21,7 +21,6 @@ _BLOCKS = (
     *("p", "br", "div", "li", "ul", "ol", "dl", "dt", "dd", "tr", "table", "pre", "blockquote"),
     *("h1", "h2", "h3", "h4", "h5", "h6", "hr", "section", "article", "header", "footer"),
 )
-_PAGE = re.compile(r"\s*<(!doctype html|html)\b", re.IGNORECASE)
 # A browser does not show the content of these.
 _HIDDEN = ("script", "style", "template", "noscript", "head")
 
@@ -57,8 +56,7 @@ def document_text(path: Path, most_bytes: int) -> str:
             f"{name} is not {encoding.removesuffix('-sig').upper()} text ({error}): save it as "
             "UTF-8, as with iconv -f latin1 -t utf8"
         ) from error
-    # What comes through a pipe has no suffix.
-    if path.suffix.lower() in _HTML or (is_stream(path) and _PAGE.match(text)):
+    if path.suffix.lower() in _HTML:
         text = _text_of_html(text)
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if "\0" in text or not text.strip():

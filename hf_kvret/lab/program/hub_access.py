@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
 from pathlib import Path
 
 import transformers
@@ -61,12 +60,8 @@ def check_type(option: str, name: str) -> None:
 
 def unknown_type(kind: str) -> str:
     """Words for a type of models that transformers doesn't know."""
-    near = get_close_matches(kind, CONFIG_MAPPING.keys(), 3)
-    return (
-        f"transformers {transformers.__version__} does not know the type {kind!r}"
-        + (f", but {', '.join(near)}" if near else "")
-        + ": take a version that has it, or correct the name"
-    )
+    known = f"transformers {transformers.__version__} does not know the type {kind!r}"
+    return f"{known}: take a version that has it, or correct the name"
 
 
 def why_unreachable(repo_id: str, repo_type: str = "model") -> str | None:
