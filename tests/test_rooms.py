@@ -25,13 +25,13 @@ from .rooms import (
     upward,
 )
 
-MOST_LIBRARY_LINES = 30_700
+MOST_LIBRARY_LINES = 28_800
 MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 70_090,
-    ("examples", ".py"): 13_170,
+    ("tests", ".py"): 70_400,
+    ("examples", ".py"): 12_950,
     ("kernels/csrc", ".cpp"): 2_120,
     ("kernels/csrc", ".h"): 3_920,
 }
