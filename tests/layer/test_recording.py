@@ -25,7 +25,7 @@ def _draft(model: PreTrainedModel, cache: Any, mode: str, length: int) -> torch.
     run: dict[str, Any] = {"past_key_values": cache, "prompt_lookup_num_tokens": 3, **GREEDY}
     if mode == "assistant":
         del run["prompt_lookup_num_tokens"]
-        run["assistant_model"] = MODELS[model.config.model_type.removesuffix("_text")].build()
+        run["assistant_model"] = MODELS["llama"].build()
     if mode == "broken":
         checks = iter([lambda ids, *_, **__: torch.zeros(len(ids), dtype=torch.bool), _break])
         run["stopping_criteria"] = StoppingCriteriaList([lambda *a, **k: next(checks)(*a, **k)])
