@@ -22,7 +22,6 @@ _REFUSED = {
     "--non-blocking": "the server would go on without the cache",
 }
 _OURS = ("--method", "--shelf", "--max-size", "--max-prompt")
-_USUAL_SIZE = "200GB"
 
 
 def add_serve_parser(commands: Any) -> None:
@@ -50,7 +49,7 @@ def add_serve_parser(commands: Any) -> None:
         help="keep prompts there, so that what requests have in common is read once",
     )
     parser.add_argument(
-        "--max-size", default=_USUAL_SIZE, help="of the shelf (default: %(default)s)"
+        "--max-size", help="of the shelf (default: half of what its disk has for it)"
     )
     parser.add_argument(
         "--max-prompt",
@@ -75,7 +74,7 @@ def run_serve(
     arguments: Sequence[str],
     method: str | None = None,
     shelf: Path | None = None,
-    max_size: str = _USUAL_SIZE,
+    max_size: str | None = None,
     max_prompt: int | None = None,
 ) -> int:
     """Serve until the process is ended; returns the exit status.
@@ -85,7 +84,7 @@ def run_serve(
         method: of requests that name no cache, with options after colons; None: that of the
             model's generation config, else paris.
         shelf: folder for prompts, or None.
-        max_size: of the shelf.
+        max_size: of the shelf; None: half of what its disk has for it.
         max_prompt: tokens that a prompt may have; None: as many as the model has positions.
 
     Raises:
@@ -119,9 +118,10 @@ def run_serve(
     defaults = asdict(type(choice.options)())
     values = asdict(choice.options)
     options = {name: value for name, value in values.items() if value != defaults[name]}
-    place: Shelf | str | None = None if shelf is None else str(shelf)
-    if shelf is not None and max_size != _USUAL_SIZE:
-        place = Shelf(shelf, max_size)
+    place: Shelf | str | None = None
+    if shelf is not None:
+        Shelf(shelf, max_size).check_writable()
+        place = str(shelf) if max_size is None else Shelf(shelf, max_size)
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     cache = ServedCache(choice.method, options, place, model_first=method is None)

@@ -26,6 +26,7 @@ from hf_kvret.attention.visit import SHELF, STEP
 from hf_kvret.lab.serve.bodies import CLIENT, BodyCheck, own_settings
 from hf_kvret.registry import registered_methods
 from hf_kvret.shelf import Shelf
+from hf_kvret.shelf.questions import plain_generation_config
 
 _log = logging.getLogger(__name__)
 
@@ -192,6 +193,15 @@ def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterato
 
     def load_watched(*args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
+        own = model.generation_config
+        model.generation_config, dropped = plain_generation_config(model)
+        if own.cache_implementation in registered_methods():
+            # A cache of ours contradicts nothing, see `model_first`.
+            model.generation_config.cache_implementation = own.cache_implementation
+            model.generation_config.cache_config = own.cache_config
+            dropped = [name for name in dropped if not name.startswith("cache_")]
+        if dropped:
+            _log.warning("left out of the model's generation_config: %s", ", ".join(dropped))
         prepare = model.prepare_inputs_for_generation
 
         # `generate` calls it before each pass: of a chunk of the prompt, and of a token.

@@ -412,12 +412,15 @@ def test_a_client_that_leaves_ends_its_request(
     assert count < passes + 20
 
 
-def test_a_model_without_a_template_is_told_of_and_completes(
+def test_a_model_without_a_template_and_with_other_defaults_is_told_of_and_completes(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=lambda *_: ["chat_template.jinja"])
-    with running(Path(bare), max_prompt=100) as one:
+    other = {"cache_implementation": "static", "num_beams": 2, "output_attentions": True}
+    (bare / "generation_config.json").write_text(json.dumps({**other, "use_cache": False}))
+    with running(bare, max_prompt=100) as one:
         assert "the model has no chat template" in caplog.text
+        assert all(name in caplog.text for name in (*other, "use_cache"))
         for route, status in ((CHAT, 400), (RESPONSES, 400), (COMPLETIONS, 200)):
             assert one.post(route, GOOD[route])[0] == status
         assert "101 tokens, and" in one.post(COMPLETIONS, _long(COMPLETIONS, 101))[1]
