@@ -13,6 +13,7 @@ import json
 import os
 import pkgutil
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -148,6 +149,20 @@ def build_launchers(kernels: Iterable[Any]) -> None:
             driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
+def make_libcuda(folder: Path) -> None:
+    """Have launchers linked with a library in ``folder`` that has the names of the GPU driver's.
+
+    With none of them the linker might leave the driver out, and no launcher could be loaded.
+    """
+    from triton.backends.nvidia import driver
+
+    text = Path(driver.__file__).read_text() + Path(driver.dirname, "driver.c").read_text()
+    source = "".join(f"int {name};" for name in set(re.findall(r"\bcu[A-Z]\w+", text)))
+    command = ["gcc", "-shared", f"-Wl,-soname,{_LIBCUDA}", "-o", _LIBCUDA, "-xc", "-"]
+    subprocess.run(command, cwd=folder, input=source, text=True, check=True)
+    os.environ["LIBRARY_PATH"] = str(folder)
+
+
 def fill_cache(folder: Path, steps: Sequence[CachedStep], shape: str) -> Iterator[Path]:
     """As ``compile_steps``, for good in this process; yields the folder after each step."""
     os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
@@ -160,10 +175,7 @@ def fill_cache(folder: Path, steps: Sequence[CachedStep], shape: str) -> Iterato
     with tempfile.TemporaryDirectory() as home:
         model, choices = one_layer(shape), [choose_cache(text) for text, _, _ in steps]
         make_stand_ins([model], choices, Path(home), seed=0)
-        # A library without content stands for the driver's where launchers are linked.
-        command = ["gcc", "-shared", f"-Wl,-soname,{_LIBCUDA}", "-o", _LIBCUDA, "-xc", os.devnull]
-        subprocess.run(command, cwd=home, check=True)
-        os.environ["LIBRARY_PATH"] = home
+        make_libcuda(Path(home))
         behave_as_on_a_gpu()
         for choice, (_, context, batch) in zip(choices, steps, strict=True):
             with _dispatch.prefer("triton"):
