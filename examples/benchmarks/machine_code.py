@@ -339,7 +339,7 @@ _Compiled = tuple[str, tuple[int, int, int], Any]
 """Label, grid and Triton's own object of a kernel."""
 
 
-def _compile_instead_of_launching() -> list[_Compiled]:
+def compile_instead_of_launching() -> list[_Compiled]:
     """Make Triton compile for sm_90 in this process; the list gets what it would launch."""
     from step_kernels import MULTIPROCESSORS
     from triton.runtime import driver
@@ -392,7 +392,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
     options = parser.parse_args()
-    compiled, launches = _compile_instead_of_launching(), []
+    compiled, launches = compile_instead_of_launching(), []
     for part in options.parts:
         compiled.clear()
         parts[part](StepShape(options.context, options.batch))

@@ -12,6 +12,7 @@ import torch
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, Tensors
+from hf_kvret_kernels._dispatch import preferred
 from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.paged import HostRows
 from hf_kvret_kernels.relevance import best_ids
@@ -371,7 +372,7 @@ def scores_of_gathered(
 
 def best_of(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
     """``Store.best`` of known ``scores [B, Hq, Q, k]`` fp32."""
-    if scores.device.type == "cpu":
+    if scores.is_cpu and preferred() is None:
         return host_rank(scores, ids, count)
     of_groups = scores.unflatten(1, (ids.shape[1], -1)).transpose(2, 3)
     best = best_ids(of_groups, ids, min(count, ids.shape[-1]))

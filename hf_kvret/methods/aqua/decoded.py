@@ -13,6 +13,7 @@ from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult, Store
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore
+from hf_kvret_kernels._dispatch import preferred
 from hf_kvret_kernels.higgs import Codec
 from hf_kvret_kernels.ids import check_id_range
 
@@ -30,7 +31,7 @@ class BytePages(PagedStore):
     def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[B, H, n, *]`` of tokens ``first .. last``, on the device."""
         rows = self.paged_rows()
-        on_gpu = self.memory.device.type == "cuda"
+        on_gpu = self.memory.device.type == "cuda" or preferred() == "triton"
         if on_gpu and rows.width * rows.dtype.itemsize <= _LONGEST_ROW:
             return self.gathered(first, last)
         start = first // self.page_len

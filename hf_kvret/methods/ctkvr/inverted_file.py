@@ -15,6 +15,7 @@ from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret_kernels import centroid
+from hf_kvret_kernels._dispatch import preferred
 from hf_kvret_kernels.host_step import Generation, ListSearch
 
 _NARROW = (1 << 16) - 1
@@ -494,7 +495,7 @@ def best_keys(
     queries, slots = centroids
     batch, heads, count, _, dim = queries.shape
     chunk_len = _CHUNK_LEN
-    if queries.device.type == "cpu":
+    if queries.is_cpu and preferred() is None:
         chunk_len = max(1, _CHUNK_ELEMENTS // (batch * heads * dim))
 
     def key_chunks() -> Iterator[tuple[int, torch.Tensor]]:
