@@ -163,4 +163,9 @@ def _environment(row: dict[str, Any]) -> str:
     here = row["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
     command = here.get("command", "hf-kvret bench all --out DIR")
-    return f"    {command}\n\n{row['card']}; Python {here['python']}, {versions}."
+    text = f"    {command}\n\n{row['card']}; Python {here['python']}, {versions}."
+    kernels = row.get("triton", {})
+    if "carried" not in kernels:
+        return text
+    fits = "fit" if kernels["here"] == kernels["carried"] else "do not fit, and were compiled anew"
+    return f"{text} {kernels['kernels']} compiled kernels were carried along; they {fits}."

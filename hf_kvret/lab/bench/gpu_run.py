@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
 import json
 import os
 import subprocess
@@ -26,6 +27,7 @@ import torch
 from hf_kvret.lab.bench.gpu_page import write_page
 from hf_kvret.lab.bench.gpu_stages import STAGES, Bench, Stage, cells_of
 from hf_kvret.lab.bench.rows import RowFile, label
+from hf_kvret.lab.bench.triton_cache import KEY_FILE, rewrite_groups, triton_key_facts
 from hf_kvret.lab.evaluate.measurement import attempt
 from hf_kvret.lab.program.arguments import check_device, file_path, seconds_at_most
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
@@ -180,7 +182,7 @@ def measure(out: Path, plan: dict[str, Any]) -> int:
     bench = Bench(plan["dry"])
     if bench.dry:
         torch.set_num_threads(1)
-    environment = {"card": card, "environment": describe(bench.device)}
+    environment = {"card": card, "environment": describe(bench.device), "triton": _kernels()}
     if environment not in file.rows():
         file.add(environment)
     faulthandler.dump_traceback_later(_BUILDING_SECONDS, exit=True)
@@ -205,6 +207,19 @@ def measure(out: Path, plan: dict[str, Any]) -> int:
         if not is_sound:
             return _BROKEN
     return 0
+
+
+def _kernels() -> dict[str, Any]:
+    """Triton's key here, and that of the kernels which were carried along; empty without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return {}
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", os.devnull))
+    key = folder / KEY_FILE
+    if not key.is_file():
+        return {"here": triton_key_facts()}
+    # They lie elsewhere than where they were compiled.
+    groups = rewrite_groups(folder)
+    return {"here": triton_key_facts(), "carried": json.loads(key.read_text()), "kernels": groups}
 
 
 def _measured(stage: Stage, bench: Bench, cell: Cell) -> tuple[dict[str, Any], bool]:
