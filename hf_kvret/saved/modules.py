@@ -110,10 +110,18 @@ def _first_ids(cache: Any, config: Any) -> torch.Tensor | None:
 
     None where nobody saw the tokens, or a sequence may begin with padding.
     """
-    layer, ids = cache.retrieval_layers[0], cache.input_ids
-    kv = layer.kv
-    # Sinks tell where a sequence begins.
-    if ids is None or layer.has_padding or (len(ids) > 1 and not kv.window.sink):
+    layer, ids, text = (
+        cache.retrieval_layers[0],
+        cache.input_ids,
+        config.get_text_config(decoder=True),
+    )
+    kv, slots = layer.kv, layer.kv.window.sink_slots
+    if ids is None or layer.has_padding:
+        return None
+    # Sinks tell where sequences begin, once some tokens are cold; and few prompts of one are padded.
+    pads = getattr(text, "pad_token_id", None), getattr(text, "eos_token_id", None)
+    is_known = bool(slots.numel()) and bool((slots >= 0).all())
+    if not is_known and (len(ids) > 1 or int(ids[0, 0]) in pads):
         return None
     is_coded = kv.store is not None and kv.store.codes_rows
     ids = ids[:, : kv.window.sink if is_coded else _TOKENS]

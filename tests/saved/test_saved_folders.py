@@ -142,7 +142,7 @@ def test_verify_finds_damage_anywhere(
     _filled(llama).save_pretrained(tmp_path)
     code, shown = _verify(tmp_path, capsys)
     assert code == 0
-    assert "flat, format 2, 2 layers" in shown and "MiB: whole" in shown
+    assert "flat, format 3, 2 layers" in shown and "MiB: whole" in shown
     assert "hf_kvret" in shown and "records  identity and tokens" in shown
     for path in (saved_file(tmp_path), tmp_path / "cache.json"):
         content = path.read_bytes()
