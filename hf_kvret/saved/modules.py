@@ -118,7 +118,7 @@ def _first_ids(cache: Any, config: Any) -> torch.Tensor | None:
     kv, slots = layer.kv, layer.kv.window.sink_slots
     if ids is None or layer.has_padding:
         return None
-    # Sinks tell where sequences begin, once some tokens are cold; and few prompts of one are padded.
+    # Once tokens are cold, sinks tell where sequences begin. A single one is seldom padded.
     pads = getattr(text, "pad_token_id", None), getattr(text, "eos_token_id", None)
     is_known = bool(slots.numel()) and bool((slots >= 0).all())
     if not is_known and (len(ids) > 1 or int(ids[0, 0]) in pads):
