@@ -39,9 +39,9 @@ def keeps_tensors(
     @functools.wraps(method)
     def change(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         SIGNALS_WAIT.depth += 1
-        # One change may be a part of another.
-        before, self.torn = getattr(self, "torn", False), True
         try:
+            # One change may be a part of another.
+            before, self.torn = getattr(self, "torn", False), True
             if not torch.is_inference_mode_enabled():
                 result = method(self, *args, **kwargs)
             else:

@@ -46,6 +46,19 @@ class Recorder(Protocol):
         """
 
 
+class _Captured:
+    """What a recorder has on the device.
+
+    Attributes:
+        pool: a ``torch.cuda.MemPool``, which holds the memory while there is no graph; None before
+            the first capture.
+        graph: the newest.
+    """
+
+    pool: Any = None
+    graph: torch.cuda.CUDAGraph | None = None
+
+
 class CudaRecorder:
     """CUDA graphs that share a memory pool and a stream; only the newest may be replayed.
 
@@ -59,10 +72,9 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = _take_stream(self, device)
-        # Holds the memory while there is no graph.
-        self._pool = _memory_pool(device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured = _Captured()
+        self._stream = _take_stream(device)
+        weakref.finalize(self, _give_back, self._stream, self._captured).atexit = False
 
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
         """See ``Recorder.rehearse``. Runs on the capture stream, which gets its workspaces here."""
@@ -81,14 +93,16 @@ class CudaRecorder:
         except torch.OutOfMemoryError:
             # During a capture the allocator can't free its cache. The caller undoes the step's
             # changes of host state, and may retry.
-            self._pool = _memory_pool(self._device)
             torch.cuda.empty_cache()
             raise
 
     def _record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        options = _capture_options()
-        if self._graph is not None:
-            self._graph.reset()
+        options, captured = _capture_options(), self._captured
+        if captured.graph is not None:
+            captured.graph.reset()
+        elif captured.pool is None:
+            with torch.cuda.device(self._device):
+                captured.pool = torch.cuda.MemPool()
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(self._device),
@@ -96,7 +110,7 @@ class CudaRecorder:
             _on_stream(self._stream),
         ):
             # Other threads may use the device meanwhile.
-            graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local", **options)
+            graph.capture_begin(pool=captured.pool.id, capture_error_mode="thread_local", **options)
             try:
                 result = step()
             except BaseException:
@@ -107,7 +121,7 @@ class CudaRecorder:
             except RuntimeError:
                 self._forget(graph)
                 raise
-        self._graph = graph
+        captured.graph = graph
         return result, graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -117,6 +131,9 @@ class CudaRecorder:
         except RuntimeError:
             # The capture was already invalid, and reports it again.
             self._forget(graph)
+        else:
+            # The caller's traceback holds it, and it would hold the memory.
+            graph.reset()
 
     def _forget(self, graph: torch.cuda.CUDAGraph) -> None:
         """Have the allocator forget a capture that could not be ended.
@@ -124,8 +141,9 @@ class CudaRecorder:
         An invalid capture ends with an error before the allocator is notified. The allocator would
         count it as running, and free no memory for the rest of the process.
         """
-        torch._C._cuda_endAllocateToPool(self._device.index, self._pool.id)
-        torch._C._cuda_releasePool(self._device.index, self._pool.id)
+        pool = self._captured.pool.id
+        torch._C._cuda_endAllocateToPool(self._device.index, pool)
+        torch._C._cuda_releasePool(self._device.index, pool)
         tracker = getattr(graph, "_tracker", None)
         if tracker is not None:
             # A check of captures ends with the capture, which did not end.
@@ -139,6 +157,8 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder
 # Their captures could not be ended: to the end of the process the allocator of pinned memory asks
 # them whether a stream is theirs.
 _invalid_graphs: list[torch.cuda.CUDAGraph] = []
+# Pools of recorders that never had a graph.
+_pools: list[Any] = []
 # torch hands out so many streams of a device in turn.
 _STREAMS = 32
 # Streams of recorders that are gone, by device, and the addresses of all that recorders had.
@@ -147,13 +167,25 @@ _drawn: set[tuple[torch.device, int]] = set()
 _stream_lock = threading.Lock()
 
 
-def _take_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """A stream that no other recorder has until ``owner`` is gone."""
+def _take_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other recorder has until it is given back."""
     with _stream_lock:
         idle = _idle.setdefault(device, [])
-        stream = idle.pop() if idle else _draw_stream(device)
-    weakref.finalize(owner, idle.append, stream).atexit = False
-    return stream
+        return idle.pop() if idle else _draw_stream(device)
+
+
+def _give_back(stream: torch.cuda.Stream, captured: _Captured) -> None:
+    """Free what a recorder had, and let the next one have its stream.
+
+    The pool goes before the graph: the last owner of the memory would wait for the device if it
+    were the pool, which ends the process while another thread captures.
+    """
+    if captured.graph is None and captured.pool is not None:
+        _pools.append(captured.pool)
+    captured.pool = None
+    if captured.graph is not None:
+        captured.graph.reset()
+    _idle.setdefault(stream.device, []).append(stream)
 
 
 def _draw_stream(device: torch.device) -> torch.cuda.Stream:
@@ -172,12 +204,6 @@ def forget_streams() -> None:
     """Recorders draw streams anew; for tests that put other streams in the place of torch's."""
     _idle.clear()
     _drawn.clear()
-
-
-def _memory_pool(device: torch.device) -> Any:
-    """A ``torch.cuda.MemPool``."""
-    with torch.cuda.device(device):
-        return torch.cuda.MemPool()
 
 
 @contextmanager

@@ -329,7 +329,7 @@ def test_a_graph_outlives_those_of_other_recorders(
     device, x = torch.device("cuda", 0), torch.ones(4, device="cuda")
     if shared:
         stream = torch.cuda.Stream()
-        monkeypatch.setattr(recorders, "_take_stream", lambda owner, device: stream)
+        monkeypatch.setattr(recorders, "_take_stream", lambda device: stream)
     first = recorders.CudaRecorder(device)
     first.record(lambda: x + 1)
     out, replay = first.record(lambda: x + 2)

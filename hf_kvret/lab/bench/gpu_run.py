@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,12 +99,15 @@ def run_all(options: BenchAll) -> int:
             "dry": options.dry,
             "since": 0 if options.only is None else len(file.rows()),
         }
+        (options.out / NOW).unlink(missing_ok=True)
         while (left := end - time.monotonic()) > _LEAST_WORKER:
             status = _work(options.out, {**plan, "seconds": left})
-            if status == 0 or not (status == _BROKEN or _blame(file, options.out / NOW, status)):
+            # A cell that was cut off when the time was over is measured by the next call.
+            if status == 0 or time.monotonic() > end - 1.0:
                 break
-        with suppress(FileNotFoundError):
-            (options.out / NOW).unlink()
+            if status != _BROKEN and not _blame(file, options.out / NOW, status):
+                break
+        (options.out / NOW).unlink(missing_ok=True)
     page = write_page(options.out / PAGE, [options.out / ROWS])
     missing = sum(1 for _ in waiting(file.rows(), plan, _card(options.dry)))
     print(f"{missing} cells are not measured: the same call goes on" if missing else f"see {page}")
@@ -215,11 +217,15 @@ def _kernels() -> dict[str, Any]:
         return {}
     folder = Path(os.environ.get("TRITON_CACHE_DIR", os.devnull))
     key = folder / KEY_FILE
-    if not key.is_file():
-        return {"here": triton_key_facts()}
-    # They lie elsewhere than where they were compiled.
-    groups = rewrite_groups(folder)
-    return {"here": triton_key_facts(), "carried": json.loads(key.read_text()), "kernels": groups}
+    try:
+        if not key.is_file():
+            return {"here": triton_key_facts()}
+        # They lie elsewhere than where they were compiled.
+        groups, carried = rewrite_groups(folder), json.loads(key.read_text())
+        return {"here": triton_key_facts(), "carried": carried, "kernels": groups}
+    # Triton's own code may be another one there; kernels are compiled then.
+    except Exception as error:
+        return {"failed": without_folders(f"{type(error).__name__}: {error}")}
 
 
 def _measured(stage: Stage, bench: Bench, cell: Cell) -> tuple[dict[str, Any], bool]:
@@ -253,4 +259,7 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    # Behind an error that the device does not survive, Python's own end may abort.
+    os._exit(status)

@@ -141,12 +141,11 @@ class Bench:
             **{**size, **common, **options},
         )
         vars(own).update(whole=self.shape.part(own.part), bandwidth=self.bandwidth)
-        if own.part == "whole":
-            whole = (self.subject,)
-            some = (
-                [self.first_layers(count) for count in (layers, layers // 2)] if layers else whole
-            )
-            vars(own).update(subjects={"": tuple(some)})
+        if layers:
+            some = tuple(self.first_layers(count) for count in (layers, layers // 2))
+            vars(own).update(subjects={"": some})
+        elif own.part == "whole":
+            vars(own).update(subjects={"": (self.subject,)}, checkers={"": self.checker})
         return own
 
     def _subject(self, model: PreTrainedModel) -> Subject:

@@ -292,7 +292,7 @@ def compare_steps(own: Steps, usual: Steps, tolerance: float) -> str:
         if ids is None or expected is None or relevance is None:
             raise AssertionError(f"selection {number} is missing in one of them")
         distance = _exchange_distance(ids, expected, relevance)
-        if distance > _TIE or error > tolerance:
+        if not (distance <= _TIE and error <= tolerance):
             raise AssertionError(
                 f"selection {number} exchanges tokens {distance:.2g} from the threshold, and "
                 f"logits differ by {error:.2g}"
