@@ -133,7 +133,11 @@ class _Visit:
         """
         if self.is_over:
             return
-        cache, length = self.cache, self.cache.get_seq_length()
+        cache, lengths = self.cache, [one.get_seq_length() for one in self.cache.retrieval_layers]
+        length = min(lengths)
+        if length < max(lengths):
+            # A pass broke off, and the prompt is not whole.
+            return
         try:
             if length < self.ids.shape[1]:
                 if self.call.cuts_end and length >= max(BLOCK, cache.from_shelf + 1):
