@@ -30,8 +30,8 @@ MOST_FILES_AT_THE_ROOT = 6
 MOST_FILE_LINES = 600
 # Lines of other folders, by what their files' names end with.
 FOLDERS = {
-    ("tests", ".py"): 70_400,
-    ("examples", ".py"): 12_950,
+    ("tests", ".py"): 70_500,
+    ("examples", ".py"): 12_980,
     ("kernels/csrc", ".cpp"): 2_120,
     ("kernels/csrc", ".h"): 3_920,
 }
