@@ -116,11 +116,14 @@ def _first_ids(cache: Any, config: Any) -> torch.Tensor | None:
         config.get_text_config(decoder=True),
     )
     kv, slots = layer.kv, layer.kv.window.sink_slots
-    if ids is None or layer.has_padding:
+    # A layer whose model names the tokens is not told of padding.
+    if ids is None or layer.has_padding or (kv.index is None and len(ids) > 1):
         return None
     # Once tokens are cold, sinks tell where sequences begin. A single one is seldom padded.
     pads = getattr(text, "pad_token_id", None), getattr(text, "eos_token_id", None)
     is_known = bool(slots.numel()) and bool((slots >= 0).all())
+    if is_known and bool(slots.amin(dim=1).any()):
+        return None
     if not is_known and (len(ids) > 1 or int(ids[0, 0]) in pads):
         return None
     is_coded = kv.store is not None and kv.store.codes_rows

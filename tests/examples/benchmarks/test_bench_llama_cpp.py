@@ -352,7 +352,7 @@ def test_bench_decode_has_it_as_an_opponent(
     # A file that the script goes on with.
     assert main(["bench", "llama-cpp", *given, "--json", str(file)]) == 0
     assert "3 cells were finished already" in capsys.readouterr().out
-    for arguments in (["decode", "--opponents", "vllm"], ["batch", "--opponents", "llama.cpp"]):
+    for arguments in (["decode", "--opponents", "vllm"], ["memory", "--opponents", "llama.cpp"]):
         with pytest.raises(SystemExit):
             main(["bench", *arguments])
     errors = capsys.readouterr().err

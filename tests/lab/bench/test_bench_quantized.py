@@ -99,7 +99,7 @@ def test_mistakes_are_refused(refused: Callable[..., str], monkeypatch: pytest.M
     for arguments, words in (
         (["decode", "--weights", "bf16"], "--dtype is float32: give --dtype bfloat16"),
         (["decode", "--weights", "int3"], "choose among bf16, int8, int4"),
-        (["batch", "--weights", "int8"], "unrecognized arguments: --weights"),
+        (["memory", "--weights", "int8"], "unrecognized arguments: --weights"),
         (["prefill", "--weights", "int8"], "unrecognized arguments: --weights"),
     ):
         assert words in refused(*arguments, *quick)

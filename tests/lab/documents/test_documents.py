@@ -154,9 +154,10 @@ def test_models_that_can_not_go_back_begin_again(
         raise KeyboardInterrupt
 
     part = model.model.layers[1] if moment == "layer" else model.lm_head
-    part.register_forward_pre_hook(interrupt)
+    hook = part.register_forward_pre_hook(interrupt)
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         model(ids[:, 70:], past_key_values=cache)
+    hook.remove()
     command._keep_part(shelf, cache, ids, Subject(name, model, None))
     assert "nothing was kept, the same command begins again: " in capsys.readouterr().err
     assert not shelf.entries()
