@@ -126,7 +126,8 @@ def _first_ids(cache: Any, config: Any) -> torch.Tensor | None:
         return None
     if not is_known and (len(ids) > 1 or int(ids[0, 0]) in pads):
         return None
-    is_coded = kv.store is not None and kv.store.codes_rows
+    stores = [one.kv.store for one in cache.retrieval_layers if one.kv is not None]
+    is_coded = any(store is not None and store.codes_rows for store in stores)
     ids = ids[:, : kv.window.sink if is_coded else _TOKENS]
     no_text = torch.tensor([UNKNOWN, *ids_of_pictures(config)], device=ids.device)
     others = torch.isin(ids, no_text).any(0).nonzero()
