@@ -497,7 +497,7 @@ class LayerStack:
         # Ours from the top: a store may compute rows from those of the layer below.
         for layer in (*others, *ours):
             surplus = layer.get_seq_length() - held if layer in self._attending else 0
-            # Of transformers' own, those that can't go back refuse a crop of nothing, too.
+            # Layers of transformers that can't go back refuse to drop even no tokens.
             if (count := tokens_to_remove - surplus) or layer in ours:
                 layer.crop(count)
         # Shorter now, the lowest layer may be as long as before a pass that reached it.

@@ -125,7 +125,7 @@ def behave_as_on_a_gpu() -> None:
     functional.scaled_dot_product_attention = lambda query, key, value, **_: query.new_zeros(
         *query.shape[:-1], value.shape[-1]
     )
-    # What kernels do not write would be anything, and torch may look places up in it.
+    # Kernels write nothing here, and torch may take what stands in a result for an index.
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
 

@@ -123,7 +123,7 @@ class _Visit:
     call: Request
     ids: torch.Tensor
     is_over: bool = False
-    # What can't go back, before its last tokens: so the same prompt finds it.
+    # A fork before the last tokens, of a cache that can't go back: the same prompt finds it.
     beginning: RetrievalCache | None = None
 
     def keep_prompt(self) -> None:

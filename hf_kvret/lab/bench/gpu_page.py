@@ -109,7 +109,7 @@ def write_page(page: Path, files: Sequence[Path]) -> Path:
 
 def _section(stage: Stage, card: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     """The table of a stage on a card, and a sentence about what is missing."""
-    # Of a cell that was measured again, the last row counts.
+    # The last row counts where a cell was measured again.
     newest = {
         label(row["cell"]): (row["cell"], row["row"])
         for row in rows

@@ -93,7 +93,7 @@ def run_all(options: BenchAll) -> int:
     end = time.monotonic() + 60 * options.minutes
     with sole_writer(options.out / ROWS):
         file = RowFile(options.out / ROWS)
-        # Of stages that are named, older rows don't count.
+        # Older rows don't count where stages are named.
         plan = {
             "stages": [stage.name for stage in stages],
             "dry": options.dry,
