@@ -96,7 +96,7 @@ def _begin(
 ) -> None:
     cls: Any = type(module)
     name = cache_name_of(cls)
-    if any([other in kwargs for other in CACHE_NAMES if other != name]):
+    if kwargs.keys() & CACHE_NAMES != {name}:
         name_cache(kwargs, name)
     start, record = cache.get_seq_length(), cache.tokens
     tokens = _tokens(args, kwargs)

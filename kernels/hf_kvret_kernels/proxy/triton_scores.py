@@ -37,7 +37,7 @@ _MOST_TOKENS = 256
 _READERS = 8
 # The fewest columns of a product of tensor cores.
 _COLUMNS = 8
-# Numbers that a store takes at once where the length is a multiple of so many.
+# Numbers that a store takes at once: rows of scores begin at multiples of so many.
 _WIDE = 4
 # Tokens whose log-sum-exp is left as one number.
 _CHUNK = 128
@@ -47,7 +47,7 @@ _SUMS = 512
 # numbers have, sign and exponent among them. Proxies of fp32 leave this to the dot.
 _COPIES = {torch.bfloat16: (4, 16), torch.int8: (4, 16), torch.float16: (2, 19)}
 # Arguments that follow the length, which changes at every step, or the number of drafts.
-_CHANGING = ("units", "chunks", "readers", "rows_stride_b", "rows_stride_f", "valid_stride_b")
+_CHANGING = ("length", "chunks", "readers", "rows_stride_b", "rows_stride_f", "valid_stride_b")
 
 
 def relevance(
@@ -63,9 +63,10 @@ def relevance(
     if lse is None:
         return scores
     batch, query_heads, queries, length = scores.shape
-    best = scores.new_empty(batch, heads, queries, length)
+    best = query.new_empty(batch, heads, queries, length)
     if best.numel():
-        write_best_shares(scores, lse, best, queries, query_heads // heads, 1)
+        group = query_heads // heads
+        write_best_shares(scores, lse, best, queries, group, 1, scores.stride(2))
     return best
 
 
@@ -95,11 +96,15 @@ def _scores(
     offset: torch.Tensor | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(scores [B, Hq, Q, n], lse [B, Hq, Q, 1])`` fp32; None where every head selects alone."""
+    """``(scores [B, Hq, Q, n], lse [B, Hq, Q, 1])`` fp32; None where every head selects alone.
+
+    Rows of scores are a multiple of ``_WIDE`` numbers apart.
+    """
     batch, query_heads, queries, rank = query.shape
     sets, length = rows.shape[1:3]
     is_grouped = heads < query_heads
-    scores = query.new_empty(batch, query_heads, queries, length)
+    padded_len = triton.cdiv(length, _WIDE) * _WIDE
+    scores = query.new_empty(batch, query_heads, queries, padded_len)[..., :length]
     lse = scores.new_empty(batch, query_heads, queries, 1) if is_grouped else None
     if scores.numel() == 0:
         return scores, lse
@@ -110,7 +115,6 @@ def _scores(
     block_n = max(_FEWEST_TOKENS, min(_MOST_TOKENS, tile // block_r))
     chunk = min(_CHUNK, block_n)
     chunks = triton.cdiv(length, chunk)
-    unit = math.gcd(length, _WIDE)
     # A pointer that the kernel ignores where every head selects by itself.
     sums = scores.new_empty(batch * query_heads * queries, chunks) if is_grouped else scores
     _scores_kernel[(triton.cdiv(length, block_n), sets, batch)](
@@ -120,7 +124,7 @@ def _scores(
         query if offset is None else offset,
         scores,
         sums,
-        length // unit,
+        length,
         chunks,
         readers,
         *rows.stride()[:2],
@@ -134,7 +138,7 @@ def _scores(
         COPIES=copies,
         BITS=bits,
         ALIGN=_alignment_bytes(rows),
-        UNIT=unit,
+        UNIT=_WIDE,
         R=rank,
         CHUNK=chunk,
         BLOCK_R=block_r,
@@ -209,7 +213,7 @@ def _scores_kernel(
     offset_ptr,
     scores_ptr,
     sums_ptr,
-    units,
+    length,
     chunks,
     readers,
     rows_stride_b,
@@ -236,10 +240,11 @@ def _scores_kernel(
 ):
     """A block of tokens of one set; its readers are the queries of its query heads, in order.
 
-    Rows of scores are ``units * UNIT`` long.
+    Rows of scores are a multiple of UNIT numbers apart; what lies between two is written, too, so
+    that a store takes so many numbers at once.
     """
     HERE: tl.constexpr = BLOCK_N // CHUNK
-    length = units * UNIT
+    score_stride = tl.cdiv(length, UNIT) * UNIT
     first = tl.program_id(0) * BLOCK_N
     batch = tl.program_id(2).to(tl.int64)
     index = batch * tl.num_programs(1) + tl.program_id(1)
@@ -273,9 +278,9 @@ def _scores_kernel(
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(token_mask[None, :], scores, float("-inf"))
         tl.store(
-            scores_ptr + first + target[:, None] * length + indices[None, :],
+            scores_ptr + first + target[:, None] * score_stride + indices[None, :],
             scores,
-            mask=reader_mask[:, None] & inside[None, :],
+            mask=reader_mask[:, None] & (indices < score_stride - first)[None, :],
         )
         if GROUPED:
             parts = tl.reshape(scores, (BLOCK_M, HERE, CHUNK))

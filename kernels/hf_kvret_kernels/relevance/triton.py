@@ -13,7 +13,7 @@ from hf_kvret_kernels.top_k import triton as top_k
 # Tokens of a program, and the most chunks that a row is cut into.
 _TOKENS = 1024
 _CHUNKS = 256
-_CHANGING = ("length", "blocks", "chunks", "chunk_len", "queries")
+_CHANGING = ("length", "blocks", "chunks", "chunk_len", "queries", "stride")
 
 
 def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
@@ -88,6 +88,7 @@ def write_best_shares(
     queries: int,
     group: int,
     most: int,
+    stride: int | None = None,
 ) -> None:
     """Relevance into ``best [..., n]``, from scores and log-sum-exps of chunks of their rows.
 
@@ -96,11 +97,12 @@ def write_best_shares(
             other, and so do the ``group`` heads that select together.
         sums: ``[rows, chunks]`` fp32 in any shape, contiguous.
         most: the number of chunks rounded up, a power of two: a compile for each.
+        stride: numbers from one row of scores to the next, if they are not n.
     """
     length = best.shape[-1]
     blocks, chunks = triton.cdiv(length, _TOKENS), sums.shape[-1]
     grid = (best.numel() // length * blocks,)
-    layout = (length, blocks, chunks, queries)
+    layout = (length, blocks, chunks, queries, stride or length)
     _share_kernel[grid](
         scores,
         sums,
@@ -143,6 +145,7 @@ def _share_kernel(
     blocks,
     chunks,
     queries,
+    stride,
     G: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -158,7 +161,7 @@ def _share_kernel(
         source = first + g * queries
         sums_row = sums_ptr + source * chunks
         part = tl.load(sums_row + indices, mask=indices < chunks, other=float("-inf"))
-        scores = tl.load(scores_ptr + source * length + tokens, mask=inside, other=float("-inf"))
+        scores = tl.load(scores_ptr + source * stride + tokens, mask=inside, other=float("-inf"))
         best = best_share(best, scores, log_sum_exp(part))
     tl.store(best_ptr + row * length + tokens, best, mask=inside)
 
