@@ -19,7 +19,6 @@ from hf_kvret.contracts.index import Index, makes_estimates
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.hybrid import check_window, new_layer
 from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
-from hf_kvret.layer.model_state import ModelState
 from hf_kvret.models.compatibility import (
     check_config,
     head_dims,
@@ -30,6 +29,7 @@ from hf_kvret.models.compatibility import (
     retrieval_shapes,
 )
 from hf_kvret.models.compiled import not_compiled
+from hf_kvret.models.kept_state import ModelState
 from hf_kvret.models.ranks import Part, part_of, place_to_save
 from hf_kvret.observe.missing_kernels import log_missing_kernels
 from hf_kvret.observe.observers import subscribe

@@ -31,8 +31,8 @@ from hf_kvret.attention.masks import retrieval_mask
 from hf_kvret.attention.model_state import (
     keep_prepared,
     keep_state,
+    prepare_state,
     remove_hooks,
-    state_of_call,
 )
 from hf_kvret.attention.prompt_check import watch
 from hf_kvret.attention.prompt_chunks import chunk_prompt, forget_chunk
@@ -198,15 +198,16 @@ def _around_generate(
     Yields what is to be called with its result.
     """
     failed = True
-    with interruptible(signal.SIGINT), request(model, arguments) as call, state_of_call(call):
-        cache = cache_argument(arguments)
-        retrieves, past_len = _retrieves(call), 0
+    with interruptible(signal.SIGINT), request(model, arguments) as call:
+        cache, past_len = cache_argument(arguments), 0
+        call.retrieves = _retrieves(call)
         try:
-            if retrieves:
+            prepare_state(call)
+            if call.retrieves:
                 past_len = 0 if cache is None else cache.get_seq_length()
                 check_shapes(call, past_len)
             yield partial(check_end, call)
-            if retrieves and isinstance(arguments.get("custom_generate"), str):
+            if call.retrieves and isinstance(arguments.get("custom_generate"), str):
                 check_foreign(call, past_len)
             failed, call.has_retrieved = False, call.cache is not None
         except Exception:

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,77 +24,48 @@ from hf_kvret_model_patches.decoders import decoder_of
 
 # The model that a hooked module is part of.
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-_turns: weakref.WeakKeyDictionary[nn.Module, _Turn] = weakref.WeakKeyDictionary()
-_turns_lock = threading.Lock()
-# Seconds after which a thread that waits looks whether the other one is still there.
-_PATIENCE = 1.0
+# The newest pass, or preparation of a call, of each model.
+_uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
 
 
-class _Turn:
-    """The thread that may use what one model keeps: passes of different threads take turns.
+class _Use:
+    """A pass of a model that keeps something, or the preparation of a call before its first pass.
+
+    What the model keeps lies on it, so one thread can use it at a time. Nobody waits: whoever finds
+    at the end that another thread began in between may have computed with the other's positions,
+    and raises.
 
     Attributes:
-        module: the outermost one of the running pass; None between passes.
-        before: what the model kept when the preparation of a call began.
+        module: the outermost one of the pass; None in a preparation.
+        retrieves: whether it uses a retrieval cache.
+        thread: that it runs in.
+        is_over: whether it has ended; a pass that a KeyboardInterrupt broke off never does.
+        before: what the model kept when the preparation began.
         start: tokens in the cache before the pass.
         has_positions: the caller gave position ids.
         positions: position ids as the innermost hooked module got them.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner = 0
-        self.module: nn.Module | None = None
+    def __init__(self, module: nn.Module | None, retrieves: bool) -> None:
+        self.module, self.retrieves = module, retrieves
+        self.thread, self.is_over = threading.get_ident(), False
         self.before: dict[str, Any] = {}
-        self.start = 0
-        self.has_positions = False
+        self.start, self.has_positions = 0, False
         self.positions: torch.Tensor | None = None
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether this thread has the turn."""
-        return self._owner == threading.get_ident()
-
-    def begin(self, module: nn.Module | None) -> None:
-        """Wait for the turn. A thread whose pass broke off has it until another one asks."""
-        if not self.is_mine:
-            while not self._lock.acquire(timeout=_PATIENCE):
-                self._end_broken()
-            self._owner = threading.get_ident()
-        self.module, self.positions = module, None
-
-    def _end_broken(self) -> None:
-        """Take the turn from a thread whose pass a KeyboardInterrupt or the like ended.
-
-        torch calls no hooks then. The pass has ended if its thread is not inside the module.
-        """
-        with _turns_lock:
-            owner, module = self._owner, self.module
-            if owner and module is not None and not _runs(owner, module):
-                self._owner, self.module = 0, None
-                self._lock.release()
-
-    def end(self) -> None:
-        """Let the next thread go on, if this one has the turn."""
-        if self.is_mine:
-            self.module, self.positions, self.before = None, None, {}
-            self._owner = 0
-            self._lock.release()
+    def runs_here(self) -> bool:
+        """Whether it is running, in this thread."""
+        return not self.is_over and self.thread == threading.get_ident()
 
 
-def _runs(thread: int, module: nn.Module) -> bool:
-    """Whether a thread is inside a call of ``module``."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_locals.get("self") is module:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _turn_of(model: nn.Module) -> _Turn:
-    with _turns_lock:
-        return _turns.setdefault(model, _Turn())
+def _check_alone(model: nn.Module, newest: _Use, retrieves: bool) -> None:
+    """RuntimeError as ``newest`` began while another use ran, and one of them ``retrieves``."""
+    if retrieves or newest.retrieves:
+        raise RuntimeError(
+            f"two threads ran one {type(model).__name__} at the same time, which keeps positions "
+            "of its conversation: run one call at a time, or give each thread its own model "
+            "(copy.deepcopy)"
+        )
 
 
 def keep_state(model: PreTrainedModel) -> None:
@@ -147,26 +116,17 @@ def _model_of(module: Any) -> nn.Module:
     return model
 
 
-@contextmanager
-def state_of_call(call: Request) -> Iterator[None]:
-    """Context of a call of ``generate``: it prepares positions with what its cache keeps.
-
-    Until ``keep_prepared`` other threads with the same model wait.
-    """
+def prepare_state(call: Request) -> None:
+    """Have ``generate`` prepare positions with what the cache of ``call`` keeps."""
     model = call.model
     # A function from a folder may call `generate` itself, in any thread.
     if not kept(model) or isinstance(call.arguments.get("custom_generate"), str):
-        yield
         return
-    turn, cache = _turn_of(model), cache_argument(call.arguments)
-    turn.begin(None)
-    try:
-        if isinstance(cache, RetrievalCache):
-            put(model, _for_prompt(cache.model_state.values(), call))
-        turn.before = take(model)
-        yield
-    finally:
-        turn.end()
+    use, cache = _Use(None, call.retrieves), cache_argument(call.arguments)
+    _uses[model] = use
+    if isinstance(cache, RetrievalCache):
+        put(model, _for_prompt(cache.model_state.values(), call))
+    use.before = take(model)
 
 
 def _for_prompt(state: dict[str, Any], call: Request) -> dict[str, Any]:
@@ -182,16 +142,20 @@ def _for_prompt(state: dict[str, Any], call: Request) -> dict[str, Any]:
 
 
 def keep_prepared(call: Request) -> None:
-    """Keep, in ``call``, what ``generate`` has set on the model for the first pass."""
+    """Keep, in ``call``, what ``generate`` has set on the model for the first pass.
+
+    RuntimeError where another thread ran the model in the meantime.
+    """
     model = call.model
-    if not kept(model):
+    use = _uses.get(model)
+    if use is None:
         return
-    turn = _turn_of(model)
-    if turn.is_mine:
-        before = turn.before
+    if use.runs_here() and use.module is None:
         now = take(model)
-        call.prepared_state = {name: now[name] for name in now if now[name] is not before[name]}
-    turn.end()
+        call.prepared_state = {name: x for name, x in now.items() if x is not use.before[name]}
+        use.is_over = True
+    else:
+        _check_alone(model, use, call.retrieves)
 
 
 # A compiled model would trace the hooks.
@@ -199,25 +163,18 @@ def keep_prepared(call: Request) -> None:
 def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Give the model what the cache keeps, at the outermost of its modules.
 
-    A pass with another cache only takes its turn: it writes what the model keeps, too.
+    A pass with another cache is noted, too: it writes what the model keeps.
     """
     cache, model = _cache_of(args, kwargs), _model_of(module)
-    turn = _turn_of(model)
-    is_outermost = not turn.is_mine or turn.module in (None, module)
-    if is_outermost:
-        turn.begin(module)
-    if cache is None:
-        return
-    if is_outermost:
-        try:
+    use = _uses.get(model)
+    if use is None or not use.runs_here() or use.module in (None, module):
+        use = _uses[model] = _Use(module, cache is not None)
+        if cache is not None:
             put(model, _state_of_pass(model, cache))
-        except ValueError:
-            turn.end()
-            raise
-        turn.start = cache.get_seq_length()
-        turn.has_positions = kwargs.get("position_ids") is not None
+            use.start = cache.get_seq_length()
+            use.has_positions = kwargs.get("position_ids") is not None
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
-        turn.positions = kwargs["position_ids"]
+        use.positions = kwargs["position_ids"]
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache | None:
@@ -239,28 +196,32 @@ def _state_of_pass(model: Any, cache: RetrievalCache) -> dict[str, Any]:
 def _after_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Keep the model's state in its cache, and let other threads go on, also after a failure."""
+    """Keep the model's state in its cache.
+
+    RuntimeError where another thread ran the model in the meantime.
+    """
     cache, model = _cache_of(args, kwargs), _model_of(module)
-    turn = _turn_of(model)
-    if not turn.is_mine or turn.module is not module:
+    use = _uses[model]
+    is_own = use.runs_here()
+    if is_own and use.module is not module:
         return
-    try:
-        # A pass that failed has no output, and the cache has not gone on.
-        if output is not None and cache is not None:
-            _keep(model, cache, turn, kwargs.get("attention_mask"))
-    finally:
-        turn.end()
+    # A pass that failed has no output, and the cache has not gone on.
+    if output is not None and not is_own:
+        _check_alone(model, use, cache is not None)
+    elif output is not None and cache is not None:
+        _keep(model, cache, use, kwargs.get("attention_mask"))
+    use.is_over |= is_own
 
 
-def _keep(model: nn.Module, cache: RetrievalCache, turn: _Turn, mask: Any) -> None:
+def _keep(model: nn.Module, cache: RetrievalCache, use: _Use, mask: Any) -> None:
     """Keep what ``model`` keeps after a pass, whose attention mask was ``mask``, in ``cache``."""
     state, now = cache.model_state, take(model)
-    start, end = turn.start, cache.get_seq_length()
+    start, end = use.start, cache.get_seq_length()
     rows = cache.retrieval_layers[0].batch_size
     shift = next((name for name in now if is_shift(name)), None)
     # Positions of a caller's own loop may have passed the model by.
-    is_own = turn.has_positions and end - start > 1 and not is_using(cache)
-    positions, cuts = turn.positions, None
+    is_own = use.has_positions and end - start > 1 and not is_using(cache)
+    positions, cuts = use.positions, None
     if positions is not None and positions.shape[-1] != end - start:
         positions = None
     has_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (rows, end))

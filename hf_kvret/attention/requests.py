@@ -21,6 +21,7 @@ class Request:
     Attributes:
         model: whose ``generate`` was called.
         arguments: by name, as the caller gave them.
+        retrieves: it asks for a retrieval cache, as far as its arguments tell.
         cache: the retrieval cache that the call owns, once that is known.
         switched: the call switched the model's attention to ours.
         start_len: tokens in the cache before the call.
@@ -35,6 +36,7 @@ class Request:
 
     model: PreTrainedModel
     arguments: dict[str, Any]
+    retrieves: bool = False
     cache: RetrievalCache | None = None
     switched: bool = False
     start_len: int = 0

@@ -1,4 +1,4 @@
-"""What a model keeps of a conversation outside the cache, and reads again in later passes.
+"""What a model keeps of a conversation outside the layers of a cache, and ModelState, its record.
 
 transformers' models keep two things so: the shift of positions behind pictures (``rope_deltas`` of
 vision types), and frequencies of rotary embeddings that grow with the text (dynamic NTK). They lie
@@ -8,9 +8,10 @@ searches the sources of transformers for more.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -148,37 +149,6 @@ def is_shift(name: str) -> bool:
     return name.rpartition(".")[2] == SHIFT
 
 
-def checked(name: str, value: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """A saved ``value``, if one of this name and form can be kept by a model.
-
-    Args:
-        name: as ``take`` gives it.
-        value: a shift ``[rows, 1]``, or ``[rows, length + 1]`` by length of the text; frequencies
-            ``[n]``; or a length without dimensions.
-        rows: of the cache.
-        length: tokens of the cache.
-
-    Raises:
-        ValueError: it can't.
-    """
-    attribute = name.rpartition(".")[2]
-    if attribute == SHIFT:
-        is_right = value.dtype == torch.int32 and list(value.shape) in (
-            [rows, 1],
-            [rows, length + 1],
-        )
-    elif attribute.endswith(FREQUENCIES):
-        is_right = value.ndim == 1 and value.is_floating_point() and bool(value.isfinite().all())
-    else:
-        is_right = attribute.endswith(LONGEST) and value.dtype == torch.int64 and not value.ndim
-    if not is_right:
-        raise ValueError(
-            f"model_state.{name[:80]} of {value.dtype} {list(value.shape)} is nothing that a model "
-            "keeps: the file is damaged; save the cache again"
-        )
-    return value
-
-
 def shifts(
     positions: torch.Tensor,
     mask: torch.Tensor | None,
@@ -218,3 +188,138 @@ def shifts(
     result[:, :-1] = torch.where(valid, lowest - tokens[:, :-1], result[:, :-1])
     result[:, :-1].masked_fill_(inside, UNKNOWN)
     return result.to(torch.int32)
+
+
+class ModelState:
+    """What the model of a cache keeps beside its layers.
+
+    The shift of positions belongs to a length: a crop brings back that of the text that is left.
+    Frequencies are those of the longest text that the cache held since it was empty, as they would
+    be on a model that serves this conversation alone. Tensors are never written in place.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: an empty cache has the state of a fresh model."""
+        self._values: dict[str, Any] = {}
+        # `[B, n + 1]` int32 by length, up to the last pass that changed the shift.
+        self._shifts: torch.Tensor | None = None
+        self._was_cut = False
+
+    @property
+    def shift(self) -> torch.Tensor | None:
+        """The shift ``[B, 1]`` behind the last token; None while there was no picture."""
+        return next((value for name, value in self._values.items() if is_shift(name)), None)
+
+    def values(self) -> dict[str, Any]:
+        """What the model must keep for the next pass, by name; not to be changed.
+
+        Raises:
+            ValueError: the cache was cut in the middle of a picture.
+        """
+        if self._was_cut:
+            shift = self.shift
+            if shift is not None and bool((shift == UNKNOWN).any()):
+                raise ValueError(
+                    "the cache was cropped in the middle of a picture, or to a length whose "
+                    "positions it does not know: crop it to a place before the picture, or pass "
+                    "the whole conversation to a new cache"
+                )
+            self._was_cut = False
+        return self._values
+
+    def changed(self, values: Mapping[str, Any]) -> bool:
+        """Whether a pass has left another shift than there was."""
+        return any(
+            is_shift(name) and value is not self._values.get(name) for name, value in values.items()
+        )
+
+    def note(
+        self, values: Mapping[str, Any], start: int, end: int, rows: int, cuts: torch.Tensor | None
+    ) -> None:
+        """Note what the model keeps after a pass.
+
+        Args:
+            values: by name.
+            start: tokens before the pass.
+            end: tokens after it.
+            rows: of the batch; a shift of fewer rows is repeated.
+            cuts: ``[B, end - start + 1]``, the shift by length; None if unknown.
+        """
+        for name, value in values.items():
+            if value is self._values.get(name):
+                continue
+            if is_shift(name) and value is not None:
+                # `generate` repeats rows after it prepared their positions.
+                value = value.repeat_interleave(rows // len(value), 0)
+                inside = value.new_full((rows, end - start - 1), UNKNOWN, dtype=torch.int32)
+                if cuts is not None:
+                    # Positions that end with another shift than the model's own tell nothing.
+                    cuts = cuts.to(value.device)
+                    agrees = (cuts[:, -1:] == value).all()
+                    inside = torch.where(agrees, cuts[:, 1:-1], inside)
+                before = self._by_length(value, start)
+                self._shifts = torch.cat([before, inside, value.to(torch.int32)], dim=1)
+            self._values[name] = value
+
+    def _by_length(self, shift: torch.Tensor, length: int) -> torch.Tensor:
+        """``[B, length + 1]`` int32, the shift by length; 0 where it never changed."""
+        if self._shifts is None:
+            return torch.zeros(len(shift), length + 1, dtype=torch.int32, device=shift.device)
+        behind = self._shifts[:, -1:].expand(-1, max(0, length + 1 - self._shifts.shape[1]))
+        return torch.cat([self._shifts, behind], dim=1)[:, : length + 1].to(shift.device)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``rows[b]``; ``rows`` may repeat or omit rows."""
+        for name, value in self._values.items():
+            if is_shift(name) and value is not None:
+                self._values[name] = value[rows.to(value.device)]
+        if self._shifts is not None:
+            self._shifts = self._shifts[rows.to(self._shifts.device)]
+
+    def repeat(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times."""
+        if self.shift is not None:
+            rows = torch.arange(len(self.shift), device=self.shift.device)
+            self.reorder(rows.repeat_interleave(repeats))
+
+    def crop(self, length: int) -> None:
+        """Go back to what was kept when the cache held ``length`` tokens."""
+        if not length:
+            self.reset()
+        elif self._shifts is not None and length + 1 < self._shifts.shape[1]:
+            self._shifts = self._shifts[:, : length + 1]
+            for name, value in self._values.items():
+                if is_shift(name) and value is not None:
+                    self._values[name] = self._shifts[:, -1:].to(value)
+            self._was_cut = True
+
+    def fork(self) -> Self:
+        """An independent copy, which shares the tensors."""
+        twin = copy.copy(self)
+        twin._values = dict(self._values)
+        return twin
+
+    def state_dict(self, length: int) -> dict[str, torch.Tensor]:
+        """CPU tensors that restore it, by name, of a cache of ``length`` tokens.
+
+        The shift is ``[B, length + 1]`` by length; ``[B, 1]`` where it is 0 for all.
+        """
+        tensors = {name: value for name, value in self._values.items() if value is not None}
+        for name, value in tensors.items():
+            if is_shift(name):
+                table = self._by_length(value, length)
+                tensors[name] = table if bool(table.any()) else table[:, :1]
+        return {name: torch.as_tensor(x).detach().cpu().contiguous() for name, x in tensors.items()}
+
+    def load_state_dict(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """The inverse of ``state_dict``."""
+        self.reset()
+        for name, tensor in tensors.items():
+            value = tensor.to(device)
+            if is_shift(name):
+                self._shifts, self._was_cut = value, True
+                value = value[:, -1:].long()
+            self._values[name] = int(value) if name.endswith(LONGEST) else value

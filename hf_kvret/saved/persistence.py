@@ -233,13 +233,7 @@ def _fill(
     _check_consistency(directory, cache, config)
     _restore_origin(cache, content, tensors.without_prefix("layers."), device)
     if state := tensors.with_prefix(_MODEL_STATE):
-        length = cache.get_seq_length()
-        # Before the first token there is no batch.
-        rows = cache.retrieval_layers[0].batch_size if length else 0
-        try:
-            cache.model_state.load_state_dict(state, rows, length, device)
-        except ValueError as error:
-            raise ValueError(f"{directory}: what the model kept of the text: {error}") from error
+        cache.model_state.load_state_dict(state, device)
 
 
 def _empty_cache(

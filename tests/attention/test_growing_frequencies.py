@@ -78,22 +78,65 @@ def test_frequencies_are_those_of_the_conversation_alone(
 
 
 @pytest.mark.parametrize("name", ["vision", "growing"])
-def test_two_threads_with_one_model_have_their_own_state(name: str) -> None:
-    """Each pass of one comes between two of the other, as far as they let each other."""
+def test_passes_of_two_threads_with_one_model_are_right_or_refused(name: str) -> None:
+    """A pass that another one came into ends with an error; passes in turn have their own state."""
     model = picture_model("glm_ocr") if name == "vision" else growing()
+    hf_kvret.attach(model)
     prompts = (
         [picture_prompt(model, 1, [(8, 16)]), picture_prompt(model, 2, [(4, 4), (8, 8)])]
         if name == "vision"
         else [text(1, 120), text(2, 300)]
     )
-    alone = [ask(growing() if name == "growing" else model, prompt) for prompt in prompts]
-    results: list[list[Text]] = [[], []]
+    with torch.no_grad():
+        references = [model(**one, past_key_values=flat(model)).logits for one in prompts]
+    inside, go_on = threading.Event(), threading.Event()
+    results: dict[int, Any] = {}
+
+    def stop(*_: Any) -> None:
+        """The pass has its own positions and frequencies by now, and reads them next."""
+        if threading.current_thread().name == "0" and not inside.is_set():
+            inside.set()
+            go_on.wait(60)
+
+    hook = model.get_decoder().register_forward_pre_hook(stop)
+
+    def run(row: int) -> None:
+        try:
+            with torch.no_grad():
+                results[row] = model(**prompts[row], past_key_values=flat(model)).logits
+        except RuntimeError as error:
+            results[row] = error
+
+    threads = [threading.Thread(target=run, args=(row,), name=str(row)) for row in (0, 1)]
+    threads[0].start()
+    assert inside.wait(60)
+    threads[1].start()
+    threads[1].join(60)
+    go_on.set()
+    threads[0].join(60)
+    hook.remove()
+    assert torch.allclose(results[1], references[1], atol=LOGIT_TOLERANCE)
+    assert "two threads ran one" in str(results[0])
+    # Neither waits for the other afterwards.
+    for row in (0, 1):
+        run(row)
+        assert torch.allclose(results[row], references[row], atol=LOGIT_TOLERANCE)
+
+
+def test_calls_of_two_threads_are_right_or_refused() -> None:
+    """Refusals come at the next pass of the call that another one came into."""
+    model, prompts = growing(), (text(1, 120), text(2, 300))
+    alone = [ask(growing(), prompt) for prompt in prompts]
+    results: list[list[Any]] = [[], []]
     barrier = threading.Barrier(2, timeout=60)
 
     def serve(row: int) -> None:
         for _ in range(3):
             barrier.wait()
-            results[row].append(ask(model, prompts[row], flat(model)))
+            try:
+                results[row].append(ask(model, prompts[row], flat(model)))
+            except RuntimeError as error:
+                results[row].append(error)
 
     threads = [threading.Thread(target=serve, args=(row,)) for row in (0, 1)]
     for thread in threads:
@@ -103,42 +146,10 @@ def test_two_threads_with_one_model_have_their_own_state(name: str) -> None:
     for row in (0, 1):
         assert len(results[row]) == 3
         for result in results[row]:
-            assert_same(result, alone[row])
-
-
-def test_a_thread_waits_while_another_is_in_a_pass() -> None:
-    """It would change the frequencies in the middle of the other's pass."""
-    model = growing()
-    hf_kvret.attach(model)
-    short, long = text(1, 100), text(2, 300)
-    references = [growing()(**one).logits for one in (short, long)]
-    inside, go_on = threading.Event(), threading.Event()
-    logits: dict[str, torch.Tensor] = {}
-
-    def stop(*_: Any) -> None:
-        if threading.current_thread().name == "short" and not go_on.is_set():
-            inside.set()
-            go_on.wait(2)
-
-    # The pass has its own frequencies by now, and reads them next.
-    model.model.rotary_emb.register_forward_pre_hook(stop)
-
-    def run(name: str, inputs: Any) -> None:
-        with torch.no_grad():
-            logits[name] = model(**inputs, past_key_values=flat(model)).logits
-        go_on.set()
-
-    threads = [
-        threading.Thread(target=run, args=one, name=one[0])
-        for one in (("short", short), ("long", long))
-    ]
-    threads[0].start()
-    assert inside.wait(60)
-    threads[1].start()
-    for thread in threads:
-        thread.join(60)
-    for name, reference in zip(("short", "long"), references, strict=True):
-        assert torch.allclose(logits[name], reference, atol=LOGIT_TOLERANCE)
+            if isinstance(result, RuntimeError):
+                assert "two threads ran one" in str(result)
+            else:
+                assert_same(result, alone[row])
 
 
 def test_restore_takes_the_hooks_away_and_plain_models_get_none() -> None:

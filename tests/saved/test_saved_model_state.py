@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 import hf_kvret
@@ -39,13 +38,3 @@ def test_a_cache_of_a_plain_text_model_is_saved_as_before(tmp_path: Path) -> Non
     ask(model, {"input_ids": torch.arange(40)[None]}, cache)
     cache.save_pretrained(tmp_path)
     assert tensors_of(tmp_path) == []
-
-
-def test_a_state_that_no_model_keeps_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    model = small_llama()
-    cache = flat(model)
-    ask(model, {"input_ids": torch.arange(40)[None]}, cache)
-    cache.model_state.note({"lm_head.weight": torch.ones(3)}, 0, 5, 1, None)
-    cache.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model_state.lm_head.weight .*save the cache again"):
-        hf_kvret.FlatKVCache.from_pretrained(tmp_path, config=model.config)
