@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,14 +18,13 @@ from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.reader import Reader, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task
-from hf_kvret.lab.evaluate.teacher_forcing import Pace
 from hf_kvret.lab.evaluate.texts import describe_file, text_windows
-from hf_kvret.lab.program.arguments import known_names, several
+from hf_kvret.lab.program.arguments import known_names
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.report.plots import part_pictures, plot_groups, plot_lines
+from hf_kvret.lab.report.plots import part_pictures, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table, share, with_step
+from hf_kvret.lab.report.tables import markdown_table, with_step
 from hf_kvret.options.config import RetrievalConfig
 
 CellResults = list[tuple[Cell, dict[str, Any]]]
@@ -36,38 +34,10 @@ Plot = Callable[[Path, CellResults], None]
 Lines = Mapping[str, Mapping[int, float]]
 """Numbers by name and layer."""
 
-SHOWN: Mapping[str, Callable[[dict[str, Any]], str]] = {
-    "recall": lambda found: share(found["overlap"]),
-    "mass": lambda found: f"{found['mass']:.3f} of {found['best_mass']:.3f}",
-    "tokens equal": lambda found: share(found["equal"]),
-    "candidates": lambda found: f"{found['candidate_ratio']:.1%}",
-    "rows read": lambda found: f"{found['read_ratio']:.1%}",
-    "candidates / read": lambda found: f"{found['rerank_ratio']:.1f}",
-}
-"""How a column shows a result of ``Follower``."""
-
-CANDIDATES = ("candidate_ratio", "candidates, share of cold"), ("overlap", "recall")
-"""For ``curves_of``."""
-
 
 def of_part(results: Results, part: str) -> CellResults:
     """The cells of a part with their results; those without one are of the part ``""``."""
     return [(cell, result) for cell, result in results if cell.get("part", "") == part]
-
-
-def by_length(
-    cells: CellResults, columns: Sequence[str]
-) -> tuple[list[str], dict[tuple[str, str], list[str]]]:
-    """Columns ``NAME, LENGTH`` of ``SHOWN``, and what stands in them by cache and variant."""
-    results = {(cell["cache"], cell["variant"], cell["length"]): result for cell, result in cells}
-    lengths = sorted({length for _, _, length in results})
-    rows: dict[tuple[str, str], list[str]] = {}
-    for cache, variant in dict.fromkeys((cache, variant) for cache, variant, _ in results):
-        row = rows.setdefault((cache, variant), [])
-        for length in lengths:
-            result = results.get((cache, variant, length))
-            row += ["-" if result is None else SHOWN[column](result) for column in columns]
-    return [f"{column}, {length}" for length in lengths for column in columns], rows
 
 
 def shown(value: float | None, form: str) -> str:
@@ -111,70 +81,6 @@ def layers_of(lines: Callable[[CellResults], Lines], title: str, y: str, **bound
     return plot
 
 
-def bars_of(title: str, *, wrapped: bool = False, y: str = "recall") -> Plot:
-    """A picture: recall by variant, a colour for each cache and length.
-
-    ``wrapped`` is for long names of neighbours, which would run into each other.
-    """
-
-    def plot(path: Path, cells: CellResults) -> None:
-        groups = list(dict.fromkeys(cell["variant"] for cell, _ in cells))
-        bars: dict[str, list[float | None]] = {}
-        for cell, result in cells:
-            heights = bars.setdefault(f"{cell['cache']}, {cell['length']}", [None] * len(groups))
-            heights[groups.index(cell["variant"])] = result["overlap"]
-        labels = [name.replace(", ", ",\n") if wrapped else name for name in groups]
-        plot_groups(path, labels, bars, title=title, y=y)
-
-    return plot
-
-
-def curves_of(title: str, x: tuple[str, str], y: tuple[str, str], *, whole: bool = False) -> Plot:
-    """A picture: one number of a result over another, a line for what the variants begin with.
-
-    ``x`` and ``y`` are each a number's name and its label; ``whole`` draws one line for all
-    variants, which are numbers.
-    """
-    names = (x[0], y[0])
-
-    def place(one: tuple[Cell, dict[str, Any]]) -> float:
-        return float(one[0]["variant"] if whole else one[1][names[0]])
-
-    def plot(path: Path, cells: CellResults) -> None:
-        lines: dict[str, tuple[list[float], list[float]]] = {}
-        several = len({(cell["cache"], cell["length"]) for cell, _ in cells}) > 1
-        for cell, result in sorted(cells, key=place):
-            home, name = f"{cell['cache']}, {cell['length']}", cell["variant"].split(", ")[0]
-            line = home if whole else f"{home}: {name}" if several else name
-            for values, number in zip(lines.setdefault(line, ([], [])), names, strict=True):
-                values.append(result[number])
-        plot_lines(path, lines, title=title, x=x[1], y=y[1])
-
-    return plot
-
-
-def stretches_of(
-    title: str, *, x: str, name: str = "overlap", numbered: bool = False, **bounds: float
-) -> Plot:
-    """A picture: recall of each stretch over its end, or its number; a line a variant."""
-
-    def plot(path: Path, cells: CellResults) -> None:
-        several = len({cell["cache"] for cell, _ in cells}) > 1
-        lines = {}
-        for cell, result in cells:
-            label = f"{cell['cache']}: {cell['variant']}" if several else cell["variant"]
-            points = [
-                (number if numbered else one["end"], one[name])
-                for number, one in enumerate(result["stretches"], start=1)
-                if one[name] is not None
-            ]
-            lines[label] = ([end for end, _ in points], [value for _, value in points])
-        plot_lines(path, lines, title=title, x=x, y="recall", **bounds)
-
-    return plot
-
-
-_Value = TypeVar("_Value")
 _TOKENS_PER_NEEDLE = 128
 
 
@@ -184,31 +90,25 @@ class Ablation(Task):
 
     Attributes:
         method: of the caches that it takes.
-        others: methods that it takes besides.
         example: how one of them is named with options.
         chosen: options that can't be given there, as variants choose them.
         instead: what to do instead, as the end of a sentence.
         described: fields that numbers depend on besides the cells.
-        once: parts that are measured after the shortest context only.
         apart: parts that need no context and are the same for all caches.
         is_dealt: False, as some parts are timed.
         tables: what makes the table of each part.
-        plots: by the end of a picture's name what draws it.
-        drawn: the part of a picture, where its name is not one.
+        plots: what draws the picture of a part that has one.
     """
 
     is_dealt: ClassVar[bool] = False
     method: ClassVar[str]
-    others: ClassVar[Sequence[str]] = ()
     example: ClassVar[str]
     chosen: ClassVar[Sequence[str]] = ()
     instead: ClassVar[str] = ""
     described: ClassVar[tuple[str, ...]]
-    once: ClassVar[tuple[str, ...]] = ()
     apart: ClassVar[tuple[str, ...]] = ()
     tables: ClassVar[Mapping[str, Table]]
     plots: ClassVar[Mapping[str, Plot]]
-    drawn: ClassVar[Mapping[str, str]] = {}
 
     text: Path | None = text_option("default: documents of needles", required=False)
     context: tuple[int, ...] = context_option((4096,), "tokens of a context")
@@ -216,11 +116,6 @@ class Ablation(Task):
     parts: tuple[str, ...]
     new_tokens: int = count_option(128, "that are measured")
     step: int = count_option(1, "tokens a forward pass")
-
-    @property
-    def pace(self) -> Pace:
-        """Of the tokens that are measured after a context: one stretch of whole steps."""
-        return Pace(self.new_tokens, -(-self.new_tokens // self.step) * self.step, self.step)
 
     @abstractmethod
     def variants(self, part: str) -> Sequence[str]:
@@ -249,8 +144,7 @@ class Ablation(Task):
         ]
 
     def _places(self, part: str) -> list[Cell]:
-        lengths = [min(self.context)] if part in self.once else self.context
-        return [{}] if part in self.apart else [{"length": length} for length in lengths]
+        return [{}] if part in self.apart else [{"length": length} for length in self.context]
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
@@ -284,12 +178,10 @@ class Ablation(Task):
         """ValueError for another method's cache, or for an option that variants choose."""
         for cache in caches:
             name, *options = (part.strip() for part in cache.split(":"))
-            methods = (self.method, *self.others)
-            if name not in methods:
+            if name != self.method:
                 raise ValueError(
-                    f"--caches {cache}: {self.name} is about {' and '.join(methods)}, so name "
-                    f"{'one of them' if self.others else self.method} alone, with options where "
-                    f"wanted, as {self.method}:{self.example}"
+                    f"--caches {cache}: {self.name} is about {self.method}, so name it alone, with "
+                    f"options where wanted, as {self.method}:{self.example}"
                 )
             for key in (part.partition("=")[0] for part in options):
                 if key in self.chosen:
@@ -311,7 +203,7 @@ class Ablation(Task):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         """One picture a part: ``path``, and ``NAME-PART.png`` for the parts after the first."""
-        known = {name: of_part(results, cls.drawn.get(name, name)) for name in cls.plots}
+        known = {name: of_part(results, name) for name in cls.plots}
         for name, own in part_pictures(path, [name for name in known if known[name]]).items():
             cls.plots[name](own, known[name])
 
@@ -357,22 +249,6 @@ def check_needles(subject: Subject) -> None:
             f"--model {subject.name} has {vocab_size} token ids, the language of needles "
             f"{language.vocab_size}: give --text FILE, or take --model needle"
         )
-
-
-def values_option(
-    usual: tuple[_Value, ...],
-    of: str,
-    kind: Callable[[str], _Value],
-) -> Any:
-    """Comma-separated values of one kind, no one twice."""
-
-    def read(text: str) -> tuple[_Value, ...]:
-        result = several(kind)(text)
-        if len(set(result)) < len(result):
-            raise argparse.ArgumentTypeError(f"the same value twice in {text!r}: name each once")
-        return result
-
-    return option(usual, of, kind=read)
 
 
 def made(name: str, cache_class: type[RetrievalCache], options: RetrievalConfig) -> CacheChoice:

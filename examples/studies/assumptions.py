@@ -17,9 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from a2ats_ablation import similarity
 from ablation import Ablation, CellResults, layers_of, layers_table, not_here, parts_option
-from paris_ablation import nearest
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -134,10 +132,27 @@ def shared_codebooks(texts: Texts, number: int, place: str) -> Numbers:
     return {"alike": float(similarity(*books).mean()), "own": own, "other": other}
 
 
+def similarity(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """``[H]`` fp32 from -1 to 1: how alike two codebooks are (A2ATS, equation 7).
+
+    The cosine of a codeword with the nearest one of the other codebook, mean over the codewords of
+    both; 1 for the same words in any order and of any length.
+
+    Both are ``[H, C, D]``, any float dtype; C may differ.
+    """
+    one, other = (torch.nn.functional.normalize(x.float(), dim=-1) for x in (first, second))
+    results = []
+    # Head by head: all of them would take much more memory.
+    for words, others in zip(one, other, strict=True):
+        cosines = words @ others.T
+        results.append((cosines.amax(1).mean() + cosines.amax(0).mean()) / 2)
+    return torch.stack(results)
+
+
 def coded(keys: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """The codeword of ``codebook [H, C, D]`` nearest to each of ``keys [H, n, D]``."""
-    codes = nearest(keys[None], codebook[None])[0].long()
-    return codebook.gather(1, codes[..., None].expand_as(keys))
+    closeness = keys @ codebook.mT - codebook.square().sum(-1).unsqueeze(1) / 2
+    return codebook.gather(1, closeness.argmax(-1, keepdim=True).expand_as(keys))
 
 
 def explained(texts: Texts, number: int, name: str) -> Numbers:
@@ -193,8 +208,8 @@ def drift(texts: Texts, number: int, place: str) -> Numbers:
     estimates["ParisKV"] = index.estimate(queries, every_key).logits
     results = {}
     for name, estimate in estimates.items():
-        for title, part in (("prompt", slice(1, half, 2)), ("later", slice(half + 1, None, 2))):
-            shares = (estimate - exact)[..., part].var(-1) / exact[..., part].var(-1)
+        for title, those in (("prompt", slice(1, half, 2)), ("later", slice(half + 1, None, 2))):
+            shares = (estimate - exact)[..., those].var(-1) / exact[..., those].var(-1)
             results[f"{name}, {title} keys"] = float(shares.mean())
     return results
 

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from ablation import Ablation, check_needles, needle_tokens, not_here
+from ablation import Ablation, check_needles, needle_tokens
 from tqdm import tqdm
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.files import DESCRIPTION
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.sources import cut, needle_documents, random_uuids, text_file
+from hf_kvret.lab.calibrate.sources import cut, needle_documents, text_file
 from hf_kvret.lab.calibrate.study import Calibration
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices
@@ -32,8 +32,8 @@ from hf_kvret.lab.report.results import Cell
 _HELD_OUT = 0.1
 # Small models have few KV heads, so one pass of a text serves so many layers.
 _LAYERS_AT_ONCE = 8
-# Seeds of what is drawn, so that no two drafts are alike.
-_CONTEXTS, _INPUTS = 1_000, 2_000
+# Contexts have other seeds than the calibration.
+_CONTEXTS = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,6 @@ class CalibratedAblation(Ablation):
     """
 
     instead = "; --artifacts names the artifacts' folder"
-    ignored: ClassVar[tuple[str, ...]] = ()
-    """Options of a calibration that change nothing of what is used."""
-
     artifacts: Path | None = option(
         None,
         "keep the artifacts here, or find them; default: they are gone in the end",
@@ -59,7 +56,6 @@ class CalibratedAblation(Ablation):
     )
     calibration_tokens: int = option(32_768, "the last tenth is held out", kind=length)
     calibration_length: int = option(4096, "most tokens of a sequence", kind=length)
-    uuid_tokens: int = not_here()
 
     def __post_init__(self) -> None:
         if self.calibration_text is not None and self.text is None:
@@ -107,7 +103,7 @@ class CalibratedAblation(Ablation):
             changed = [
                 f"{key} was {previous.get(key)!r}, now {value!r}"
                 for key, value in (calibration.options() | corpus.description).items()
-                if previous.get(key) != value and key not in self.ignored
+                if previous.get(key) != value
             ]
             if changed:
                 raise ValueError(
@@ -146,20 +142,15 @@ class CalibratedAblation(Ablation):
         tokens, most = self.calibration_tokens, self.calibration_length
         description: dict[str, Any] = {"tokens": tokens, "length": most, "seed": self.seed}
         description["dtype"] = str(subject.model.dtype).removeprefix("torch.")
-        uuids: list[torch.Tensor] = []
         path = self.calibration_text or self.text
         if path is None:
             check_needles(subject)
             sequences = list(needle_documents(tokens, most, self.seed))
             description["documents"] = "needle language"
         else:
-            tokenizer = subject.need_tokenizer(self.name)
-            ids = text_file(path, tokenizer)
+            ids = text_file(path, subject.need_tokenizer(self.name))
             sequences = cut(ids, most, tokens, "--calibration-tokens")
-            description |= {"text": describe_file("--text", path), "uuid_tokens": self.uuid_tokens}
-            if self.uuid_tokens:
-                drawn = random_uuids(self.uuid_tokens, tokenizer, self.seed)
-                uuids = cut(drawn, most, self.uuid_tokens, "--uuid-tokens")
+            description["text"] = describe_file("--text", path)
         if len(sequences) < 2:
             raise ValueError(
                 f"--calibration-tokens {tokens} in sequences of --calibration-length {most}: at "
@@ -167,7 +158,7 @@ class CalibratedAblation(Ablation):
             )
         held_out = max(1, round(_HELD_OUT * len(sequences)))
         description["held_out_sequences"] = held_out
-        return Corpus([*uuids, *sequences], held_out, description)
+        return Corpus(sequences, held_out, description)
 
     def contexts(self, subject: Subject, part: str, length: int) -> list[torch.Tensor]:
         size, count = length + self.following(part), self.windows
@@ -184,36 +175,6 @@ class CalibratedAblation(Ablation):
                 "--calibration-tokens, or a longer text"
             )
         return list(ids[: result * size].view(result, size))
-
-    def pieces(self, subject: Subject, count: int, size: int) -> dict[str, torch.Tensor]:
-        """``count`` inputs ``[size]`` int64 by name, and one of UUIDs where the model reads text.
-
-        Pieces of the text are as far from each other as it allows, and each begins with BOS.
-
-        Raises:
-            ValueError: too little text.
-        """
-        if self.text is None:
-            check_needles(subject)
-            first = self.seed + _INPUTS
-            return {
-                f"needles {number + 1}": next(needle_documents(size, size, first + number))
-                for number in range(count)
-            }
-        ids, tokenizer = self._unseen(subject), subject.need_tokenizer(self.name)
-        if len(ids) < count * size:
-            raise ValueError(
-                f"--inputs {count} of --input-tokens {size}: --text has {len(ids)} tokens beside "
-                "those of the calibration; take fewer or shorter ones, or a longer text"
-            )
-        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        bos, step = torch.tensor(start, dtype=torch.int64), len(ids) // count
-        results = {}
-        for number in range(count):
-            excerpt = ids[number * step + len(bos) :][: size - len(bos)]
-            results[f"text {number + 1}"] = torch.cat([bos, excerpt])
-        results["UUIDs"] = random_uuids(size, tokenizer, self.seed + _INPUTS)[:size]
-        return results
 
     def _unseen(self, subject: Subject) -> torch.Tensor:
         """The tokens of ``text`` without those that are learned from, BOS in front."""

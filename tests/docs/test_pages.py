@@ -259,8 +259,11 @@ def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> 
             flags = set(re.findall(r"--[\w-]+", call))
             assert flags <= offered, f"{name(page)}: {call}"
     for page in PAGES:
-        for script in re.findall(r"python (examples/\S+\.py)", page.read_text(encoding="utf-8")):
-            assert (ROOT / script).is_file(), f"{name(page)}: {script}"
+        text = page.read_text(encoding="utf-8")
+        # Results of 0.1.0 name commands that only this version has.
+        for script in re.findall(r"python (examples/\S+\.py)", text):
+            known = (ROOT / script).is_file() or "Version 0.1.0 has the program." in text
+            assert known, f"{name(page)}: {script}"
 
 
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]

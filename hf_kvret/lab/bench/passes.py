@@ -24,10 +24,9 @@ from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.bench.weights import WEIGHTS
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.measurement import CheckFailed, Outputs, Row
+from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
 from hf_kvret.lab.program.arguments import known_names, length
 from hf_kvret.lab.program.options import option, with_default
-from hf_kvret.lab.program.scripts import load_measurement
 from hf_kvret.lab.report.results import Cell, Results
 
 # A compiled step is compiled in the first, and its graph is recorded in the next two.
@@ -54,19 +53,11 @@ class Decode(ModelMeasurement):
         "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
     )
 
-    opponents: tuple[str, ...] = option(
-        (), "llama.cpp: time it too, in a checkout", kind=known_names(["llama.cpp"], none=True)
-    )
-
     weights: tuple[str, ...] = option(
         (),
         f"comma-separated, of {', '.join(WEIGHTS)}; int8 and int4 by torchao; default: in --dtype",
         kind=known_names(WEIGHTS),
     )
-
-    def beside(self, outputs: Outputs) -> Any:
-        """The script's measurement where other programs are opponents."""
-        return load_measurement("bench llama-cpp")(**vars(self)) if self.opponents else self
 
     def check(self) -> None:
         super().check()

@@ -173,7 +173,7 @@ def _where(name: str) -> str:
         )
     return (
         f"--model {name}: the bundled model is missing from {_BUNDLED[name]}: install hf_kvret "
-        f"again, or train it with examples/train_{name}_model.py"
+        "again, or train it with examples/train_needle_model.py"
     )
 
 

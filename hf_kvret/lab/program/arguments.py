@@ -210,14 +210,14 @@ def one_or_both(one: str, other: str) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
-def known_names(known: Iterable[str], *, none: bool = False) -> Callable[[str], tuple[str, ...]]:
-    """Comma-separated names, each of ``known`` and no one twice; at least one, unless ``none``."""
+def known_names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """Comma-separated names, each of ``known`` and no one twice; at least one."""
     allowed = tuple(known)
 
     def read(text: str) -> tuple[str, ...]:
         choices = names(text)
         unknown = [name for name in choices if name not in allowed]
-        if unknown or not (choices or none):
+        if unknown or not choices:
             what = f"unknown: {', '.join(unknown)}" if unknown else "none is named"
             message = f"{what}; choose among {', '.join(allowed)}"
             raise argparse.ArgumentTypeError(message)

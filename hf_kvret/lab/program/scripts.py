@@ -1,6 +1,6 @@
 """Measurements that are scripts in the ``examples`` of a checkout, not part of the package.
 
-Studies of the papers' methods, and benches of kernels and steps for those who work on them.
+Studies of what the papers assume, and benches for those who work on the kernels.
 """
 
 from __future__ import annotations
@@ -19,26 +19,12 @@ FOLDER = Path(__file__).parents[3] / "examples"
 """The examples of the checkout that the package is run from; code of others is never loaded."""
 
 SCRIPTS = {
-    "eval paris-ablation": "studies/paris_ablation.py",
-    "eval paris-stages": "studies/paris_stages.py",
-    "eval lrqk-factors": "studies/lrqk_factors.py",
-    "eval ctkvr-ablation": "studies/ctkvr_ablation.py",
-    "eval a2ats-ablation": "studies/a2ats_ablation.py",
     "eval aqua-ablation": "studies/aqua_ablation.py",
-    "eval misses": "studies/misses.py",
-    "eval latent-heads": "studies/latent_heads.py",
-    "eval rest-tokens": "studies/rest_tokens.py",
     "eval assumptions": "studies/assumptions.py",
-    "eval prompts": "studies/prompts.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
     "bench machine-code": "benchmarks/bench_machine_code.py",
-    "bench llama-cpp": "benchmarks/bench_llama_cpp.py",
     "bench save": "benchmarks/bench_save.py",
-    "bench mapped": "benchmarks/bench_mapped.py",
-    "bench documents": "benchmarks/bench_documents.py",
-    "bench weights": "benchmarks/bench_weights.py",
-    "bench index-build": "benchmarks/bench_index_build.py",
 }
 """Each script by the name in its result files."""
 

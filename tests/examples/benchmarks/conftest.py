@@ -20,14 +20,7 @@ _spec = importlib.util.spec_from_file_location(
 assert _spec is not None and _spec.loader is not None
 _fixtures = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_fixtures)
-refused, small_buffers, six_layers = (
-    _fixtures.refused,
-    _fixtures.small_buffers,
-    _fixtures.six_layers,
-)
-
-
-_WITHOUT_DEVICE = ("host-attention", "save", "mapped", "machine-code")
+refused = _fixtures.refused
 
 
 @pytest.fixture
@@ -35,16 +28,8 @@ def bench() -> Callable[..., int]:
     """``bench("kernels", "--ops", "paris")`` runs a script's measurement; returns its status."""
 
     def run(name: str, *arguments: str) -> int:
-        without = "--device" in arguments or name in (
-            "host-attention",
-            "save",
-            "mapped",
-            "machine-code",
-            "weights",
-            "index-build",
-        )
-        parser = script_parser(load_measurement(f"bench {name}"))
-        options = parser.parse_args([*arguments, *([] if without else ["--device", "cpu"])])
+        place = ["--device", "cpu"] if name == "kernels" else []
+        options = script_parser(load_measurement(f"bench {name}")).parse_args([*place, *arguments])
         return options.run(options)
 
     return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,25 +20,6 @@ assert _spec is not None and _spec.loader is not None
 _fixtures = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_fixtures)
 tiny_model_dir, tiny_text = _fixtures.tiny_model_dir, _fixtures.tiny_text
-
-Measure = Callable[..., dict[tuple[str, ...], dict[str, Any]]]
-
-
-@pytest.fixture(scope="session")
-def measured() -> Measure:
-    """``measured(MEASUREMENT, path, *arguments)``: results by all of a cell but its cache."""
-    from hf_kvret.lab.program.scripts import run_script
-
-    def measure(study: Any, path: Path, *arguments: str) -> dict[tuple[str, ...], dict[str, Any]]:
-        assert run_script(study, ["--json", str(path), *arguments]) == 0
-        cells = json.loads(path.read_text())["cells"]
-        results = {}
-        for one in cells:
-            cell = {name: value for name, value in one["cell"].items() if name != "cache"}
-            results[tuple(cell.values())] = one["result"]
-        return results
-
-    return measure
 
 
 @pytest.fixture
