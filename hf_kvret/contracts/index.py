@@ -141,8 +141,6 @@ class Index(State):
         kv_heads: numbers of the layer's KV heads that this process holds; None: all of them.
         capture_obstacle: for an index that is not a ``CapturableIndex``, why its decode steps
             can't be captured in a CUDA graph, as the message says it.
-        needs_finite: whether a pass raises where rows are NaN or infinite, so that a load refuses
-            a saved cache with such rows.
         watches: whether the class has its own ``on_forward``; set for each subclass.
         has_upkeep: the same of ``before_search``.
         looks_back: the same of ``after_search``.
@@ -151,7 +149,6 @@ class Index(State):
 
     kv_heads: range | None = None
     capture_obstacle: ClassVar[str] = ""
-    needs_finite: ClassVar[bool] = False
     watches: ClassVar[bool] = False
     has_upkeep: ClassVar[bool] = False
     looks_back: ClassVar[bool] = False

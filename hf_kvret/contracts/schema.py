@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Self
 
@@ -12,9 +11,6 @@ DTypes = torch.dtype | tuple[torch.dtype, ...] | None
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """What keys may be."""
-
-# The squares of a million tokens with a thousand such elements add up to 1e37, within fp32.
-_MOST_ROW = 1e14
 
 
 class Schema:
@@ -70,50 +66,6 @@ class Schema:
             )
 
 
-def check_range(name: str, values: torch.Tensor, least: int, most: int) -> None:
-    """ValueError for saved integers outside ``least .. most``; none is fine."""
-    if not values.numel():
-        return
-    lowest, highest = int(values.min()), int(values.max())
-    if lowest < least or highest > most:
-        raise damaged(f"{name} goes from {lowest} to {highest}, not from {least} to {most}")
-
-
-def check_ids(name: str, ids: torch.Tensor, end: int) -> None:
-    """ValueError unless ``ids [..., k]`` name tokens before ``end``, each once a row, or none (-1).
-
-    Kernels use them as addresses.
-    """
-    check_range(name, ids, -1, end - 1)
-    ordered = ids.sort(dim=-1).values
-    if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
-        raise damaged(f"{name} names a token twice")
-
-
-def check_finite(name: str, values: torch.Tensor) -> None:
-    """ValueError for saved numbers that are infinite or no numbers."""
-    if not math.isfinite(_largest(values)):
-        raise damaged(f"{name} has numbers that are not finite")
-
-
-def check_squares(name: str, values: torch.Tensor) -> None:
-    """ValueError for saved numbers whose squares can't be summed up in fp32."""
-    largest = _largest(values)
-    if not math.isfinite(largest):
-        raise damaged(f"{name} has numbers that are not finite")
-    if largest > _MOST_ROW:
-        raise damaged(f"{name} has numbers above {_MOST_ROW:g}, which no model makes")
-
-
-def _largest(values: torch.Tensor) -> float:
-    """The largest absolute value, NaN where one is NaN; 0 of none. One pass, and no copy."""
-    if not values.numel():
-        return 0.0
-    lowest, highest = map(float, torch.aminmax(values))
-    # Both are NaN where one is.
-    return max(abs(lowest), abs(highest))
-
-
 def damaged(what: str) -> ValueError:
     """The error for a saved cache in which ``what`` is wrong."""
-    return ValueError(f"{what}: the file is damaged or crafted, save the cache again")
+    return ValueError(f"{what}: the file is damaged, or of another model; save the cache again")

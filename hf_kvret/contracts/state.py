@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from hf_kvret.contracts.schema import DTypes, Schema, check_finite, damaged
+from hf_kvret.contracts.schema import DTypes, Schema
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,9 +74,8 @@ class Field:
         """Whether ``state`` contains it, or a part of it."""
         return self.is_saved and self.key in state
 
-    def claim(self, value: Any, state: Tensors, schema: Schema) -> set[str]:
-        """Names of ``state`` that are of this field, checked; ``value`` is that of a new state."""
-        return set()
+    def check(self, value: Any, state: Tensors, schema: Schema) -> None:
+        """ValueError for a tensor of ``state`` with other dims; ``value`` is of a new state."""
 
     def saved(self, value: Any) -> Tensors:
         """Tensors of the value, by name."""
@@ -99,20 +98,14 @@ class TensorField(Field):
         shared: bool,
         dims: str | None,
         dtype: DTypes,
-        finite: bool,
     ) -> None:
         super().__init__(key, is_saved)
         self.optional, self.batched, self.shared = optional, batched, shared
-        self.dims, self.dtype, self.finite = dims, dtype, finite
+        self.dims, self.dtype = dims, dtype
 
-    def claim(self, value: Any, state: Tensors, schema: Schema) -> set[str]:
-        if not self.is_in(state):
-            return set()
-        if self.dims is not None:
+    def check(self, value: Any, state: Tensors, schema: Schema) -> None:
+        if self.dims is not None and self.is_in(state):
             schema.check(self.key, state[self.key], self.dims, self.dtype)
-        if self.finite:
-            check_finite(self.key, state[self.key])
-        return {self.key}
 
     def reordered(self, value: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
         if value is None or not self.batched:
@@ -141,32 +134,10 @@ class NumberField(Field):
     """See ``number``."""
 
     def __init__(
-        self,
-        default: float,
-        key: str | None,
-        is_saved: bool,
-        reset_on_fork: bool,
-        least: float | None,
-        most: float | str | None,
+        self, default: float, key: str | None, is_saved: bool, reset_on_fork: bool
     ) -> None:
         super().__init__(key, is_saved)
         self.default, self.type, self.reset_on_fork = default, type(default), reset_on_fork
-        self.least, self.most = least, most
-
-    def check(self, value: float, schema: Schema) -> None:
-        """ValueError for a saved ``value`` of another type, or out of range."""
-        least, most = self.least, self.most
-        if self.type is bool:
-            least, most = 0, 1
-        most = schema.get(most) if isinstance(most, str) else most
-        whole = self.type is float or value == value // 1
-        fits = (least is None or value >= least) and (most is None or value <= most)
-        if not whole or not fits:
-            raise damaged(
-                f"{self.name.lstrip('_')} is {value}, not "
-                f"{'a whole number ' if self.type is not float else ''}"
-                f"from {'any' if least is None else least} to {'any' if most is None else most}"
-            )
 
     def initial(self) -> float:
         return self.default
@@ -223,20 +194,16 @@ class PartField(Field):
     def nbytes(self, value: State | None) -> int:
         return 0 if value is None else value.nbytes()
 
-    def claim(self, value: State | None, state: Tensors, schema: Schema) -> set[str]:
-        if not self.is_saved or not self.is_in(state):
-            return set()
-        prefix = self.prefix
-        mine = {
-            name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
-        }
+    def check(self, value: State | None, state: Tensors, schema: Schema) -> None:
+        if not self.is_in(state):
+            return
         if value is None:
             assert self.make is not None, "a part that is saved can be made"
             value = self.make()
         try:
-            return {f"{prefix}{name}" for name in value.claim(mine, schema)}
+            value.check_saved(self._of_part(state), schema)
         except ValueError as error:
-            raise ValueError(f"{prefix}{error}") from error
+            raise ValueError(f"{self.prefix}{error}") from error
 
     def is_in(self, state: Tensors) -> bool:
         if self.prefix or self.make is None:
@@ -253,10 +220,7 @@ class PartField(Field):
     ) -> State | None:
         if not self.is_saved or (self.optional and not self.is_in(state)):
             return value
-        prefix = self.prefix
-        mine = {
-            name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
-        }
+        mine = self._of_part(state)
         if value is None:
             if self.make is None:
                 raise RuntimeError(
@@ -268,6 +232,13 @@ class PartField(Field):
             value.load_state_dict(mine, device)
         return value
 
+    def _of_part(self, state: Tensors) -> Tensors:
+        """The tensors of ``state`` that are the part's, by its own names."""
+        prefix = self.prefix
+        return {
+            name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
+        }
+
 
 def tensor(
     *,
@@ -278,7 +249,6 @@ def tensor(
     shared: bool = False,
     dims: str | None = None,
     dtype: DTypes = None,
-    finite: bool = False,
 ) -> Any:
     """Declare a small tensor ``[B, ...]``, None until it is assigned.
 
@@ -290,9 +260,8 @@ def tensor(
         shared: it is never written in place, so that forks need no copy.
         dims: of a saved one, see ``Schema``; None: any.
         dtype: of a saved one with ``dims``; None for that of keys.
-        finite: whether numbers of a saved one must be finite.
     """
-    return TensorField(key, saved, optional, batched, shared, dims, dtype, finite)
+    return TensorField(key, saved, optional, batched, shared, dims, dtype)
 
 
 def number(
@@ -301,8 +270,6 @@ def number(
     key: str | None = None,
     saved: bool = True,
     reset_on_fork: bool = False,
-    least: float | None = None,
-    most: float | str | None = None,
 ) -> Any:
     """Declare a plain number, of the type of ``default``.
 
@@ -311,10 +278,8 @@ def number(
         key: as of ``tensor``; numbers with the same key are saved in one tensor, in this order.
         saved: whether it is saved.
         reset_on_fork: a fork starts with the default, for example counters of a report.
-        least: smallest value of a saved one; None: any.
-        most: largest one, or the letter of a size (see ``Schema``); None: any.
     """
-    return NumberField(default, key, saved, reset_on_fork, least, most)
+    return NumberField(default, key, saved, reset_on_fork)
 
 
 def part(
@@ -351,14 +316,14 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         class MeanKeys(State):
             total: torch.Tensor | None = tensor(dims="B H D")
             recent: TokenBuffer = part(TokenBuffer)   # a state of its own
-            updates: int = number(0, least=0)
+            updates: int = number(0)
 
     ``reorder``, ``crop``, ``fork``, ``nbytes``, ``state_dict``, ``load_state_dict`` and ``reset``
     then go through the fields. A class overrides one only where it really differs, and says why.
     Undeclared attributes (options, tables of constants) are shared by forks and not saved.
 
-    A saved state is compared with what the fields declare before it is loaded (``check_saved``),
-    and with itself afterwards (``check_loaded``).
+    A saved state is compared with the dims that the fields declare before it is loaded
+    (``check_saved``).
     """
 
     fields: ClassVar[dict[str, Field]] = {}
@@ -450,45 +415,10 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         return {}
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
-        """Compare a saved state with the fields, before it is loaded.
-
-        Raises:
-            ValueError: a tensor that none has, or of another form; a number out of range.
-        """
-        claimed = self.claim(state, schema)
-        # Whoever loads by hand knows the names by hand.
-        if type(self).load_state_dict is State.load_state_dict and claimed < state.keys():
-            raise damaged(f"there is an unknown {min(state.keys() - claimed)[:80]}")
-
-    def claim(self, state: Tensors, schema: Schema) -> set[str]:
-        """The names of ``state`` that belong to it, checked as by ``check_saved``."""
-        schema = schema.extended(self.saved_sizes(schema))
-        claimed: set[str] = set()
-        for name, field in self.fields.items():
-            claimed |= field.claim(getattr(self, name), state, schema)
-        for key, names in self._numbers():
-            if key in state:
-                claimed.add(key)
-                self._check_numbers(key, [self.fields[name] for name in names], state[key], schema)
-        return claimed
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError where values just loaded do not fit one another; goes through the parts.
-
-        A class with values that are used as ids, offsets or lengths extends it.
-        """
+        """ValueError where a saved state has a tensor of other dims or dtype than its field."""
         schema = schema.extended(self.saved_sizes(schema))
         for name, field in self.fields.items():
-            value = getattr(self, name)
-            if field.is_saved and isinstance(value, State):
-                value.check_loaded(schema)
-
-    @staticmethod
-    def _check_numbers(key: str, fields: list[Any], saved: torch.Tensor, schema: Schema) -> None:
-        dtype = torch.float64 if float in {field.type for field in fields} else torch.int64
-        schema.check(key, saved.reshape(-1) if len(fields) == 1 else saved, f"{len(fields)}", dtype)
-        for field, value in zip(fields, saved.reshape(-1).tolist(), strict=True):
-            field.check(value, schema)
+            field.check(getattr(self, name), state, schema)
 
     def _numbers(self) -> Iterator[tuple[str, list[str]]]:
         """Keys of saved numbers, with the fields that are saved under each."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Schema, damaged
+from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import State, Tensors
 from hf_kvret_kernels._dispatch import preferred
 from hf_kvret_kernels.host_attention import host_rank
@@ -240,8 +240,9 @@ class Store(State):
         return {}
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
-        """As for every state, of rows in full; a store that saves another form extends it."""
-        if state.keys() & {"keys", PAGES} and type(self).load_state_dict is Store.load_state_dict:
+        """As for every state, of rows in full; a store that saves another form overrides it."""
+        super().check_saved(state, schema)
+        if state.keys() & {"keys", PAGES}:
             check_rows(state, schema)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
@@ -283,47 +284,16 @@ def rows_of_pages(state: Tensors, most: int | None = None) -> Tensors:
     return {"keys": rows[..., :key_dim], "values": rows[..., key_dim:]}
 
 
-def check_pages(state: Tensors, schema: Schema) -> None:
-    """ValueError unless ``state`` has rows in pages of all cold tokens of a layer."""
-    in_key = schema.get("I") or 0
-    names = {PAGES, "length", "key_dim"} | ({"value_in_key"} if in_key else set())
-    if names < state.keys():
-        raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
-    for name, value in (("length", schema["N"]), ("key_dim", schema["D"])):
-        saved = state[name]
-        if saved.dtype != torch.int64 or saved.numel() != 1 or int(saved) != value:
-            raise damaged(f"{name} is not {value}")
-    width = schema["D"] + (0 if in_key else schema["V"])
-    schema.check(PAGES, state[PAGES], f"B c H p {width}")
-    columns, page_len = state[PAGES].shape[1], state[PAGES].shape[3]
-    if not page_len or columns != -(-schema["N"] // page_len):
-        raise damaged(f"{PAGES} are {columns} of {page_len} tokens, not of {schema['N']}")
-    check_in_key(state, schema)
-
-
 def check_rows(state: Tensors, schema: Schema) -> None:
-    """ValueError unless ``state`` has keys and values in full of all cold tokens of a layer."""
+    """ValueError unless ``state`` has rows in full of the layer's heads and dims."""
+    in_key = schema.get("I")
     if PAGES in state:
-        check_pages(state, schema)
+        width = schema["D"] + (0 if in_key else schema["V"])
+        schema.check(f"store.{PAGES}", state[PAGES], f"B c H p {width}")
         return
-    in_key = schema.get("I") or 0
-    names = {"keys"} | ({"value_in_key"} if in_key else {"values"})
-    if names < state.keys():
-        raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
     schema.check("store.keys", state["keys"], "B H N D")
-    if not in_key and "values" in state:
+    if not in_key:
         schema.check("store.values", state["values"], "B H N V")
-    check_in_key(state, schema)
-
-
-def check_in_key(state: Tensors, schema: Schema) -> None:
-    """ValueError unless ``value_in_key`` is that of the layer; missing where that is 0."""
-    in_key = schema.get("I") or 0
-    saved = state.get("value_in_key")
-    if saved is None and not in_key:
-        return
-    if saved is None or saved.dtype != torch.int64 or saved.numel() != 1 or int(saved) != in_key:
-        raise damaged(f"store.value_in_key is not {in_key}")
 
 
 def all_of(

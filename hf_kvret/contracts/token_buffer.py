@@ -8,11 +8,8 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.contracts.schema import DTypes, Schema, check_range
+from hf_kvret.contracts.schema import DTypes, Schema
 from hf_kvret.contracts.state import PartField, State, Tensors, is_mapped
-
-MOST_SLOT = 2**31 - 1
-"""No slot of a saved cache is above."""
 
 # Dropped rows at the front that may stay before the others are moved.
 _SLACK = 256
@@ -164,15 +161,9 @@ class TokenBuffer(State):
         self.append(state["rows"].to(device))
         self.first = int(state["first"])
 
-    def claim(self, state: Tensors, schema: Schema) -> set[str]:
-        """As for every state: of ``rows`` and ``first``."""
-        schema = schema.extended({})
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
         if "rows" in state and self.dims is not None:
-            schema.check("rows", state["rows"], self.dims, self.dtype)
-        if "first" in state:
-            schema.check("first", state["first"].reshape(-1), "1", torch.int64)
-            check_range("first", state["first"], 0, MOST_SLOT)
-        return {"rows", "first"} & state.keys()
+            schema.extended({}).check("rows", state["rows"], self.dims, self.dtype)
 
     def _adopt(self, memory: torch.Tensor) -> None:
         """Have ``memory``, of which the first ``len(self)`` rows are in use."""
@@ -195,12 +186,9 @@ class TokensField(PartField):
         super().__init__(make, key, is_saved=True, optional=False, may_be_empty=may_be_empty)
         self.cold, self.dims, self.dtype = cold, dims, dtype
 
-    def claim(self, value: Any, state: Tensors, schema: Schema) -> set[str]:
-        if self.key not in state:
-            return set()
-        if self.dims is not None:
+    def check(self, value: Any, state: Tensors, schema: Schema) -> None:
+        if self.dims is not None and self.key in state:
             schema.check(self.key, state[self.key], self.dims, self.dtype)
-        return {self.key}
 
     def crop(self, value: Any, length: int) -> None:
         if self.cold:

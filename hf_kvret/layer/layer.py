@@ -22,7 +22,7 @@ from hf_kvret.layer.prompt_groups import PromptPass
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import Subscriber
 from hf_kvret.layer.reference import LayerReference, new_store, store_below
-from hf_kvret.layer.retrieved import SPANS, RetrievedTokens
+from hf_kvret.layer.retrieved import RetrievedTokens
 from hf_kvret.layer.saved_kv import kv_to_save, load_kv, saved_rows
 from hf_kvret.layer.step import attend_step
 from hf_kvret.models.compatibility import AttentionShape
@@ -500,9 +500,8 @@ class RetrievalLayer(CacheLayerMixin):
         rows = saved_rows(state, self.config.sink, self._value_in_key, device)
         self.lazy_initialization(*rows)
         if self.kv is not None:
-            rest = {name: tensor for name, tensor in state.items() if name != SPANS}
-            load_kv(self.kv, rest, device, self._query_heads(rows[0]))
-            self.retrieved.load_state_dict(state, self.kv.length)
+            load_kv(self.kv, state, device, self._query_heads(rows[0]))
+            self.retrieved.load_state_dict(state)
             self.retrieved.check(self.config)
 
     def _query_heads(self, keys: torch.Tensor) -> int | None:
@@ -521,7 +520,7 @@ class RetrievalLayer(CacheLayerMixin):
         if dim != shape.head_dim or heads not in (shape.kv_heads, shape.heads):
             raise ValueError(
                 f"window.keys are of {heads} KV heads with {dim} numbers, and this model has "
-                f"{shape.kv_heads} with {shape.head_dim}: the file is damaged or crafted, or of "
-                "another model; save the cache again"
+                f"{shape.kv_heads} with {shape.head_dim}: the cache is of "
+                "another model, or damaged; save it again"
             )
         return shape.heads if heads == shape.kv_heads else None

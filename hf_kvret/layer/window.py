@@ -9,9 +9,7 @@ from typing import Self
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, Tensors, number, tensor
-from hf_kvret.contracts.token_buffer import MOST_SLOT
 from hf_kvret_kernels.host_step import HostWindow
 
 _STEP = 64
@@ -61,7 +59,7 @@ class Window(State):
     keys: torch.Tensor = tensor(dims="B H c D")
     _values: torch.Tensor | None = tensor(key="values", optional=True, dims="B H c V")
     sink_slots: torch.Tensor = tensor(dims="B S", dtype=torch.int64)
-    start: int = number(0, least=0, most=MOST_SLOT)
+    start: int = number(0)
     length: int = number(0, saved=False)
     sinks_full: bool = number(False, saved=False)
 
@@ -270,19 +268,6 @@ class Window(State):
         self.sink = self.sink_slots.shape[1]
         self.length = self.keys.shape[2] - self.sink
         self.sinks_full = bool((self.sink_slots >= 0).all())
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for sinks that are no cold tokens, or not in order."""
-        slots, start = self.sink_slots, self.start
-        if self.length < 0 or (self.value_in_key and self.value_in_key > self.keys.shape[3]):
-            raise damaged(f"window.keys {list(self.keys.shape)} have no room for {self.sink} sinks")
-        before, after = slots[:, :-1], slots[:, 1:]
-        # Free ones come last.
-        ordered = (after == -1) | ((before >= 0) & (before < after))
-        if not bool(((slots >= -1) & (slots < start)).all() & ordered.all()):
-            raise damaged(
-                f"window.sink_slots are {slots[:4].tolist()}, and {start} tokens are cold"
-            )
 
     def _rehouse(self, capacity: int) -> None:
         length = self.sink + self.length

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.contracts.schema import check_finite
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.layer import RetrievalLayer
@@ -36,13 +35,12 @@ from hf_kvret.saved.description import (
 from hf_kvret.saved.folder import Replacement, replacing
 from hf_kvret.saved.identity import CacheIdentity, facts_difference
 from hf_kvret.saved.shards import SavedTensors, ShardWriter
-from hf_kvret.saved.token_record import UNKNOWN, InputDigest
+from hf_kvret.saved.token_record import InputDigest
 from hf_kvret.stores import DISK
 from hf_kvret.stores.memory import CPU
 
 _log = logging.getLogger(__name__)
 
-_MOST_NUMBER = 2**63 - 1
 _LEAST_MAPPED = 256 << 20
 # Prefix of the names of tensors that the model keeps of the conversation, where it keeps any.
 _MODEL_STATE = "model_state."
@@ -162,7 +160,7 @@ def _load(
                 reader = CPU if cache.options.store == DISK else device
                 is_mapped = _is_mapped(mapped, directory, description, reader)
                 tensors = description.tensors(directory, is_mapped, device.type == "cpu")
-                _fill(cache, directory, description, tensors, config, device, hint)
+                _fill(cache, directory, description, tensors, device, hint)
             return cache, description.digest
         except FileNotFoundError:
             # Another process may have replaced the cache in the meantime.
@@ -204,7 +202,6 @@ def _fill(
     directory: Path,
     description: Description,
     tensors: SavedTensors,
-    config: PreTrainedConfig,
     device: torch.device,
     hint: str,
 ) -> None:
@@ -230,7 +227,8 @@ def _fill(
         except ValueError as error:
             more = f"; {hint}" if hint else ""
             raise ValueError(f"{directory}: layer {number}: {error}{more}") from error
-    _check_consistency(directory, cache, config)
+    if (fault := cache.stack.fault()) is not None:
+        raise ValueError(f"{directory} is damaged: {fault}; save the cache again")
     _restore_origin(cache, content, tensors.without_prefix("layers."), device)
     if state := tensors.with_prefix(_MODEL_STATE):
         cache.model_state.load_state_dict(state, device)
@@ -300,7 +298,7 @@ def _options_to_load(
     cache looks too.
 
     Raises:
-        ValueError: options that no save writes, or a change that a filled cache can't take.
+        ValueError: options that this version hasn't, or a change that a filled cache can't take.
     """
     changes = dict(changes)
     check_load(changes, cls.needs_artifact)
@@ -310,13 +308,13 @@ def _options_to_load(
         changes = {"device_budget": None, **changes}
     try:
         options = cls.Config.from_options(**saved)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{directory} has options that no save writes: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{directory} has options that this hf_kvret does not take ({error}): fill a new cache"
+        ) from error
     if options.disk is not None:
-        raise ValueError(f"{directory} has options that no save writes: disk={options.disk!r}")
-    most = max((x for x in saved.values() if type(x) is int), key=abs, default=0)
-    if abs(most) > _MOST_NUMBER:
-        raise ValueError(f"{directory} has options that no save writes: {most:.0e} is too large")
+        # A file must not say where others are written.
+        raise ValueError(f"{directory} has the option disk, which no save writes")
     hint = ""
     name = getattr(options, "artifact", None) if cls.needs_artifact else None
     if name is not None and "artifact" not in changes:
@@ -326,58 +324,6 @@ def _options_to_load(
         )
         changes = with_companions({"artifact": None, **changes})
     return options.replace(**changes), hint
-
-
-def _check_consistency(directory: Path, cache: FilledCache, config: PreTrainedConfig) -> None:
-    """ValueError where the layers of a loaded ``cache`` do not hold the same rows and tokens."""
-    fault = cache.stack.fault() or _shape_fault(cache) or _value_fault(cache, config)
-    if fault is not None:
-        raise ValueError(f"{directory} is damaged or crafted: {fault}; save the cache again")
-    kv = [layer.kv for layer in cache.retrieval_layers]
-    indexes = [each.index for each in kv if each is not None]
-    if any(index is not None and index.needs_finite for index in indexes):
-        # What one layer makes of them reaches the next one.
-        for number, part in foreign_layers_of(cache.layers).items():
-            for name, tensor in foreign_layers.layer_state(part)[0].items():
-                if tensor.is_floating_point():
-                    check_finite(f"{directory}: layer {number}: {name}", tensor)
-
-
-def _value_fault(cache: FilledCache, config: PreTrainedConfig) -> str | None:
-    """Why values have another width than the model's; None where they don't."""
-    value_dim = getattr(config.get_text_config(decoder=True), "v_head_dim", None)
-    for layer in cache.retrieval_layers:
-        kv, shape = layer.kv, layer.layer_info.shape
-        if kv is None or shape is None or kv.window.value_in_key:
-            continue
-        dim = kv.window.values.shape[3]
-        if dim not in (shape.head_dim, value_dim):
-            return f"there are values of {dim} numbers, and this model's have {shape.head_dim}"
-    return None
-
-
-def _shape_fault(cache: FilledCache) -> str | None:
-    """Why the layers are not of one model; None where nothing tells it."""
-    kv = [layer.kv for layer in cache.retrieval_layers]
-    foreign = [*foreign_layers_of(cache.layers).values()]
-    batches = {each.batch_size for each in kv if each is not None}
-    batches |= {batch for layer in foreign if (batch := foreign_layers.batch_size(layer))}
-    if len(batches) > 1:
-        return f"the layers hold batches of {', '.join(map(str, sorted(batches)))}"
-    dtypes = {each.window.keys.dtype for each in kv if each is not None}
-    if len(dtypes) > 1:
-        return f"the layers hold tokens in {', '.join(sorted(map(str, dtypes)))}"
-    sizes_by_layer: dict[Any, Any] = {}
-    for layer, each in zip(cache.retrieval_layers, kv, strict=True):
-        if each is not None:
-            sizes = each.window.keys.shape[1::2], each.window.values.shape[3]
-            if sizes_by_layer.setdefault(layer.layer_info.shape, sizes) != sizes:
-                return "layers that the model has alike hold tokens of different sizes"
-    for layer in foreign:
-        for name, sizes in foreign_layers.fixed_sizes(layer).items():
-            if sizes_by_layer.setdefault((type(layer), name), sizes) != sizes:
-                return f"{name} of layers of one type have different sizes"
-    return None
 
 
 def _saved_origin(cache: FilledCache) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -399,25 +345,14 @@ def _restore_origin(
 ) -> None:
     """Give ``cache``, restored but for these, what ``_saved_origin`` gave; ids on ``device``.
 
-    A warning tells of a model that is not known; ValueError for what no save writes.
+    A warning tells of a model that is not known.
     """
     identity, tokens = origin["identity"], origin["tokens"]
     length = cache.get_seq_length()
-    try:
-        cache.identity = None if identity is None else CacheIdentity.from_json(identity)
-        if tokens is not None and length:
-            ids, shape = tensors["tokens.ids"], [cache.retrieval_layers[0].batch_size, length]
-            if ids.dtype != torch.int32 or list(ids.shape) != shape or int(ids.min()) < UNKNOWN:
-                raise ValueError(f"ids of {ids.dtype} {list(ids.shape)} for tokens of {shape}")
-            cache.tokens.write(ids.to(device), 0)
-            cache.tokens.passes = tuple(
-                InputDigest(int(start), int(end), str(sha256))
-                for start, end, sha256 in tokens["passes"]
-            )
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"what the saved cache was filled by and with is damaged ({error}): save it again"
-        ) from error
+    cache.identity = None if identity is None else CacheIdentity.from_json(identity)
+    if tokens is not None and length:
+        cache.tokens.write(tensors["tokens.ids"].to(device), 0)
+        cache.tokens.passes = tuple(InputDigest(*one) for one in tokens["passes"])
     if length and identity is None:
         _log.warning(
             "the saved cache does not say which model filled it, so no model is compared with it: "

@@ -166,8 +166,6 @@ class SavedTensors:
     def _from(self, shard: Any, path: Path, name: str) -> torch.Tensor:
         """One tensor of an opened shard."""
         rows: torch.Tensor = shard.get_tensor(name)
-        if rows.dtype not in DTYPES:
-            raise ValueError(f"{path}: {name[:80]} is {rows.dtype}, unlike any save; {_AGAIN}")
         # The mapping is private: nobody's write to it would reach the file.
         if self._mapped and name.endswith(_ROWS):
             expect_random_reads(rows)
@@ -204,7 +202,7 @@ def _opened(path: Path) -> Iterator[Any]:
         _check_file(path)
         raise MemoryError(
             f"no memory for {path} ({str(error)[:200]}): free memory; if no save wrote so much, "
-            f"the file is damaged or crafted, {_AGAIN}"
+            f"the file is damaged, {_AGAIN}"
         ) from error
 
 

@@ -8,7 +8,6 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import CPU, HostMemory, PageMemory
@@ -47,9 +46,6 @@ class CpuStore(WrappedStore):
         self._device = device
         self.ranks_elsewhere = device.type != "cpu"
         self._staging: dict[str, _Staging] = {}
-
-    def check_saved(self, state: Tensors, schema: Schema) -> None:
-        self.rows.check_saved(state, schema)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         self.rows.load_state_dict(state, device)

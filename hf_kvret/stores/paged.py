@@ -15,9 +15,8 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.chunks import BUS_PROGRAMS, read_ahead, reading_stream
-from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import Tensors, part
-from hf_kvret.contracts.store import PAGES, AttentionResult, Store, check_rows
+from hf_kvret.contracts.store import PAGES, AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.gather_attention import gather_partials
@@ -246,10 +245,6 @@ class PagedStore(Store):
         if self._value_in_key:
             state["value_in_key"] = torch.tensor(self._value_in_key)
         return state
-
-    def check_saved(self, state: Tensors, schema: Schema) -> None:
-        if state.keys() & {"keys", PAGES}:
-            check_rows(state, schema)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """As for every store; pages in memory that can be ours are taken as they are."""

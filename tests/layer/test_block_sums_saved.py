@@ -77,24 +77,17 @@ def test_sums_of_infinite_rows_are_not_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("change", "message"),
     [
-        ("sums", lambda x: x[:, :, :, 1:], "sums is"),
-        ("sums", lambda x: x.float(), "sums is float32"),
-        ("sums", lambda x: x.expand(-1, -1, 2, -1), "counts"),
-        ("sums", lambda x: x / 0.0, "not finite"),
-        ("sums", lambda x: x * 1e300, "larger than those"),
-        ("counts", lambda x: x + 10, "from 0 to 82"),
-        ("counts", lambda x: -x, "from 0 to 82"),
-        ("end", lambda x: x * 2, "end is"),
-        ("end", lambda x: x - 100000, "end is"),
+        (lambda x: x[:, :, :, 1:], "sums is"),
+        (lambda x: x.float(), "sums is float32"),
     ],
 )
-def test_sums_that_do_not_fit_are_refused(name: str, change: Any, message: str) -> None:
+def test_sums_that_do_not_fit_are_refused(change: Any, message: str) -> None:
     driver = Driver(rest="mean")
     driver.forward(90, padded=11)
     state = driver.layer.state_dict()
     assert "built" in state
-    state[f"rest.{name}"] = change(state[f"rest.{name}"])
+    state["rest.sums"] = change(state["rest.sums"])
     with pytest.raises(ValueError, match=message):
         Driver(rest="mean").layer.load_state_dict(state, torch.device("cpu"))

@@ -96,12 +96,6 @@ FAULTS = (
         "        self.crop(start + 1)\n        self.append(rows)",
     ),
     Fault(
-        "saved-ids-out-of-range-accepted",
-        "hf_kvret/contracts/schema.py",
-        "check_range(name, ids, -1, end - 1)",
-        "check_range(name, ids, -1, end)",
-    ),
-    Fault(
         "sinks-counted-as-rest",
         "hf_kvret/layer/block_sums.py",
         "return marks.scatter_(1, columns.masked_fill(outside, length), False)[:, :length]",

@@ -153,23 +153,15 @@ def test_what_was_dropped_is_not_saved(llama: PreTrainedModel, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("length", lambda x: x + 1),
-        ("key_dim", lambda x: x * 2),
-        ("pages", lambda x: x[:, :1]),
-        ("pages", lambda x: x[:, :, :1]),
-        ("pages", lambda x: x.double()),
-        ("pages", lambda x: x[..., :-1]),
-    ],
+    "change", [lambda x: x[:, :, :1], lambda x: x.double(), lambda x: x[..., :-1]]
 )
-def test_crafted_pages_are_refused(
-    name: str, change: Any, llama: PreTrainedModel, tmp_path: Path
+def test_pages_of_another_form_are_refused(
+    change: Any, llama: PreTrainedModel, tmp_path: Path
 ) -> None:
     _saved(llama, tmp_path, "flat")
     content, tensors = read_saved(tmp_path)
-    whole = f"layers.1.store.{name}"
+    whole = "layers.1.store.pages"
     write_saved(tmp_path, content, {**tensors, whole: change(tensors[whole]).contiguous()})
     for mapped in (True, False):
-        with pytest.raises(ValueError, match="damaged or crafted"):
+        with pytest.raises(ValueError, match="damaged, or of another model"):
             FlatKVCache.from_pretrained(tmp_path, llama.config, mapped=mapped)

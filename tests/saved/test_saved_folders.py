@@ -31,22 +31,6 @@ def _filled(model: PreTrainedModel, salt: int = 0) -> FlatKVCache:
     return cache
 
 
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    return _saved("gemma3", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    return _saved("qwen3_next", tmp_path_factory)
-
-
-def _saved(name: str, tmp: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    model, folder = MODELS[name].build(), tmp.mktemp(name)
-    _filled(model).save_pretrained(folder)
-    return model, folder
-
-
 def _first(cache: RetrievalCache) -> torch.Tensor:
     return cache.retrieval_layers[0].state_dict()["window.keys"]
 
@@ -161,63 +145,19 @@ def test_verify_says_what_it_cannot(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code != 0 and "--verify checks saved caches" in shown
 
 
-# Of a layer of gemma3 that slides, and of a linear layer of qwen3_next.
-WRONG_VALUES: list[tuple[str, str, Any]] = [
-    ("gemma", "cumulative_length", 3),
-    ("gemma", "cumulative_length", -1),
-    ("gemma", "cumulative_length", 10**9),
-    ("gemma", "sliding_window", 2**40),
-    ("gemma", "is_initialized", False),
-    ("gemma", "is_initialized", 1),
-    ("gemma", "dtype", "float8_e4m3fn"),
-    ("gemma", "dtype", "load"),
-    ("gemma", "update", 1),
-    ("gemma", "__class__", "object"),
-    ("gemma", "record_past", None),
-    ("qwen", "number_of_states", 2),
-    ("qwen", "conv_kernel_size", [9]),
-    ("qwen", "conv_kernel_size", []),
-    ("qwen", "has_previous_state", [3]),
-    ("qwen", "is_conv_states_initialized", [False]),
-    ("qwen", "dtype", "int64"),
-]
-
-
-@pytest.mark.parametrize(("model_name", "name", "value"), WRONG_VALUES)
-def test_wrong_values_of_foreign_layers_are_refused(
-    request: pytest.FixtureRequest, model_name: str, name: str, value: Any, tmp_path: Path
-) -> None:
-    model, folder = request.getfixturevalue(model_name)
-    content, tensors = read_saved(folder)
-    content["layers"][0]["values"][name] = value
+def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = MODELS["gemma3"].build()
+    _filled(model).save_pretrained(tmp_path)
+    content, tensors = read_saved(tmp_path)
+    window = content["layers"][0]["values"]["sliding_window"]
+    content["layers"][0]["values"]["sliding_window"] = window + 3
     write_saved(tmp_path, content, tensors)
-    with pytest.raises(ValueError, match=r"layer 0: |different numbers of tokens"):
+    with pytest.raises(ValueError, match=f"sliding_window is {window + 3}, and this model's is"):
         FlatKVCache.from_pretrained(tmp_path, model.config)
-    del content["layers"][0]["values"][name]
-    if name in ("sliding_window", "record_past", "conv_kernel_size", "is_initialized"):
-        write_saved(tmp_path, content, tensors)
-        with pytest.raises(ValueError, match=f"needs {name}"):
-            FlatKVCache.from_pretrained(tmp_path, model.config)
-
-
-def test_tensors_of_foreign_layers_must_fit(
-    gemma: tuple[PreTrainedModel, Path], qwen: tuple[PreTrainedModel, Path], tmp_path: Path
-) -> None:
-    for number, ((model, folder), name) in enumerate(
-        [(gemma, "keys"), (gemma, "values"), (qwen, "conv_states.0"), (qwen, "recurrent_states.0")]
-    ):
-        content, tensors = read_saved(folder)
-        whole = tensors[f"layers.0.{name}"]
-        others = {"shorter": whole[..., :-1, :], "batch": whole[:1], "half": whole.half()}
-        others |= {"flat": whole.flatten(), "whole numbers": whole.long()}
-        if model is qwen[0]:
-            # It has one such layer, whose sizes only the model knows.
-            del others["shorter"], others["half"]
-        for kind, other in others.items():
-            changed = {**tensors, f"layers.0.{name}": other.contiguous()}
-            write_saved(tmp_path / f"{number} {kind}", content, changed)
-            with pytest.raises(ValueError, match=r"layer 0: |damaged or crafted"):
-                FlatKVCache.from_pretrained(tmp_path / f"{number} {kind}", model.config)
+    del content["layers"][0]["values"]["sliding_window"]
+    write_saved(tmp_path, content, tensors)
+    with pytest.raises(ValueError, match=r"has no layers\.0\.sliding_window: it is damaged"):
+        FlatKVCache.from_pretrained(tmp_path, model.config)
 
 
 def test_unknown_attributes_are_not_lost_in_silence(tmp_path: Path) -> None:

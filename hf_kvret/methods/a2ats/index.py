@@ -14,7 +14,6 @@ from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import number
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.learned import METHOD, LearnedLayer, check_artifact, learned_layer
@@ -71,7 +70,7 @@ class A2ATSIndex(Index):
     capture_obstacle = "a2ats appends the code of each token at a position that the host computes"
 
     _codes: TokenBuffer = passed(dims="B H t", dtype=torch.int16)
-    _cold: int = number(0, least=0)
+    _cold: int = number(0)
     # The fingerprint of the codebook makes sure that a saved cache is loaded with the same one.
     _fingerprint: int = number(0, key="learned")
 
@@ -171,28 +170,12 @@ class A2ATSIndex(Index):
         return 0 if self._quantizer is None else self._quantizer.nbytes
 
     def loaded(self) -> None:
-        """ValueError for codes of another artifact, or codes out of range."""
-        codes, cold = self._codes.rows, self._cold
-        quantizer = self._on(codes.device)
+        """ValueError for codes of another artifact."""
+        quantizer = self._on(self._codes.rows.device)
         if quantizer.fingerprint != self._fingerprint:
             raise ValueError(
                 f"the cache was saved with another artifact than {self.options.artifact} is now: "
                 "its codes name other codewords. Bring that artifact back, or fill a new cache"
-            )
-        words, lowest, highest = quantizer.words.shape[1], int(codes.min()), int(codes.max())
-        if not 0 <= lowest <= highest < words or codes.shape[2] < cold:
-            raise ValueError(
-                f"the cache was saved with codes {lowest} to {highest} of {codes.shape[2]} tokens; "
-                f"there are {words} codewords and {cold} cold tokens: the file is damaged, save "
-                "the cache again"
-            )
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError where codes of tokens are missing; a crop leaves later ones."""
-        if self._cold != schema["N"] or len(self._codes) < schema["T"]:
-            raise damaged(
-                f"index: codes of {len(self._codes)} of {schema['T']} tokens, {self._cold} of "
-                f"{schema['N']} cold"
             )
 
     def stats(self) -> dict[str, Any]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Schema, damaged
-from hf_kvret.contracts.state import Tensors
+from hf_kvret.contracts.schema import damaged
 from hf_kvret.contracts.store import AttentionResult, Store
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels._dispatch import preferred
-from hf_kvret_kernels.higgs import Codec
 from hf_kvret_kernels.ids import check_id_range
 
 CHUNK = 4096
@@ -127,38 +125,7 @@ def split(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def check_names(state: Tensors, names: set[str]) -> None:
-    """ValueError for a tensor of another name."""
-    if not state.keys() <= names:
-        raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
-
-
 def check_shape(saved: torch.Tensor, shape: list[int]) -> None:
     """ValueError unless ``saved``, ``store.shape``, is the layer's: heads, key and value dim."""
     if saved.dtype != torch.int64 or saved.shape != (len(shape),) or saved.tolist() != shape:
         raise damaged(f"store.shape is {saved.flatten()[:4].tolist()}, not {shape}")
-
-
-def check_coded(
-    state: Tensors,
-    schema: Schema,
-    codecs: Sequence[tuple[Codec, int]],
-    tokens: str = "N",
-    prefix: str = "",
-) -> None:
-    """ValueError unless codes and scales are of rows that ``codecs``, in that order, make up.
-
-    Args:
-        state: with ``keys``, the codes, and ``values``, the scales.
-        schema: of the layer.
-        codecs: codec and width of the parts of a row.
-        tokens: letter or number of the rows.
-        prefix: of the names.
-    """
-    widths = {
-        "keys": sum(codec.code_bytes(width) for codec, width in codecs),
-        "values": sum(codec.scale_bytes(width) for codec, width in codecs),
-    }
-    for name, width in widths.items():
-        key = f"{prefix}{name}"
-        schema.check(f"store.{key}", state[key], f"B 1 {tokens} {width}", torch.uint8)

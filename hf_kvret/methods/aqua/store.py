@@ -8,19 +8,16 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
-from hf_kvret.contracts.schema import Schema, damaged
+from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import Tensors, part
-from hf_kvret.contracts.store import check_rows
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
-from hf_kvret.methods.aqua.coder import RowCoder, Rows, codecs_of
+from hf_kvret.methods.aqua.coder import RowCoder, Rows
 from hf_kvret.methods.aqua.coding import NOT_CODED
 from hf_kvret.methods.aqua.config import LayerPlan
 from hf_kvret.methods.aqua.decoded import (
     CHUNK,
     BytePages,
     DecodedStore,
-    check_coded,
-    check_names,
     check_shape,
     spans,
 )
@@ -177,33 +174,13 @@ class AquaStore(DecodedStore):
         return state
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
-        """As for every state: rows, or codes and scales, of as many tokens as are cold."""
-        if not state:
-            return
-        names = {"keys", "values", "value_in_key", "shape", "dtype", "positions", "learned"}
-        check_names(state, names)
-        in_key = schema.get("I") or 0
-        heads, key_dim, value_dim = schema["H"], schema["D"], 0 if in_key else schema["V"]
-        check_shape(state["shape"], [heads, key_dim, value_dim, *([in_key] if in_key else [])])
-        schema.check("store.dtype", state["dtype"], "1")
-        if "learned" in state:
-            schema.check("store.learned", state["learned"].reshape(-1), "1", torch.int64)
-        if "positions" in state:
-            schema.check("store.positions", state["positions"], "B 1 p", torch.int32)
-        # A crop leaves positions of tokens that are in the window again.
-        if self.plan.keeps_positions and state["positions"].shape[2] < schema["N"]:
-            raise damaged(f"store.positions are of {state['positions'].shape[2]} tokens")
-        bits = self.plan.bits_of(self.below() is None)
-        if bits == NOT_CODED or self.plan.options.keep == "rows":
-            pages = ("keys", "values", "value_in_key")
-            check_rows({name: x for name, x in state.items() if name in pages}, schema)
-            return
-        if "value_in_key" in state:
-            raise damaged("store has an unknown value_in_key")
-        codecs = codecs_of(self.plan, bits, heads, (key_dim, value_dim), torch.device("cpu"))
-        widths = heads * key_dim, heads * value_dim
-        pairs = zip(codecs, widths, strict=True)
-        check_coded(state, schema, [(codec, width) for codec, width in pairs if codec is not None])
+        """As for every state: rows, or codes and scales, of the layer's heads."""
+        if state:
+            in_key = schema.get("I") or 0
+            value_dim = 0 if in_key else schema["V"]
+            check_shape(
+                state["shape"], [schema["H"], schema["D"], value_dim, *([in_key] if in_key else [])]
+            )
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         if not state:

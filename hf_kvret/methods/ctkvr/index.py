@@ -11,8 +11,8 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Schema, damaged
-from hf_kvret.contracts.state import Tensors, number, part
+from hf_kvret.contracts.schema import Schema
+from hf_kvret.contracts.state import number, part
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import (
     MOST_TOKENS,
@@ -63,12 +63,12 @@ class CTkvrIndex(Index):
     _file: InvertedFile = part(key="lists")
     _rerank: Rerank = part(may_be_empty=True)
     # KV heads and query heads of each; 0 before the first pass.
-    _heads: int = number(0, key="counts", least=0)
-    _group: int = number(0, key="counts", least=0)
-    _length: int = number(0, key="counts", least=0)
-    _steps: int = number(0, key="counts", least=0)
+    _heads: int = number(0, key="counts")
+    _group: int = number(0, key="counts")
+    _length: int = number(0, key="counts")
+    _steps: int = number(0, key="counts")
     _flushed: bool = number(False, key="counts")
-    _queries_since_question: float = number(math.inf, key="counts", least=0)
+    _queries_since_question: float = number(math.inf, key="counts")
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
@@ -267,24 +267,6 @@ class CTkvrIndex(Index):
         """G query heads of each KV head."""
         heads = schema.get("Q")
         return {} if heads is None else {"G": heads // schema["H"]}
-
-    def check_saved(self, state: Tensors, schema: Schema) -> None:
-        """As for every state; KeyError for an empty ``state``, which no field would report."""
-        if not state:
-            raise KeyError("counts")
-        super().check_saved(state, schema)
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for other heads or tokens than the layer's, KeyError without queries."""
-        super().check_loaded(schema)
-        group = schema["Q"] // schema["H"] if schema.get("Q") else self._group
-        if (self._heads, self._group) != (schema["H"], group) or self._length != schema["N"]:
-            raise damaged(
-                f"index.counts are of {self._heads} heads, groups of {self._group} and "
-                f"{self._length} tokens, not of {schema['H']}, {group} and {schema['N']}"
-            )
-        if self._file.queue is None and not len(self._prompt_queries):
-            raise KeyError("pool.queries")
 
     def loaded(self) -> None:
         """KeyError where codes of cold tokens are missing."""

@@ -10,9 +10,8 @@ import torch
 from torch.nn.functional import pad
 
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.schema import Schema, check_range, damaged
 from hf_kvret.contracts.state import State, number, part, tensor
-from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, tokens
+from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret_kernels import centroid
 from hf_kvret_kernels._dispatch import preferred
@@ -189,14 +188,6 @@ class InvertedLists(State):
     def loaded(self) -> None:
         self.width = self._low.rows.shape[-1]
 
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for lists that name tokens that are not cold."""
-        if not len(self):
-            return
-        check_range("slots", self.slots, -1, MOST_SLOT)
-        for ids in self.chunks():
-            check_range("lists", ids, -1, schema["N"] - 1)
-
     def _pack(self, chunks: Iterable[torch.Tensor], queries: torch.Tensor, wide: bool) -> None:
         """Append the lists ``chunks`` of as many centroids as there are ``queries``."""
         batch, heads, count = queries.shape[:3]
@@ -227,8 +218,8 @@ class CentroidQueue(State):
         drop_count: number of dropped centroids of the base.
     """
 
-    room: int = number(0, key="counts", least=1, most=MOST_SLOT)
-    drop_count: int = number(0, key="counts", least=0, most=MOST_SLOT)
+    room: int = number(0, key="counts")
+    drop_count: int = number(0, key="counts")
     _base: InvertedLists = part()
     _fresh: InvertedLists = part(may_be_empty=True)
 
@@ -326,14 +317,6 @@ class CentroidQueue(State):
     def loaded(self) -> None:
         self._fresh.width = self._base.width
 
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for two generations that do not go on, or more dropped than there are."""
-        super().check_loaded(schema)
-        if not self.drop_count < len(self._base):
-            raise damaged(f"lists: {self.drop_count} of {len(self._base)} centroids are dropped")
-        if len(self._fresh) and self._fresh.generation_form != self._base.generation_form:
-            raise damaged("lists.fresh are of another form than lists.base")
-
     def _take(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, c, width]`` int32 lists of ``index [B, H, Q, c]``; dropped ones count too."""
         older = len(self._base)
@@ -355,7 +338,7 @@ class InvertedFile(State):
     """
 
     queue: CentroidQueue | None = part(lambda: CentroidQueue(0, 0), key="", optional=True)
-    listed_len: int = number(0, key="listed", least=0, most="N")
+    listed_len: int = number(0, key="listed")
     list_builds: int = number(0, saved=False, reset_on_fork=True)
     keys_scored: int = number(0, saved=False, reset_on_fork=True)
     # Share of the tokens in any list, [B] fp32, at the last check.

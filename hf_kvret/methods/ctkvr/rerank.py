@@ -10,13 +10,12 @@ from torch.nn.functional import pad
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.schema import FLOATS, Schema
+from hf_kvret.contracts.schema import FLOATS
 from hf_kvret.contracts.state import State, tensor
 from hf_kvret.contracts.store import best_of, scores_of_gathered
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.inverted_file import CentroidQueue
 from hf_kvret_kernels import centroid, paris
-from hf_kvret_kernels.paris.codes import check_widths
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 
@@ -190,11 +189,6 @@ class KeyCodes(Rerank):
         """Bytes of one token's code, all heads and sequences."""
         planes = [plane for plane in (self._sign, self._magnitude, self._weight) if len(plane)]
         return sum(plane.rows.nbytes / len(plane) for plane in planes)
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for codes of keys of another length."""
-        if len(self._sign):
-            check_widths(self._codes(), schema["D"], _SUBSPACE_DIM)
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

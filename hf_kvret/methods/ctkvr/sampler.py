@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.contracts.schema import Schema, check_range
 from hf_kvret.contracts.state import State, number, part, tensor
-from hf_kvret.contracts.token_buffer import MOST_SLOT
 
 _BITS = 30
 
@@ -26,7 +24,7 @@ class CentroidSampler(State):
     _queries: torch.Tensor | None = tensor(shared=True, dims="B Q m D")
     _slots: torch.Tensor | None = tensor(shared=True, dims="B m", dtype=torch.int64)
     _ranks: torch.Tensor | None = tensor(shared=True, dims="B m", dtype=torch.int64)
-    _count: int = number(0, key="seen", least=0, most=MOST_SLOT)
+    _count: int = number(0, key="seen")
 
     def __init__(self, choice: str, most: int, seed: int = 0) -> None:
         self.choice, self.most, self.seed = choice, most, seed
@@ -53,12 +51,6 @@ class CentroidSampler(State):
 
     def __len__(self) -> int:
         return 0 if self._queries is None else self._queries.shape[2]
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for slots or ranks that no query has."""
-        if self._slots is not None and self._ranks is not None:
-            check_range("slots", self._slots, -1, MOST_SLOT)
-            check_range("ranks", self._ranks, -1, 1 << 32)
 
     def best(
         self, count: int, before: torch.Tensor | None = None

@@ -11,9 +11,8 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Schema, check_ids, damaged
 from hf_kvret.contracts.state import number, part, tensor
-from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
+from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.options.config import RetrievalConfig, check_int, check_number
 from hf_kvret_kernels.soft_cap import soft_cap_
 
@@ -88,13 +87,17 @@ class H2OIndex(Index):
     _valid: TokenBuffer = passed(dims="B 1 t", dtype=torch.bool)
     _scores: TokenBuffer = passed(dims="B H t", dtype=torch.float32)
     # The newest of the queries, which may be rejected drafts.
-    _tentative: int = number(0, key="counts", least=0, most=MOST_SLOT)
+    _tentative: int = number(0, key="counts")
     # Cold tokens and budget of the current selection.
-    _chosen_len: int = number(0, key="counts", least=0, most="N")
-    _chosen_budget: int = number(0, key="counts", least=0, most="N")
+    _chosen_len: int = number(0, key="counts")
+    _chosen_budget: int = number(0, key="counts")
     # The kept tokens' slots [B, Hkv, k] int32, and the same after the sinks' [B, Hkv, s + k].
-    _selection: torch.Tensor | None = tensor(key="kept", optional=True, shared=True)
-    _attention_ids: torch.Tensor | None = tensor(key="attended", optional=True, shared=True)
+    _selection: torch.Tensor | None = tensor(
+        key="kept", optional=True, shared=True, dims="B H k", dtype=torch.int32
+    )
+    _attention_ids: torch.Tensor | None = tensor(
+        key="attended", optional=True, shared=True, dims="B H s", dtype=torch.int32
+    )
 
     def __init__(self, options: H2OConfig) -> None:
         self.options = options
@@ -190,27 +193,6 @@ class H2OIndex(Index):
         for name, ids in (("kept", self._selection), ("attended", self._attention_ids)):
             if ids is None:
                 raise KeyError(name)
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for chosen ids out of range, or buffers that do not end alike."""
-        end = len(self._scores)
-        ends = {"queries": self._queries.end, "keys": self._keys.end, "valid": len(self._valid)}
-        # A crop leaves what it dropped to the next pass.
-        if set(ends.values()) != {end} or end < schema["T"]:
-            raise damaged(f"index: {ends} and scores {end} of {schema['T']} tokens")
-        if self._tentative > len(self._queries):
-            raise damaged(f"index: {self._tentative} of {len(self._queries)} queries may be drafts")
-        selection, attended = self._selection, self._attention_ids
-        if selection is None or attended is None:
-            return
-        length, budget = self._chosen_len, self._chosen_budget
-        sinks = min(self.options.sink, length)
-        schema.check("index.kept", selection, f"B H {budget}", torch.int32)
-        schema.check("index.attended", attended, f"B H {sinks + budget}", torch.int32)
-        check_ids("index.kept", selection, length)
-        check_ids("index.attended", attended[..., :sinks], length)
-        if not torch.equal(attended[..., sinks:], selection):
-            raise damaged("index.attended is not of the tokens in index.kept")
 
     def _is_chosen(self, cold: ColdTokens) -> bool:
         chosen = self._chosen_len, self._chosen_budget

@@ -7,7 +7,6 @@ from typing import Self
 
 import torch
 
-from hf_kvret.contracts.schema import damaged
 from hf_kvret.contracts.state import State, tensor
 from hf_kvret.methods.lrqk.factors import finite, float_chunks
 
@@ -153,13 +152,8 @@ class RandomSource(State):
         return draw
 
     def loaded(self) -> None:
-        """ValueError for what is no state of a generator."""
         assert self.state is not None, "it is loaded"
         self.state = self.state.cpu()
-        try:
-            torch.Generator().set_state(self.state)
-        except (RuntimeError, TypeError) as error:
-            raise damaged(f"index.chance.state is of no generator ({error})") from error
 
 
 class Moments(State):
@@ -173,15 +167,11 @@ class Moments(State):
             itself (eq. 22).
     """
 
-    gram: torch.Tensor | None = tensor(shared=True, dims="B Q D D", dtype=_FP32, finite=True)
-    sizes: torch.Tensor | None = tensor(shared=True, dims="B Q D", dtype=_FP32, finite=True)
-    count: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32, finite=True)
-    cross: torch.Tensor | None = tensor(
-        shared=True, optional=True, dims="B Q R D", dtype=_FP32, finite=True
-    )
-    own: torch.Tensor | None = tensor(
-        shared=True, optional=True, dims="B Q R R", dtype=_FP32, finite=True
-    )
+    gram: torch.Tensor | None = tensor(shared=True, dims="B Q D D", dtype=_FP32)
+    sizes: torch.Tensor | None = tensor(shared=True, dims="B Q D", dtype=_FP32)
+    count: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32)
+    cross: torch.Tensor | None = tensor(shared=True, optional=True, dims="B Q R D", dtype=_FP32)
+    own: torch.Tensor | None = tensor(shared=True, optional=True, dims="B Q R R", dtype=_FP32)
 
     def __init__(self, random: bool) -> None:
         self.random = random

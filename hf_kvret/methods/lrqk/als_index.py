@@ -9,9 +9,9 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Schema, check_ids, damaged
+from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import State, number, part, tensor
-from hf_kvret.contracts.token_buffer import MOST_SLOT, TokenBuffer, passed
+from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.lrqk.als import (
     RANDOM_START,
     Bases,
@@ -28,8 +28,10 @@ from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 
 _small = partial(TokenBuffer, 64)
 _BASIS: dict[str, Any] = {
-    **{"optional": True, "shared": True, "finite": True},
-    **{"dims": "B Q R D", "dtype": torch.float32},
+    "optional": True,
+    "shared": True,
+    "dims": "B Q R D",
+    "dtype": torch.float32,
 }
 
 
@@ -44,8 +46,8 @@ class RecentProxies(State):
 
     keys: TokenBuffer = passed(_small, dims="B H m D")
     proxies: TokenBuffer = passed(_small, may_be_empty=True, dims="B Q m R", dtype=torch.float32)
-    end: int = number(0, least=0, most=MOST_SLOT)
-    _pass_len: int = number(0, key="end", least=0, most=MOST_SLOT)
+    end: int = number(0)
+    _pass_len: int = number(0, key="end")
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -94,12 +96,6 @@ class RecentProxies(State):
         self.keys.drop(block.end)
         self.proxies.drop(block.end)
         return proxies
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for tokens that are not the newest; a crop leaves later ones."""
-        count, end = len(self.keys), self.end
-        if not max(count, self._pass_len, schema["T"]) <= end:
-            raise damaged(f"index.waiting: {count} tokens end at {end} of {schema['T']}")
 
     def loaded(self) -> None:
         for rows in (self.keys, self.proxies):
@@ -299,20 +295,6 @@ class PaperLRQKIndex(Index):
         """Rank R; proxies are of each query head."""
         heads = schema.get("Q")
         return {"R": self.options.rank_of(schema["D"])} | ({} if heads is None else {"F": heads})
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for selected ids out of range, or without what the factors are made of."""
-        super().check_loaded(schema)
-        if self._selection is not None:
-            check_ids("index.selected.ids", self._selection, schema["N"])
-        basis = self._query_basis if self._bases is not None else self._queries.gram
-        if basis is None or (self._bases is None and self._keys.gram is None):
-            raise KeyError("queries.gram")
-        if basis.shape[1] % schema["H"]:
-            raise damaged(f"index: {basis.shape[1]} query heads")
-        if self._bases is None and schema["N"]:
-            # A save builds the index.
-            raise KeyError("bases.query")
 
     @property
     def _bases(self) -> Bases | None:

@@ -164,9 +164,9 @@ class QueryGrams(State):
             first queries.
     """
 
-    steady: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32, finite=True)
-    recent: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32, finite=True)
-    scale: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32, finite=True)
+    steady: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32)
+    recent: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32)
+    scale: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32)
     sets: int = number(0, saved=False)
     _is_scaled: bool = number(False, saved=False)
     _buffer: QueryBuffer = part(QueryBuffer, saved=False)
@@ -275,9 +275,9 @@ class QueryGrams(State):
 class KeyGrams(State):
     """Gram matrix, sum and count of a layer's cold keys: ``[B, Hkv, D, D]``, fp32."""
 
-    gram: torch.Tensor | None = tensor(shared=True, dims="B H D D", dtype=_FP32, finite=True)
-    total: torch.Tensor | None = tensor(shared=True, dims="B H D", dtype=_FP32, finite=True)
-    count: torch.Tensor | None = tensor(shared=True, dims="B", dtype=_FP32, finite=True)
+    gram: torch.Tensor | None = tensor(shared=True, dims="B H D D", dtype=_FP32)
+    total: torch.Tensor | None = tensor(shared=True, dims="B H D", dtype=_FP32)
+    count: torch.Tensor | None = tensor(shared=True, dims="B", dtype=_FP32)
 
     def add(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Add ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""

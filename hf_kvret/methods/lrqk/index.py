@@ -11,7 +11,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.contracts.schema import Schema, damaged
+from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
@@ -36,20 +36,18 @@ class LRQKIndex(CapturableIndex, Index):
     and projected again: at once for a question of several tokens, otherwise at a flush.
     """
 
-    needs_finite: ClassVar[bool] = True
-
     _keys: KeyGrams = part(KeyGrams, may_be_empty=True)
     _queries: QueryGrams = part()
     _proxies: Proxies = part(may_be_empty=True)
     # The maps of the factors, [B, F, D, r], and the mean key, [B, Hkv, D].
     _to_query: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B F D R", dtype=torch.float32, finite=True
+        optional=True, shared=True, dims="B F D R", dtype=torch.float32
     )
     _to_key: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B F D R", dtype=torch.float32, finite=True
+        optional=True, shared=True, dims="B F D R", dtype=torch.float32
     )
     _mean: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B H D", dtype=torch.float32, finite=True
+        optional=True, shared=True, dims="B H D", dtype=torch.float32
     )
     # The error for the newest queries at the last check, [B, F].
     _reference_error: torch.Tensor | None = tensor(
@@ -59,7 +57,7 @@ class LRQKIndex(CapturableIndex, Index):
     _check: bool = number(False, key="due")
     _flushed: bool = number(False, key="due")
     # Queries since the last reprojection: drafts must not trigger one every time.
-    _queries_since_projection: float = number(math.inf, key="due", least=0)
+    _queries_since_projection: float = number(math.inf, key="due")
     _reprojections: int = number(0, saved=False, reset_on_fork=True)
     _reprojected_rows: int = number(0, saved=False, reset_on_fork=True)
 
@@ -220,15 +218,6 @@ class LRQKIndex(CapturableIndex, Index):
         """F sets of heads and rank R."""
         sets = schema["H"] if self.options.shared else schema.get("Q")
         return {"R": self.options.rank_of(schema["D"])} | ({} if sets is None else {"F": sets})
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError where heads do not go evenly into sets, or factors are missing."""
-        super().check_loaded(schema)
-        sets, scale = self._queries.sets, self._queries.scale
-        if scale is not None and (scale.shape[1] % schema["H"] or sets % schema["H"]):
-            raise damaged(f"index: {scale.shape[1]} query heads in {sets} sets")
-        if schema["N"] and self._to_query is None:
-            raise KeyError("to_query")
 
     def loaded(self) -> None:
         """KeyError if only some of the factors' tensors were saved."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import State, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.lrqk.factors import float_chunks
@@ -107,11 +106,6 @@ class Proxies(State):
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         """The ``rows [B, F, *, r]`` of ``self.rows`` in fp32."""
         return rows.float() if self.steps is None else rows.float() * self.steps
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for rows of another dtype than the options ask for."""
-        if len(self) and self.rows.dtype != self.dtype:
-            raise damaged(f"index.proxies are {self.rows.dtype}, not {self.dtype}")
 
     def loaded(self) -> None:
         if self.dtype != torch.int8:

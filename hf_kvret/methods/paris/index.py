@@ -12,7 +12,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
-from hf_kvret.contracts.schema import FLOATS, Schema, damaged
+from hf_kvret.contracts.schema import FLOATS
 from hf_kvret.contracts.state import number, tensor
 from hf_kvret.contracts.store import Store
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
@@ -25,7 +25,6 @@ from hf_kvret.options.config import (
 )
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch
-from hf_kvret_kernels.paris.codes import check_widths
 
 _TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 # Where there are so many subspaces that a byte can't hold the points of six tiers.
@@ -203,7 +202,7 @@ class ParisIndex(CapturableIndex, Index):
     _mean: torch.Tensor | None = tensor(
         shared=True, optional=True, dims="B H D", dtype=torch.float32
     )
-    _mean_len: int = number(0, least=0)
+    _mean_len: int = number(0)
     # Random signs of the rotation, [P] fp32, and the [8] fp32 levels of magnitudes.
     _signs: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
     _levels: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
@@ -401,16 +400,6 @@ class ParisIndex(CapturableIndex, Index):
         twin = super().fork()
         twin._host_search = None
         return twin
-
-    def check_loaded(self, schema: Schema) -> None:
-        """ValueError for codes of another length, or counts that are not those of the tokens."""
-        m, counts, weight = self.options.subspace_dim, self._counts, self._weight.rows
-        if counts is None:
-            return
-        check_widths(self._codes(), schema["D"], m)
-        counted = (weight[:, 0, :, 0] >= 0).sum(dim=1)[:, None, None]
-        if counts.shape[3] != 1 << m or bool((counts < 0).any() | (counts.sum(3) != counted).any()):
-            raise damaged("index.counts do not add up to the tokens")
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

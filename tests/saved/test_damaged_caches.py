@@ -1,0 +1,177 @@
+"""A damaged cache is refused with ValueError or OSError, or holds exactly what was saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_kvret import RetrievalCache, registered_methods
+
+from .saved_files import saved_file
+
+make = SimpleNamespace(
+    **runpy.run_path(str(Path(__file__).parents[1] / "fixtures" / "make_saved.py"))
+)
+CACHES = make.SAVED / "caches"
+METHODS = sorted(path.name for path in CACHES.iterdir())
+COUNT, SAMPLE = 800, 80
+DESCRIPTION = "cache.json"
+Damage = Callable[[random.Random, Path, Path], None]
+VALUES = [None, 0, -1, 10**9, 2**70, 0.5, True, "x", "../../x", [], {}, [1], {"a": 1}, float("inf")]
+
+
+def truncated(chance: random.Random, folder: Path, other: Path) -> None:
+    path = chance.choice([saved_file(folder), folder / DESCRIPTION])
+    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size - 1)])
+
+
+def flipped_header(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    _flip(chance, path, 0, _body(path), chance.choice([1, 3]))
+
+
+def flipped_body(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    _flip(chance, path, _body(path), path.stat().st_size, chance.choice([1, 4, 64]))
+
+
+def flipped_description(chance: random.Random, folder: Path, other: Path) -> None:
+    path = folder / DESCRIPTION
+    _flip(chance, path, 0, path.stat().st_size, 1)
+
+
+def _flip(chance: random.Random, path: Path, start: int, end: int, count: int) -> None:
+    content = bytearray(path.read_bytes())
+    for place in chance.sample(range(start, end), count):
+        content[place] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def _body(path: Path) -> int:
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def zeroed(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    content = bytearray(path.read_bytes())
+    start = chance.randrange(_body(path), len(content) - 1)
+    content[start : start + 4096] = bytes(len(content[start : start + 4096]))
+    path.write_bytes(content)
+
+
+def longer(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    path.write_bytes(path.read_bytes() + chance.randbytes(chance.choice([1, 8, 4096])))
+
+
+def header_length(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    content = path.read_bytes()
+    lengths = [0, 1, 2**31, 2**63, 2**64 - 1, len(content), len(content) - 8, 99_999_999]
+    path.write_bytes(chance.choice(lengths).to_bytes(8, "little") + content[8:])
+
+
+def tensors_of_another(chance: random.Random, folder: Path, other: Path) -> None:
+    shutil.copy(saved_file(other), saved_file(folder))
+
+
+def description_of_another(chance: random.Random, folder: Path, other: Path) -> None:
+    shutil.copy(other / DESCRIPTION, folder / DESCRIPTION)
+
+
+def no_file(chance: random.Random, folder: Path, other: Path) -> None:
+    path = chance.choice([saved_file(folder), folder / DESCRIPTION])
+    path.unlink()
+    kind = chance.randrange(4)
+    if kind == 0:
+        path.mkdir()
+    elif kind == 1:
+        path.symlink_to(path)
+    elif kind == 2:
+        path.write_bytes(chance.randbytes(chance.choice([0, 5000])))
+
+
+def edited_description(chance: random.Random, folder: Path, other: Path) -> None:
+    """As by hand: a value is another one, the checksum is not."""
+    path = folder / DESCRIPTION
+    content = json.loads(path.read_text())
+    place = chance.choice([content["options"], content["model"], content["library"], content])
+    name = chance.choice([name for name in place if name != "checksum"])
+    place[name] = chance.choice([value for value in VALUES if value != place[name]])
+    path.write_text(json.dumps(content))
+
+
+DAMAGES: list[Damage] = [
+    *(truncated, flipped_header, flipped_body, flipped_description, zeroed, longer),
+    *(header_length, tensors_of_another, description_of_another, no_file, edited_description),
+]
+
+
+def _load(method: str, folder: Path) -> RetrievalCache:
+    cls = registered_methods()[method]
+    return cls.from_pretrained(folder, make.load_model().config, **make.place(method))
+
+
+def _content(cache: RetrievalCache) -> dict[str, torch.Tensor]:
+    return {
+        f"{number}.{name}": x
+        for number, layer in enumerate(cache.retrieval_layers)
+        for name, x in layer.state_dict().items()
+    }
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By method, the folder of another cache of the same form."""
+    root = tmp_path_factory.mktemp("other")
+
+    def folder_of(method: str) -> Path:
+        if not (root / method).exists():
+            cache = _load(method, CACHES / method)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.save_pretrained(root / method)
+        return root / method
+
+    return folder_of
+
+
+@pytest.mark.parametrize(
+    ("number", "damage"),
+    [
+        pytest.param(
+            number,
+            DAMAGES[number % len(DAMAGES)],
+            marks=[pytest.mark.slow] if number >= SAMPLE else [],
+        )
+        for number in range(COUNT)
+    ],
+)
+def test_a_damaged_cache_is_refused_or_the_same(
+    number: int, damage: Damage, other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    chance = random.Random(number)
+    method = METHODS[number % len(METHODS)]
+    folder = tmp_path / "case"
+    shutil.copytree(CACHES / method, folder)
+    damage(chance, folder, other(method))
+    try:
+        cache = _load(method, folder)
+    except (ValueError, OSError) as refused:
+        assert len(str(refused)) < 2000
+        return
+    whole = _load(method, CACHES / method)
+    assert dataclasses.asdict(cache.options) == dataclasses.asdict(whole.options)
+    contents, expected = _content(cache), _content(whole)
+    assert contents.keys() == expected.keys()
+    for name, x in contents.items():
+        assert x.dtype == expected[name].dtype and torch.equal(x, expected[name])
