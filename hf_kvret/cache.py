@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import threading
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ from hf_kvret.options.config import RetrievalConfig, forked
 from hf_kvret.saved import persistence
 from hf_kvret.saved.identity import CacheIdentity, check_filler, identity_of
 from hf_kvret.saved.token_record import TokenRecord
-from hf_kvret.stores import Store, StoreChoice
+from hf_kvret.stores import DISK, Store, StoreChoice
 
 
 class RetrievalCache(Cache):
@@ -84,9 +83,7 @@ class RetrievalCache(Cache):
         self.model_shape = model_shape(config)
         shapes = retrieval_shapes(config)
         widths = [shape.width for shape in shapes.values()]
-        self._stores = StoreChoice(
-            options, len(shapes), math.gcd(*head_dims(config)), sum(widths) / widths[0]
-        )
+        self._stores = StoreChoice(options, len(shapes), sum(widths) / widths[0])
         for number, shape in shapes.items():
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
@@ -161,7 +158,7 @@ class RetrievalCache(Cache):
     @classmethod
     def make_store(cls, options: Any, layer: int, stores: StoreChoice, first: FirstRows) -> Store:
         """A new, empty store for the model layer number ``layer``; see ``StoreChoice.make``."""
-        return stores.make(first, layer)
+        return stores.make(first)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Called by ``generate``: raise for a model that the options don't fit."""
@@ -373,8 +370,9 @@ class RetrievalCache(Cache):
             yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
 
     def options_to_load(self) -> RetrievalConfig:
-        """The options to save; see ``StoreChoice.named``."""
-        return self._stores.named(self.options)
+        """The options to save: a file must not say where others are written."""
+        options = self.options
+        return options.replace(store="host", disk=None) if options.store == DISK else options
 
     def save_pretrained(
         self,

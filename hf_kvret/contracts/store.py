@@ -21,33 +21,20 @@ from hf_kvret_kernels.soft_cap import soft_cap_
 
 @dataclass(frozen=True)
 class FirstRows:
-    """What is at hand when a store is made.
+    """What is known of a layer's rows when its store is made.
 
     Attributes:
         device: of the queries.
         nbytes: bytes of the first block, or of a saved store.
-        keys: ``[B, Hkv, n, Dk]`` of the first block, or of the first or all rows of a saved store,
-            or what makes them; None where these are codes.
-        valid: ``[B, n]`` bool, False for padding; None when all are valid.
-        value_in_key: see ``TokenBlock``.
     """
 
     device: torch.device
     nbytes: int
-    keys: torch.Tensor | Callable[[], torch.Tensor] | None
-    valid: torch.Tensor | None = None
-    value_in_key: int = 0
 
     @classmethod
     def of(cls, block: TokenBlock) -> FirstRows:
         """Those of a layer's first block."""
-        keys = block.keys
-        return cls(keys.device, block.nbytes, keys, block.valid, block.value_in_key)
-
-    @property
-    def are_codes(self) -> bool:
-        """Whether they come from a saved store of coded rows."""
-        return self.keys is None
+        return cls(block.keys.device, block.nbytes)
 
 
 # ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.
@@ -272,13 +259,10 @@ Beside them stand ``length`` and ``key_dim``, and ``value_in_key`` where keys co
 """
 
 
-def rows_of_pages(state: Tensors, most: int | None = None) -> Tensors:
-    """``keys`` and ``values``, as views, of saved rows in pages; of the first ``most`` tokens."""
+def rows_of_pages(state: Tensors) -> Tensors:
+    """``keys`` and ``values``, as views, of saved rows in pages."""
     length, key_dim = int(state["length"]), int(state["key_dim"])
-    pages = state[PAGES]
-    if most is not None:
-        pages, length = pages[:, : -(-most // pages.shape[3])], min(most, length)
-    rows = pages.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    rows = state[PAGES].transpose(1, 2).flatten(2, 3)[:, :, :length]
     if "value_in_key" in state:
         return {"keys": rows, "value_in_key": state["value_in_key"]}
     return {"keys": rows[..., :key_dim], "values": rows[..., key_dim:]}

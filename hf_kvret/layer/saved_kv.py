@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,11 +10,8 @@ import torch
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import State, Tensors
-from hf_kvret.contracts.store import PAGES, FirstRows, rows_of_pages
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.layer_kv import LayerKV, keeps_tensors
-
-# Tokens whose keys tell which store a layer gets, of pages that may be mapped.
-_SAMPLED = 1024
 
 
 def kv_to_save(kv: LayerKV) -> Tensors:
@@ -25,7 +21,6 @@ def kv_to_save(kv: LayerKV) -> Tensors:
     parts = {"window": kv.window.state_dict(), "index": index}
     positions = kv.positions
     if positions.is_allocated:
-        # Under index.*, where format version 1 has them.
         first = torch.tensor(positions.first)
         parts["index"] = {"positions": positions.rows[:, 0].contiguous(), "start": first}
     if kv.store is not None and kv.cold_len:
@@ -81,15 +76,10 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
     schema = schema.extended({"N": kv.window.start, "T": kv.window.end})
     with _named("index."):
         _load_index(kv, _part(state, "index."), schema, device)
-    rows = _part(state, "store.")
     if not kv.window.start:
         return
-    nbytes = sum(x.nbytes for x in rows.values())
-    # Only a store that may code rows looks at some of them, and mapped ones stay in their file.
-    sample = functools.partial(_first_keys, rows) if PAGES in rows else rows.get("keys")
-    store = kv.store = kv.make_store(
-        FirstRows(device, nbytes, sample, value_in_key=kv.window.value_in_key)
-    )
+    nbytes = sum(x.nbytes for x in _part(state, "store.").values())
+    store = kv.store = kv.make_store(FirstRows(device, nbytes))
     _load("store.", store, state, schema, device)
     kv.built = bool(state["built"])
     needs_sums = kv.config.needs_means and kv.config.rest_blocks is None
@@ -97,12 +87,6 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
     if _part(state, "rest.") and needs_sums and not store.codes_rows:
         kv.sums = kv.new_sums()
         _load("rest.", kv.sums, state, schema, device)
-
-
-def _first_keys(rows: Tensors) -> torch.Tensor:
-    """``[B, Hkv, n, Dk]`` of saved pages, a copy."""
-    with _named("store."):
-        return rows_of_pages(rows, _SAMPLED)["keys"]
 
 
 def _load_index(kv: LayerKV, index: Tensors, schema: Schema, device: torch.device) -> None:

@@ -48,7 +48,7 @@ class RetrievalConfig:
         slots: with ``store="resident"``, rows that stay on the device, per KV head. A count of at
             least ``top_k``, or a multiple of the budget (a float of at least 1).
         bits: bits of each number in coded rows, ``"higgs"`` and ``"higgs-host"``: 2, 3 or 4. 16 is
-            the model's own dtype, and ``"auto"`` then codes nothing.
+            the model's own dtype.
         device_budget: with ``store="split"``, device memory for the cold rows of all layers, as
             ``"90GB"``, ``"75GiB"`` or bytes. ``None``, on a GPU only: half of the memory that is
             free when the first rows go cold.

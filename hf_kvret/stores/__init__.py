@@ -11,9 +11,8 @@ from hf_kvret.options.config import RetrievalConfig, byte_count, free_bytes
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.disk import DiskStore, check_folder
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
-from hf_kvret.stores.offsets import warn_of_offset, why_in_full
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret.stores.placement import CODED, PLAIN, UNCODED, choose, coded_store
+from hf_kvret.stores.placement import UNCODED, choose
 from hf_kvret.stores.quantized import QuantizedStore
 from hf_kvret.stores.resident import ResidentStore
 
@@ -69,6 +68,7 @@ class StoreChoice:
 
     Attributes:
         name: of the stores; None until ``"auto"`` has decided.
+        reason: why ``"auto"`` decided so; None if it did not.
         announced_len: tokens of a prompt that was announced and has not ended; 0: none.
     """
 
@@ -76,7 +76,6 @@ class StoreChoice:
         self,
         options: RetrievalConfig,
         layers: int,
-        head_dim: int,
         all_to_first: float | None = None,
     ) -> None:
         """For a cache with these options and ``layers`` retrieval layers.
@@ -84,7 +83,6 @@ class StoreChoice:
         Args:
             options: of the cache.
             layers: that retrieve.
-            head_dim: of their keys; where they differ, the largest number that divides all.
             all_to_first: elements of a token in all these layers, in units of the first one's; None
                 for ``layers``: they are alike.
 
@@ -97,37 +95,13 @@ class StoreChoice:
         if name == DISK:
             check_folder(options.disk or "")
         self.name = None if name == "auto" else name
-        self._choice: str | None = None
+        self.reason: str | None = None
         self._options = options
         self._layers = layers
-        self._head_dim = head_dim
         self._all_to_first = all_to_first or layers
         self._share: int | None = None
         self.announced_len, self._chunk = 0, 0
         self._prompt_len, self._new_tokens = 0, 0
-        self._has_warned = False
-        # Reasons by layer that keeps its rows in full where "auto" codes those of others.
-        self._in_full: dict[int, str] = {}
-        # Layers that got a store before a saved one turned out to be coded.
-        self._uncoded: set[int] = set()
-
-    @property
-    def reason(self) -> str | None:
-        """Why ``"auto"`` decided so, and which layers it keeps in full; None if it did not."""
-        layers = (f"layer {number} is in full: {why}" for number, why in self._in_full.items())
-        return None if self._choice is None else "; ".join([self._choice, *layers])
-
-    def named(self, options: RetrievalConfig) -> RetrievalConfig:
-        """``options`` to save: with the name of a coded store that ``"auto"`` decided for.
-
-        That store would code the rows of layers that keep them in full. Where there are any the
-        name stays ``"auto"``, which takes rows as they were saved.
-        """
-        if self.name == DISK:
-            # A file must not say where others are written.
-            return options.replace(store="host", disk=None)
-        codes_rows = self._choice is not None and self.name in CODED and not self._in_full
-        return options.replace(store=self.name) if codes_rows else options
 
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
         """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass, and what follows.
@@ -147,17 +121,18 @@ class StoreChoice:
         if tokens == 1 or tokens >= self.announced_len:
             self.announced_len, self._chunk = 0, 0
 
-    def make(self, first: FirstRows, layer: int = 0) -> Store:
-        """An empty store for the model layer number ``layer``, whose rows begin with ``first``.
-
-        Where ``"auto"`` decided for a coded store, a layer whose keys have an offset gets one that
-        keeps rows in full.
+    def make(self, first: FirstRows) -> Store:
+        """An empty store for a layer whose rows begin with ``first``.
 
         Raises:
             ValueError: a store that does not work on ``device``, a split one without a budget
                 where none can be found, or a budget that the device can't have.
         """
-        device, name = first.device, self._name_for(first, layer)
+        device = first.device
+        if self.name is None:
+            rows_bytes = int(self._expected_bytes(first.nbytes) * self._all_to_first)
+            self.name, self.reason = choose(device, rows_bytes, self._options)
+        name = self.name
         if name != "device" and device.type not in ("cpu", "cuda", "meta"):
             raise ValueError(f"store={name!r} on {device}: only store='device' works there")
         store: Store
@@ -173,52 +148,6 @@ class StoreChoice:
         if self._chunk < self.announced_len:
             store.expect(self.announced_len)
         return store
-
-    def check_offset(self, first: FirstRows, layer: int, remedy: str, *, centered: bool) -> None:
-        """Warn, once for a cache, if keys that will be coded have a large offset.
-
-        Args:
-            first: rows of the layer.
-            layer: number of the layer in the model.
-            remedy: what to do then.
-            centered: whether they are coded around their mean.
-        """
-        self._has_warned = self._has_warned or warn_of_offset(
-            first, layer, remedy, centered=centered
-        )
-
-    def _name_for(self, first: FirstRows, layer: int) -> str:
-        """Name of the store of a layer."""
-        if self.name is None or (self._choice is not None and first.are_codes):
-            self._decide(first)
-        assert self.name is not None, "it was decided"
-        if self.name not in CODED or self._options.bits == UNCODED:
-            self._uncoded.add(layer)
-            return self.name
-        plain = PLAIN[self.name]
-        if self._choice is None or not self._options.takes_store(plain):
-            remedy = f"pass store={plain!r} or bits=16, which keep rows in full"
-            self.check_offset(first, layer, remedy, centered=not first.value_in_key)
-            return self.name
-        why = why_in_full(first)
-        if not why:
-            return self.name
-        remedy = f"store='auto' keeps such layers in full, in {plain!r}"
-        self.check_offset(first, layer, remedy, centered=not first.value_in_key)
-        self._in_full[layer] = why
-        return plain
-
-    def _decide(self, first: FirstRows) -> None:
-        """Decide for ``"auto"``: as rows were saved, or by the memory that is free."""
-        coded = coded_store(first.device) if first.are_codes else None
-        if coded is None:
-            rows_bytes = int(self._expected_bytes(first.nbytes) * self._all_to_first)
-            self.name, self._choice = choose(
-                first.device, rows_bytes, self._options, self._head_dim
-            )
-        elif self.name != coded:
-            self.name, self._choice = coded, f"{coded}: the rows were saved in codes"
-            self._in_full |= dict.fromkeys(sorted(self._uncoded), "its rows were saved so")
 
     def _expected_bytes(self, cold_bytes: int) -> int:
         """Bytes of a layer's cold rows when prompt and new tokens are there."""

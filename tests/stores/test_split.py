@@ -141,9 +141,9 @@ def test_no_more_than_the_budget_is_ever_held(seed: int) -> None:
 
 
 def test_each_layer_gets_an_equal_share() -> None:
-    choice = StoreChoice(FlatConfig(store="split", device_budget="10KB"), 3, 16)
+    choice = StoreChoice(FlatConfig(store="split", device_budget="10KB"), 3)
     for _ in range(3):
-        store = choice.make(FirstRows(CPU, 10**9, None))
+        store = choice.make(FirstRows(CPU, 10**9))
         assert isinstance(store, PagedStore) and isinstance(store.memory, SplitMemory)
         assert store.memory.budget == 10_000 // 3
 
@@ -151,9 +151,9 @@ def test_each_layer_gets_an_equal_share() -> None:
 def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choice = StoreChoice(FlatConfig(store="split"), 4, 16)
+    choice = StoreChoice(FlatConfig(store="split"), 4)
     with pytest.raises(ValueError, match=r"store='split' on cpu.*; give device_budget, as"):
-        choice.make(FirstRows(CPU, 1000, None))
+        choice.make(FirstRows(CPU, 1000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
     device = torch.device("cuda")
     assert choice._budget(device) == 480
@@ -161,14 +161,14 @@ def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 161)
     assert choice._budget(device) == 500
-    names = [choose(device, size, FlatConfig(), 16).store for size in (250, 251)]
+    names = [choose(device, size, FlatConfig()).store for size in (250, 251)]
     assert names == ["device", "host"]
 
 
 def test_a_budget_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80_000_000_000))
     fitting, larger = (
-        StoreChoice(FlatConfig(store="split", device_budget=budget), 1, 16)
+        StoreChoice(FlatConfig(store="split", device_budget=budget), 1)
         for budget in ("80GB", "90GB")
     )
     assert fitting._budget(torch.device("cuda")) == 80_000_000_000

@@ -25,12 +25,6 @@ from hf_kvret_kernels.higgs.codec import SMALLEST_GROUP
 
 _log = logging.getLogger(__name__)
 
-# By whether there is no artifact: the way out where keys have an offset that is coded as it is.
-_FOR_OFFSETS = {
-    False: "make the artifact again with `hf-kvret calibrate aqua --anchor-mean`",
-    True: "pass backbone='kivi', whose groups of keys take their offset off, or bits=16",
-}
-
 
 class AquaKVCache(RetrievalCache):
     """Attends to all tokens; cold ones are stored as coded prediction residuals (AQUA-KV).
@@ -86,15 +80,11 @@ class AquaKVCache(RetrievalCache):
         """A new, empty store for the model layer number ``layer``."""
         options = options.filled_in()
         coded_bytes = first.nbytes * options.row_bits // NOT_CODED
-        pages = stores.make(replace(first, nbytes=coded_bytes), layer)
+        pages = stores.make(replace(first, nbytes=coded_bytes))
         assert isinstance(pages, PagedStore), "AquaConfig refuses the others"
         if options.backbone == "kivi" and options.bits != NOT_CODED:
             return KiviStore(options, pages.memory)
-        plan = layer_plan(options, layer)
-        if plan.codes_offsets:
-            remedy = _FOR_OFFSETS[plan.artifact is None]
-            stores.check_offset(first, layer, remedy, centered=False)
-        return AquaStore(plan, pages.memory)
+        return AquaStore(layer_plan(options, layer), pages.memory)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Refuse a model with other weights than the artifact was made from.

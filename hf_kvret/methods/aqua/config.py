@@ -201,12 +201,6 @@ class LayerPlan:
         return self.lowest_bits if lowest else self.bits
 
     @property
-    def codes_offsets(self) -> bool:
-        """Whether keys are coded as they are, without a prediction or a mean being taken off."""
-        takes_mean = self.artifact is not None and self.artifact.options.get("anchor_mean", False)
-        return self.bits != NOT_CODED and self.previous is None and not takes_mean
-
-    @property
     def keeps_positions(self) -> bool:
         """Whether this layer keeps the positions, for all layers."""
         return self.artifact is not None and self.lowest and needs_positions(self.artifact)
