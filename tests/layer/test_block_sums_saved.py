@@ -79,7 +79,7 @@ def test_sums_of_infinite_rows_are_not_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x[:, :, :, 1:], "sums is"),
+        (lambda x: x[:, :1], "sums is"),
         (lambda x: x.float(), "sums is float32"),
     ],
 )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 
-from .saved_files import read_saved, write_saved
+from .saved_files import read_saved
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 make = SimpleNamespace(**runpy.run_path(str(FIXTURES / "make_saved.py")))
@@ -78,31 +78,3 @@ def test_a_saved_artifact_serves(method: str, model: PreTrainedModel) -> None:
     is_clear = (tokens >= 0) & (expected >= 0)
     assert is_clear.sum() > 0.6 * is_clear.numel()
     assert torch.equal(tokens[is_clear], expected[is_clear])
-
-
-PARTS = {
-    "flat": ["keys"],
-    "paris": ["sign", "counts", "mean"],
-    "lrqk": ["queries.", "keys.", "proxies.", "to_query", "due"],
-    "ctkvr": ["counts"],
-    "a2ats": ["codes", "learned"],
-    "h2o": ["queries.", "keys.", "valid", "scores", "counts"],
-    "aqua": ["positions"],
-}
-
-
-@pytest.mark.parametrize("method", PARTS)
-def test_a_file_that_lacks_a_part_of_an_index_is_refused(
-    method: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    """Also where its description lacks it: what is gone can't be made up."""
-    description, tensors = read_saved(CACHES / method)
-    cls = hf_kvret.registered_methods()[method]
-    for field in PARTS[method]:
-        prefix = f"layers.0.index.{field}"
-        left = {name: x for name, x in tensors.items() if not name.startswith(prefix)}
-        assert len(left) < len(tensors), prefix
-        folder = tmp_path / f"without-{field}"
-        write_saved(folder, description, left)
-        with pytest.raises(ValueError, match=r"has no layers\.0\..*damaged"):
-            cls.from_pretrained(folder, model.config, **make.place(method))
