@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from hf_kvret.contracts.index import Index, makes_estimates
+from hf_kvret.contracts.index import Index
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.hybrid import check_window, new_layer
 from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
@@ -90,7 +90,6 @@ class RetrievalCache(Cache):
             arguments = options, make_index, make_store, self.needs_positions(options, number)
             layers[number] = new_layer(layers[number], *arguments, shape.rank)
             layers[number].layer_info = LayerInfo(number, shape)
-        self._check_estimates(options, next(iter(shapes)))
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
         self.identity: CacheIdentity | None = None
@@ -100,14 +99,8 @@ class RetrievalCache(Cache):
         self.from_shelf, self.shelf_note = 0, ""
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
-        self._missed_mass = subscribe(self.retrieval_layers, options)
+        subscribe(self.retrieval_layers, options)
         log_missing_kernels()
-
-    @classmethod
-    def _check_estimates(cls, options: Any, layer: int) -> None:
-        """ValueError where ``options`` need estimates that the index does not make."""
-        if options.warn_lost_mass is not None:
-            options.check_estimates(makes_estimates(cls.make_index(options, layer)))
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
@@ -329,7 +322,6 @@ class RetrievalCache(Cache):
 
         And ``from_shelf`` and ``shelf_note``, as the attributes.
         """
-        self._missed_mass.look()
         stats = cache_stats(self.retrieval_layers, self.name, self._stores, self.why_dense())
         return stats | {"from_shelf": self.from_shelf, "shelf_note": self.shelf_note}
 
@@ -345,7 +337,6 @@ class RetrievalCache(Cache):
         """
         self.stack.check_pass()
         options = forked(self.options, changes)
-        self._check_estimates(options, self.retrieval_layers[0].layer_info.number)
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
@@ -358,7 +349,7 @@ class RetrievalCache(Cache):
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):
                     layer.set_options(twin.options, partial(self.make_index, twin.options, number))
-        twin._missed_mass = subscribe(twin.retrieval_layers, twin.options)
+        subscribe(twin.retrieval_layers, twin.options)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -33,7 +33,7 @@ from hf_kvret.lab.report.results import Cell
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.observe.recall import exact_scores
-from hf_kvret.testing.cold import cold_tokens
+from hf_kvret_kernels import paris
 from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
@@ -202,10 +202,10 @@ def drift(texts: Texts, number: int, place: str) -> Numbers:
         book = k_means(keys[0, :, :end:2].contiguous(), count, rounds=_ROUNDS, seed=0)[0]
         estimates[f"centroids of {name}"] = exact_scores(queries, coded(keys[0], book)[None], 1.0)
     index = ParisIndex(ParisConfig())
-    for part in (keys[:, :, :half], keys[:, :, half:]):
-        index.add(TokenBlock(part, part, 0))
-    every_key = cold_tokens(torch.ones(1, keys.shape[2], dtype=torch.bool), 1.0, 1)
-    estimates["ParisKV"] = index.estimate(queries, every_key).logits
+    index.add(TokenBlock(keys[:, :, :half], keys[:, :, :half], 0))
+    decoded = paris.decode(index.encode(keys), paris.magnitude_levels(8), m=8)
+    # Without the part of the mean key, which is the same for all keys.
+    estimates["ParisKV"] = exact_scores(index.rotate(queries), decoded, 1.0)
     results = {}
     for name, estimate in estimates.items():
         for title, those in (("prompt", slice(1, half, 2)), ("later", slice(half + 1, None, 2))):

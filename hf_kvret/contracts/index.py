@@ -110,20 +110,6 @@ class SearchCost(NamedTuple):
     selected: int | None = None
 
 
-class Estimates(NamedTuple):
-    """Attention logits of cold tokens, as an index estimates them.
-
-    Attributes:
-        logits: ``[B, Hq, Q, C]`` fp32, scaled and capped, the part of a mean key included; -inf
-            where there is no estimate.
-        ids: ``[B, H, Q, C]`` int32 token indices, -1 for none, with H as of ``search``; None: C is
-            the number of cold tokens, and they are in order.
-    """
-
-    logits: torch.Tensor
-    ids: torch.Tensor | None = None
-
-
 class Index(State):
     """Finds the few cold tokens that a query attends to. One per retrieval layer.
 
@@ -204,15 +190,6 @@ class Index(State):
         """
         return None
 
-    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates | None:
-        """What the index knows of the logits of the tokens that it found, and of the others.
-
-        Called after a step with the arguments of its ``search``, for ``warn_lost_mass`` and, with
-        ``track_recall``, for ``stats()["lost_mass"]``. What it says of tokens that are not valid
-        does not matter. None, as here: nothing, and options that need it are refused.
-        """
-        return None
-
     def cost(self, n: int, budget: int) -> SearchCost:
         """Cost of a search for ``budget`` of ``n`` tokens; by default the whole index is read.
 
@@ -285,8 +262,8 @@ class Index(State):
 class CapturableIndex:
     """Mixin of an index whose decode steps can be captured in a CUDA graph and replayed.
 
-    For one token between two flushes, ``on_forward``, ``before_search``, ``search``, ``estimate``
-    and ``after_search`` must launch the same work on the same memory each time: no host
+    For one token between two flushes, ``on_forward``, ``before_search``, ``search`` and
+    ``after_search`` must launch the same work on the same memory each time: no host
     synchronization, no dependence on host numbers that change from step to step (such as ``start``
     of ``on_forward``), state changed in place. They run once, during capture; for every later step
     ``replayed`` is called instead.
@@ -303,11 +280,6 @@ class CapturableIndex:
 
     def replayed(self) -> None:
         """A captured step was replayed: update host state as its Python code would have."""
-
-
-def makes_estimates(index: Index | None) -> bool:
-    """Whether an index has its own ``estimate``."""
-    return index is not None and type(index).estimate is not Index.estimate
 
 
 def blamed_on(index: Index, method: str, error: WrongIdError) -> WrongIdError:

@@ -46,8 +46,8 @@ class BlockSums(State):
         self._key = slice(key_dim)
         start = 0 if value_in_key else key_dim
         self._value = slice(start, start + value_dim)
-        # By their ``block_len``; forks with the same sums share them.
-        self._means: dict[int, BlockMeans] = {}
+        # None: to be made of the sums. Forks with the same sums share them.
+        self._means: BlockMeans | None = None
 
     def add(self, block: TokenBlock, sink_slots: torch.Tensor | None = None) -> None:
         """Add the tokens from slot ``end`` on that are valid, and not in ``sink_slots [B, s]``."""
@@ -65,7 +65,7 @@ class BlockSums(State):
             sums = torch.cat([self._sums[:, :, :whole], sums], dim=2)
             counts = torch.cat([self._counts[:, :whole], counts], dim=1)
         self._sums, self._counts = sums, counts
-        self.end, self._means = block.end, {}
+        self.end, self._means = block.end, None
 
     def catch_up(self, cold: ColdTokens, heads: int, value_in_key: int) -> None:
         """Add what is missing of ``cold``, of ``heads`` KV heads, as the store reads it back."""
@@ -83,19 +83,19 @@ class BlockSums(State):
         if length >= self.end:
             return
         blocks = length // self._block_len
-        self.end, self._means = blocks * self._block_len, {}
+        self.end, self._means = blocks * self._block_len, None
         if self._sums is not None and self._counts is not None:
             self._sums, self._counts = self._sums[:, :, :blocks], self._counts[:, :blocks]
 
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state's; means are made anew."""
         super().reorder(rows)
-        self._means = {}
+        self._means = None
 
     def reset(self) -> None:
         """As every state's; there are no means then."""
         super().reset()
-        self._means = {}
+        self._means = None
 
     @property
     def can_be_saved(self) -> bool:
@@ -108,7 +108,7 @@ class BlockSums(State):
 
     def means_nbytes(self) -> int:
         """Bytes of the means as they are, which a step reads."""
-        return sum(one.keys.nbytes + one.values.nbytes for one in self._means.values())
+        return 0 if self._means is None else self._means.keys.nbytes + self._means.values.nbytes
 
     def saved_sizes(self, schema: Schema) -> dict[str, int]:
         """W: numbers of a sum."""
@@ -116,24 +116,17 @@ class BlockSums(State):
 
     def means(self) -> BlockMeans:
         """Means of what was added, which is a token or more."""
-        return self._means_of(self.mean_len or 0)
-
-    def joint_means(self) -> BlockMeans:
-        """One mean of all that was added, whatever ``mean_len`` is."""
-        return self._means_of(0)
-
-    def _means_of(self, block_len: int) -> BlockMeans:
-        if block_len not in self._means:
+        if self._means is None:
             assert self._sums is not None and self._counts is not None, "nothing was added"
             sums, counts = self._sums, self._counts
-            if not block_len:
+            if self.mean_len is None:
                 sums, counts = sums.sum(2, keepdim=True), counts.sum(1, keepdim=True)
             means = (sums / counts.clamp(min=1)[:, None, :, None]).float()
             keys, values = means[..., self._key], means[..., self._value]
-            self._means[block_len] = BlockMeans(
-                keys.contiguous(), values.contiguous(), counts.int(), block_len
+            self._means = BlockMeans(
+                keys.contiguous(), values.contiguous(), counts.int(), self.mean_len or 0
             )
-        return self._means[block_len]
+        return self._means
 
     def _added_up(
         self, block: TokenBlock, counted: torch.Tensor | None

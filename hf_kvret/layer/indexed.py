@@ -107,7 +107,7 @@ class IndexedLayer(RetrievalLayer):
         cold = None if is_prompt else kv.cold(call.scoring)
         if cold is not None and ids is not None:
             count_ids(ids, kv.selected)
-            record = StepRecord(self.layer_info.number, kv, row_query, cold, ids)
+            record = StepRecord(self.layer_info.number, kv, row_query, call, cold, ids)
             for subscriber in self.subscribers:
                 subscriber(record)
         out = out.to(query.dtype)

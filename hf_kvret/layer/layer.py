@@ -471,7 +471,7 @@ class RetrievalLayer(CacheLayerMixin):
         cold = self.kv.cold(self._scoring)
         if cold is not None:
             self.kv.build_index(cold)
-            if self.config.needs_means and self.kv.index is not None:
+            if self.config.rest is not None and self.kv.index is not None:
                 self.kv.block_sums(cold)
 
     def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index | None]) -> None:

@@ -323,8 +323,6 @@ class LayerKV:
         self.sums.catch_up(cold, window.keys.shape[1], window.value_in_key)
         # Made here, not within a capture.
         self.sums.means()
-        if self.config.warn_lost_mass is not None:
-            self.sums.joint_means()
         return self.sums
 
     def search_cost(self) -> SearchCost:
@@ -428,7 +426,7 @@ class LayerKV:
             positions = torch.nn.functional.pad(positions, (pad_len, 0), value=UNKNOWN_POSITION)
             block = replace(block, positions=positions)
         self.store.append(block)
-        if self.config.needs_means and not self.store.codes_rows:
+        if self.config.rest is not None and not self.store.codes_rows:
             if self.sums is None:
                 self.sums = self.new_sums()
             # Else the store's rows are read again.

@@ -7,7 +7,6 @@ a store that works elsewhere begins first, and the window is launched before its
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from hf_kvret.contracts.index import ColdTokens, Index, blamed_on
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.layer.queries import AttentionCall, HeadGroups
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.mean_tokens import MeanTokens, mean_logits
 from hf_kvret_kernels.merge import Partials
@@ -27,23 +26,11 @@ from hf_kvret_kernels.relevance import count_ids
 from hf_kvret_kernels.step_attention import step_attention
 
 
-@dataclass(frozen=True, eq=False)
-class Search:
-    """An index and the query that it gets; attributes as of ``StepRecord``."""
-
-    query: torch.Tensor
-    index: Index
-    cold: ColdTokens
-    groups: HeadGroups | None
-
-
 class Result(NamedTuple):
-    """What a step computes; attributes as of ``StepRecord``, ``out`` as of ``attend_step``."""
+    """What a step computes: ``out`` as of ``attend_step``, ``ids`` as of ``StepRecord``."""
 
     out: torch.Tensor
     ids: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    means: MeanTokens | None = None
 
 
 def attend_by_operations(
@@ -51,44 +38,43 @@ def attend_by_operations(
     query: torch.Tensor,
     call: AttentionCall,
     cold: ColdTokens | None,
-    search: Search | None,
+    index: Index | None,
 ) -> Result:
     """Attention of ``query [B, Hq, Q, Dk]`` to window and cold tokens, operation by operation.
 
-    ``search`` None: all of ``cold`` are attended to.
+    ``index`` None: all of ``cold`` are attended to.
     """
     if cold is None:
-        return Result(_with_window(kv, query, call)[0])
-    if search is None:
+        return Result(_with_window(kv, query, call))
+    if index is None:
         window, queries = kv.window, query.shape[2]
         heads = window.keys.shape[1]
         length = chunk_len(queries, window.keys, heads * window.row_dim)
-        out, lse = _with_window(kv, query, call, partial(attend_cold, query, cold, length))
+        out = _with_window(kv, query, call, partial(attend_cold, query, cold, length))
         kv.selected.add_(cold.valid.sum() * heads * queries)
-        return Result(out, None, lse)
+        return Result(out)
     try:
-        return _attend_to_search(kv, query, call, search)
+        return _attend_to_search(kv, query, call, cold, index)
     except WrongIdError as error:
-        raise blamed_on(search.index, "search", error) from error
+        raise blamed_on(index, "search", error) from error
 
 
 def _attend_to_search(
-    kv: LayerKV, query: torch.Tensor, call: AttentionCall, search: Search
+    kv: LayerKV, query: torch.Tensor, call: AttentionCall, cold: ColdTokens, index: Index
 ) -> Result:
-    index, cold, groups = search.index, search.cold, search.groups
     if index.recalls and cold.store.ranks_elsewhere:
-        candidates = index.recall(search.query, cold)
+        candidates = index.recall(query, cold)
         if candidates is not None:
-            return _attend_to_best(kv, query, call, search, candidates)
-    ids = index.search(search.query, cold)
+            return _attend_to_best(kv, query, call, cold, index, candidates)
+    ids = index.search(query, cold)
     # First, so that a store elsewhere works while the device does all the rest.
-    finish = cold.store.begin(search.query, ids, cold.scale, cold.softcap)
+    finish = cold.store.begin(query, ids, cold.scale, cold.softcap)
     if index.looks_back:
         kv.after_search(ids)
-    means = _mean_tokens(kv, search.query, ids, cold)
-    if isinstance(finish, Partials) and groups is None:
+    means = _mean_tokens(kv, query, ids, cold)
+    if isinstance(finish, Partials):
         # Launched already: one launch more does all that is left.
-        out, lse = step_attention(
+        out, _ = step_attention(
             query,
             *kv.window.tokens(),
             finish,
@@ -98,43 +84,40 @@ def _attend_to_search(
             selected=kv.selected,
             means=means,
         )
-        return Result(out, ids, lse, means)
+        return Result(out, ids)
     count_ids(ids, kv.selected)
-    out, lse = _with_window(kv, query, call, lambda: _with_means(finish(), means, groups))
-    return Result(out, ids, lse, means)
+    return Result(_with_window(kv, query, call, lambda: _with_means(finish(), means)), ids)
 
 
 def _attend_to_best(
-    kv: LayerKV, query: torch.Tensor, call: AttentionCall, search: Search, candidates: torch.Tensor
+    kv: LayerKV,
+    query: torch.Tensor,
+    call: AttentionCall,
+    cold: ColdTokens,
+    index: Index,
+    candidates: torch.Tensor,
 ) -> Result:
     """As ``_attend_to_search``, where the store finds out which of the candidates are the best.
 
     Their ids come back with the result, while the device attends to the window.
     """
-    cold = search.cold
-    finish = cold.store.begin_with_best(
-        search.query, candidates, cold.budget, cold.scale, cold.softcap
-    )
+    finish = cold.store.begin_with_best(query, candidates, cold.budget, cold.scale, cold.softcap)
     near = _attend_to_window(kv, query, call)
     out, lse, ids = finish()
-    means = _mean_tokens(kv, search.query, ids, cold)
-    far = _with_means((out, lse), means, search.groups)
-    out, lse = merge([near, far], call.sink_logits, query.dtype)
+    far = _with_means((out, lse), _mean_tokens(kv, query, ids, cold))
+    out, _ = merge([near, far], call.sink_logits, query.dtype)
     count_ids(ids, kv.selected)
-    if search.index.looks_back:
+    if index.looks_back:
         kv.after_search(ids)
-    return Result(out, ids, lse, means)
+    return Result(out, ids)
 
 
-def _with_means(
-    result: AttentionResult, means: MeanTokens | None, groups: HeadGroups | None
-) -> AttentionResult:
-    """``result``, merged with what the means give, by the query's own heads."""
-    if means is not None:
-        partials = means.partials()
-        result = merge([result, (partials.outs, partials.lses)])
-    out, lse = result
-    return (out, lse) if groups is None else (groups.unfold(out), groups.unfold(lse))
+def _with_means(result: AttentionResult, means: MeanTokens | None) -> AttentionResult:
+    """``result``, merged with what the means give."""
+    if means is None:
+        return result
+    partials = means.partials()
+    return merge([result, (partials.outs, partials.lses)])
 
 
 def _with_window(
@@ -142,12 +125,12 @@ def _with_window(
     query: torch.Tensor,
     call: AttentionCall,
     attend_to_cold: Callable[[], AttentionResult] | None = None,
-) -> AttentionResult:
+) -> torch.Tensor:
     """Attention to the window, which is launched first, and to what ``attend_to_cold`` does."""
     parts = [_attend_to_window(kv, query, call)]
     if attend_to_cold is not None:
         parts.append(attend_to_cold())
-    return merge(parts, call.sink_logits, query.dtype)
+    return merge(parts, call.sink_logits, query.dtype)[0]
 
 
 def _attend_to_window(kv: LayerKV, query: torch.Tensor, call: AttentionCall) -> AttentionResult:

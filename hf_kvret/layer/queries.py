@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -62,59 +62,3 @@ class AttentionCall:
     def row_elements(self, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Elements of one token's ``keys_and_values``, of all heads; rows are examples."""
         return keys.shape[1] * (keys.shape[3] + values.shape[3])
-
-
-@dataclass(frozen=True)
-class HeadGroups:
-    """``count`` groups of ``size`` query heads for each of ``heads`` KV heads.
-
-    A group that selects for itself is like one more query at the same position. So indexes and
-    stores serve groups as they serve drafted tokens, and know nothing of them.
-
-    Attributes:
-        heads: Hkv.
-        query_heads: of a KV head. The last group may have fewer than ``size``; it is filled up with
-            heads that it has, again from its first one, whose results are left out.
-        size: query heads of a group.
-    """
-
-    heads: int
-    query_heads: int
-    size: int
-
-    @classmethod
-    def of(cls, size: int | None, heads: int, query_heads: int) -> Self | None:
-        """Groups of ``size`` of the ``query_heads`` of all ``heads``; None where one is enough."""
-        own = query_heads // heads
-        return None if size is None or size >= own else cls(heads, own, size)
-
-    @property
-    def count(self) -> int:
-        """Groups of a KV head."""
-        return -(-self.query_heads // self.size)
-
-    def fold(self, query: torch.Tensor) -> torch.Tensor:
-        """``[B, Hkv * size, Q * count, D]`` of ``query [B, Hq, Q, D]``; groups go before queries.
-
-        Queries of one position, one for each group, lie beside each other.
-        """
-        batch, _, queries, dim = query.shape
-        own = query.view(batch, self.heads, self.query_heads, queries, dim)
-        missing = self.count * self.size - self.query_heads
-        if missing:
-            last = own[:, :, (self.count - 1) * self.size :]
-            repeats = -(-missing // last.shape[2])
-            own = torch.cat([own, last.repeat(1, 1, repeats, 1, 1)[:, :, :missing]], dim=2)
-        apart = own.unflatten(2, (self.count, self.size)).permute(0, 1, 3, 4, 2, 5)
-        return apart.reshape(batch, self.heads * self.size, queries * self.count, dim)
-
-    def unfold(self, result: torch.Tensor) -> torch.Tensor:
-        """``[B, Hq, Q, *]`` of a result ``[B, Hkv * size, Q * count, *]`` for folded queries."""
-        batch, _, folded = result.shape[:3]
-        sizes = (batch, self.heads, self.size, folded // self.count, self.count, *result.shape[3:])
-        own = result.view(sizes).movedim(4, 2).flatten(2, 3)[:, :, : self.query_heads]
-        return own.flatten(1, 2)
-
-    def unfold_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """``[B, Hq, Q, K]`` of ids that were found for folded queries, by KV head or by each."""
-        return self.unfold(ids.repeat_interleave(self.heads * self.size // ids.shape[1], dim=1))

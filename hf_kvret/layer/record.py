@@ -9,8 +9,7 @@ import torch
 
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.layer.queries import HeadGroups
-from hf_kvret_kernels.mean_tokens import MeanTokens
+from hf_kvret.layer.queries import AttentionCall
 
 
 class StepRecord(NamedTuple):
@@ -19,23 +18,18 @@ class StepRecord(NamedTuple):
     Attributes:
         number: of the layer in the model.
         kv: of the layer, after the step.
-        query: ``[B, Hq, Q, Dk]`` of the search, folded where heads select in ``groups``.
+        query: ``[B, Hq, Q, Dk]`` of the search.
+        call: of the attention.
         cold: the tokens that were searched.
         ids: ``[B, H, Q, K]`` int32 that the query attended to, -1 for none; None: all of them.
-        groups: of the query heads of a KV head; None: they select together.
-        lse: ``[B, Hq, Q]`` fp32 of all that was attended to, by the query's own heads; None where
-            no subscriber needs it.
-        means: that stood for what was not selected, for ``query``; None: nothing did.
     """
 
     number: int
     kv: LayerKV
     query: torch.Tensor
+    call: AttentionCall
     cold: ColdTokens
     ids: torch.Tensor | None
-    groups: HeadGroups | None = None
-    lse: torch.Tensor | None = None
-    means: MeanTokens | None = None
 
 
 class Subscriber(ABC):
@@ -44,15 +38,9 @@ class Subscriber(ABC):
     Attributes:
         capture_obstacle: why it can't be called in a captured step, whose Python code does not run
             again when it is replayed; None: all that it does is work of the device, or is counted.
-        asks_for_lse: whether it ever needs ``lse``.
     """
 
     capture_obstacle: ClassVar[str | None] = None
-    asks_for_lse: ClassVar[bool] = False
-
-    def needs_lse(self, kv: LayerKV) -> bool:
-        """Whether the record of the next step must have ``lse``; here never."""
-        return False
 
     @abstractmethod
     def __call__(self, record: StepRecord) -> None:

@@ -82,7 +82,7 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
     store = kv.store = kv.make_store(FirstRows(device, nbytes))
     _load("store.", store, state, schema, device)
     kv.built = bool(state["built"])
-    needs_sums = kv.config.needs_means and kv.config.rest_blocks is None
+    needs_sums = kv.config.rest is not None and kv.config.rest_blocks is None
     # Sums of coded rows are made from what the store reads back.
     if _part(state, "rest.") and needs_sums and not store.codes_rows:
         kv.sums = kv.new_sums()

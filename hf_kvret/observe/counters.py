@@ -32,10 +32,10 @@ class LayerCounters(Subscriber):
 
     def __call__(self, record: StepRecord) -> None:
         """Count a step."""
-        query, cold, ids, groups = record.query, record.cold, record.ids, record.groups
+        query, cold, ids = record.query, record.cold, record.ids
         queries, count = query.shape[2], cold.valid.shape[1]
         self.steps += 1
-        self.queries += queries if groups is None else queries // groups.count
+        self.queries += queries
         if ids is None:
             self.cold_rows += count * len(query) * record.kv.window.keys.shape[1] * queries
             return

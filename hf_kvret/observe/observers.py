@@ -12,7 +12,6 @@ from transformers.cache_utils import Cache
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.record import StepRecord, Subscriber
 from hf_kvret.observe.counters import LayerCounters
-from hf_kvret.observe.missed_mass import MissedMass, MissedMassWarning
 from hf_kvret.observe.recall import RecallMeter
 from hf_kvret.options.config import RetrievalConfig
 
@@ -26,8 +25,8 @@ class Selection:
         query: ``[B, Hq, Q, Dk]`` as the keys are, after rotation; logits are its products with
             them, times ``scale``, and capped by ``softcap`` where that is not None.
         ids: ``[B, H, Q, K]`` int32 token indices of the selected cold tokens, in any order, -1
-            for none; H counts KV heads, or query heads where these select apart. None: all cold
-            tokens, for a method without an index.
+            for none; H counts KV heads, or query heads where a method has these select apart. None:
+            all cold tokens, for a method without an index.
         sinks: ``[B, S]`` int64 token indices of the sinks, always attended to, -1 for none.
         recent: tokens ``recent[0]`` to ``recent[1] - 1`` are the recent ones, always attended to,
             the Q new ones at their end. Tokens before ``recent[0]`` are cold.
@@ -66,19 +65,15 @@ class Observation(Subscriber):
 
 def selection(record: StepRecord) -> Selection:
     """What a step attended to, with copies of its tensors."""
-    groups, ids, window, cold = record.groups, record.ids, record.kv.window, record.cold
-    query = record.query if groups is None else groups.unfold(record.query)
-    if ids is not None:
-        ids = ids.clone() if groups is None else groups.unfold_ids(ids)
-    recent = window.start, window.end
+    ids, window, cold = record.ids, record.kv.window, record.cold
     return Selection(
         record.number,
-        query.clone(),
+        record.query.clone(),
         cold.scale,
         cold.softcap,
-        ids,
+        None if ids is None else ids.clone(),
         window.sink_slots.clone(),
-        recent,
+        (window.start, window.end),
     )
 
 
@@ -118,18 +113,8 @@ def observe(cache: Cache, observer: Observer) -> Iterator[None]:
             layer.subscribers = tuple(each for each in layer.subscribers if each is not entry)
 
 
-def subscribe(layers: Sequence[RetrievalLayer], options: RetrievalConfig) -> MissedMassWarning:
-    """Give the layers of a new cache what its options ask for; returns the warning they share."""
-    warning = MissedMassWarning(options)
+def subscribe(layers: Sequence[RetrievalLayer], options: RetrievalConfig) -> None:
+    """Give the layers of a new cache what its options ask for."""
     for layer in layers:
-        subscribers: list[Subscriber] = [LayerCounters()]
-        if options.track_recall:
-            subscribers.append(RecallMeter())
-        if options.track_recall or options.warn_lost_mass is not None:
-            last = layer is layers[-1]
-            missed = MissedMass(options.track_recall, warning if last else None)
-            warning.layers[layer.layer_info.number] = missed
-            warning.prompts[layer.layer_info.number] = layer.retrieved
-            subscribers.append(missed)
-        layer.subscribers = tuple(subscribers)
-    return warning
+        counters = LayerCounters()
+        layer.subscribers = (counters, RecallMeter()) if options.track_recall else (counters,)

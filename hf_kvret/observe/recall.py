@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import StepRecord, Subscriber
+from hf_kvret.layer.window import Window
 from hf_kvret.observe.counters import subscriber
 from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.relevance import group_relevance
@@ -26,17 +29,18 @@ def exact_scores(
     return soft_cap_(scores, softcap).view(batch, query_heads, count, -1)
 
 
-@dataclass(frozen=True)
-class Recall:
+class Recall(NamedTuple):
     """Quality of one selection, means over batch, heads and queries.
 
     ``overlap``: share of the exact top-k that was selected. ``mass``: share of the attention
     mass on cold tokens that the selected ones hold; ``best_mass``: of the exact top-k.
+    ``lost_mass``: share of all attention, window included, on cold tokens that were not selected.
     """
 
     overlap: float
     mass: float
     best_mass: float
+    lost_mass: float
 
 
 class RecallMeter(Subscriber):
@@ -53,9 +57,11 @@ class RecallMeter(Subscriber):
 
     def __call__(self, record: StepRecord) -> None:
         """Measure a step."""
-        everything = Recall(overlap=1.0, mass=1.0, best_mass=1.0)
-        ids = record.ids
-        recall = everything if ids is None else measure_recall(record.query, ids, record.cold)
+        if record.ids is None:
+            recall = Recall(overlap=1.0, mass=1.0, best_mass=1.0, lost_mass=0.0)
+        else:
+            window = window_lse(record.query, record.kv.window, record.call)
+            recall = measure_recall(record.query, record.ids, record.cold, window)
         self.recalls.append(recall)
 
     def reset(self) -> None:
@@ -64,10 +70,14 @@ class RecallMeter(Subscriber):
 
     def means(self) -> dict[str, float]:
         """Means over the steps, as entries of ``cache.stats()``; empty before the first step."""
-        names = ("overlap", "mass", "best_mass") if self.recalls else ()
+        if not self.recalls:
+            return {}
+        overlap, mass, best_mass, lost_mass = map(fmean, zip(*self.recalls, strict=True))
         return {
-            f"recall_{name}": sum(getattr(each, name) for each in self.recalls) / len(self.recalls)
-            for name in names
+            "recall_overlap": overlap,
+            "recall_mass": mass,
+            "recall_best_mass": best_mass,
+            "lost_mass": lost_mass,
         }
 
 
@@ -90,8 +100,31 @@ def _all_scores(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
     return torch.cat(chunks, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
 
 
-def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> Recall:
-    """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store."""
+def window_lse(query: torch.Tensor, window: Window, call: AttentionCall) -> torch.Tensor:
+    """``[B, Hq, Q]`` fp32: log of the exponentiated logits of window and learned sinks, summed.
+
+    ``query [B, Hq, Q, Dk]`` of the newest tokens, each of which sees those before it.
+    """
+    scoring, keys = call.scoring, window.tokens()[0]
+    scores = exact_scores(query, keys, scoring.scale, scoring.softcap)
+    length, queries = keys.shape[2], query.shape[2]
+    seen = torch.ones(queries, length, dtype=torch.bool, device=keys.device)
+    seen = seen.tril(length - queries)
+    valid = window.validity(scoring.valid)
+    if valid is not None:
+        seen = seen & valid[:, None, None]
+    lse = scores.masked_fill(~seen, float("-inf")).logsumexp(-1)
+    sinks = call.sink_logits
+    return lse if sinks is None else torch.logaddexp(lse, sinks.float()[:, None])
+
+
+def measure_recall(
+    query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens, window: torch.Tensor | None = None
+) -> Recall:
+    """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store.
+
+    ``window [B, Hq, Q]`` as of ``window_lse``; None: there are cold tokens alone.
+    """
     scores, heads = _all_scores(query, cold), ids.shape[1]
     relevance = group_relevance(scores, heads)
     best_values, best = relevance.topk(min(ids.shape[-1], relevance.shape[-1]), dim=-1)
@@ -100,9 +133,15 @@ def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> 
     overlap = (chosen.gather(-1, best) & counted).sum() / counted.sum().clamp(min=1)
     shares = scores.softmax(dim=-1).nan_to_num()
     groups = scores.shape[1] // heads
-    mass = (shares * chosen.repeat_interleave(groups, dim=1)).sum(-1).mean()
+    chosen = chosen.repeat_interleave(groups, dim=1)
+    mass = (shares * chosen).sum(-1).mean()
     exact = _marks(best.masked_fill(~counted, -1), relevance).repeat_interleave(groups, dim=1)
-    return Recall(float(overlap), float(mass), float((shares * exact).sum(-1).mean()))
+    total = scores.logsumexp(-1)
+    if window is not None:
+        total = torch.logaddexp(total, window)
+    lost = ((scores - total.unsqueeze(-1)).exp().nan_to_num() * ~chosen).sum(-1).mean()
+    best_mass = (shares * exact).sum(-1).mean()
+    return Recall(float(overlap), float(mass), float(best_mass), float(lost))
 
 
 def slot_marks(ids: torch.Tensor, length: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.indexed import IndexedLayer, indexer_nbytes
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.observe.counters import counters_of, subscriber
-from hf_kvret.observe.missed_mass import MissedMass
 from hf_kvret.observe.recall import RecallMeter
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import StoreChoice
@@ -114,12 +113,10 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     and queries, ``cold_rows`` (rows there were to choose from, summed alike), ``read_ratio =
     selected / cold_rows``, ``exact_rows`` (rows read by exact attention of long second prompts),
     ``bytes_fetched``, and with ``track_recall`` the means ``recall_overlap``, ``recall_mass``,
-    ``recall_best_mass`` (see ``Recall``). Also ``lost_mass``: the share of the attention that was
-    not computed exactly, as the index estimates it, mean over queries, heads and steps; None: not
-    measured, as it is with ``warn_lost_mass`` and ``track_recall``. With the latter
-    ``exact_lost_mass`` is the same from all keys. ``prompt_lost_mass`` is the share of the probes'
-    attention that a prompt read with ``prompt="retrieve"`` left out, and ``prompt_retrieved`` the
-    number of tokens that were read so, where there were some.
+    ``recall_best_mass`` and ``lost_mass`` (see ``Recall``; without it ``lost_mass`` is None).
+    ``prompt_lost_mass`` is the share of the probes' attention that a prompt read with
+    ``prompt="retrieve"`` left out, and ``prompt_retrieved`` the number of tokens that were read so,
+    where there were some.
     """
     counters, selected = counters_of(layer), layer.selected
     rows = selected + layer.exact_rows
@@ -133,14 +130,12 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
         "read_ratio": selected / counters.cold_rows if counters.cold_rows else 0.0,
         "exact_rows": layer.exact_rows,
         "bytes_fetched": rows * _stored_row_bytes(layer),
+        "lost_mass": None,
     }
     if layer.kv is not None:
         for part in (layer.kv.index, layer.kv.store):
             stats |= {} if part is None else part.stats()
-    missed, recall = subscriber(layer, MissedMass), subscriber(layer, RecallMeter)
-    stats["lost_mass"] = None if missed is None else missed.mean()
-    if missed is not None and missed.mean(exact=True) is not None:
-        stats["exact_lost_mass"] = missed.mean(exact=True)
+    recall = subscriber(layer, RecallMeter)
     stats |= layer.retrieved.stats()
     return stats if recall is None else stats | recall.means()
 

@@ -27,8 +27,6 @@ class RetrievalConfig:
         top_k: the budget: cold tokens that a query attends to, per KV head. A count, or a share of
             the cold tokens as ``0.04``. ``None``: 256 below 8K cold tokens, 512 below 16K, 1024
             below 32K, 2048 from there on (LRQK, appendix D).
-        select_heads: how many query heads of a KV head select together, from one budget. ``None``:
-            all of them.
         sink: first valid tokens of each sequence. They are always attended.
         recent: newest tokens. They are always attended, and a flush leaves them in the window.
         flush: tokens that gather beyond ``recent`` before they move to the store together.
@@ -57,8 +55,6 @@ class RetrievalConfig:
             KV head, the mean of all cold tokens. ``None``: no token.
         rest_blocks: with ``rest="mean"``, one such token for every so many cold tokens. ``None``:
             one for all of them.
-        warn_lost_mass: warn once where a layer misses more of its attention than this share, above
-            0 and below 1, by the estimate of its index. ``None``: never.
         track_recall: compare every selection with the exact top-k. This reads all keys, so it is
             for studies.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can.
@@ -73,9 +69,10 @@ class RetrievalConfig:
     follows_model: ClassVar[bool] = False
     # Options by the name of a preset: "paper", as published.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    # Options that were removed, with the value that saved caches must have: what is done now.
+    retired: ClassVar[Mapping[str, Any]] = {"select_heads": None, "warn_lost_mass": None}
 
     top_k: int | float | None = 1024
-    select_heads: int | None = None
     sink: int = 4
     recent: int = 256
     flush: int = 512
@@ -90,7 +87,6 @@ class RetrievalConfig:
     disk: str | None = None
     rest: Literal["mean"] | None = None
     rest_blocks: int | None = None
-    warn_lost_mass: float | None = None
     track_recall: bool = False
     graph: Literal["auto", False] = "auto"
 
@@ -106,12 +102,6 @@ class RetrievalConfig:
         check_disk(self.disk, self.store)
         for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
             check_int(name, getattr(self, name), least, "tokens")
-        if self.select_heads is not None:
-            check_int("select_heads", self.select_heads, 1, "query heads, or None for all")
-            if self.group_obstacle:
-                raise ValueError(
-                    f"select_heads={self.select_heads}: {self.group_obstacle}; leave it out"
-                )
         if self.dense_below is not None:
             check_int("dense_below", self.dense_below, 0, "tokens")
         check_prefill_chunk(self.prefill_chunk, self.max_draft)
@@ -120,14 +110,6 @@ class RetrievalConfig:
             object.__setattr__(self, "prompt", dict(self.prompt))
         PromptRecipe.of(self.prompt)
         check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
-        if self.warn_lost_mass is not None:
-            check_number(
-                "warn_lost_mass",
-                self.warn_lost_mass,
-                lambda share: 0.0 < share < 1.0,
-                "a share of the attention, above 0 and below 1, as 0.3, or None for never",
-            )
-            self._check_estimates(self.estimate_obstacle)
         check_flag("track_recall", self.track_recall)
         check_choice("graph", self.graph, ("auto", False))
 
@@ -174,6 +156,23 @@ class RetrievalConfig:
         return cls(**asked)
 
     @classmethod
+    def from_saved(cls, **options: Any) -> Self:
+        """The configuration of a saved cache, whose ``options`` may name ``retired`` ones.
+
+        Raises:
+            ValueError: an unknown option, or a retired one that asks for what was removed.
+        """
+        for base in cls.__mro__:
+            for name, value in vars(base).get("retired", {}).items():
+                saved = options.pop(name, value)
+                if saved != value:
+                    raise ValueError(
+                        f"{name}={saved!r}: this version only does as {name}={value!r}; fill a new "
+                        "cache, or load this one with the version that saved it"
+                    )
+        return cls.from_options(**options)
+
+    @classmethod
     def of(cls, options: object, changes: Mapping[str, Any], owner: str) -> Self:
         """The ``options`` of a cache of class ``owner`` (None: defaults), with ``changes``."""
         if options is None:
@@ -213,36 +212,9 @@ class RetrievalConfig:
         return self.bits if self.store.startswith("higgs") else 16
 
     @property
-    def group_obstacle(self) -> str:
-        """Why the query heads of a KV head must select together; empty where they need not."""
-        return ""
-
-    @property
     def rest_obstacle(self) -> str:
         """Why nothing can stand for tokens that are not selected; empty where it can."""
         return ""
-
-    @property
-    def estimate_obstacle(self) -> str:
-        """Why the index can't estimate attention logits; empty where it can, or may."""
-        return ""
-
-    @property
-    def needs_means(self) -> bool:
-        """Whether means of what is not selected are asked for."""
-        return self.rest is not None or self.warn_lost_mass is not None
-
-    def check_estimates(self, makes_them: bool) -> None:
-        """ValueError where estimates are needed and the index does not make any."""
-        if self.warn_lost_mass is not None and not makes_them:
-            self._check_estimates("its index has no method estimate")
-
-    def _check_estimates(self, obstacle: str) -> None:
-        if obstacle:
-            raise ValueError(
-                f"warn_lost_mass={self.warn_lost_mass}: {obstacle}; leave it out, or use flat, "
-                "paris, lrqk or a2ats"
-            )
 
     @property
     def lacks_artifact(self) -> bool:
@@ -463,8 +435,8 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 # Options that do not affect what is stored, so a load may change them.
 _STORE_OPTIONS = {"store", "slots", "device_budget", "disk"}
 _CALL_OPTIONS = {
-    *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"),
-    *("warn_lost_mass", "rest", "rest_blocks", "prompt"),
+    *("max_draft", "flush", "track_recall", "prefill_chunk", "graph"),
+    *("rest", "rest_blocks", "prompt"),
 }
 LOAD_OPTIONS = frozenset({"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS})
 """Options that a load may change: they don't affect what is held."""

@@ -307,7 +307,7 @@ def _options_to_load(
         # The saved budget belongs to the saved store.
         changes = {"device_budget": None, **changes}
     try:
-        options = cls.Config.from_options(**saved)
+        options = cls.Config.from_saved(**saved)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{directory} has options that this hf_kvret does not take ({error}): fill a new cache"

@@ -27,7 +27,6 @@ TELLING_MODES = (
 RESTS: dict[str, dict[str, Any]] = {
     "nothing": {"rest": None},
     "mean": {"rest": "mean"},
-    "measured": {"rest": "mean", "warn_lost_mass": 0.99},
 }
 
 

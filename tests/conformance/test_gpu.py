@@ -43,8 +43,6 @@ def _is_served(case: dict[str, Any]) -> bool:
         store not in ("device", "host", "split") or case.get("rest", "nothing") != "nothing"
     ):
         return False
-    if case.get("rest") == "measured" and method in ("ctkvr", "h2o"):
-        return False
     return can_go_back(case)
 
 

@@ -21,10 +21,6 @@ from .cases import RESTS, STORES, ArtifactOptions, caches, expect_passed, name_o
 LEARNED = caches("a2ats", "aqua")
 CACHES = caches("flat", "paris", "lrqk", "ctkvr", "h2o")
 ALL_CACHES = CACHES | LEARNED
-# A model has four query heads. Other methods than IN_GROUPS have them select together, or select
-# nothing, and don't estimate what is left out.
-HEADS_TOGETHER = (None, 1, 3)
-IN_GROUPS = ("flat", "paris", "lrqk", "a2ats")
 DEFAULT = ("deepseek_v3", "glm4_moe_lite")
 # Models with recurrent layers can't go back, neither with transformers' own cache.
 RECURRENT = ("kimi_linear", "bailing_hybrid")
@@ -33,7 +29,6 @@ RECURRENT = ("kimi_linear", "bailing_hybrid")
 def cases(models: Iterable[str], methods: Iterable[str]) -> list[dict[str, Any]]:
     """Every pair of two factors once."""
     factors = {"model": models, "mode": MODES, "method": methods, "store": STORES}
-    factors["select_heads"] = HEADS_TOGETHER
     factors["rest"] = tuple(RESTS)
     return pairwise({name: list(values) for name, values in factors.items()}, _is_served)
 
@@ -42,18 +37,13 @@ def _is_served(case: dict[str, Any]) -> bool:
     method = case.get("method", "flat")
     if method == "aqua" and case.get("store", "device") not in ("device", "host"):
         return False
-    if case.get("rest") == "measured" and method not in IN_GROUPS:
-        # They estimate nothing.
-        return False
-    if case.get("rest", "nothing") != "nothing" and method == "aqua":
-        return False
-    return case.get("select_heads") is None or method in IN_GROUPS
+    return case.get("rest", "nothing") == "nothing" or method != "aqua"
 
 
 def few_of_all() -> list[dict[str, Any]]:
-    """Cases of methods that learn: all their stores, both models, heads together and apart."""
-    factors = {"store": STORES, "select_heads": HEADS_TOGETHER}
-    pairs = pairwise({"model": list(DEFAULT), "method": list(LEARNED)} | factors, _is_served)
+    """Cases of methods that learn: all their stores, both models."""
+    factors = {"model": list(DEFAULT), "method": list(LEARNED), "store": list(STORES)}
+    pairs = pairwise(factors, _is_served)
     return [{"mode": mode, **pair} for mode, pair in zip(list(MODES)[::2], pairs, strict=False)]
 
 
@@ -63,10 +53,9 @@ def check(
     mode: str,
     method: str,
     store: str,
-    select_heads: int | None,
     rest: str = "nothing",
 ) -> None:
-    options = COVERING_OPTIONS | {"store": store, "select_heads": select_heads} | RESTS[rest]
+    options = COVERING_OPTIONS | {"store": store} | RESTS[rest]
     options |= artifact_options(method, model)
 
     def make(built: Any) -> RetrievalCache:

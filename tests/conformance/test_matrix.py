@@ -33,7 +33,6 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "aqua_codec": partial(AquaKVCache, bits=16, predictor="none"),
     "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.preset("paper")),
 }
-ESTIMATING = ("flat", "paris", "lrqk", "a2ats", "a2ats_paper")
 # Modes that transformers' own cache lacks in the newest and the oldest release that we support.
 _ROWS = {"reset_other_batch", "batch_repeat_interleave", "batch_select_indices"}
 _SLIDES = {"assisted", "early_exit", "reset", "reset_other_batch", "crop_deep"}
@@ -69,8 +68,6 @@ def _possible(case: dict[str, Any]) -> bool:
         return False
     if case.get("method", "").startswith("aqua") and case.get("rest", "nothing") != "nothing":
         # It leaves nothing out, and says so.
-        return False
-    if case.get("rest") == "measured" and case.get("method", "flat") not in ESTIMATING:
         return False
     impossible = IMPOSSIBLE.get(RELEASE, {})
     return case.get("mode") not in impossible.get(case.get("model", ""), ())

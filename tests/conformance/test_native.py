@@ -196,8 +196,6 @@ def test_native_and_models_with_an_indexer_refuse_all_others(
         ({"rest": "mean"}, "rest='mean' has no meaning"),
         ({"prompt": "retrieve"}, "prompt='retrieve' has no meaning"),
         ({"store": "higgs"}, "store='higgs': native keeps rows as they are"),
-        ({"select_heads": 1}, "native follows the model's own indexer"),
-        ({"warn_lost_mass": 0.5}, "native follows the model's own indexer"),
     ],
 )
 def test_options_of_a_selection_are_refused(

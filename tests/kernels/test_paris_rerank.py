@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hf_kvret_kernels import paris
-from hf_kvret_kernels.paris import selection
 
 from .draws import BACKENDS, BOTH, DEVICE, TIERS, needs_triton, randn, refused, tools
 
@@ -296,25 +295,3 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="offset is "):
         paris.rerank(q_rot, codes, ids, levels, offset=torch.zeros(1, 2, 1, device=DEVICE))
     refused("softcap=0", paris.rerank, q_rot, codes, ids, levels, softcap=0.0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_estimates_of_all_are_the_reranks_of_all_ids(
-    backend: str, softcap: float | None, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    length, dim, m = 21, 40, 8
-    signs, levels = tools(dim, m)
-    codes = paris.encode(randn(2, 3, length, dim), signs, levels, m=m)
-    q_rot = paris.rotate(randn(2, 3, 2, 3, dim, seed=1), signs)
-    options = {"m": m, "scale": 0.3, "softcap": softcap, "offset": randn(2, 3, 2, 3, seed=2)}
-    step = -(-length // chunks)
-    monkeypatch.setattr(selection, "_CHUNK_NUMBERS", step * 2 * 3 * paris.rotated_dim(dim))
-    result = paris.estimates(q_rot, codes, levels, backend=backend, **options)
-    ids = torch.arange(length, dtype=torch.int32, device=DEVICE).expand(2, 3, 2, -1).contiguous()
-    expected = paris.rerank(q_rot, codes, ids, levels, backend="naive", **options)
-    assert result.shape == (2, 3, 2, 3, length)
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=5e-5)
-    none = paris.estimates(q_rot, codes.tokens(0, 0), levels, backend="naive", **options)
-    assert none.shape == (2, 3, 2, 3, 0)

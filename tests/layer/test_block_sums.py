@@ -246,30 +246,6 @@ def test_capped_scores_learned_sinks_and_groups_of_heads(by: str, form: str) -> 
         driver.check(driver.forward(3), **kinds)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("by", PLACES)
-@pytest.mark.parametrize("sinks", [False, True])
-def test_heads_that_select_in_groups(by: str, form: str, sinks: bool) -> None:
-    options, _ = FORMS[form]
-    outs = []
-    for size in (1, None):
-        # All heads select the same here: those of a group ask alike.
-        with on(by):
-            driver = Driver(select_heads=size, sinks=sinks, top_k=10**6, **options)
-            driver.forward(60)
-            outs.append(torch.cat([driver.forward(1), driver.forward(3)], dim=2))
-    torch.testing.assert_close(*outs, rtol=1e-5, atol=ERROR)
-    with on(by):
-        apart = Driver(select_heads=1, sinks=sinks, **options)
-        apart.forward(60)
-        out = apart.forward(1)
-    assert apart.ids is not None and apart.ids.shape[2] == GROUP
-    # As if each query head had ids of its own.
-    apart.ids = apart.ids.transpose(1, 2).reshape(2, GROUP, HEADS, -1)
-    apart.ids = apart.ids.transpose(1, 2).flatten(1, 2).unsqueeze(2)
-    apart.check(out, **FORMS[form][1])
-
-
 @pytest.mark.parametrize("by", PLACES)
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_changes_where_nothing_is_left_out(by: str, form: str) -> None:

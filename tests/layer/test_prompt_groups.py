@@ -231,14 +231,6 @@ def test_padding_alone_is_no_reason_to_retrieve() -> None:
     assert not groups.retrieved
 
 
-def test_a_prompt_that_leaves_out_much_warns(
-    model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    recipe = {"above": 0, "floor": 0, "top_k": 64}
-    with pytest.warns(UserWarning, match="a prompt's probes, more than warn_lost_mass=0.0001"):
-        answer(model, document[0], prompt=recipe, warn_lost_mass=1e-4)
-
-
 @pytest.mark.parametrize(
     "words", ["prompt.above=0:prompt=retrieve", "prompt=retrieve:prompt.above=0"]
 )

@@ -147,24 +147,6 @@ def test_a_union_holds_the_best_of_each_query_head_and_nothing_else(
         assert len(slots) <= each * serving
 
 
-def test_heads_that_select_apart_do_so_at_their_own_positions(write: Callable[..., Book]) -> None:
-    """Two drafted queries far apart; the heads of a group stand beside each other."""
-    book, prompt, valid = write(), _prompt(), _valid(2, 150)
-    positions = torch.tensor([[150, 171]] * 2)
-    seen = prompt.turn(2 * normal(5, 2, HEADS * GROUP, 2, DIM), positions).float()
-    heads = seen.unflatten(1, (HEADS, GROUP))
-
-    def select(query: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-        index = filled(book.index(), prompt)
-        index.on_forward(query, torch.zeros(2, HEADS, 2, DIM), 150, None, positions)
-        return index.search(beside, cold_tokens(valid, SCALE, 20, None)).sort(-1).values
-
-    ids = select(seen, heads.transpose(2, 3).flatten(2, 3)).unflatten(2, (2, GROUP))
-    for head in range(GROUP):
-        alone = heads[:, :, head]
-        assert torch.equal(ids[:, :, :, head], select(alone, alone))
-
-
 @pytest.mark.parametrize("budget_of", ["head", "union"])
 def test_a_budget_for_all_selects_exactly_the_valid_tokens(
     budget_of: str, write: Callable[..., Book]

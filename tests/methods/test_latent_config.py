@@ -29,7 +29,7 @@ MEANINGLESS: dict[str, Any] = {
     "rest": "mean",
 }
 # Refused by what they need, which has no meaning here either.
-DEPENDENT = ("select_heads", "rest_blocks", "warn_lost_mass", "disk")
+DEPENDENT = ("rest_blocks", "disk")
 PASSES: dict[str, Any] = {"max_draft": 6, "prefill_chunk": 64, "graph": False}
 
 
@@ -46,9 +46,7 @@ def test_an_option_of_retrieval_is_refused_with_the_way_out(name: str) -> None:
         LatentConfig().replace(**{name: value})
 
 
-def test_heads_that_select_are_refused_and_unknown_names_too() -> None:
-    with pytest.raises(ValueError, match="select_heads=2: latent selects nothing"):
-        LatentConfig(select_heads=2)
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="no option 'stores': did you mean 'store'"):
         LatentConfig.from_options(stores="host")
 

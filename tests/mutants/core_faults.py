@@ -60,12 +60,6 @@ FAULTS = (
         "offset = None",
     ),
     Fault(
-        "groups-of-heads-seen-as-drafts",
-        "hf_kvret/layer/operations.py",
-        "if isinstance(finish, Partials) and groups is None:",
-        "if isinstance(finish, Partials):",
-    ),
-    Fault(
         "shared-layer-forgets-its-past",
         "hf_kvret/layer/layer.py",
         "past = self.kv.length - (0 if self.pending_attention else new)",
@@ -104,7 +98,7 @@ FAULTS = (
     Fault(
         "means-of-other-rows",
         "hf_kvret/layer/block_sums.py",
-        "        super().reorder(rows)\n        self._means = {}",
+        "        super().reorder(rows)\n        self._means = None",
         "        super().reorder(rows)",
     ),
     Fault(

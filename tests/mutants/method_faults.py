@@ -36,12 +36,6 @@ FAULTS = (
         "pass",
     ),
     Fault(
-        "queries-of-groups-at-other-positions",
-        "hf_kvret/methods/a2ats/index.py",
-        "positions = positions.repeat_interleave(query.shape[2] // positions.shape[1], dim=1)",
-        "positions = positions.repeat(1, query.shape[2] // positions.shape[1])",
-    ),
-    Fault(
         "calibrated-with-queries-that-are-not-absorbed",
         "hf_kvret/lab/calibrate/a2ats.py",
         "rows = chunk if heads is None else heads.absorb(chunk)",

@@ -123,23 +123,6 @@ def test_a_method_without_an_index_attends_to_all(
     assert all(one.ids is None for one in seen)
 
 
-def test_heads_that_select_apart_are_told_of_apart(model: PreTrainedModel) -> None:
-    cache = filled(model, select_heads=1)
-    seen: list[Selection] = []
-    with observe(cache, seen.append), torch.inference_mode():
-        model(prompt()[:, :3], past_key_values=cache)
-    heads = model.config.num_attention_heads
-    for one in seen:
-        assert one.ids is not None
-        assert one.query.shape[:3] == (1, heads, 3)
-        assert one.ids.shape == (1, heads, 3, OPTIONS["top_k"])
-        keys = cache.layers[one.layer].keys[:, :, : one.recent[0]]
-        logits = exact_scores(one.query, keys, one.scale)
-        logits[..., :2] = -torch.inf
-        best = logits.topk(OPTIONS["top_k"]).indices.sort(-1).values
-        assert torch.equal(one.ids.long().sort(-1).values, best)
-
-
 def test_tokens_are_those_of_a_cache_that_nobody_observes(model: PreTrainedModel) -> None:
     cache = filled(model)
     twin = cache.fork()

@@ -12,6 +12,8 @@ from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels.relevance import group_relevance
 
+from ..layer.test_block_sums import Driver
+
 
 def _store(scores: list[float], batch: int = 1) -> PagedStore:
     """Keys of dim 1 whose dot product with a query of 1 is the score; values don't matter."""
@@ -74,6 +76,52 @@ def test_no_valid_token_gives_zero_and_no_nan() -> None:
         torch.ones(1, 1, 1, 1), _ids([-1, -1]), cold_tokens(none, 1.0, 1, store=_store(SCORES))
     )
     assert (recall.overlap, recall.mass, recall.best_mass) == (0.0, 0.0, 0.0)
+
+
+def test_cold_tokens_alone_lose_what_is_not_selected() -> None:
+    recall = measure_recall(
+        torch.ones(1, 1, 1, 1),
+        _ids([1, 4]),
+        cold_tokens(_all_valid(5), 1.0, 1, store=_store(SCORES)),
+    )
+    assert recall.lost_mass == pytest.approx(1.0 - recall.mass, rel=1e-6)
+
+
+@pytest.mark.parametrize("rest", [None, "mean"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_lost_mass_is_the_share_of_all_attention(softcap: float | None, rest: str | None) -> None:
+    """Of a batch with padding and sinks, by ids that a step and a draft selected."""
+    driver = Driver(softcap=softcap, sinks=True, track_recall=True, rest=rest)
+    driver.forward(90, padded=11)
+    expected = []
+    for count in (1, 3):
+        driver.forward(count)
+        expected.append(float(_lost_shares(driver).mean()))
+    (stats,) = driver.cache.stats()["layers"]
+    assert 0.05 < stats["lost_mass"] < 0.95
+    assert stats["lost_mass"] == pytest.approx(sum(expected) / 2, rel=1e-4)
+
+
+def _lost_shares(driver: Driver) -> torch.Tensor:
+    """``[B, Hq, Q]`` fp64 of the last pass: full attention to the tokens that nothing read."""
+    kv = driver.layer.kv
+    assert kv is not None and driver.ids is not None and driver.sink_logits is not None
+    query, keys = driver.query.double(), kv.rows(kv.length)[0].double()
+    group = query.shape[1] // keys.shape[1]
+    scores = query @ keys.repeat_interleave(group, dim=1).mT * 0.5
+    if driver.softcap is not None:
+        scores = driver.softcap * torch.tanh(scores / driver.softcap)
+    queries = query.shape[2]
+    seen = torch.ones(queries, kv.length, dtype=torch.bool).tril(kv.length - queries)
+    scores = scores.masked_fill(~(seen & driver.mask[:, None, None]), -torch.inf)
+    logits = driver.sink_logits.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    shares = torch.cat([scores, logits], dim=-1).softmax(-1)[..., :-1]
+    read = torch.zeros(*driver.ids.shape[:3], kv.length + 1, dtype=torch.bool)
+    read.scatter_(-1, driver.ids.long().where(driver.ids >= 0, kv.length), True)
+    sinks = kv.window.sink_slots[:, None, None].expand(*read.shape[:3], -1)
+    read.scatter_(-1, sinks.where(sinks >= 0, kv.length), True)
+    read[..., kv.cold_len :] = True
+    return (shares * ~read[..., :-1].repeat_interleave(group, dim=1)).sum(-1)
 
 
 def test_rows_are_averaged() -> None:

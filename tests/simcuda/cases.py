@@ -60,8 +60,7 @@ class Case:
         store: where its cold rows lie; empty where the method has its own.
         mode: one of ``MODES``.
         family: type of the model, one of ``FAMILIES``.
-        select_heads, rest: options of the cache.
-        measured: whether it measures the missed mass.
+        rest: option of the cache.
         steps: decoded after the prompt.
         layers: of the model.
     """
@@ -70,9 +69,7 @@ class Case:
     store: str
     mode: str = "eager"
     family: str = "llama"
-    select_heads: int | None = None
     rest: str | None = None
-    measured: bool = False
     steps: int = STEPS
     layers: int = 2
 
@@ -84,20 +81,14 @@ class Case:
         fewer keys than dims here, so some directions of the factors are rounding. The keys have
         nothing there, but the error of their codes has. On a CPU alone, weights that differ by 1e-7
         lead to other tokens.
-
-        Weights of ParisKV's codes are bf16. Another order of sums rounds one of them the other way
-        here, and two tokens that matter alike change places.
         """
-        if self.method == "paris":
-            return self.store == "higgs-host" and self.select_heads == 2
         return self.method == "lrqk" and self.store.startswith("higgs")
 
     def __str__(self) -> str:
-        latent = "" if self.family == "llama" else f"{self.family}-{self.select_heads}"
-        measured = "measured" if self.measured else ""
+        family = "" if self.family == "llama" else self.family
         steps = "" if self.steps == STEPS else f"{self.steps}-steps"
         layers = "" if self.layers == 2 else f"{self.layers}-layers"
-        words = self.method, self.store, self.mode, latent, self.rest, measured, steps, layers
+        words = self.method, self.store, self.mode, family, self.rest, steps, layers
         return "-".join(filter(None, words))
 
 
@@ -110,13 +101,11 @@ def cases() -> list[Case]:
 def latent_cases() -> list[Case]:
     """Latent attention with every method that serves it, in stores of all kinds."""
     stores = ("device", "resident", "cpu", "higgs-host")
-    groups = {"flat": (None, 1, 2), "paris": (None, 2), "lrqk": (None, 2), "a2ats": (2,)}
     plain = [
-        Case(method, store, mode, "deepseek_v3", heads)
+        Case(method, store, mode, "deepseek_v3")
         for method in METHODS
         for store in stores
         for mode in ("eager", "graph", "padded", "saved")
-        for heads in groups.get(method, (None,))
     ]
     return [
         *plain,
@@ -129,24 +118,13 @@ def latent_cases() -> list[Case]:
 
 
 def mean_cases() -> list[Case]:
-    """The mean of what is not selected, and missed mass, in stores of all kinds."""
+    """The mean of what is not selected, in stores of all kinds."""
     pairs = [
         *((method, store) for method in METHODS for store in ("host", "higgs")),
         *(("flat", store) for store in ("device", "split", "resident", "cpu", "higgs-host")),
     ]
     plain = [Case(*pair, mode, rest="mean") for pair in pairs for mode in MODES]
-    heads = [Case("flat", "device", "graph", "deepseek_v3", size, "mean") for size in (None, 2)]
-    estimating = [
-        *((method, "device") for method in ("flat", "paris", "lrqk", "a2ats")),
-        *(("flat", store) for store in ("host", "resident", "cpu", "higgs")),
-    ]
-    measured = [
-        Case(*pair, mode, rest=rest, measured=True)
-        for pair in estimating
-        for mode in ("eager", "graph", "padded")
-        for rest in (None, "mean")
-    ]
-    return [*plain, *heads, *measured]
+    return [*plain, Case("flat", "device", "graph", "deepseek_v3", "mean")]
 
 
 @dataclass
@@ -335,12 +313,8 @@ class _Session:
             options["top_k"] = _PROMPT + case.steps
         if case.store:
             options["store"] = case.store
-        if case.select_heads is not None:
-            options["select_heads"] = case.select_heads
         if case.rest is not None:
             options["rest"] = case.rest
-        if case.measured:
-            options["warn_lost_mass"] = 0.99
         if case.store == "split":
             options["device_budget"] = _BUDGET
         if case.store == "disk":

@@ -13,7 +13,7 @@ from hf_kvret.artifacts.checks import check_choices
 from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.index import ColdTokens, Estimates, Index, SearchCost
+from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.state import number
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.learned import METHOD, LearnedLayer, check_artifact, learned_layer
@@ -119,10 +119,6 @@ class A2ATSIndex(Index):
         relevance = codebook.lookup_scores(table, codes, valid=valid)
         return top_k(relevance, budget)
 
-    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
-        """By the codewords of all tokens."""
-        return Estimates(codebook.lookup(*self._scores(query, cold)))
-
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         """See ``Index.host_search``: where a group has one budget."""
         return None if self._unites(cold) else CodebookSearch(*self._scores(query, cold))
@@ -139,11 +135,7 @@ class A2ATSIndex(Index):
         length = len(cold)
         if len(self._codes) < length:
             raise RuntimeError(f"only {len(self._codes)} of {length} tokens were seen")
-        positions = self._positions
-        if positions is not None and positions.shape[1] != query.shape[2]:
-            # Groups of heads that select apart stand beside each other, as queries of a position.
-            positions = positions.repeat_interleave(query.shape[2] // positions.shape[1], dim=1)
-        table = self._on(query.device).table(query, positions, cold.scale, cold.softcap)
+        table = self._on(query.device).table(query, self._positions, cold.scale, cold.softcap)
         return table, self._codes.rows[:, :, :length]
 
     def cost(self, n: int, budget: int) -> SearchCost:

@@ -63,9 +63,7 @@ class AquaConfig(ArtifactConfig):
     predictor: str | None = "artifact"
     anchor_every: int | None = None
     keep: str = "codes"
-    estimate_obstacle = "aqua attends to all tokens, and nothing is left out"
     rest_obstacle = "aqua attends to all tokens, nothing is left out"
-    group_obstacle = "aqua selects nothing, it attends to all tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()

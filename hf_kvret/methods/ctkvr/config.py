@@ -82,10 +82,6 @@ class CTkvrConfig(RetrievalConfig):
     coverage: float = 0.5
     questions: bool = True
     seed: int = 0
-    group_obstacle = "ctkvr compares queries of all heads of a KV head with past ones"
-    estimate_obstacle = (
-        "ctkvr recalls tokens by their rank in lists, and has no scores of the others"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
+from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret.options.config import RetrievalConfig
@@ -21,10 +21,6 @@ from hf_kvret_kernels.relevance import top_indices
 @dataclass(frozen=True)
 class FlatConfig(RetrievalConfig):
     """The oracle has no options of its own."""
-
-
-# Keys that are made fp32 at once.
-_CHUNK_LEN = 8192
 
 
 class FlatIndex(CapturableIndex, Index):
@@ -55,12 +51,6 @@ class FlatIndex(CapturableIndex, Index):
         scores = exact_scores(query, keys, cold.scale, cold.softcap)
         scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
         return top_indices(scores, keys.shape[1], cold.budget)
-
-    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
-        """The exact logits of all tokens."""
-        chunks = self._keys.rows.split(_CHUNK_LEN, dim=2)
-        logits = [exact_scores(query, keys, cold.scale, cold.softcap) for keys in chunks]
-        return Estimates(torch.cat(logits, dim=-1))
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         return FlatSearch(self._keys.rows)

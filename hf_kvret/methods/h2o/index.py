@@ -33,8 +33,6 @@ class H2OConfig(RetrievalConfig):
 
     top_k: int | float | None = 0.2
     observed: int | None = None
-    group_obstacle = "h2o keeps one set of tokens for all query heads of a KV head"
-    estimate_obstacle = "h2o has dropped what it would have to estimate"
 
     def __post_init__(self) -> None:
         super().__post_init__()

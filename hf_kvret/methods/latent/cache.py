@@ -28,7 +28,6 @@ class LatentConfig(RetrievalConfig):
     """
 
     retrieves: ClassVar[bool] = False
-    group_obstacle = "latent selects nothing, it attends to all tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -112,22 +112,6 @@ class LRQKConfig(RetrievalConfig):
         )
         check_number("penalty", self.penalty, lambda x: 0.0 < x < math.inf, "a number above 0")
 
-    @property
-    def group_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        if self.factors == "closed" and self.shared:
-            return ""
-        return "with factors='als' or shared=False each query head selects for itself"
-
-    @property
-    def estimate_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        if self.factors == "closed":
-            return ""
-        return (
-            "with factors='als' a search changes the factors, so it can't be asked for scores again"
-        )
-
     def rank_of(self, dim: int) -> int:
         """The rank for heads of ``dim``; ValueError where there is no such rank."""
         if self.rank is None:

@@ -10,7 +10,7 @@ import torch
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
+from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
@@ -134,18 +134,6 @@ class LRQKIndex(CapturableIndex, Index):
             offset=offset,
             softcap=cold.softcap,
         )
-
-    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
-        """By the proxies of all tokens."""
-        proxies, _ = self._query_proxies(query, cold)
-        logits = proxy.relevance(
-            proxies,
-            self._proxies.rows,
-            query.shape[1],
-            offset=self._mean_part(query, cold),
-            softcap=cold.softcap,
-        )
-        return Estimates(logits)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         proxies, offset = self._query_proxies(query, cold)

@@ -11,7 +11,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compatibility import index_budget
 from hf_kvret.options.config import RetrievalConfig
 
-_MEANINGLESS = ("select_heads", "rest", "warn_lost_mass", "track_recall", "prompt")
+_MEANINGLESS = ("rest", "track_recall", "prompt")
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,6 @@ class NativeConfig(RetrievalConfig):
     """
 
     follows_model: ClassVar[bool] = True
-    group_obstacle = "native follows the model's own indexer"
-    estimate_obstacle = "native follows the model's own indexer, which estimates no mass"
 
     top_k: int | float | None = None
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
+from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import FLOATS
 from hf_kvret.contracts.state import number, tensor
 from hf_kvret.contracts.store import Store
@@ -302,22 +302,6 @@ class ParisIndex(CapturableIndex, Index):
             softcap=cold.softcap,
             offset=offset,
         )
-
-    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
-        """By the codes of all tokens, for each query head whatever ``group_reduce`` is."""
-        _, levels = self._basis()
-        grouped = self._grouped(query)
-        rows, signs = self.search_query(grouped.transpose(2, 3))
-        logits = paris.estimates(
-            rows if signs is None else paris.rotate(rows, signs),
-            self._codes(),
-            levels,
-            m=self.options.subspace_dim,
-            scale=cold.scale,
-            softcap=cold.softcap,
-            offset=self._mean_part(grouped),
-        )
-        return Estimates(logits.transpose(2, 3).flatten(1, 2))
 
     def _grouped(self, query: torch.Tensor) -> torch.Tensor:
         """``[B, Hkv, G, Q, D]`` of ``query [B, Hq, Q, D]``."""

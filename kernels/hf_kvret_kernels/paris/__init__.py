@@ -3,7 +3,7 @@
 A key becomes a *sign plane* (one bit a coordinate), a *magnitude plane* (three bits a
 coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: ``candidates`` are the
 tokens with the highest scores of ``collisions``. Stage 2 estimates inner products from the full
-codes: ``rerank``. ``search`` is all of it. ``estimates`` are those of stage 2 for all tokens.
+codes: ``rerank``. ``search`` is all of it.
 
 Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
 tables of a kv head (1 after a mean over the group, or the group's size), n tokens, D head dim,
@@ -17,7 +17,6 @@ from hf_kvret_kernels.paris.selection import (
     candidates,
     collisions,
     count_centroids,
-    estimates,
     rerank,
     search,
     tier_shares,
@@ -31,7 +30,6 @@ __all__ = [
     "count_centroids",
     "decode",
     "encode",
-    "estimates",
     "magnitude_levels",
     "random_signs",
     "rerank",

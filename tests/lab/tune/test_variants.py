@@ -72,9 +72,9 @@ def test_budgets_near_the_context_retrieve_all_the_same() -> None:
 
 
 def test_options_of_a_method_stay_and_free_ones_share_its_cache() -> None:
-    variants = made("paris:recent=64", "paris:select_heads=1", "paris:top_k=7", "paris")
+    variants = made("paris:recent=64", "paris:max_draft=8", "paris:top_k=7", "paris")
     assert "paris:recent=64:top_k=64" in variants and "paris:top_k=7" in variants
-    assert variants["paris:select_heads=1:top_k=64"].base is variants["paris:top_k=7"].base
+    assert variants["paris:max_draft=8:top_k=64"].base is variants["paris:top_k=7"].base
     assert variants["paris:recent=64:top_k=64"].base is not variants["paris:top_k=7"].base
 
 
