@@ -22,7 +22,6 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 import hf_kvret
-from hf_kvret_cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -68,25 +67,6 @@ def pins() -> dict[str, Version]:
     return {canonicalize_name(name): Version(version) for name, version in exact}
 
 
-def test_every_package_folder_is_a_package() -> None:
-    assert set(PACKAGES) == {
-        "hf_kvret",
-        "hf_kvret_cli",
-        "hf_kvret_kernels",
-        "hf_kvret_model_patches",
-    }
-    missing = [
-        folder for folder in PACKAGES.values() if not (ROOT / folder / "__init__.py").exists()
-    ]
-    assert not missing
-
-
-@pytest.mark.parametrize("folder", ["kernels", "model_patches"])
-def test_the_outer_folders_are_no_packages(folder: str) -> None:
-    assert (ROOT / folder).is_dir()
-    assert not (ROOT / folder / "__init__.py").exists()
-
-
 def test_the_kernels_folder_does_not_shadow_a_package_of_that_name(tmp_path: Path) -> None:
     stand_in = tmp_path / "kernels"
     stand_in.mkdir()
@@ -113,11 +93,6 @@ def test_at_the_root_a_package_of_that_name_is_the_installed_one() -> None:
         assert origin == "None"
     else:
         assert Path(origin) == Path(str(installed))
-
-
-def test_the_command_has_its_function() -> None:
-    assert PYPROJECT["project"]["scripts"] == {"hf-kvret": "hf_kvret_cli:main"}
-    assert callable(main)
 
 
 def test_every_direct_dependency_has_a_pin_that_it_allows() -> None:

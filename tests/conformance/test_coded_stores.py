@@ -26,12 +26,11 @@ from hf_kvret.testing import (
     MODES,
     Case,
     reads_cold_rows,
-    run_case,
 )
 from hf_kvret.testing.conformance import baseline_of, first_difference
 from hf_kvret_kernels.higgs import HiggsCodec
 
-from .cases import TELLING_MODES, ArtifactOptions, can_go_back
+from .cases import TELLING_MODES, ArtifactOptions, can_go_back, check_case
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats")
 STORES = ("higgs", "higgs-host")
@@ -116,21 +115,6 @@ def _checked_cache(method: str, codec: HiggsCodec) -> type[RetrievalCache]:
     return CheckedCache
 
 
-def _check(case: Case, method: str, store: str, bits: int, learned: dict[str, str]) -> None:
-    full = baseline_of(case)
-    if isinstance(full, str):
-        pytest.skip(full)
-    model, mode = MODELS[case.model].build(), MODES[case.mode]
-    if mode.direct:
-        attach(model)
-    cache_class = _checked_cache(method, HiggsCodec(bits, GROUPS[case.model]))
-    options = {**COVERING_OPTIONS, **learned, "store": store, "bits": bits}
-    outcome = mode.run(model, lambda: cache_class(model.config, **options))
-    assert any(map(reads_cold_rows, outcome.caches))
-    difference = first_difference(outcome, full, LOGIT_TOLERANCE)
-    assert difference is not None, "rows of few bits that change nothing were not read"
-
-
 @pytest.mark.allowed(when=can_go_back)
 @pytest.mark.factor("bits", [2, 3, 4])
 @pytest.mark.factor("store", STORES)
@@ -140,13 +124,21 @@ def _check(case: Case, method: str, store: str, bits: int, learned: dict[str, st
 def test_reads_what_went_through_the_codec(
     model: str, mode: str, method: str, store: str, bits: int, artifact_options: ArtifactOptions
 ) -> None:
-    _check(Case(model, mode), method, store, bits, artifact_options(method, model))
+    full = baseline_of(Case(model, mode))
+    if isinstance(full, str):
+        pytest.skip(full)
+    built, run = MODELS[model].build(), MODES[mode]
+    if run.direct:
+        attach(built)
+    cache_class = _checked_cache(method, HiggsCodec(bits, GROUPS[model]))
+    options = {**COVERING_OPTIONS, **artifact_options(method, model), "store": store, "bits": bits}
+    outcome = run.run(built, lambda: cache_class(built.config, **options))
+    assert any(map(reads_cold_rows, outcome.caches))
+    difference = first_difference(outcome, full, LOGIT_TOLERANCE)
+    assert difference is not None, "rows of few bits that change nothing were not read"
 
 
 @pytest.mark.parametrize("mode", TELLING_MODES)
 @pytest.mark.parametrize("store", STORES)
 def test_with_16_bits_it_is_full_attention(store: str, mode: str) -> None:
-    options = {**COVERING_OPTIONS, "store": store, "bits": 16}
-    case = Case("llama", mode)
-    result = run_case(case, lambda model: FlatKVCache(model.config, **options))
-    assert result.status == "passed", result.detail
+    check_case(FlatKVCache, "llama", mode, store, {"bits": 16}, ())

@@ -1,4 +1,4 @@
-"""Models with an indexer of their own: what transformers computes densely, in every mode."""
+"""Models with an indexer of their own: their choices, masks, positions, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from hf_kvret.layer.indexed import IndexedLayer, attend_to_indices
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.models.compatibility import index_budget, reader_count, retrieval_shapes
-from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, MODELS, MODES, Case, run_case
+from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, MODELS
 from hf_kvret.testing.indexed_models import known_indexed
 from hf_kvret.testing.scenario import prompt, ragged
 
-from ..pairs import full_product
-from .cases import STORES, expect_passed, name_of
-from .test_gemma4 import talk
-from .test_hybrids import IMPOSSIBLE as OF_HYBRIDS
+from .test_families import NO_PADDING
 
 KNOWN = known_indexed()
 pytestmark = pytest.mark.skipif(not KNOWN, reason="these models cache the keys of each head")
@@ -35,78 +32,11 @@ newest_models = pytest.mark.skipif(
     len(KNOWN) < len(INDEXED_MODELS), reason="this transformers lacks some of these models"
 )
 OPTIONS = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
-STORE_OPTIONS = {"split": {"device_budget": "20KB"}}
-# transformers' own cache of these models fails in these modes.
-IMPOSSIBLE = {"early_exit"}
-IMPOSSIBLE_IN = {
-    "glm5_next": {*OF_HYBRIDS, "guidance"},
-    "qwen4_exp": {*OF_HYBRIDS, "guidance"},
-    "hy_v4_vl": {"guidance"},
-    "minimax_m3": {"own_position_ids", "loop_positions"},
-}
-# Its blocks lie elsewhere behind padding.
-NO_PADDING = "minimax_m3"
-PADDED = {
-    *("greedy_ragged", "return_dict", "return_sequences", "beams_ragged", "chunked_prefill"),
-    *("prefill_by_token", "second_turn_ragged", "inputs_embeds", "reset", "reset_other_batch"),
-    *("loop", "crop_deep", "batch_repeat_interleave", "batch_select_indices"),
-}
-
-
-def few_cases() -> list[dict[str, Any]]:
-    rows = (
-        ("deepseek_v32", "greedy_ragged", "resident"),
-        ("deepseek_v32", "prompt_lookup", "host"),
-        ("deepseek_v32_wide", "beams_ragged", "device"),
-        ("glm_moe_dsa", "chunked_prefill", "split"),
-        ("axk2", "second_turn_ragged", "cpu"),
-        ("hy_v4", "crop_deep", "resident"),
-        ("hy_v4_vl", "second_turn_ragged", "host"),
-        ("dots3_note", "beams_ragged", "cpu"),
-        ("mistral_large4", "prompt_lookup", "split"),
-        ("glm5_next", "second_turn_ragged", "resident"),
-        ("qwen4_exp", "chunked_prefill", "host"),
-        ("minimax_m3", "crop_small", "cpu"),
-    )
-    cases = [dict(zip(("model", "mode", "store"), row, strict=True)) for row in rows]
-    return [case for case in cases if case["model"] in KNOWN]
-
-
-def all_cases() -> list[dict[str, Any]]:
-    stores = [*STORES, "split"]
-    cases = full_product({"model": KNOWN, "mode": list(MODES), "store": stores})
-    return [case for case in cases if case["model"] != NO_PADDING or case["mode"] not in PADDED]
-
-
-def check(model: str, mode: str, store: str) -> None:
-    options = {**OPTIONS, "store": store, **STORE_OPTIONS.get(store, {})}
-    result = run_case(Case(model, mode), lambda built: NativeKVCache(built.config, **options))
-    expect_passed(result, IMPOSSIBLE | IMPOSSIBLE_IN.get(model, set()))
-
-
-@pytest.mark.parametrize("case", few_cases(), ids=name_of)
-def test_native_gives_what_transformers_gives(case: dict[str, Any]) -> None:
-    check(**case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", all_cases(), ids=name_of)
-def test_all_modes_and_stores(case: dict[str, Any]) -> None:
-    check(**case)
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
     return INDEXED_MODELS["deepseek_v32"].build()
-
-
-@pytest.mark.parametrize("name", [name for name in KNOWN if name != NO_PADDING])
-def test_turns_forks_and_saved_caches(name: str, tmp_path: Path) -> None:
-    model = INDEXED_MODELS[name].build()
-    cache = NativeKVCache(model.config, **{**OPTIONS, "max_draft": 16}, store="host")
-    expected = talk(model, DynamicCache(config=model.config), None)
-    for answer, wanted in zip(talk(model, cache, tmp_path), expected, strict=True):
-        assert torch.equal(answer, wanted)
 
 
 def test_only_what_the_indexer_names_is_read(model: PreTrainedModel) -> None:

@@ -1,83 +1,20 @@
-"""Models some of whose layers read another's keys: what full attention gives, in every mode."""
+"""Models some of whose layers read another's keys: chunks, masks, budgets, and what is refused."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig
 
 import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, RetrievalCache
 from hf_kvret.attention.masks import mask_info, retrieval_mask
 from hf_kvret.attention.prompt_chunks import recurs
 from hf_kvret.models.compatibility import reader_count
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, SHARED_MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, SHARED_MODELS
 from hf_kvret.testing.scenario import prompt, ragged
-
-from ..pairs import full_product
-from .cases import (
-    RELEASE,
-    STORES,
-    ArtifactOptions,
-    caches,
-    check_case,
-    is_served,
-    name_of,
-    named_cases,
-)
-from .test_gemma4 import IMPOSSIBLE as IN_OLD_RELEASES
-from .test_gemma4 import talk
-
-CACHES = caches("flat", "paris", "a2ats", "aqua")
-# transformers' classes of these have no early exit, and the composite one takes no embeddings.
-IMPOSSIBLE = {"early_exit", "inputs_embeds"}
-
-
-def few_cases() -> list[dict[str, Any]]:
-    """What a prompt's last query, a draft, a chunk, beams and a deep crop ask of readers."""
-    rows = (
-        ("gemma3n", "greedy_ragged", "a2ats", "host"),
-        ("gemma3n", "prompt_lookup", "paris", "resident"),
-        ("gemma4_shared", "chunked_prefill", "paris", "cpu"),
-        ("gemma4_shared", "second_turn_ragged", "a2ats", "device"),
-        ("gemma4_shared", "beams_ragged", "aqua", "host"),
-        ("gemma4_shared_composite", "crop_deep", "flat", "split"),
-    )
-    return named_cases(rows)
-
-
-def all_cases() -> list[dict[str, Any]]:
-    stores = [*STORES, "split", "higgs"]
-    factors = {"model": list(SHARED_MODELS), "mode": list(MODES), "method": list(CACHES)}
-    return [case for case in full_product(factors | {"store": stores}) if is_served(case)]
-
-
-def check(
-    artifact_options: ArtifactOptions, model: str, mode: str, method: str, store: str
-) -> None:
-    options, may_skip = (
-        artifact_options(method, model),
-        IMPOSSIBLE | IN_OLD_RELEASES.get(RELEASE, set()),
-    )
-    check_case(CACHES[method], model, mode, store, options, may_skip)
-
-
-@pytest.mark.parametrize("case", few_cases(), ids=name_of)
-def test_readers_give_what_full_attention_gives(
-    case: dict[str, Any], artifact_options: ArtifactOptions
-) -> None:
-    check(artifact_options, **case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", all_cases(), ids=name_of)
-def test_all_modes_methods_and_stores(
-    case: dict[str, Any], artifact_options: ArtifactOptions
-) -> None:
-    check(artifact_options, **case)
 
 
 def test_long_prompts_of_models_with_readers_may_come_in_chunks() -> None:
@@ -96,15 +33,6 @@ def test_keys_that_are_shared_over_devices_are_refused(name: str) -> None:
     )
     with pytest.raises(ValueError, match="lies on cpu, meta, between which these lose their cache"):
         hf_kvret.attach(model)
-
-
-def test_turns_forks_and_saved_caches(tmp_path: Path) -> None:
-    model = SHARED_MODELS["gemma4_shared"].build()
-    options = {**COVERING_OPTIONS, "max_draft": 16}
-    expected = talk(model, DynamicCache(config=model.config), None)
-    answers = talk(model, CACHES["paris"](model.config, **options), tmp_path)
-    for answer, wanted in zip(answers, expected, strict=True):
-        assert torch.equal(answer, wanted)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 5])

@@ -54,18 +54,22 @@ class Faulty(DynamicCache):
     def full_layers(self) -> list[DynamicLayer]:
         return [layer for layer in self.layers if type(layer) is DynamicLayer]
 
+    def update(self, key: Any, value: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(*self.spoiled(key, value, layer), layer, *args, **kwargs)
+
+    def spoiled(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> Any:
+        return key, value
+
 
 class LosesOneToken(Faulty):
     """The 21st token of every row is gone once decoding begins."""
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def spoiled(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> Any:
         kept = self.layers[layer]
         if key.shape[2] == 1 and type(kept) is DynamicLayer and kept.is_initialized:
             kept.keys[:, :, 20] = 0
             kept.values[:, :, 20] = 0
-        return super().update(key, value, layer, *args, **kwargs)
+        return key, value
 
 
 class IgnoresReorder(Faulty):
@@ -105,76 +109,56 @@ class ResetsTheFirstLayerOnly(Faulty):
 class ForgetsSecondPrompts(Faulty):
     """The first of several tokens that arrive later is lost."""
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def spoiled(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> Any:
         if key.shape[2] > 1 and self.get_seq_length(layer) > 0:
             key, value = key.clone(), value.clone()
             key[:, :, 0] = 0
             value[:, :, 0] = 0
-        return super().update(key, value, layer, *args, **kwargs)
+        return key, value
 
 
 class RoundsToHalf(Faulty):
     """Right in every mode, but for precision."""
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        return super().update(key.half().float(), value.half().float(), layer, *args, **kwargs)
+    def spoiled(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> Any:
+        return key.half().float(), value.half().float()
 
 
 FAULTS: list[tuple[type[Faulty], list[str], list[str]]] = [
     # fault, modes that must find it, modes that it must not disturb
-    (LosesOneToken, ["greedy_ragged", "sampling", "beams", "inputs_embeds", "loop"], []),
-    (IgnoresReorder, ["beams", "beams_ragged"], ["greedy", "assisted", "crop_deep"]),
-    (CropsTheFront, ["crop_small", "crop_deep", "assisted", "prompt_lookup"], ["greedy", "beams"]),
-    (RepeatsInTheWrongOrder, ["batch_repeat_interleave"], ["beams", "return_sequences"]),
+    (LosesOneToken, ["greedy_ragged", "sampling", "inputs_embeds"], []),
+    (IgnoresReorder, ["beams_ragged"], ["greedy", "crop_deep"]),
+    (CropsTheFront, ["crop_small", "assisted"], ["beams"]),
+    (RepeatsInTheWrongOrder, ["batch_repeat_interleave"], ["return_sequences"]),
     (SelectsTheFirstRows, ["batch_select_indices"], ["beams"]),
     (CopiesNothing, ["prefix_reuse"], ["second_turn"]),
     (ResetsTheFirstLayerOnly, ["reset", "reset_other_batch"], ["second_turn"]),
-    (
-        ForgetsSecondPrompts,
-        ["second_turn", "second_turn_ragged", "chunked_prefill", "loop_positions"],
-        ["greedy", "prefill_by_token"],
-    ),
-    (RoundsToHalf, ["greedy_ragged", "loop", "guidance"], []),
+    (ForgetsSecondPrompts, ["second_turn_ragged", "chunked_prefill"], ["prefill_by_token"]),
+    (RoundsToHalf, ["loop", "guidance"], []),
 ]
 
 
-@pytest.mark.parametrize("case", conformance_cases(["llama", "gemma2", "lfm2"]), ids=str)
-def test_transformers_own_cache_conforms(case: Case) -> None:
-    (result,) = run_conformance(
-        dynamic_cache, [case.model], [case.mode], prepare=leave_alone, proof=no_proof
-    )
-    if case.mode.startswith("reset") and not NEWEST and result.status == "failed":
-        pytest.skip("this transformers' DynamicCache keeps zeroed rows after reset")
-    if result.status == "skipped":
-        pytest.skip(result.detail)
-    assert result.status == "passed", result.detail
+@pytest.mark.parametrize(("turn", "model"), enumerate(["llama", "lfm2", "gemma2"]))
+def test_transformers_own_cache_conforms(turn: int, model: str) -> None:
+    """Each mode on one of the models."""
+    results = run_conformance(dynamic_cache, [model], list(MODES)[turn::3], **PLAIN)
+    failed = [result for result in results if result.status == "failed"]
+    # The DynamicCache of older releases keeps zeroed rows after a reset.
+    assert not [one for one in failed if NEWEST or not one.case.mode.startswith("reset")]
 
 
-@pytest.mark.parametrize(
-    ("fault", "mode"), [(fault, mode) for fault, found_by, _ in FAULTS for mode in found_by]
-)
-def test_a_broken_cache_fails_where_its_fault_shows(fault: type[Faulty], mode: str) -> None:
-    (result,) = run_conformance(fault, ["llama"], [mode], prepare=leave_alone, proof=no_proof)
-    assert result.status == "failed"
-
-
-@pytest.mark.parametrize(
-    ("fault", "mode"), [(fault, mode) for fault, _, spared in FAULTS for mode in spared]
-)
-def test_a_broken_cache_passes_where_its_fault_does_not_show(
-    fault: type[Faulty], mode: str
+@pytest.mark.parametrize(("fault", "finding", "spared"), FAULTS)
+def test_a_broken_cache_fails_where_its_fault_shows_only(
+    fault: type[Faulty], finding: list[str], spared: list[str]
 ) -> None:
-    result = run_plain(Case("llama", mode), fault)
-    assert result.status == "passed", result.detail
+    results = run_conformance(fault, ["llama"], [*finding, *spared], **PLAIN)
+    status = {result.case.mode: result.status for result in results}
+    assert status == dict.fromkeys(finding, "failed") | dict.fromkeys(spared, "passed")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_lost_token_shows_in_the_logits_of_every_model(name: str) -> None:
-    assert run_plain(Case(name, "greedy_ragged"), LosesOneToken).status == "failed"
+def test_a_lost_token_shows_in_the_logits_of_every_model() -> None:
+    results = run_conformance(LosesOneToken, list(MODELS), ["greedy_ragged"], **PLAIN)
+    assert {result.status for result in results} == {"failed"}
 
 
 def test_a_lost_token_changes_the_text_of_most_models() -> None:
@@ -198,7 +182,7 @@ def test_a_lost_token_changes_the_text_of_most_models() -> None:
     assert changed / tried > 0.6
 
 
-@pytest.mark.parametrize("mode", ["greedy", "beams", "second_turn_ragged", "crop_deep"])
+@pytest.mark.parametrize("mode", ["greedy", "crop_deep"])
 def test_a_retrieval_cache_with_too_small_a_budget_fails(mode: str) -> None:
     small = {**COVERING_OPTIONS, "top_k": 1}
     result = run_case(Case("llama", mode), lambda m: FlatKVCache(config=m.config, **small))
@@ -241,16 +225,14 @@ def test_what_transformers_own_cache_cannot_do_is_no_failure_of_another() -> Non
     assert not failures(results) and failures(results[1:]) == results[1:]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_zoo_models_are_what_they_say(name: str) -> None:
-    tiny = MODELS[name]
-    model, again = tiny.build(), tiny.build()
-    full = [i for i, x in enumerate(dynamic_cache(model).layers) if type(x) is DynamicLayer]
-    assert tuple(full) == tiny.full_attention
-    assert not model.training
-    for (key, weight), other in zip(model.named_parameters(), again.parameters(), strict=True):
-        assert weight.dtype is torch.float32, key
-        assert torch.equal(weight, other), key
+def test_zoo_models_are_what_they_say() -> None:
+    for name, tiny in MODELS.items():
+        model, again = tiny.build(), tiny.build()
+        full = [i for i, x in enumerate(dynamic_cache(model).layers) if type(x) is DynamicLayer]
+        assert tuple(full) == tiny.full_attention, name
+        assert not model.training, name
+        for (key, weight), other in zip(model.named_parameters(), again.parameters(), strict=True):
+            assert weight.dtype is torch.float32 and torch.equal(weight, other), f"{name} {key}"
 
 
 def test_attention_sinks_of_the_zoo_matter() -> None:
@@ -260,9 +242,8 @@ def test_attention_sinks_of_the_zoo_matter() -> None:
     assert all(bool((p.abs() > 1e-3).all()) for p in sinks)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_models_can_be_built(name: str) -> None:
-    assert isinstance(REFUSED[name](), PreTrainedModel)
+def test_refused_models_can_be_built() -> None:
+    assert all(isinstance(build(), PreTrainedModel) for build in REFUSED.values())
 
 
 def test_check_refuses_a_mode_that_the_model_can_not_do() -> None:
@@ -293,20 +274,11 @@ def test_check_compares_with_the_same_model_when_no_baseline_is_given() -> None:
         check(model, MODES["loop"], partial(LosesOneToken, model), proof=no_proof)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"models": ["lama"]}, "unknown model 'lama': choose from llama,"),
-        ({"modes": ["gredy"]}, "unknown mode 'gredy': choose from greedy,"),
-    ],
-)
-def test_unknown_names_are_refused(kwargs: dict[str, list[str]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        list(conformance_cases(**kwargs))
-
-
-def outcome(**values: torch.Tensor) -> Outcome:
-    return Outcome(dict(values))
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown model 'lama': choose from llama,"):
+        list(conformance_cases(models=["lama"]))
+    with pytest.raises(ValueError, match="unknown mode 'gredy': choose from greedy,"):
+        list(conformance_cases(modes=["gredy"]))
 
 
 @pytest.mark.parametrize(
@@ -320,13 +292,11 @@ def outcome(**values: torch.Tensor) -> Outcome:
         (lambda v: v.pop("ids"), "recorded"),
     ],
 )
-def test_every_kind_of_difference_is_seen(
+def test_every_difference_is_seen(
     change: Callable[[dict[str, torch.Tensor]], Any], message: str
 ) -> None:
     values = {"logits": torch.zeros(2, 3), "ids": torch.arange(4)}
-    want = outcome(**values)
-    assert first_difference(outcome(**values), want, 0.1) is None
+    want = Outcome({**values})
+    assert first_difference(Outcome(values), want, 0.1) is None
     change(values)
-    found = first_difference(outcome(**values), want, 0.1)
-    assert found is not None
-    assert re.search(message, found)
+    assert re.search(message, first_difference(Outcome(values), want, 0.1) or "none")

@@ -21,16 +21,10 @@ from pathlib import Path
 from fault import Fault
 from faults import FAULTS
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("kernels/", "model_patches/", "")
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import rooms
 
-
-def module_of(file: str) -> str:
-    """``hf_kvret.layer.window`` for ``hf_kvret/layer/window.py``."""
-    for home in PACKAGES:
-        if file.startswith(home):
-            return file.removeprefix(home).removesuffix(".py").replace("/", ".")
-    raise AssertionError("the last home is every file's")
+ROOT = rooms.ROOT
 
 
 @cache
@@ -60,7 +54,7 @@ def imported(test: Path) -> set[str]:
 
 def tests_of(file: str) -> list[str]:
     """Test files that import the module or its package, bear its name or lie in its folder."""
-    module = module_of(file)
+    module = rooms.module_name(ROOT / file)
     package, _, stem = module.rpartition(".")
     wanted = {module, package} - {"hf_kvret"}
     # Tests mirror the source: those of a room are in the folder of its name.

@@ -110,37 +110,16 @@ TEXT: dict[str, dict[str, Any]] = {
     **LATENT,
 }
 # Composite types, which stand in REPLAYABLE beside those of their text parts.
-COMPOSITE: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "text": {**FULL, "model_type": "gemma3_text"},
-        "architecture": "Gemma3ForConditionalGeneration",
-    },
-    "gemma4": {
-        "text": {**GEMMA4, **PER_LAYER, "model_type": "gemma4_text"},
-        "vision": None,
-        "architecture": "Gemma4ForConditionalGeneration",
-    },
-    "gemma4_unified": {
-        "text": {**GEMMA4, "model_type": "gemma4_unified_text"},
-        "architecture": "Gemma4UnifiedForConditionalGeneration",
-    },
-    "llava": {"text": {"model_type": "llama"}, "architecture": "LlavaForConditionalGeneration"},
-    "mistral3": {
-        "text": {"model_type": "mistral", "sliding_window": None},
-        "architecture": "Mistral3ForConditionalGeneration",
-    },
-    "qwen2_vl": {
-        "text": {"rope_parameters": MROPE},
-        "architecture": "Qwen2VLForConditionalGeneration",
-    },
-    "qwen2_5_vl": {
-        "text": {"rope_parameters": MROPE},
-        "architecture": "Qwen2_5_VLForConditionalGeneration",
-    },
-    "qwen3_vl": {
-        "text": {"rope_parameters": MROPE},
-        "architecture": "Qwen3VLForConditionalGeneration",
-    },
+# Their classes begin with the name that stands here, before the text part.
+COMPOSITE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3", {**FULL, "model_type": "gemma3_text"}),
+    "gemma4": ("Gemma4", {**GEMMA4, **PER_LAYER, "model_type": "gemma4_text"}),
+    "gemma4_unified": ("Gemma4Unified", {**GEMMA4, "model_type": "gemma4_unified_text"}),
+    "llava": ("Llava", {"model_type": "llama"}),
+    "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}),
+    "qwen2_vl": ("Qwen2VL", {"rope_parameters": MROPE}),
+    "qwen2_5_vl": ("Qwen2_5_VL", {"rope_parameters": MROPE}),
+    "qwen3_vl": ("Qwen3VL", {"rope_parameters": MROPE}),
 }
 # One vision part for all types, small where it is not called.
 VISION: dict[str, Any] = {
@@ -153,32 +132,16 @@ MARKS = {
     "image_token_id": 4, "image_token_index": 4, "video_token_id": 5, "vision_start_token_id": 2,
     "vision_end_token_id": 3, "boi_token_index": 2, "eoi_token_index": 3,
 }  # fmt: skip
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+SHARED_KEYS = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma4_text with experts": (
-        "gemma4_text",
-        {
-            **GEMMA4,
-            **PER_LAYER,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 32,
-        },
-    ),
-    "gemma4_text with shared keys": (
-        "gemma4_text",
-        {
-            **GEMMA4,
-            **PER_LAYER,
-            "hidden_size_per_layer_input": 8,
-            "num_kv_shared_layers": 1,
-        },
-    ),
+    "gemma4_text with experts": ("gemma4_text", {**GEMMA4, **PER_LAYER, **GEMMA4_EXPERTS}),
+    "gemma4_text with shared keys": ("gemma4_text", {**GEMMA4, **PER_LAYER, **SHARED_KEYS}),
     "phi3 with long rope": ("phi3", {"rope_parameters": LONGROPE}),
-    "llama with yarn": (
-        "llama",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
-    ),
+    "llama with yarn": ("llama", {"rope_parameters": YARN}),
 }
 QUICK = ("llama", "qwen3_moe")
 
@@ -187,10 +150,13 @@ def build(model_type: str, changes: dict[str, Any]) -> PreTrainedModel:
     """A model of two layers whose weights make its tokens depend on all others."""
     options = {"dtype": torch.float32}
     if model_type in COMPOSITE:
-        recipe = COMPOSITE[model_type]
-        text, vision = {**SMALL, **recipe["text"]}, recipe.get("vision", VISION)
-        config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **MARKS)
-        model = getattr(transformers, recipe["architecture"])._from_config(config, **options)
+        name, changes = COMPOSITE[model_type]
+        parts = {"text_config": {**SMALL, **changes}, "vision_config": VISION}
+        # The vision part of Gemma-4 has other names.
+        parts |= {"vision_config": None} if model_type == "gemma4" else {}
+        config = AutoConfig.for_model(model_type, **parts, **MARKS)
+        model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+        model = model_class._from_config(config, **options)
     else:
         config = AutoConfig.for_model(model_type, **{**SMALL, **changes})
         # Not among those of AutoModelForCausalLM.

@@ -1,0 +1,243 @@
+"""Families of models beside the matrix: with a budget that covers all, what full attention gives.
+
+Hybrids keep a linear state beside attention; Gemma-4 has relatives and images; layers with shared
+keys read another's; some models choose by an indexer. What is particular has files of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_kvret import FlatKVCache
+from hf_kvret.testing import (
+    COVERING_OPTIONS,
+    GEMMA4_MODELS,
+    HYBRID_MODELS,
+    MODES,
+    SHARED_MODELS,
+)
+from hf_kvret.testing.conformance import ALL_MODELS
+from hf_kvret.testing.indexed_models import known_indexed
+from hf_kvret.testing.scenario import NEW_TOKENS, prompt, ragged
+
+from ..pairs import full_product, pairwise
+from .cases import (
+    RELEASE,
+    STORES,
+    ArtifactOptions,
+    caches,
+    check_case,
+    is_served,
+    name_of,
+    named_cases,
+    options_for,
+)
+
+METHODS = ("flat", "paris", "lrqk", "ctkvr", "h2o", "a2ats", "aqua")
+# Coded rows at 16 bits are plain ones.
+ALL_STORES = (*STORES, "split", "higgs", "higgs-host")
+# Modes that transformers' own sliding layers lack in the oldest release that we support.
+OLD = {"5.17": {"assisted", "early_exit", "reset", "reset_other_batch", "crop_deep"}}
+# Composite models neither exit early nor take embeddings.
+IMPOSSIBLE = {"early_exit", "inputs_embeds"} | OLD.get(RELEASE, set())
+# The state of a hybrid has no way back.
+ONE_WAY = {
+    *("assisted", "prompt_lookup", "early_exit", "crop_small", "crop_deep", "inputs_embeds"),
+    *("reset_other_batch", "batch_repeat_interleave", "batch_select_indices"),
+}
+KNOWN = known_indexed()
+# Modes that transformers' own cache of a model lacks, if they aren't IMPOSSIBLE alone.
+LACKING = {
+    **{name: ONE_WAY for name in HYBRID_MODELS},
+    **{name: {"early_exit"} for name in KNOWN},
+    **{name: ONE_WAY | {"guidance"} for name in ("glm5_next", "qwen4_exp")},
+    "hy_v4_vl": {"early_exit", "guidance"},
+    "minimax_m3": {"early_exit", "own_position_ids", "loop_positions"},
+}
+# Its blocks lie elsewhere behind padding.
+NO_PADDING = "minimax_m3"
+PADDED = {
+    *("greedy_ragged", "return_dict", "return_sequences", "beams_ragged", "chunked_prefill"),
+    *("prefill_by_token", "second_turn_ragged", "inputs_embeds", "reset", "reset_other_batch"),
+    *("loop", "crop_deep", "batch_repeat_interleave", "batch_select_indices"),
+}
+FEW = (
+    ("falcon_h1", "greedy_ragged", "ctkvr", "host"),
+    ("falcon_h1", "second_turn_ragged", "paris", "split"),
+    ("falcon_h1", "loop", "aqua", "device"),
+    ("falcon_h1", "reset", "a2ats", "host"),
+    ("zamba2", "chunked_prefill", "lrqk", "cpu"),
+    ("zaya", "beams_ragged", "paris", "resident"),
+    # A prompt's last query, a draft, a chunk, beams and a deep crop ask other things of readers.
+    ("gemma3n", "greedy_ragged", "a2ats", "host"),
+    ("gemma3n", "prompt_lookup", "paris", "resident"),
+    ("gemma4_shared", "chunked_prefill", "paris", "cpu"),
+    ("gemma4_shared", "second_turn_ragged", "a2ats", "device"),
+    ("gemma4_shared", "beams_ragged", "aqua", "host"),
+    ("gemma4_shared_composite", "crop_deep", "flat", "split"),
+    ("gemma4_experts", "greedy_ragged", "flat", "split"),
+    ("gemma4_own_values", "beams", "lrqk", "higgs"),
+    ("gemma4_512", "prompt_lookup", "ctkvr", "cpu"),
+    ("gemma4_composite", "chunked_prefill", "a2ats", "resident"),
+    ("gemma4_unified", "crop_deep", "aqua", "host"),
+    ("deepseek_v32", "greedy_ragged", "native", "resident"),
+    ("deepseek_v32", "prompt_lookup", "native", "host"),
+    ("deepseek_v32_wide", "beams_ragged", "native", "device"),
+    ("glm_moe_dsa", "chunked_prefill", "native", "split"),
+    ("axk2", "second_turn_ragged", "native", "cpu"),
+    ("hy_v4", "crop_deep", "native", "resident"),
+    ("hy_v4_vl", "second_turn_ragged", "native", "host"),
+    ("dots3_note", "beams_ragged", "native", "cpu"),
+    ("mistral_large4", "prompt_lookup", "native", "split"),
+    ("glm5_next", "second_turn_ragged", "native", "resident"),
+    ("qwen4_exp", "chunked_prefill", "native", "host"),
+    ("minimax_m3", "crop_small", "native", "cpu"),
+)
+
+
+def possible(case: dict[str, Any]) -> bool:
+    """Zamba-2's attention modules stand for several layers, and a tap can't tell which.
+
+    Zaya has queries and keys of its convolution, which small random weights make all alike.
+    """
+    is_calibrated = case.get("model") not in ("zamba2", "zaya")
+    ways = {NO_PADDING: PADDED, **dict.fromkeys(HYBRID_MODELS, ONE_WAY)}
+    has_mode = case.get("mode") not in ways.get(case.get("model"), ())
+    learns = case.get("method") in ("a2ats", "aqua")
+    return is_served(case) and has_mode and (is_calibrated or not learns)
+
+
+def all_cases() -> list[dict[str, Any]]:
+    """Each with each; of the relatives of Gemma-4, which is in the matrix, pairs."""
+    modes = {"mode": list(MODES)}
+    gemma4 = {**modes, "method": METHODS, "store": ALL_STORES}
+    shared = {**modes, "method": ("flat", "paris", "a2ats", "aqua"), "store": ALL_STORES[:-1]}
+    cases = [
+        *full_product({"model": list(HYBRID_MODELS), **modes, "method": METHODS, "store": STORES}),
+        *full_product({"model": list(SHARED_MODELS), **shared}),
+        *full_product({"model": ["gemma4"], **gemma4}),
+        *full_product({"model": KNOWN, **modes, "method": ["native"], "store": ALL_STORES[:5]}),
+    ]
+    pairs = pairwise({"model": list(GEMMA4_MODELS), **gemma4}, possible)
+    return [*filter(possible, cases), *pairs]
+
+
+def is_known(case: dict[str, Any]) -> bool:
+    return case["method"] != "native" or case["model"] in KNOWN
+
+
+def learned(artifact_options: ArtifactOptions, method: str, model: str) -> dict[str, Any]:
+    """What a method needs: an artifact, or the top-k of the model's own indexer."""
+    return {"top_k": None} if method == "native" else artifact_options(method, model)
+
+
+def check(
+    artifact_options: ArtifactOptions, model: str, mode: str, method: str, store: str
+) -> None:
+    options, may_skip = learned(artifact_options, method, model), LACKING.get(model, IMPOSSIBLE)
+    check_case(caches(method)[method], model, mode, store, options, may_skip)
+
+
+@pytest.mark.parametrize("case", filter(is_known, named_cases(FEW)), ids=name_of)
+def test_families_give_what_full_attention_gives(
+    case: dict[str, Any], artifact_options: ArtifactOptions
+) -> None:
+    check(artifact_options, **case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", all_cases(), ids=name_of)
+def test_all_modes_methods_and_stores(
+    case: dict[str, Any], artifact_options: ArtifactOptions
+) -> None:
+    check(artifact_options, **case)
+
+
+def talk(model: PreTrainedModel, cache: Any, folder: Path | None) -> list[torch.Tensor]:
+    """Answers to a padded prompt, to 4 more tokens, then twice to 100 more.
+
+    In ``folder`` the cache is saved, forked, and loaded again before the last turns.
+    """
+    ids, mask = ragged((170, 140))
+    answers = []
+
+    def turn(ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, ...]:
+        answer = model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+        )
+        answers.append(answer[:, -6:])
+        return answer, torch.cat([mask, mask.new_ones(len(mask), 6)], dim=1)
+
+    def asked(ids: torch.Tensor, mask: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
+        more = prompt(2, length, salt=length)
+        return torch.cat([ids, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
+
+    ids, mask = turn(ids, mask, cache)
+    ids, mask = turn(*asked(ids, mask, 4), cache)
+    if folder is None:
+        again = copy.deepcopy(cache)
+    else:
+        cache.save_pretrained(folder)
+        names = [name for name in ("store", "artifact") if hasattr(cache.options, name)]
+        place = {name: getattr(cache.options, name) for name in names}
+        again = type(cache).from_pretrained(folder, model.config, **place)
+        cache = cache.fork()
+    for one in (cache, again):
+        turn(*asked(ids, mask, 100), one)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *(("gemma4", "paris"), ("gemma4", "aqua"), ("gemma4_shared", "paris")),
+        *((name, "native") for name in KNOWN if name != NO_PADDING),
+        *(
+            pytest.param("gemma4", method, marks=pytest.mark.slow)
+            for method in METHODS
+            if method not in ("paris", "aqua")
+        ),
+    ],
+)
+def test_turns_forks_and_saved_caches(
+    name: str, method: str, artifact_options: ArtifactOptions, tmp_path: Path
+) -> None:
+    model = ALL_MODELS[name].build()
+    options = {**options_for("host"), **learned(artifact_options, method, name), "max_draft": 16}
+    cache = caches(method)[method](model.config, **options)
+    expected = talk(model, DynamicCache(config=model.config), None)
+    for answer, wanted in zip(talk(model, cache, tmp_path), expected, strict=True):
+        assert torch.equal(answer, wanted)
+    rows = sum(layer["exact_rows"] for layer in cache.stats()["layers"])
+    assert rows == 0 or method == "native"
+
+
+def test_images_among_the_text() -> None:
+    """Tokens of an image see each other in layers that slide; retrieval goes on behind it."""
+    model = GEMMA4_MODELS["gemma4_unified"].build()
+    config, patches = model.config, 6
+    ids = prompt(1, 70)
+    ids[0, 20 : 20 + patches] = config.image_token_id
+    kinds = (ids == config.image_token_id).long()
+    generator = torch.Generator().manual_seed(0)
+    width = 3 * config.vision_config.model_patch_size**2
+    places = torch.stack([torch.arange(patches) % 3, torch.arange(patches) // 3], dim=-1)
+    given = {
+        "pixel_values": torch.randn(1, patches, width, generator=generator),
+        "image_position_ids": places[None],
+        "mm_token_type_ids": kinds,
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+    }
+    expected = model.generate(ids, **given)
+    cache = FlatKVCache(config, **COVERING_OPTIONS)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **given), expected)
+    assert cache.stats()["layers"][0]["selected"] > 0
+    other = {**given, "pixel_values": -given["pixel_values"]}
+    assert not torch.equal(model.generate(ids, **other), expected), "the image counts"
