@@ -156,7 +156,9 @@ def _interrupted(call: Callable[[], Any], at: int) -> int:
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
-        if event in ("call", "c_call"):
+        # No signal comes before a lock is given back, which others would wait for without end.
+        releases = event == "c_call" and argument.__name__ in ("__exit__", "release")
+        if event in ("call", "c_call") and not releases:
             count += 1
             if count == at:
                 sys.setprofile(None)
