@@ -39,11 +39,6 @@ RUN = {"max_new_tokens": 3, "do_sample": False}
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
 def _ids(batch: int = 1, length: int = 30) -> torch.Tensor:
     generator = torch.Generator().manual_seed(length)
     return torch.randint(3, 128, (batch, length), generator=generator)

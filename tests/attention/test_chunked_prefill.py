@@ -30,11 +30,6 @@ COUNTS_PAST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21
 ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
 @contextmanager
 def passes_of(model: PreTrainedModel) -> Iterator[list[int]]:
     """The tokens of each forward pass of ``model``, in order."""

@@ -20,11 +20,6 @@ from .test_chunked_prefill import passes_of
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
 def sizes_chosen_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of rows of each choice of a store from now on; all choose the device."""
     sizes: list[int] = []

@@ -33,11 +33,6 @@ RUN: dict[str, Any] = {
 DOCUMENT = prompt(1, 200)
 
 
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
 def _asked(question: int) -> torch.Tensor:
     return torch.cat([DOCUMENT, prompt(1, 20, salt=question)], dim=1)
 
