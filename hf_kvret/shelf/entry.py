@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from hf_kvret.saved import strict_json
 from hf_kvret.saved.description import checksum, digest_of
 
 _log = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ def read_entry(path: Path) -> ShelfEntry | None:
         if not all(is_own(one) for one in (path, path / DESCRIPTION, *files)):
             _log.warning("%s is left out of the shelf: others could have written it", path)
             return None
-        content: Any = strict_json.read_json((path / DESCRIPTION).read_bytes())
+        content: Any = json.loads((path / DESCRIPTION).read_bytes())
         if content["version"] != VERSION or content["checksum"] != checksum(content):
             raise ValueError(f"{DESCRIPTION} is damaged, or of another version")
         sizes = {one.name: one.stat().st_size for one in files}
