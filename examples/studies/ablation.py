@@ -169,7 +169,7 @@ class Ablation(Task):
         """
         new = self.following(part)
         if self.text is not None:
-            return text_windows(subject, self.name, self.text, length, new, self.windows, None)
+            return text_windows(subject, self.name, self.text, length + new, self.windows)
         check_needles(subject)
         asking, seeds = self.asking(part, length), range(self.seed, self.seed + self.windows)
         return [needle_tokens(length + new, asking, seed) for seed in seeds]

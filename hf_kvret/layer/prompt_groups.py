@@ -196,23 +196,6 @@ class PromptPass:
         return shares.unflatten(1, (self.keys.shape[1], -1)).flatten(2, 3)
 
 
-def attended_share(recipe: PromptRecipe, length: int) -> float:
-    """Share of the pairs of a query and a key up to it that a prompt of one pass attends to.
-
-    Scores of probes are left out, and nothing is padded.
-    """
-    if length <= recipe.above:
-        return 1.0
-    skipped = 0
-    for first in range(0, length, GROUP):
-        last = min(length, first + GROUP)
-        near = max(0, first - GROUP) // BLOCK
-        count = -(-recipe.budget(first) // BLOCK)
-        if last <= length - recipe.exact and count < near:
-            skipped += (near - count - 1) * BLOCK * (last - first)
-    return 1.0 - 2 * skipped / (length * (length + 1))
-
-
 def _gather_blocks(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """``[B, Hkv, n * BLOCK, D]`` of ``rows [B, Hkv, T, D]`` and ``blocks [B, Hkv, n]``.
 

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 import hf_kvret
 from hf_kvret import ParisKVCache, TokenBlock
 from hf_kvret.contracts.token_buffer import TokenBuffer
-from hf_kvret.lab.evaluate.paris_ablations import UncorrectedIndex, UnrotatedIndex
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, held_tokens
@@ -22,7 +21,6 @@ from .watched_stores import overlap, slot_sets, slot_sets_of
 
 HEADS, GROUP = 2, 2
 OURS, PAPER = ParisConfig(), ParisConfig.preset("paper")
-INDEXES = [ParisIndex, UncorrectedIndex, UnrotatedIndex]
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 
 
@@ -229,17 +227,16 @@ def test_nothing_is_left_of_an_index_that_was_cropped_to_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("cls", INDEXES)
-def test_reorder_fork_and_state_keep_the_selection(cls: type[ParisIndex]) -> None:
+def test_reorder_fork_and_state_keep_the_selection() -> None:
     keys, query = _peaked(200, 40)
     valid = torch.ones(2, 200, dtype=torch.bool)
     valid[1, :60] = False
-    index = cls(OURS)
+    index = ParisIndex(OURS)
     early = index.fork()
     for each in (index, early):
         _fill(each, keys, valid, cut=120)
     expected = index.search(query, cold_tokens(valid, 0.2, 20))
-    loaded = cls(OURS)
+    loaded = ParisIndex(OURS)
     loaded.load_state_dict(index.state_dict())
     for each in (index.fork(), early, loaded):
         assert torch.equal(each.search(query, cold_tokens(valid, 0.2, 20)), expected)
@@ -338,9 +335,8 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     assert capped > 0.85 and capped > uncapped
 
 
-@pytest.mark.parametrize("cls", INDEXES)
-def test_an_empty_index_has_no_codes(cls: type[ParisIndex]) -> None:
-    index, rows = cls(ParisConfig()), torch.ones(1, 2, 3, 32)
+def test_an_empty_index_has_no_codes() -> None:
+    index, rows = ParisIndex(ParisConfig()), torch.ones(1, 2, 3, 32)
     for method in (index.rotate, index.encode):
         with pytest.raises(RuntimeError, match="the index is empty: add a block first"):
             method(rows)

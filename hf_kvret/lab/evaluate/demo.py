@@ -18,7 +18,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum
-from hf_kvret.lab.evaluate.teacher_forcing import (
+from hf_kvret.lab.evaluate.recall import (
     LayerRecall,
     branch,
     layer_recalls,

@@ -66,31 +66,22 @@ def chat_parts(tokenizer: PreTrainedTokenizerBase) -> Chat:
 
 
 def text_windows(
-    subject: Subject,
-    task: str,
-    text: Path,
-    length: int,
-    new: int,
-    count: int,
-    then: Path | None = None,
+    subject: Subject, task: str, text: Path, length: int, count: int
 ) -> list[torch.Tensor]:
-    """At most ``count`` windows ``[length + new]`` of token ids from the start of the text.
-
-    With ``then``, the last ``new`` tokens of each come from that other text.
+    """At most ``count`` windows ``[length]`` of token ids from the start of the text.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: no tokenizer, no text, or too little of it for one window.
     """
-    tokenizer = subject.need_tokenizer(task)
-    ids = token_ids(tokenizer, read_text(text))
-    if then is None:
-        return _windows(ids, length + new, count, text)
-    heads = _windows(ids, length, count, text)
-    # The other text goes on, it does not begin: without its BOS.
-    ids = token_ids(tokenizer, read_text(then))
-    tails = _windows(ids[int(tokenizer.bos_token_id is not None) :], new, len(heads), then)
-    return [torch.cat(pair) for pair in zip(heads, tails, strict=False)]
+    ids = token_ids(subject.need_tokenizer(task), read_text(text))
+    count = min(count, len(ids) // length)
+    if not count:
+        raise ValueError(
+            f"{text} has {len(ids)} tokens, fewer than the {length} of a window: give a shorter "
+            "--context, fewer new tokens or a longer text"
+        )
+    return list(ids[: count * length].view(count, length))
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -134,13 +125,3 @@ def _strings(content: object) -> list[str]:
     if isinstance(content, dict):
         return _strings(content.get("text", []))
     return []
-
-
-def _windows(ids: torch.Tensor, size: int, count: int, path: Path) -> list[torch.Tensor]:
-    count = min(count, len(ids) // size)
-    if not count:
-        raise ValueError(
-            f"{path} has {len(ids)} tokens, fewer than the {size} of a window: give a "
-            "shorter --context, fewer new tokens or a longer text"
-        )
-    return list(ids[: count * size].view(count, size))

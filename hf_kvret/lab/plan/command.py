@@ -21,7 +21,6 @@ from hf_kvret.lab.program.arguments import DTYPES, known_names, lengths, names
 from hf_kvret.lab.program.common_options import budget_option, count_option, dtype_option
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
-from hf_kvret.layer.prompt_groups import attended_share
 from hf_kvret.models.compatibility import is_latent
 from hf_kvret.stores import SPLIT, STORES
 
@@ -226,8 +225,6 @@ class Fits:
         batch, machine, weights = self.options.batch, self.options.machine, self.weights
         cache = predictor.at(context).of_batch(batch)
         read = weights.read + batch * weights.row
-        options = predictor.choice.options
-        recipe = None if options is None else options.prompt_recipe
         return {
             "bytes": {name: round(value) for name, value in asdict(cache).items()},
             "device_bytes": round(cache.device),
@@ -237,7 +234,6 @@ class Fits:
             "largest_batch": largest_batch(machine, weights, predictor, context),
             "read_bytes": round(read + cache.read_device + cache.read_bus + cache.read_cpu),
             "floor_seconds": machine.seconds(weights, cache, batch),
-            "prompt_share": 1.0 if recipe is None else attended_share(recipe, context),
         }
 
 

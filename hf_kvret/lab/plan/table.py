@@ -65,13 +65,6 @@ def _notes(report: Mapping[str, Any], contexts: list[int]) -> list[str]:
             f"The model was made for {positions:,} positions: more of them fit, but need a model "
             "or a RoPE scaling that knows them."
         )
-    for row in report["rows"]:
-        share = row.get("prompt_share", 1.0)
-        if share < 1.0:
-            notes.append(
-                f"{row['cache']} attends to {share:.0%} of the pairs of a query and a key in a "
-                f"prompt of {row['context']:,} tokens."
-            )
     if skipped:
         notes.append(
             f"The states of {skipped} linear or recurrent layers, which don't grow, are left out."

@@ -59,11 +59,6 @@ def text_option(of: str = "contexts are cut from it", *, required: bool = True) 
     return option(usual, of, kind=arguments.file_path, metavar="FILE")
 
 
-def then_option(of: str) -> Any:
-    """``--then``, a file that follows after ``--text``."""
-    return option(None, f"another text that {of}", kind=arguments.file_path, metavar="FILE")
-
-
 def count_option(usual: int, of: str) -> Any:
     """A whole number from 1."""
     return option(usual, of, kind=arguments.whole_number(1))

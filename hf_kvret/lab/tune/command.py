@@ -30,16 +30,7 @@ from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.outputs import check_file
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.tune.measuring import Walker, cut_windows, needle_windows
-from hf_kvret.lab.tune.selection import (
-    FULL,
-    Measured,
-    complete,
-    dropped,
-    finalists,
-    halved,
-    rounds,
-    survivors,
-)
+from hf_kvret.lab.tune.selection import FULL, complete, standing
 from hf_kvret.lab.tune.table import draw_tuning, tuning_text, write_choice
 from hf_kvret.lab.tune.variants import (
     OFF,
@@ -62,10 +53,10 @@ class Tune(Measurement):
     description: ClassVar[str] = (
         "Find the cheapest cache that agrees with full attention on your text. Contexts are read "
         "at several places of it; the tokens that follow there are forced through every variant, "
-        "and the first choices for the next token are compared with those of full attention. All "
-        "variants start; after each round the half that is likeliest to hold the cheapest one "
-        "that reaches --agreement goes on to more tokens. What comes out is the front (agreement "
-        "against bytes and time) and one configuration for generate, as JSON."
+        "and the first choices for the next token are compared with those of full attention. After "
+        "each window a variant is left out if it plainly misses --agreement, or is dearer than one "
+        "that plainly reaches it. The result is the front (agreement against bytes and time) and "
+        "one configuration for generate, as JSON."
     )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret tune --model ./my-model --text my-text.txt --context 8K --agreement 0.99",
@@ -105,7 +96,7 @@ class Tune(Measurement):
         "what a method learned about the model, a folder or a hub id, comma-separated for several; "
         "the method is tried too",
     )
-    tokens: int = count_option(1024, "measured for variants of the last round, over all windows")
+    tokens: int = count_option(1024, "measured for a variant, over all windows")
     windows: int = count_option(8, "contexts, at different places of the text")
     out: Path | None = option(
         None, "write the chosen configuration as JSON", kind=arguments.file_path, metavar="FILE"
@@ -181,7 +172,7 @@ class Tune(Measurement):
         return self.subject.describe() | search | settings
 
     def cells(self) -> list[Cell]:
-        """Every variant on every window; halving leaves many of them out."""
+        """Every variant on every window; many are left out after the first ones."""
         return [
             {"cache": name, "window": window}
             for window in range(self.windows)
@@ -189,43 +180,31 @@ class Tune(Measurement):
         ]
 
     def count(self, results: Results) -> int:
-        """Cells that halving does not leave out, if memory suffices for all."""
-        if finalists(results) is not None:
-            return 0
-        if again := dropped(results):
-            return sum(len(self._left(one)) for one in again)
-        planned, running = 0, len(self.variants)
-        for windows in rounds(self.windows):
-            planned += len(windows) * (1 + running)
-            running = halved(running)
-        return max(0, planned - len([cell for cell in self.cells() if results.find(cell)]))
-
-    def _left(self, one: Measured) -> range:
-        """Windows that a variant was not measured on."""
-        return range(len(one.rows), self.windows)
+        """Cells to measure if no further variant is left out."""
+        window, running = standing(results, list(self.variants))
+        cells = [
+            {"cache": name, "window": number}
+            for number in range(window, self.windows)
+            for name in (FULL, *running)
+        ]
+        return sum(results.find(cell) is None for cell in cells)
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
-        """Round by round, one by one; the choice is written at the end."""
+        """Window by window, one by one; the choice is written at the end."""
         check_artifacts(results, self._artifacts)
         for base in {one.base.name: one.base for one in self.variants.values()}.values():
             Reader(self.subject.model, base, 0)
         check_positions(self.subject.model, self.context + self._new)
         _ = self._walker
-        running = list(self.variants)
-        for windows in rounds(self.windows):
-            for window in windows:
-                for name in (FULL, *running):
-                    cell = {"cache": name, "window": window}
-                    if results.find(cell) is None:
-                        yield [cell]
-                    if name == FULL and not complete(results, [FULL], window + 1):
-                        # Full attention did not fit, and nothing can be compared with it.
-                        return
-            running = survivors(complete(results, running, windows.stop), self.agreement)
-        # One after the other, until one reaches what the survivors missed.
-        for one in dropped(results):
-            if dropped(results):
-                yield from ([{"cache": one.name, "window": n}] for n in self._left(one))
+        for window in range(self.windows):
+            _, running = standing(results, list(self.variants))
+            for name in (FULL, *running):
+                cell = {"cache": name, "window": window}
+                if results.find(cell) is None:
+                    yield [cell]
+                if name == FULL and not complete(results, [FULL], window + 1):
+                    # Full attention did not fit, and nothing can be compared with it.
+                    return
         if self.out is not None and write_choice(self.out, results) is not None:
             tqdm.write(f"wrote {self.out}")
 

@@ -1,11 +1,11 @@
-"""The variants that go on to the next round, that are on the front, and the choice."""
+"""The variants that go on to the next window, that are on the front, and the choice."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.results import Cell, Results
@@ -13,14 +13,12 @@ from hf_kvret.lab.report.results import Cell, Results
 FULL = "full"
 """The name of full attention among caches."""
 
-LEAST = 4
-"""So many variants are never halved."""
 # Steps whose times are nearer than this are as quick as each other.
 _AS_QUICK = 1.05
 # The spread of fewer windows is a guess.
 _LEAST_WINDOWS = 4
-# Standard errors below the target, where further windows would be in vain.
-_HOPELESS = -4.0
+# Standard errors from the target, beyond which further windows would be in vain.
+_FAR = 3.0
 # Shares of windows spread 1.2 to 1.5 times as much on WikiText-2 as shares of as many independent
 # tokens.
 _TEXT = 1.5
@@ -141,97 +139,50 @@ def collect(cells: Iterable[tuple[Cell, Row]]) -> dict[str, Measured]:
     return measured
 
 
-def rounds(windows: int) -> list[range]:
-    """The windows of each round: the first one, the second, two more, four more and so on."""
-    ranges, start = [], 0
-    while start < windows:
-        stop = min(windows, max(1, 2 * start))
-        ranges.append(range(start, stop))
-        start = stop
-    return ranges
-
-
-def halved(count: int) -> int:
-    """How many of ``count`` variants go on."""
-    return max(min(count, LEAST), -(-count // 2))
-
-
-def survivors(measured: Sequence[Measured], target: float) -> list[str]:
-    """The half that is most likely to hold the choice, in the order given.
-
-    A variant is the choice if it reaches the target and nothing cheaper does; the chances of all
-    are taken as independent. The one that is surest to reach the target is always among them.
-    """
-    by_cost = sorted(measured, key=lambda one: one.cost)
-    # Among equally sure variants it is the cheapest.
-    surest = max(by_cost, key=lambda one: one.surplus(target), default=None)
-    ranked, none_cheaper = [], 1.0
-    for rank, one in enumerate(by_cost):
-        surplus = one.surplus(target)
-        chance = NormalDist().cdf(surplus)
-        # Far below the target all chances are 0, and the surplus decides.
-        ranked.append((one is not surest, -none_cheaper * chance, -surplus, rank, one.name))
-        none_cheaper *= 1 - chance
-    names = {name for *_, name in sorted(ranked)[: halved(len(ranked))]}
-    return [one.name for one in measured if one.name in names]
-
-
-def complete(results: Results, running: Sequence[str], stop: int) -> list[Measured]:
-    """Those of ``running`` that were measured on all windows before ``stop``, up to there."""
+def complete(results: Results, names: Sequence[str], windows: int) -> list[Measured]:
+    """Those of ``names`` that were measured on the first ``windows``, up to there."""
     measured = collect(results)
-    rows = [measured[name].on(stop) for name in running if name in measured]
-    return [one for one in rows if len(one.rows) == stop]
+    rows = [measured[name].on(windows) for name in names if name in measured]
+    return [one for one in rows if len(one.rows) == windows]
+
+
+def still_running(measured: Sequence[Measured], target: float) -> list[str]:
+    """The names of those that may still be the choice, in the order given.
+
+    Left out is what is far below the target, and what is dearer than one that is far above it. Of
+    variants that are all far below, the best one goes on.
+    """
+    surplus = {one.name: one.surplus(target) for one in measured}
+    possible = [one for one in measured if surplus[one.name] > -_FAR]
+    sure = [one.cost for one in measured if surplus[one.name] > _FAR]
+    names = [one.name for one in possible if not sure or one.cost <= min(sure)]
+    return names or sorted(surplus, key=surplus.__getitem__)[-1:]
+
+
+def standing(results: Results, names: Sequence[str]) -> tuple[int, list[str]]:
+    """The first window that is not measured whole, and those of ``names`` that run in it."""
+    running, windows = list(names), results.setup["windows"]
+    for window in range(windows):
+        if window:
+            before = complete(results, running, window)
+            running = still_running(before, results.setup["agreement"])
+        if any(results.find({"cache": name, "window": window}) is None for name in running):
+            return window, running
+    return windows, running
 
 
 def finalists(results: Results) -> list[Measured] | None:
     """The variants that a tuning has measured on all windows; None before its end."""
-    return None if _last_round(results) is None or dropped(results) else _whole(results)
-
-
-def _last_round(results: Results) -> list[Measured] | None:
-    """What halving left, measured on all windows; None before that."""
-    running = [cell["cache"] for cell, _ in results if cell["window"] == 0]
-    # The first window is measured with all variants and full attention.
-    if len(running) <= results.setup["variants"]:
+    first = [cell["cache"] for cell, _ in results if cell["window"] == 0]
+    names, windows = [name for name in first if name != FULL], results.setup["windows"]
+    if len(names) < results.setup["variants"]:
         return None
-    running.remove(FULL)
-    last: list[Measured] = []
-    for windows in rounds(results.setup["windows"]):
-        cells = [{"cache": name, "window": window} for name in running for window in windows]
-        if any(results.find(cell) is None for cell in cells):
-            return None
-        last = complete(results, running, windows.stop)
-        running = survivors(last, results.setup["agreement"])
-    return last
-
-
-def dropped(results: Results) -> list[Measured]:
-    """Variants to measure to the end, as all that halving left miss the target.
-
-    Those that halving left out and that may reach it, the likeliest first. None where one of those
-    that were measured to the end reaches it.
-    """
-    target = results.setup["agreement"]
-    if not _last_round(results) or choose(_whole(results), target).certainty != "missed":
-        return []
-    rest = [
-        one
-        for one in collect(results).values()
-        if results.find({"cache": one.name, "window": len(one.rows)}) is None
-        and len(one.rows) < results.setup["windows"]
-        and one.surplus(target) > _HOPELESS
-    ]
-    return sorted(rest, key=lambda one: one.surplus(target), reverse=True)
-
-
-def _whole(results: Results) -> list[Measured]:
-    """The variants that were measured on all windows."""
-    names = [name for name in collect(results) if name != FULL]
-    return complete(results, names, results.setup["windows"])
+    window, running = standing(results, names)
+    return complete(results, running, windows) if window == windows else None
 
 
 def choose(measured: Sequence[Measured], target: float) -> Choice:
-    """The cheapest variant of the last round that reaches ``target``; see ``Choice``."""
+    """The cheapest variant that reaches ``target``; see ``Choice``."""
     by_cost = sorted(measured, key=lambda one: one.cost)
     for certainty, errors in (("sure", 1.0), ("mean", 0.0)):
         reaching = [x for x in by_cost if x.agreement - errors * x.agreement_error >= target]

@@ -104,7 +104,7 @@ def _remarks(results: Results, variants: Sequence[Measured], best: Sequence[Meas
     if len(variants) > len(best):
         text += "; each other one is beaten in agreement, bytes or time, and nowhere better"
     if stopped:
-        text += f". {stopped} were measured on fewer tokens, as others were likelier to be chosen"
+        text += f". {stopped} were measured on fewer tokens, as they could not be chosen any more"
     if missing:
         text += f". Out of memory: {', '.join(sorted(missing))}"
     return f"{text}."

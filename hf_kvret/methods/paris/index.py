@@ -288,7 +288,8 @@ class ParisIndex(CapturableIndex, Index):
         # A cap bends the whole score, the mean key's part included.
         offset = None if cold.softcap is None else self._mean_part(grouped)
         return paris.search(
-            *self.search_query(grouped.transpose(2, 3)),
+            grouped.transpose(2, 3),
+            self._signs,
             self._codes(),
             counts,
             levels,
@@ -312,10 +313,6 @@ class ParisIndex(CapturableIndex, Index):
         if self._mean is None:
             return None
         return torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
-
-    def search_query(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``query [B, Hkv, Q, G, D]`` as ``paris.search`` takes it, and signs of a rotation."""
-        return query, self._signs
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         options = self.options

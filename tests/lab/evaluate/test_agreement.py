@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_an_independent_run(
     rows = _run(tmp_path / "a.json", *arguments, "--plot", str(picture))
     assert picture.stat().st_size > 1000
     forced, free, firsts, divergences = [], [], [], []
-    for context in text_windows(subject, "test", tiny_text, LENGTH, 0, 2, None):
+    for context in text_windows(subject, "test", tiny_text, LENGTH, 2):
         fed = greedy(subject.model, context, 1 + NEW)
         with torch.inference_mode():
             whole = subject.model(torch.cat([context, torch.tensor(fed[:-1])])[None]).logits[0]

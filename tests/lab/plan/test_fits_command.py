@@ -174,18 +174,3 @@ def test_mistakes_are_told_in_a_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("hf-kvret: error: ")
-
-
-def test_a_prompt_that_is_read_by_retrieval_says_how_much_it_attends_to(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = ("tiny", "--caches", "flat,flat:prompt=retrieve", "--device-memory", "1GB")
-    command += ("--context", "16K,32K")
-    result = report(capsys, *command)
-    shares = [row(result, "flat:prompt=retrieve:store=device", n) for n in (16_384, 32_768)]
-    assert [round(one["prompt_share"], 2) for one in shares] == [1.0, 0.22]
-    assert row(result, "flat:store=device", 32_768)["prompt_share"] == 1.0
-    assert main(["fits", *command]) == 0
-    printed = capsys.readouterr().out
-    assert "attends to 22% of the pairs of a query and a key in a prompt of 32,768" in printed
-    assert printed.count("attends to 22%") == 2

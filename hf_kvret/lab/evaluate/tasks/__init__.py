@@ -7,24 +7,13 @@ import argparse
 from hf_kvret.lab.evaluate.measurement import add_measurement
 from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.tasks.agreement import Agreement
-from hf_kvret.lab.evaluate.tasks.facts import FactList
-from hf_kvret.lab.evaluate.tasks.longgen import LongGeneration
 from hf_kvret.lab.evaluate.tasks.multiturn import MultiTurn
 from hf_kvret.lab.evaluate.tasks.niah import NeedleInHaystack
 from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
 from hf_kvret.lab.evaluate.tasks.ruler import Ruler
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task
-    for task in (
-        Perplexity,
-        Ruler,
-        NeedleInHaystack,
-        FactList,
-        MultiTurn,
-        Agreement,
-        LongGeneration,
-    )
+    task.name: task for task in (Perplexity, Ruler, NeedleInHaystack, MultiTurn, Agreement)
 }
 
 

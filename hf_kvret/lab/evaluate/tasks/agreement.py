@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -13,16 +14,9 @@ from transformers import PreTrainedModel
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
+from hf_kvret.lab.evaluate.recall import branch, layer_recalls, mean_by_layer, mean_recall
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task
-from hf_kvret.lab.evaluate.teacher_forcing import (
-    Memo,
-    branch,
-    full_logits,
-    layer_recalls,
-    mean_by_layer,
-    mean_recall,
-)
 from hf_kvret.lab.evaluate.texts import read_prompts, text_windows, token_ids
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
@@ -33,7 +27,8 @@ from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, share, table_of
 
 _GROUP = 8
-_continuations = Memo(most=64)
+# Tokens of full attention's forward passes, so that a long text with a large vocabulary fits.
+_CHUNK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +79,7 @@ class Agreement(Task):
         used = UsageSum()
         contexts = self._contexts(cell, subject)
         for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
-            expected = _continuation(subject.model, context, self.new_tokens)
+            expected = self._continuation(subject.model, context)
             reader = Reader(subject.model, choice, len(context) + self.new_tokens)
             begun = reader.prefill(context)
             fed, expected = expected[:-1], expected[1:]
@@ -92,7 +87,7 @@ class Agreement(Task):
             logits = _step_by_step(follower, fed)
             equal = logits.argmax(-1) == expected
             forced += int(equal.sum())
-            exact = full_logits(subject.model, torch.cat([context, fed]), start=len(context))
+            exact = _full_logits(subject.model, context, fed)
             kls.append(_divergence(exact, logits))
             first = self.new_tokens if equal.all() else int(equal.int().argmin())
             firsts.append(first)
@@ -119,9 +114,22 @@ class Agreement(Task):
             **used.row("seconds_with_recall"),
         }
 
+    def _continuation(self, model: PreTrainedModel, context: torch.Tensor) -> torch.Tensor:
+        """``[1 + new_tokens]`` greedy tokens of full attention; made once for all caches."""
+        key = tuple(context.tolist())
+        if key not in self._continuations:
+            reader = Reader(model, choose_cache("full"), len(context) + self.new_tokens)
+            tokens = reader.answer(reader.prefill(context), 1 + self.new_tokens)
+            self._continuations[key] = torch.tensor(tokens)
+        return self._continuations[key]
+
+    @cached_property
+    def _continuations(self) -> dict[tuple[int, ...], torch.Tensor]:
+        return {}
+
     def _contexts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:
         if self.text is not None:
-            return text_windows(subject, self.name, self.text, cell["length"], 0, self.windows)
+            return text_windows(subject, self.name, self.text, cell["length"], self.windows)
         assert self.prompts is not None
         tokenizer = subject.need_tokenizer(self.name)
         first, last = map(int, cell["prompts"].split("-"))
@@ -178,14 +186,12 @@ class Agreement(Task):
         plot_groups(path, groups, bars, title=f"KL(full || cache), {new} tokens", y="nats")
 
 
-def _continuation(model: PreTrainedModel, context: torch.Tensor, count: int) -> torch.Tensor:
-    """``[1 + count]`` greedy tokens of full attention; made once for all caches of a row."""
-
-    def make() -> torch.Tensor:
-        reader = Reader(model, choose_cache("full"), len(context) + count)
-        return torch.tensor(reader.answer(reader.prefill(context), 1 + count))
-
-    return _continuations.get(model, (tuple(context.tolist()), count), make)
+def _full_logits(model: PreTrainedModel, context: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
+    """``[n, vocab]`` fp32 on the CPU: full attention's logits after each of ``fed [n]``."""
+    reader = Reader(model, choose_cache("full"), len(context) + len(fed))
+    reader.prefill(context)
+    chunks = [reader.feed(chunk, keep=len(chunk)) for chunk in fed.split(_CHUNK)]
+    return torch.cat([logits.float().cpu() for logits in chunks])
 
 
 def _step_by_step(reader: Reader, tokens: torch.Tensor) -> torch.Tensor:

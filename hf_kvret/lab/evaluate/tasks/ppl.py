@@ -80,7 +80,7 @@ class Perplexity(Task):
         }
 
     def _windows(self, subject: Subject, length: int) -> list[torch.Tensor]:
-        return text_windows(subject, self.name, self.text, length, 0, self.windows)
+        return text_windows(subject, self.name, self.text, length, self.windows)
 
     def _read(
         self, subject: Subject, choice: CacheChoice, window: torch.Tensor
