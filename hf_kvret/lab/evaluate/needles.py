@@ -22,9 +22,9 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.ruler.prompts import NOISE
-from hf_kvret.lab.evaluate.ruler.texts import adjective_noun_pairs
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.texts import encode, first_tokens, read_text
+from hf_kvret.lab.evaluate.words import adjective_noun_pairs
 
 # Fewer tokens of haystack are no haystack; a length that leaves less is refused.
 LEAST_HAYSTACK = 16

@@ -18,7 +18,7 @@ from hf_kvret.lab.evaluate.needles import (
     magic_wording,
     token_wording,
 )
-from hf_kvret.lab.evaluate.ruler import RulerData, generate
+from hf_kvret.lab.evaluate.ruler.prompts import generate
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.texts import describe_file
 
@@ -123,7 +123,7 @@ def test_the_words_are_those_of_ruler(subject: Subject, tiny_text: Path) -> None
     assert question.replace(key, their_key) == theirs.question + theirs.answer_prefix
     head = tokenizer.decode(wording.heads[0], skip_special_tokens=True)
     assert theirs.context.startswith(f"{head}\n")
-    several = generate("niah_multiquery", tokenizer.encode, 2048, 1, data=RulerData(tiny_text))[0]
+    several = generate("niah_multiquery", tokenizer.encode, 2048, 1, data=tiny_text)[0]
     head = tokenizer.decode(wording.heads[1], skip_special_tokens=True)
     assert several.context.startswith(f"{head}\n")
 

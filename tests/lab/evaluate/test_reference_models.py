@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, LATENT_MODEL, REFERENCE_MODEL
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.ruler import generate, sample_score
+from hf_kvret.lab.evaluate.ruler.prompts import generate
+from hf_kvret.lab.evaluate.ruler.task import sample_score
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import token_ids
 from hf_kvret.models.compatibility import check_model, is_latent
@@ -97,7 +98,7 @@ def _right(subject: Subject, cache: str, length: int, count: int, answer_len: in
     tokenizer = subject.need_tokenizer("test")
     right = 0.0
     for sample in generate("niah_single_1", lambda x: token_ids(tokenizer, x), length, count):
-        ids = token_ids(tokenizer, sample.input + sample.answer_prefix)
+        ids = token_ids(tokenizer, sample.prompt)
         reader = Reader(subject.model, choose_cache(cache), len(ids) + answer_len)
         answer = tokenizer.decode(reader.answer(reader.prefill(ids), answer_len))
         right += sample_score("niah_single_1", answer, sample.outputs)

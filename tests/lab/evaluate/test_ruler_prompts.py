@@ -1,67 +1,337 @@
-"""Prompts of RULER: a short search for their size, and a smaller one where a sample is too long."""
+"""Samples of RULER's tasks: they hold what is asked for, fill their length, and are scored."""
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from hf_kvret.lab.evaluate.ruler import TASKS, RulerData, generate
-from hf_kvret.lab.evaluate.ruler.prompts import RETRIES, Draws, Job, Prompts, fitting_size
-from hf_kvret.lab.evaluate.ruler.task import Draft
+from hf_kvret.lab.evaluate.ruler.prompts import NOISE, generate, read_questions
+from hf_kvret.lab.evaluate.ruler.task import TASKS, Sample, sample_score
+from hf_kvret.lab.evaluate.words import single_words
 
-
-class Words(Prompts):
-    """As many words as ``build`` makes of a size, for 100 words with the answer, which takes 30."""
-
-    def __init__(self, build: Callable[[int], int]) -> None:
-        self.build = build
-        job = Job(TASKS["vt"], str.split, 100, 1, Draws(1), RulerData(), ("", ""))
-        super().__init__(job, "vt", 10)
-
-    def draft(self, size: int) -> Draft:
-        return Draft("w " * self.build(size), question="", answer_prefix="", outputs=("w",))
-
-
-def test_the_search_is_short_and_never_tries_three_times_the_length() -> None:
-    counts: list[int] = []
-
-    def tokens(size: int) -> int:
-        counts.append(40 + 20 * size)
-        return counts[-1]
-
-    size = fitting_size(tokens, length=100_000, increment=25, other_tokens=60)
-    assert size == (100_000 - 100) // 20
-    assert len(counts) <= 16
-    assert max(counts) < 1.6 * 100_000
+EXPECTED_TASKS = {
+    **{f"niah_single_{i}": (128, "all") for i in (1, 2, 3)},
+    **{f"niah_multikey_{i}": (128, "all") for i in (1, 2, 3)},
+    "niah_multivalue": (128, "all"),
+    "niah_multiquery": (128, "all"),
+    "vt": (30, "all"),
+    "cwe": (120, "all"),
+    "fwe": (50, "all"),
+    "qa_1": (32, "part"),
+    "qa_2": (32, "part"),
+}
+NEEDLES = [name for name in TASKS if name.startswith("niah")]
+Make = Callable[..., list[Sample]]
 
 
-def test_a_sample_that_is_too_long_is_drawn_again_smaller() -> None:
-    sizes: list[int] = []
-    sample = Words(lambda size: sizes.append(size) or size).sample(3, 90)
-    assert sizes == [90, 80, 70]
-    assert (sample.index, sample.length, sample.prompt) == (3, 100, "w " * 70)
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+|\S", text)
 
 
-def test_the_smallest_size_is_drawn_again_before_a_length_is_too_short() -> None:
-    counts = iter([80, 75, 69])
-    assert Words(lambda size: next(counts)).sample(0, 10).length == 99
-
-    sizes: list[int] = []
-
-    def too_long(size: int) -> int:
-        sizes.append(size)
-        return 75 + len(sizes) % 3
-
-    with pytest.raises(ValueError, match=r"length=100 .*'vt'.*takes 107 tokens.*at least 107"):
-        Words(too_long).sample(0, 25)
-    assert sizes == [25, 15] + [5] * RETRIES
+def passage(start: int, sentences: int) -> str:
+    """Sentences of words that are neither all the same nor in order."""
+    return " ".join(
+        f"Thing {i} has {i * i % 71} parts, and {'so' * (i % 3 + 1)} it {'is' if i % 2 else 'was'}."
+        for i in range(start, start + sentences)
+    )
 
 
-def test_random_states_of_modules_are_left_alone() -> None:
-    state, numpy_state = random.getstate(), np.random.get_state()
-    generate("vt", str.split, 2048, 1)
+def texts() -> dict[str, Any]:
+    """Essays, SQuAD and HotpotQA in the formats of RULER's files."""
+    articles = [
+        {
+            "paragraphs": [
+                {
+                    "context": passage(31 * a + 7 * p, 3 + (a + p) % 4),
+                    "qas": [
+                        {
+                            "question": f"What of {a} and {p}, {q}? ",
+                            "answers": [{"text": f"{a} {p} {q}"}, {"text": f"it is {a}"}],
+                            "is_impossible": (a + p + q) % 3 == 0,
+                        }
+                        for q in range(2)
+                    ],
+                }
+                for p in range(2 + a % 3)
+            ]
+        }
+        for a in range(40)
+    ]
+    items = [
+        {
+            "question": f"Which of {i}?",
+            "answer": f"number {i}",
+            "context": [
+                [f"Title {i + j}", [passage(i + 5 * j, 2), " " + passage(j, 1 + j % 3)]]
+                for j in range(10)
+            ],
+        }
+        for i in range(12)
+    ]
+    return {"essays": {"text": passage(0, 120)}, "squad": {"data": articles}, "hotpot": items}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """``generate`` with the file that a task needs."""
+    folder: Path = tmp_path_factory.mktemp("texts")
+    for name, content in texts().items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+
+    def samples(task: str, length: int, count: int, **options: Any) -> list[Sample]:
+        data = TASKS[task].data
+        options = {"encode": words, "data": data and folder / f"{data}.json"} | options
+        return generate(task, length=length, samples=count, **options)
+
+    return samples
+
+
+@pytest.fixture(scope="module")
+def bpe() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of few words, whose tokens are parts of most."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([passage(0, 120), NOISE, *single_words()], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_the_tasks_are_rulers_in_its_order() -> None:
+    assert list(TASKS) == list(EXPECTED_TASKS)
+    for name, task in TASKS.items():
+        assert (task.max_new_tokens, task.metric) == EXPECTED_TASKS[name]
+        assert task.name == name
+
+
+@pytest.mark.parametrize("length", [2048, 4096])
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_fill_their_length_and_no_more(
+    task: str, length: int, make: Make, bpe: PreTrainedTokenizerFast
+) -> None:
+    for encode in (words, bpe.encode):
+        totals = [
+            len(encode(sample.prompt)) + TASKS[task].max_new_tokens
+            for sample in make(task, length, 4, encode=encode)
+        ]
+        assert max(totals) <= length
+        # Units of lists are thirty times a word, and documents differ in length.
+        assert min(totals) >= 0.8 * length and max(totals) >= 0.9 * length
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_seed_gives_the_same_samples_and_another_gives_others(task: str, make: Make) -> None:
+    state = random.getstate()
+    first = make(task, 2048, 3)
     assert random.getstate() == state
-    assert all(map(np.array_equal, np.random.get_state(), numpy_state))
+    assert make(task, 2048, 3) == first and make(task, 2048, 2) == first[:2]
+    assert make(task, 2048, 3, seed=7) != first
+    assert len({sample.prompt for sample in first}) == 3
+    for sample in first:
+        assert sample.question.startswith("\n") and len(words(sample.question)) < 90
+        assert sample.outputs and all(sample.outputs)
+
+
+@pytest.mark.parametrize("task", NEEDLES)
+def test_every_value_that_is_asked_for_is_a_needle_of_its_key(task: str, make: Make) -> None:
+    known = TASKS[task]
+    for sample in make(task, 4096, 3):
+        needles = dict[str, list[str]]()
+        for key, value in re.findall(
+            r"One of the special magic \w+ for (\S+) is: (\S+)\.", sample.context
+        ):
+            needles.setdefault(key, []).append(value)
+        if known.haystack == "noise":
+            assert len(needles) == known.keys
+        asked = [key for key in needles if key in sample.question]
+        assert len(asked) == known.queries and len(sample.outputs) == known.queries * known.values
+        assert sorted(sample.outputs) == sorted(value for key in asked for value in needles[key])
+        assert (" is hidden" in sample.context) == (len(sample.outputs) == 1)
+
+
+def test_needles_stand_between_the_sentences_of_an_essay_that_starts_over(tmp_path: Path) -> None:
+    path = tmp_path / "essay.txt"
+    path.write_text('Only\tthis  "sentence." And\nthat one.', encoding="utf-8")
+    (sample,) = generate("niah_multivalue", words, 1500, 1, data=path)
+    essay = re.sub(r"One of the special [^.]*\. ?", "", sample.context.split("\n")[1])
+    sentences = essay.strip().replace('" And', '"| And').replace(". Only", ".| Only").split("| ")
+    assert set(sentences) == {'Only this "sentence."', "And that one."} and len(sentences) > 100
+
+
+def test_a_chain_leads_from_its_value_to_all_variables(make: Make) -> None:
+    for sample in make("vt", 2048, 3):
+        _, _, own = sample.context.rpartition("Memorize and track")
+        (value,) = re.findall(r"assigned the value (\d+) in the text", sample.question)
+        found = [re.findall(rf"VAR (\w+) = {value}\n", own)[0]]
+        while following := re.findall(rf"VAR (\w+) = VAR {found[-1]}\b", own):
+            found += following
+        assert tuple(found) == sample.outputs and len(found) == 5
+
+
+@pytest.mark.parametrize(("length", "repeats"), [(2048, (6, 1)), (4096, (30, 3))])
+def test_common_words_come_more_often_than_the_others(
+    length: int, repeats: tuple[int, int], make: Make
+) -> None:
+    for sample in make("cwe", length, 2):
+        own = sample.context.rpartition("Below is a numbered list")[2]
+        counts = Counter(re.findall(r"\d+\. (\S+)", own))
+        common = {word for word, count in counts.items() if count == repeats[0]}
+        assert common == set(sample.outputs) and set(counts.values()) == set(repeats)
+
+
+def test_coded_words_that_are_asked_for_are_the_most_frequent(make: Make) -> None:
+    for length in range(200, 420, 20):
+        for sample in make("fwe", length, 2):
+            assert set(sample.outputs) <= set(sample.context.split(" "))
+    (sample,) = make("fwe", 4096, 1)
+    counts = Counter(sample.context.split(" "))
+    assert sample.outputs == tuple(word for word, _ in counts.most_common(4) if word != "...")
+
+
+@pytest.mark.parametrize("task", ["qa_1", "qa_2"])
+def test_gold_documents_are_in_the_context_and_no_document_comes_twice(
+    task: str, make: Make, tmp_path: Path
+) -> None:
+    option = TASKS[task].data
+    assert option is not None
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(texts()[option]))
+    questions, documents = read_questions(option, path)
+    for index, sample in enumerate(make(task, 2048, 3)):
+        shown = re.split(r"(?:\n\n)?Document \d+:\n", sample.context)[1:]
+        assert {documents[i] for i in questions[index].gold} <= set(shown) <= set(documents)
+        # Twice only where all of them don't fill the length.
+        assert len(set(shown)) == min(len(shown), len(documents))
+        assert sample.outputs == questions[index].outputs
+        assert questions[index].query in sample.question
+
+
+def test_documents_start_over_and_gold_ones_stay(make: Make) -> None:
+    (long,) = make("qa_2", 16_384, 1)
+    shown = re.split(r"(?:\n\n)?Document \d+:\n", long.context)[1:]
+    assert len(set(shown)) == 120 < len(shown)
+    with pytest.raises(ValueError, match=r"'qa_2' has 12 questions in its file"):
+        make("qa_2", 2048, 13)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_chat_template_is_around_the_prompt_and_counts(task: str, make: Make) -> None:
+    before, after = "<|sys|> Be {brief}. <|user|>\n", "<|end|>\n<|bot|>\n"
+    for sample in make(task, 4096, 2, chat=(before, after)):
+        assert sample.context.startswith(before) and sample.question.endswith(after)
+        assert sample.answer_prefix.startswith(" ")
+        assert len(words(sample.prompt)) + TASKS[task].max_new_tokens <= 4096
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_length_that_is_too_short_names_one_that_will_do(task: str, make: Make) -> None:
+    length = 100
+    for _ in range(5):
+        try:
+            samples = make(task, length, 2)
+        except ValueError as error:
+            match = re.search(rf"length={length} is too short for task '{task}'", str(error))
+            advice = re.search(r"use a length of at least (\d+)", str(error))
+            assert match is not None and advice is not None and int(advice[1]) > length
+            length = int(advice[1])
+        else:
+            break
+    assert length > 100 and len(samples) == 2
+
+
+SQUAD = {
+    "data": [
+        {
+            "paragraphs": [
+                {
+                    "context": "Zebra text.",
+                    "qas": [
+                        {"question": "Q0?", "answers": [{"text": "a"}, {"text": "b"}]},
+                        {"question": "Q1?", "answers": [], "is_impossible": True},
+                    ],
+                },
+                {
+                    "context": "Apple text.",
+                    "qas": [{"question": "Q2?", "answers": [{"text": "c"}]}],
+                },
+            ]
+        },
+        {"paragraphs": [{"context": "Melon text.", "qas": []}]},
+    ]
+}
+HOTPOT = [
+    {"question": "Q0?", "answer": "a", "context": [["B", ["x.", " y."]], ["A", ["z."]]]},
+    {"question": "Q1?", "answer": "b", "context": [["A", ["z."]]]},
+]
+
+
+def test_squad_keeps_answerable_questions_and_all_paragraphs(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(SQUAD))
+    questions, documents = read_questions("squad", path)
+    assert documents == ["Apple text.", "Melon text.", "Zebra text."]
+    assert questions == [("Q0?", ("a", "b"), [2], [0]), ("Q2?", ("c",), [0], [2])]
+
+
+def test_hotpot_documents_are_title_and_sentences_once_each(tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    path.write_text(json.dumps(HOTPOT))
+    questions, documents = read_questions("hotpot", path)
+    assert documents == ["A\nz.", "B\nx. y."]
+    assert questions == [("Q0?", ("a",), [1, 0], []), ("Q1?", ("b",), [0], [])]
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "problem"),
+    [
+        ("squad", '{"text": ', "SQuAD's JSON format"),
+        ("squad", '{"dta": []}', r"SQuAD's JSON format \(KeyError\('data'\)\)"),
+        ("squad", '{"data": []}', "has no answerable question"),
+        ("hotpot", '[{"question": "q", "answer": "a"}]', r"HotpotQA's JSON format \(KeyError"),
+        ("hotpot", '{"data": []}', "HotpotQA's JSON format"),
+        ("hotpot", "[]", "has no answerable question"),
+    ],
+)
+def test_files_of_another_format_are_refused(
+    tmp_path: Path, option: str, content: str, problem: str
+) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"--{option} .*wrong\.json (is not in )?{problem}"):
+        read_questions(option, path)
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "references", "score"),
+    [
+        ("niah_multivalue", "They are 1111111, 2222222.", ["1111111", "2222222"], 1.0),
+        ("niah_multivalue", "They are 1111111, 2222222.", ["1111111", "4444444"], 0.5),
+        ("vt", "They are 1111111.", ["ABCDE", "FGHIJ"], 0.0),
+        ("qa_1", "in Paris, France", ["paris", "the capital"], 1.0),
+        ("qa_1", "in Rome", ["paris", "the capital"], 0.0),
+        ("qa_2", "THE eiffel Tower", ["The Eiffel tower"], 1.0),
+        # A reference counts inside a longer word.
+        ("qa_2", "abnormal", ["normal"], 1.0),
+        # Control characters become newlines before the comparison.
+        ("qa_1", "new\tyork", ["new york"], 0.0),
+        ("qa_1", "new\tyork", ["new\nyork"], 1.0),
+        ("qa_1", "\x00one\x1ftwo\x7f\x07", ["one\ntwo\x7f"], 1.0),
+        # White space at the ends is stripped from the answer, and not from references.
+        ("qa_1", "yes ", ["yes "], 0.0),
+        *((task, "red", ["red", "blue"], 1.0 if "qa" in task else 0.5) for task in TASKS),
+    ],
+)
+def test_scores_count_references_in_an_answer(
+    task: str, answer: str, references: list[str], score: float
+) -> None:
+    assert sample_score(task, answer, references) == score

@@ -1,9 +1,8 @@
 """RULER's prompts: needles, chains, lists and documents (arXiv 2404.06654, section 3).
 
-A class for each family of tasks. Templates and the order of the random draws are those of
-``scripts/data/synthetic`` in NVIDIA/RULER (Apache-2.0). The size of a haystack is in units of the
-task: lines, words of an essay, different words, documents. The search for it tries real prompts,
-each with its own random draws, because RULER does so and the samples that follow are then RULER's.
+Templates are those of NVIDIA/RULER (Apache-2.0); random numbers are others, so prompts are not the
+same. There is a class for each family of tasks, whose haystacks have a size in units of the task:
+lines, sentences, different words, documents.
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_kvret.lab.evaluate.ruler import texts
-from hf_kvret.lab.evaluate.ruler.task import TASKS, Draft, RulerTask, Sample, Symbols
-from hf_kvret.lab.evaluate.ruler.texts import RulerData
-from hf_kvret.lab.evaluate.texts import Chat
+from hf_kvret.lab.evaluate.ruler.task import TASKS, RulerTask, Sample, Symbols
+from hf_kvret.lab.evaluate.texts import Chat, read_text
+from hf_kvret.lab.evaluate.words import adjective_noun_pairs, single_words
 
 TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("templates.json").read_bytes())
 """A family's text and answer prefix, a needle, and a line of noise; placeholders in braces."""
@@ -34,448 +32,275 @@ TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("templates.json"
 NOISE: str = TEMPLATES["noise"]
 """The one line of the noise haystack, of ``niah_single_1`` and ``vt``."""
 
-# Draws at the smallest size before a length is called too short; RULER draws for ever.
-RETRIES = 50
-# Where needles may stand in an essay, in percent of its sentences.
-_DEPTHS: list[int] = np.round(np.linspace(0, 100, num=40)).astype(int).tolist()
+# Blanks behind a sentence.
+_GAP = re.compile(r"(?<=[.!?]) |(?<=[.!?][\"'”’)\]]) ")
+# Parts of an essay that needles may stand between.
+_DEPTHS = 39
 # Variables in a chain: the first and four hops.
 _VARIABLES = 5
-_EXAMPLE_VALUE = "12345"
+_EXAMPLE_LINES = 10
+_COMMON = 10
 _ZETA = math.pi**2 / 6  # the zeta function at 2
-_NO_DATA = RulerData()
+# Sizes are fitted up to so many parts of them.
+_STEPS = 50
 
 
-class Template:
-    """A task's text with placeholders in braces, inside a chat or alone."""
-
-    def __init__(self, text: str, answer_prefix: str, chat: Chat = ("", "")) -> None:
-        self._opening, self._closing = chat
-        self._head, _, self._tail = text.partition("{context}")
-        self._prefix = answer_prefix
-
-    def fill(
-        self, context: str, outputs: tuple[str, ...], example: str = "", **fields: object
-    ) -> Draft:
-        """The prompt around a haystack; ``example`` stands before the task's text."""
-        texts = (self._head, self._tail, self._prefix)
-        head, tail, prefix = (text.format(**fields) for text in texts)
-        return Draft(
-            self._opening + example + head + context, tail + self._closing, prefix, outputs
-        )
-
-
-class Draws:
-    """The random numbers of one call: what the modules give after being seeded, left untouched."""
-
-    def __init__(self, seed: int) -> None:
-        self.python = random.Random(seed)
-        self.numpy = np.random.RandomState(seed)
-        self._seed = seed
-
-    def text(self, letters: str, length: int) -> str:
-        """A random text of some of the letters."""
-        return "".join(self.python.choices(letters, k=length))
-
-    def shuffle(self, items: list[Any]) -> None:
-        """Shuffle in place; as in RULER lists of one length are always shuffled alike."""
-        random.Random(self._seed).shuffle(items)
-
-
-@dataclass(frozen=True)
-class Job:
-    """The arguments of one call of ``generate``."""
-
-    task: RulerTask
-    encode: Callable[[str], Sized]
-    length: int
-    samples: int
-    draws: Draws
-    data: RulerData
-    chat: Chat
-
-    @property
-    def long(self) -> bool:
-        """Whether RULER counts in its usual steps; below 4096 tokens they are smaller."""
-        return self.length >= 4096
-
-    def count(self, text: str) -> int:
-        """The tokens of a text; ValueError for none."""
-        tokens = len(self.encode(text))
-        if not tokens:
-            raise ValueError(f"the tokenizer makes no tokens of {text[:60]!r}...: give another")
-        return tokens
-
-
-def largest_size(total: Callable[[int], int], length: int, low: int, high: int) -> int:
-    """The largest size up to ``high`` whose prompt fits into ``length`` tokens; ``low`` at least.
-
-    ``total(size)`` draws a prompt and counts it.
-    """
-    best = low
-    while low <= high:
-        middle = (low + high) // 2
-        if total(middle) <= length:
-            best, low = middle, middle + 1
-        else:
-            high = middle - 1
-    return best
-
-
-def fitting_size(
-    tokens: Callable[[int], int], length: int, increment: int, other_tokens: int
-) -> int:
-    """The size that fits into ``length`` tokens beside ``other_tokens``, one increment at least.
-
-    ``tokens(size)`` draws a prompt and counts it. A first prompt of one increment gives an
-    estimate, and the search goes up to three times that.
-    """
-    per_unit = tokens(increment) / increment
-    high = max(int((length / per_unit) * 3), increment * 2)
-    return largest_size(lambda size: tokens(size) + other_tokens, length, increment, high)
-
-
-def smaller(size: int, increment: int, smallest: int) -> int:
-    """The next size to try, an increment less; RULER goes below ``smallest`` and may never end."""
-    return max(size - increment, smallest) if size > increment else size
+def filled(template: str, context: str, outputs: tuple[str, ...], **fields: object) -> Sample:
+    """The prompt of a template around a haystack."""
+    text, answer_prefix = TEMPLATES[template]
+    head, _, tail = text.partition("{context}")
+    head, tail, prefix = (part.format(**fields) for part in (head, tail, answer_prefix))
+    return Sample(head + context, tail, prefix, outputs)
 
 
 class Prompts(ABC):
-    """Draws the prompts of a task; ``increment`` and ``smallest`` bound how the size shrinks."""
+    """Draws the prompts of a task.
 
-    smallest = 1
+    Args:
+        task: one of ``TASKS``.
+        length: tokens that a prompt may have, with its answer.
+        data: the file of the task's texts, where it needs one.
+    """
 
-    def __init__(self, job: Job, template: str, increment: int) -> None:
-        self.job, self.draws, self.increment = job, job.draws, increment
-        text, answer_prefix = TEMPLATES[template]
-        self.template = Template(text, answer_prefix, job.chat)
-        self.other_tokens = job.task.max_new_tokens
-        self.begin(0)
+    smallest, most = 1, 1 << 30
+    """Units of the smallest and the largest haystack."""
 
-    def begin(self, index: int) -> None:
-        """Go on to the sample of that number."""
-        self.index = index
+    def __init__(self, task: RulerTask, length: int, data: Path | None) -> None:
+        self.task, self.length = task, length
 
     @abstractmethod
-    def draft(self, size: int) -> Draft:
-        """A prompt with a haystack of ``size`` units: lines, words or documents."""
-
-    def tokens(self, size: int) -> int:
-        """Tokens of a prompt of that size, which is drawn for it."""
-        return self.job.count(self.draft(size).prompt)
-
-    def size(self) -> int:
-        """The size that fits into the job's length, found with draws of its own."""
-        return fitting_size(self.tokens, self.job.length, self.increment, self.other_tokens)
-
-    def sample(self, index: int, size: int) -> Sample:
-        """The sample of that number, drawn again with an increment less while it is too long.
-
-        Raises:
-            ValueError: the smallest size never fitted; names the length that would do.
-        """
-        self.begin(index)
-        length, task = self.job.length, self.job.task
-        needed = tries = 0
-        while tries < RETRIES:
-            draft = self.draft(size)
-            total = self.job.count(draft.prompt) + task.max_new_tokens
-            if total <= length:
-                return Sample(**vars(draft), index=index, length=total)
-            less = smaller(size, self.increment, self.smallest)
-            if less == size:
-                tries += 1
-                needed = max(needed, total)
-            size = less
-        raise ValueError(
-            f"length={length} is too short for task {task.name!r}: with this tokenizer its "
-            f"smallest sample takes {needed} tokens, {task.max_new_tokens} of them for the answer; "
-            f"use a length of at least {needed}"
-        )
+    def draw(self, rng: random.Random, index: int, size: int) -> Sample:
+        """The sample of number ``index`` with a haystack of ``size`` units."""
 
 
 class Needles(Prompts):
-    """``niah_*``: sentences that give the values of keys, hidden in noise, essays or each other.
+    """``niah_*``: sentences that give the values of keys, hidden in noise, essays or each other."""
 
-    With a single value asked for, template and answer prefix are in the singular, the needles are
-    not. The chat template is left alone; RULER would change its "are" to "is" too.
-    """
+    def __init__(self, task: RulerTask, length: int, data: Path | None) -> None:
+        super().__init__(task, length, data)
+        pairs = adjective_noun_pairs()
+        self._symbols: dict[Symbols, Callable[[random.Random], str]] = {
+            "words": lambda rng: rng.choice(pairs),
+            "numbers": lambda rng: str(rng.randint(1_000_000, 9_999_999)),
+            "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+        }
+        self._sentences: list[str] = []
+        self.smallest = task.keys * task.values
+        if data is not None:
+            self._sentences = _GAP.split(" ".join(read_text(data).split()))
 
-    def __init__(self, job: Job) -> None:
-        task = self._task = job.task
-        one = task.queries * task.values == 1
-        increment = 500 if task.data else 25 if job.long else 5
-        super().__init__(job, "niah_one" if one else "niah", increment)
-        self._type = task.value[:-1] if one else task.value
-        self._words = texts.read_essay_words(job.data, task.name) if task.data else []
-        self._split = texts.best_splitter()
-        # Most samples of a call have the same number of words.
-        self._sentences = lru_cache(maxsize=4)(self._split_words)
-        self._pairs = texts.adjective_noun_pairs()
-
-    def draft(self, size: int) -> Draft:
-        task = self._task
-        facts = [(self._random(task.key), self._values()) for _ in range(task.keys)]
+    def draw(self, rng: random.Random, index: int, size: int) -> Sample:
+        task = self.task
+        keys, values = self._symbols[task.key], self._symbols[task.value]
+        facts = [(keys(rng), [values(rng) for _ in range(task.values)]) for _ in range(task.keys)]
         needles = [self._needle(key, value) for key, values in facts for value in values]
-        self.draws.shuffle(needles)
-        context = self._in_essay(needles, size) if task.data else self._in_lines(needles, size)
-        queries = self.draws.python.sample(facts, task.queries)
-        *keys, last = [key for key, _ in queries]
-        # "a", or "a, b, and c"; RULER has the comma also in "a, and b".
-        query = f"{', '.join(keys)}, and {last}" if keys else last
-        outputs = tuple(value for _, values in queries for value in values)
-        return self.template.fill(context, outputs, type_v=self._type, query=query)
-
-    def _values(self) -> list[str]:
-        return [self._random(self._task.value) for _ in range(self._task.values)]
-
-    def _random(self, symbols: Symbols) -> str:
-        rng = self.draws.python
-        if symbols == "numbers":
-            return str(rng.randint(1_000_000, 9_999_999))
-        if symbols == "uuids":
-            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        return rng.choice(self._pairs)
+        rng.shuffle(needles)
+        if self._sentences:
+            lines = [self._sentences[i % len(self._sentences)] for i in range(size)]
+            depths = rng.sample(range(_DEPTHS + 1), len(needles))
+            places = [size * depth // _DEPTHS for depth in depths]
+        else:
+            lines = [NOISE] * size
+            if task.haystack == "needles":
+                lines = [self._needle(keys(rng), values(rng)) for _ in range(size)]
+            places = rng.sample(range(size), len(needles))
+        for place, needle in zip(sorted(places, reverse=True), needles, strict=True):
+            lines.insert(place, needle)
+        asked = rng.sample(facts, task.queries)
+        *others, last = [key for key, _ in asked]
+        outputs = tuple(value for _, values in asked for value in values)
+        # Where one value is asked for the template is in the singular, the needles are not.
+        one = len(outputs) == 1
+        return filled(
+            "niah_one" if one else "niah",
+            (" " if self._sentences else "\n").join(lines),
+            outputs,
+            type_v=task.value[:-1] if one else task.value,
+            # "a", or "a, b, and c".
+            query=f"{', '.join(others)}, and {last}" if others else last,
+        )
 
     def _needle(self, key: str, value: str) -> str:
-        return str(TEMPLATES["needle"]).format(type_v=self._task.value, key=key, value=value)
-
-    def _split_words(self, count: int) -> list[str]:
-        """The sentences of the first ``count`` words, over and over where these end."""
-        repeats = -(-count // len(self._words))
-        return self._split(" ".join((self._words * repeats)[:count]).strip())
-
-    def _in_essay(self, needles: list[str], size: int) -> str:
-        sentences = self._sentences(size)
-        depths = self.draws.python.sample(_DEPTHS, len(needles))
-        starts = [int(len(sentences) * (depth / 100)) for depth in sorted(depths)]
-        # At depth 0 the part before a needle is empty and leaves a blank, as in RULER.
-        gaps = [" ".join(sentences[i:j]) for i, j in pairwise([0, *starts, len(sentences)])]
-        texts = [text for pair in zip(gaps, [*needles, ""], strict=True) for text in pair]
-        return " ".join(texts[:-1])
-
-    def _in_lines(self, needles: list[str], size: int) -> str:
-        lines = [NOISE] * size
-        if self._task.haystack == "needles":
-            lines = [self._needle(self._random(self._task.key), *self._values()) for _ in lines]
-        indices = sorted(self.draws.python.sample(range(size), len(needles)), reverse=True)
-        for index, needle in zip(indices, needles, strict=True):
-            lines.insert(index, needle)
-        return "\n".join(lines)
+        return str(TEMPLATES["needle"]).format(type_v=self.task.value, key=key, value=value)
 
 
 class Chains(Prompts):
     """``vt``: a chain of assignments, ``VAR B = VAR A``, in lines of noise.
 
-    All variables that have the value of the first one are asked for. An example comes first; it is
-    made once and gets other names and another value for every sample.
+    All variables that have the value of the first one are asked for. An example comes first.
     """
 
     smallest = _VARIABLES
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job, "vt", 10 if job.long else 5)
-        example = self._example()
-        self._names = example.outputs
-        self._text = f"{example.prompt} {' '.join(self._names)}\n"
-        self.other_tokens += job.count(self._text)
+    def draw(self, rng: random.Random, index: int, size: int) -> Sample:
+        example, sample = self._chain(rng, _EXAMPLE_LINES, 3), self._chain(rng, size, 5)
+        shown = f"{example.prompt} {' '.join(example.outputs)}\n\n"
+        return replace(sample, context=shown + sample.context)
 
-    def _example(self) -> Draft:
-        """An example of at most 500 tokens, or the smallest there is.
-
-        RULER never ends if five lines of noise take more than 500 tokens, as with a tokenizer of
-        bytes; we take those five lines.
-        """
-        text, answer_prefix = TEMPLATES["vt"]
-        template, count = Template(text, answer_prefix), self.job.count
-
-        def draft(size: int) -> Draft:
-            return self._chain(template, size, self._new_names(3), _EXAMPLE_VALUE)
-
-        size = fitting_size(lambda size: count(draft(size).prompt), 500, 5, other_tokens=0)
-        example = draft(size)
-        while count(example.prompt) > 500 and (less := smaller(size, 5, _VARIABLES)) < size:
-            size, example = less, draft(less)
-        return example
-
-    def tokens(self, size: int) -> int:
-        """Tokens of a prompt with the example, whose names are not drawn for it."""
-        question = self._chain(self.template, size, self._new_names(5), self._value())
-        return self.job.count(question.prompt)
-
-    def draft(self, size: int) -> Draft:
-        names, value = self._new_names(5), self._value()
-        return self._chain(self.template, size, names, value, self._renewed_example)
-
-    def _chain(
-        self,
-        template: Template,
-        size: int,
-        names: list[str],
-        value: str,
-        example: Callable[[], str] = str,
-    ) -> Draft:
-        chain = [f"VAR {names[0]} = {value}"]
-        chain += [f"VAR {name} = VAR {previous} " for previous, name in pairwise(names)]
-        lines = [NOISE] * size
-        indices = sorted(self.draws.python.sample(range(size), _VARIABLES))
-        for added, (index, statement) in enumerate(zip(indices, chain, strict=True)):
-            lines.insert(index + added, statement)
-        context = "\n".join(lines).replace(". \n", ".\n")
-        # The example's names are drawn after everything else of the prompt.
-        return template.fill(context, tuple(names), example(), query=value, num_v=_VARIABLES)
-
-    def _renewed_example(self) -> str:
-        """The example with new names and value, replaced one after the other wherever they occur.
-
-        So a name that is drawn twice, or that is part of another word, changes more than itself;
-        RULER does the same.
-        """
-        text = self._text
-        for name in self._names:
-            text = text.replace(name, self.draws.text(string.ascii_uppercase, len(name)))
-        return text.replace(_EXAMPLE_VALUE, self._value()) + "\n"
-
-    def _value(self) -> str:
-        return str(self.draws.numpy.randint(10_000, 99_999))
-
-    def _new_names(self, length: int) -> list[str]:
-        """Five different names. (RULER fails if two of its first five are the same, one in 10⁶.)"""
+    def _chain(self, rng: random.Random, size: int, letters: int) -> Sample:
         names: dict[str, None] = {}
         while len(names) < _VARIABLES:
-            names[self.draws.text(string.ascii_uppercase, length)] = None
-        return list(names)
+            names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
+        value = str(rng.randint(10_000, 99_998))
+        chain = [f"VAR {next(iter(names))} = {value}"]
+        chain += [f"VAR {name} = VAR {previous}" for previous, name in pairwise(names)]
+        lines = [NOISE] * size
+        places = sorted(rng.sample(range(size), _VARIABLES))
+        for added, (place, statement) in enumerate(zip(places, chain, strict=True)):
+            lines.insert(place + added, statement)
+        return filled("vt", "\n".join(lines), tuple(names), query=value, num_v=_VARIABLES)
 
 
 class CommonWords(Prompts):
-    """``cwe``: numbered words, of which ten are common.
+    """``cwe``: numbered words, of which ten are common; an example comes first.
 
-    Below 4096 tokens the common words come 6 times and the others once, else 30 and 3 times.
-    ``data.english_words`` stand in for wonderwords where a list needs more words than these have.
-    RULER's own samples at such lengths, where the search for the size tries such lists, need
-    RULER's words.
+    Below 4096 tokens the common words come 6 times and the others once, else 30 and 3 times. All
+    words together fill about 128K tokens: prompts don't get longer.
     """
 
-    smallest = 10
+    smallest = _COMMON
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job, "cwe", 10)
-        self._more = texts.read_english_words(job.data, job.task.name)
-        self._words = texts.single_words()
-        self.draws.shuffle(self._words)
+    def __init__(self, task: RulerTask, length: int, data: Path | None) -> None:
+        super().__init__(task, length, data)
+        self._words = single_words()
+        self.most = len(self._words)
 
-    def size(self) -> int:
-        length, most = self.job.length, max(len(self._words), len(self._more))
-        # Twice the estimate here, where the other tasks have three times.
-        estimate = max(int(length // (self.tokens(4096) / 4096)) * 2, 20)
-        high = min(estimate, most)
-        size = largest_size(lambda size: self.tokens(size) + self.other_tokens, length, 10, high)
-        if size == high < estimate:
-            raise ValueError(
-                f"length={length} holds more than the {most} different words there are for task "
-                "'cwe': give RulerData(english_words=Path(...)) with the path of a longer list"
-            )
-        return size
+    def draw(self, rng: random.Random, index: int, size: int) -> Sample:
+        long = self.length >= 4096
+        example = self._list(rng, 40, 10, 3) if long else self._list(rng, 20, 3, 1)
+        sample = self._list(rng, size, 30, 3) if long else self._list(rng, size, 6, 1)
+        answer = _numbered(list(example.outputs))
+        return replace(sample, context=f"{example.prompt} {answer}\n{sample.context}")
 
-    def draft(self, size: int) -> Draft:
-        long = self.job.long
-        example = self._list(40, 10, 3) if long else self._list(20, 3, 1)
-        question = self._list(size, 30, 3) if long else self._list(size, 6, 1)
-        answer = _numbered(example.outputs)
-        return replace(question, context=f"{example.prompt} {answer}\n{question.context}")
-
-    def _list(self, count: int, common_repeats: int, other_repeats: int) -> Draft:
-        words = self._words if count <= len(self._words) else self._more
-        sample = self.draws.python.sample(words, count)
-        repeats = sample[:10] * common_repeats + sample[10:] * other_repeats
-        self.draws.shuffle(repeats)
-        return self.template.fill(_numbered(repeats), tuple(sample[:10]))
+    def _list(self, rng: random.Random, count: int, common: int, others: int) -> Sample:
+        words = rng.sample(self._words, count)
+        repeated = words[:_COMMON] * common + words[_COMMON:] * others
+        rng.shuffle(repeated)
+        return filled("cwe", _numbered(repeated), tuple(words[:_COMMON]))
 
 
-def _numbered(words: Sequence[str]) -> str:
+def _numbered(words: list[str]) -> str:
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
 
 
 class CodedText(Prompts):
     """``fwe``: coded words whose frequencies follow Zipf's law; each sample has words of its own.
 
-    The text grows in steps of a 32nd of the length, so samples may fall short of it by as much in
-    words.
+    A text of ``size`` words has the k-th of them ``size / k² / zeta(2)`` times. The most frequent
+    one is "...", which does not count.
     """
 
     # The rarest word that is asked for, the fourth, occurs in texts of at least this size.
     smallest = math.ceil(_ZETA * 4**2)
 
-    def __init__(self, job: Job) -> None:
-        self._room = job.length - job.task.max_new_tokens
-        super().__init__(job, "fwe", max(self._room // 32, 0))
+    def draw(self, rng: random.Random, index: int, size: int) -> Sample:
+        count, words = max(self.length // 50, 4), {"...": None}
+        while len(words) < count:
+            words["".join(rng.choices(string.ascii_lowercase, k=6))] = None
+        counts = size * np.arange(1, count + 1) ** -2.0 / _ZETA
+        text = np.repeat(list(words), counts.astype(int)).tolist()
+        rng.shuffle(text)
+        return filled("fwe", " ".join(text), tuple(words)[1:4])
 
-    def begin(self, index: int) -> None:
-        """Draw words by rank; the most frequent is "...", which does not count."""
-        words: set[str] = set()
-        while len(words) < max(self._room // 50, 4):
-            words.add(self.draws.text(string.ascii_lowercase, 6))
-        ranks = sorted(words)
-        self.draws.shuffle(ranks)
-        self._words = ["...", *ranks[1:]]
 
-    def size(self) -> int:
-        size, step = max(self._room // 6, 0), self.increment
-        tokens = self.tokens(size)
-        while tokens < self._room and step > 0:
-            size += step
-            before, tokens = tokens, self.tokens(size)
-            if tokens <= before:
-                raise ValueError(
-                    f"tokenizer counts {tokens} tokens though the text grew by {step} words: turn "
-                    "its truncation off"
-                )
-        return max(size - step, self.smallest)
+class Question(NamedTuple):
+    """A question, its right answers, and indices of documents.
 
-    def draft(self, size: int) -> Draft:
-        """About ``size`` words, the k-th of the vocabulary ``size / k² / zeta(2)`` times."""
-        counts = size * np.arange(1, len(self._words) + 1) ** -2.0 / _ZETA
-        text = np.repeat(self._words, counts.astype(int)).tolist()
-        self.draws.shuffle(text)
-        return self.template.fill(" ".join(text), tuple(self._words[1:4]))
+    The ``gold`` ones must be in the context, the ``related`` ones are of the same article.
+    """
+
+    query: str
+    outputs: tuple[str, ...]
+    gold: list[int]
+    related: list[int]
+
+
+# Gold documents, related ones, and the questions about them with their answers.
+_Passage = tuple[list[str], list[str], list[tuple[str, tuple[str, ...]]]]
+
+
+def read_questions(option: str, path: Path) -> tuple[list[Question], list[str]]:
+    """Questions in the file's order, and all documents, sorted and without repetitions.
+
+    Args:
+        option: the file's format, ``"squad"`` (SQuAD v1.1, v2.0 or XQuAD) or ``"hotpot"``
+            (HotpotQA's distractor setting).
+        path: of the file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another format, or no question that can be answered.
+    """
+    parse, name = _PARSERS[option]
+    try:
+        passages = list(parse(json.loads(path.read_text(encoding="utf-8"))))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--{option} {path} is not in {name}'s JSON format ({error!r}): give its own file"
+        ) from error
+    documents = sorted({text for gold, _, _ in passages for text in gold})
+    number = {text: i for i, text in enumerate(documents)}
+    questions = [
+        Question(query, outputs, [number[x] for x in gold], [number[x] for x in related])
+        for gold, related, items in passages
+        for query, outputs in items
+    ]
+    if not questions:
+        raise ValueError(f"--{option} {path} has no answerable question: give {name}'s own file")
+    return questions, documents
+
+
+def _squad(content: Any) -> Iterator[_Passage]:
+    """Answerable questions of each paragraph, and the other paragraphs of its article."""
+    for article in content["data"]:
+        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
+        for paragraph, text in zip(article["paragraphs"], texts, strict=True):
+            questions = [
+                (item["question"], tuple(answer["text"] for answer in item["answers"]))
+                for item in paragraph["qas"]
+                if not item.get("is_impossible", False)
+            ]
+            yield [text], [other for other in texts if other != text], questions
+
+
+def _hotpot(content: Any) -> Iterator[_Passage]:
+    """Each question with the ten paragraphs that the file gives with it, all of them gold."""
+    for item in content:
+        gold = [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
+        yield gold, [], [(item["question"], (item["answer"],))]
+
+
+_PARSERS = {"squad": (_squad, "SQuAD"), "hotpot": (_hotpot, "HotpotQA")}
 
 
 class Documents(Prompts):
-    """``qa_*``: sample i asks question i about one of many documents.
+    """``qa_*``: sample i asks question i about one of many documents."""
 
-    The number of documents is fitted to question 0. ValueError for more samples than questions.
-    """
+    def __init__(self, task: RulerTask, length: int, data: Path | None) -> None:
+        super().__init__(task, length, data)
+        assert task.data is not None and data is not None
+        self._questions, self._documents = read_questions(task.data, data)
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job, "qa", 10)
-        self._questions, self._documents = texts.read_questions(job.data, job.task)
-        if job.samples > len(self._questions):
+    def draw(self, rng: random.Random, index: int, size: int) -> Sample:
+        """At least the gold documents, then those of the same article, then others."""
+        if index >= len(self._questions):
             raise ValueError(
-                f"samples={job.samples} for task {job.task.name!r}, but data.{job.task.data} has "
-                f"{len(self._questions)} questions: ask for at most that many"
+                f"task {self.task.name!r} has {len(self._questions)} questions in its file: ask "
+                "for at most as many samples"
             )
-
-    def draft(self, size: int) -> Draft:
-        """At least the gold documents; all in order, over and over, where ``size`` needs them."""
-        count, question = len(self._documents), self._questions[self.index]
-        indices = self._some(size) if size < count else [i % count for i in range(size)]
-        self.draws.shuffle(indices)
-        documents = (f"Document {i}:\n{self._documents[j]}" for i, j in enumerate(indices, start=1))
-        return self.template.fill("\n\n".join(documents), question.outputs, query=question.query)
-
-    def _some(self, size: int) -> list[int]:
-        """Gold documents, then some of the same article, then, if these run out, random others."""
-        question, sample = self._questions[self.index], self.draws.python.sample
-        gold, related = question.gold, question.related
-        missing = size - len(gold)
-        if missing <= len(related):
-            return gold + sample(related, max(missing, 0))
-        near = {*gold, *related}
-        others = [i for i in range(len(self._documents)) if i not in near]
-        return gold + related + sample(others, missing - len(related))
+        question, count = self._questions[index], len(self._documents)
+        ranked = [*question.gold, *rng.sample(question.related, len(question.related))]
+        others = [i for i in range(count) if i not in ranked]
+        ranked += rng.sample(others, len(others))
+        # All of them over and over, where they don't fill the size.
+        indices = [ranked[i % count] for i in range(max(size, len(question.gold)))]
+        rng.shuffle(indices)
+        texts = (f"Document {i}:\n{self._documents[j]}" for i, j in enumerate(indices, start=1))
+        return filled("qa", "\n\n".join(texts), question.outputs, query=question.query)
 
 
 # The beginning of a task's name tells its family.
-_FAMILIES: dict[str, Callable[[Job], Prompts]] = {
+_FAMILIES: dict[str, type[Prompts]] = {
     "niah": Needles,
     "vt": Chains,
     "cwe": CommonWords,
@@ -490,31 +315,59 @@ def generate(
     length: int,
     samples: int,
     seed: int = 42,
-    data: RulerData = _NO_DATA,
+    data: Path | None = None,
     chat: Chat = ("", ""),
 ) -> list[Sample]:
     """The first ``samples`` samples of a RULER task at ``length`` tokens, answers included.
 
-    Draws the same random numbers in the same order as RULER's scripts do, so the same arguments
-    and texts give RULER's samples, letter for letter; on essays where NLTK is installed with its
-    data. We depart from RULER where it never ends or fails, which the classes of the tasks note.
-
     Args:
         task: name in ``TASKS``.
-        encode: makes the tokens of a text. RULER doesn't count special tokens.
+        encode: makes the tokens of a text.
         length: most tokens that prompt and answer may have; RULER takes powers of two from 4096.
         samples: how many, from 1; RULER takes 500.
-        seed: of all random numbers; RULER takes 42.
-        data: where the texts of the tasks are.
+        seed: of all random numbers.
+        data: the file that the task needs, if it does.
         chat: what stands before and after the prompt.
 
     Raises:
-        ValueError: a length that no sample fits into, with one that would do; texts that are
-            missing, too few or of another format; a text without tokens.
-        FileNotFoundError: no file at a path of ``data``.
+        ValueError: a length that no sample fits into, with one that would do; a file of another
+            format, or with too few questions.
+        FileNotFoundError: no such file.
         ModuleNotFoundError: wonderwords is not installed.
     """
-    job = Job(TASKS[task], encode, length, samples, Draws(seed), data, chat)
-    prompts = _FAMILIES[task.partition("_")[0]](job)
-    size = prompts.size()
-    return [prompts.sample(index, size) for index in range(samples)]
+    known = TASKS[task]
+    prompts = _FAMILIES[task.partition("_")[0]](known, length, data)
+    opening, closing = chat
+
+    def draw(index: int, size: int) -> tuple[Sample, int]:
+        """A sample, and its tokens with the answer's."""
+        one = prompts.draw(random.Random(f"{seed} {task} {index}"), index, size)
+        one = replace(one, context=opening + one.context, question=one.question + closing)
+        return one, len(encode(one.prompt)) + known.max_new_tokens
+
+    size = _largest(lambda size: draw(0, size)[1] <= length, prompts.smallest, prompts.most)
+    result = []
+    for index in range(samples):
+        own, (sample, total) = size, draw(index, size)
+        while total > length and own > prompts.smallest:
+            own = max(own - max(1, own // _STEPS), prompts.smallest)
+            sample, total = draw(index, own)
+        if total > length:
+            raise ValueError(
+                f"length={length} is too short for task {task!r}: with this tokenizer its smallest "
+                f"sample takes {total} tokens, {known.max_new_tokens} of them for the answer; use "
+                f"a length of at least {total}"
+            )
+        result.append(sample)
+    return result
+
+
+def _largest(fits: Callable[[int], bool], smallest: int, most: int) -> int:
+    """The largest size that ``fits``, up to a 50th; from ``smallest``, and ``most`` at most."""
+    low, high = smallest, 2 * smallest
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // _STEPS):
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle <= most and fits(middle) else (low, middle)
+    return low

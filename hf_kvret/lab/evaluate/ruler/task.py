@@ -23,8 +23,8 @@ class RulerTask:
         max_new_tokens: tokens that an answer may have; they count towards a sample's length.
         metric: ``all`` counts the share of the references that are in the answer, ``part``
             whether any is.
-        data: option of :class:`RulerData` that the task needs; None where it makes up its text.
-        haystack: what hides the needles of ``niah_*``: noise, or other needles; or the essays.
+        data: the file that the task needs; None where it makes up its text.
+        haystack: what hides the needles of ``niah_*`` without essays: noise, or other needles.
         key, value: what keys and values of needles look like.
         keys, values: how many keys there are, how many values each has, one needle for each.
         queries: how many of the keys are asked for.
@@ -65,7 +65,7 @@ TASKS: dict[str, RulerTask] = {
 
 
 @dataclass(frozen=True)
-class Draft:
+class Sample:
     """One prompt, in the parts that a model may be given apart, and its right answers.
 
     Attributes:
@@ -82,22 +82,9 @@ class Draft:
     outputs: tuple[str, ...]
 
     @property
-    def input(self) -> str:
-        """``context + question``, as RULER's files have it."""
-        return self.context + self.question
-
-    @property
     def prompt(self) -> str:
         """All that the model is given."""
-        return self.input + self.answer_prefix
-
-
-@dataclass(frozen=True)
-class Sample(Draft):
-    """The prompt of number ``index``, from 0; ``length`` counts its tokens and the answer's."""
-
-    index: int
-    length: int
+        return self.context + self.question + self.answer_prefix
 
 
 def sample_score(task: str, prediction: str, references: Sequence[str]) -> float:

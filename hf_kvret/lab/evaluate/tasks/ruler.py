@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.evaluate.needles import end_tokens
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
-from hf_kvret.lab.evaluate.ruler import TASKS, RulerData, Sample, generate, sample_score
+from hf_kvret.lab.evaluate.ruler.prompts import generate
+from hf_kvret.lab.evaluate.ruler.task import TASKS, Sample, sample_score
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
 from hf_kvret.lab.evaluate.texts import chat_parts, encode, token_ids
@@ -56,13 +56,7 @@ class Ruler(Task):
     essays: Path | None = option(None, "haystack text: JSON or plain text", kind=file_path)
     squad: Path | None = option(None, "SQuAD or XQuAD JSON, for qa_1", kind=file_path)
     hotpot: Path | None = option(None, "HotpotQA distractor JSON, for qa_2", kind=file_path)
-    english_words: Path | None = option(None, "more words for cwe from 128K on", kind=file_path)
     chat: bool = option(False, "wrap prompts in the tokenizer's chat template")
-
-    @property
-    def data(self) -> RulerData:
-        """The files of texts and words."""
-        return RulerData(self.essays, self.squad, self.hotpot, self.english_words)
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -81,23 +75,19 @@ class Ruler(Task):
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
-        tokenizer = subject.need_tokenizer(self.name)
         lengths = lengths_of(cells)
         if lengths:
             check_positions(subject.model, lengths[-1])
         for task in dict.fromkeys(cell["task"] for cell in cells):
-            _samples(task, tokenizer, lengths[0], 1, self.seed, self.data, self.chat)
+            self._samples(task, subject, lengths[0], 1)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
-        tokenizer = subject.need_tokenizer(self.name)
-        task = TASKS[cell["task"]]
-        samples = _samples(
-            task.name, tokenizer, cell["length"], self.samples, self.seed, self.data, self.chat
-        )
+        task = cell["task"]
+        samples = self._samples(task, subject, cell["length"], self.samples)
         scores, answers, used = [], [], UsageSum()
-        for sample in tqdm(samples, leave=False, desc=f"{choice.name} {task.name}"):
+        for sample in tqdm(samples, leave=False, desc=f"{choice.name} {task}"):
             reader, answer = self._answer(sample, cell, subject, choice)
-            scores.append(sample_score(task.name, answer, sample.outputs))
+            scores.append(sample_score(task, answer, sample.outputs))
             answers.append(answer)
             used.add(reader)
         return {
@@ -106,6 +96,12 @@ class Ruler(Task):
             "answers": answers,
             **used.row(),
         }
+
+    def _samples(self, task: str, subject: Subject, length: int, count: int) -> list[Sample]:
+        tokenizer, data = subject.need_tokenizer(self.name), TASKS[task].data
+        chat = chat_parts(tokenizer) if self.chat else ("", "")
+        path = None if data is None else getattr(self, data)
+        return generate(task, partial(token_ids, tokenizer), length, count, self.seed, path, chat)
 
     def _answer(
         self, sample: Sample, cell: Cell, subject: Subject, choice: CacheChoice
@@ -174,21 +170,6 @@ class Ruler(Task):
     @classmethod
     def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
         return mean_points(results, "score", 100.0)
-
-
-@lru_cache(maxsize=1)
-def _samples(
-    task: str,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    count: int,
-    seed: int,
-    data: RulerData,
-    chat: bool,
-) -> list[Sample]:
-    """The samples of a cell; all caches of a row get the same ones, made once."""
-    around = chat_parts(tokenizer) if chat else ("", "")
-    return generate(task, partial(token_ids, tokenizer), length, count, seed, data, around)
 
 
 def _tasks_of(results: Results) -> list[str]:
