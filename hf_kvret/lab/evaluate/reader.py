@@ -37,8 +37,6 @@ class Usage:
         step_bytes: bytes of the cache that its next decode step reads: keys and values, or what
             stands for them; for retrieval the window, the part of the index that a selection
             reads, and the selected rows.
-        candidates: cold rows that a selection looked at closely, counted like ``rows_cold``; 0 for
-            caches that don't retrieve.
     """
 
     device_bytes: int
@@ -47,7 +45,6 @@ class Usage:
     rows_read: int
     rows_cold: int
     step_bytes: int
-    candidates: int = 0
 
     @property
     def read_ratio(self) -> float | None:
@@ -59,12 +56,12 @@ class UsageSum:
     """Rows and seconds summed over readers; bytes of the last one.
 
     Attributes:
-        rows_read, rows_cold, candidates: as in ``Usage``.
+        rows_read, rows_cold: as in ``Usage``.
         seconds: of forward passes.
     """
 
     def __init__(self) -> None:
-        self.rows_read, self.rows_cold, self.candidates, self.seconds = 0, 0, 0, 0.0
+        self.rows_read, self.rows_cold, self.seconds = 0, 0, 0.0
         self._last: Usage | None = None
 
     def add(self, reader: Reader) -> None:
@@ -76,7 +73,6 @@ class UsageSum:
         self._last = usage
         self.rows_read += usage.rows_read
         self.rows_cold += usage.rows_cold
-        self.candidates += usage.candidates
         self.seconds += seconds
 
     @property
@@ -234,7 +230,6 @@ class Reader:
                 sum(layer["selected"] + layer["exact_rows"] for layer in layers),
                 sum(layer["cold_rows"] + layer["exact_rows"] for layer in layers),
                 memory.other_layers + sum(map(_step_bytes, self.cache.retrieval_layers)),
-                sum(layer["candidates"] for layer in layers),
             )
         sizes = [_layer_bytes(layer) for layer in self.cache.layers]
         host = sum(sizes) if self.choice.on_host else 0

@@ -159,14 +159,6 @@ class ParisConfig(RetrievalConfig):
             )
         return tiers
 
-    def with_candidates(self, beta: float) -> Self:
-        """The same with that share of candidates at every length, above 0 and at most 1.
-
-        At least as many keys earn points in a subspace (section 4.2.2: rho >= beta).
-        """
-        rows = ((length, beta, max(rho, beta)) for length, _, rho in self.schedule)
-        return self.replace(schedule=tuple(rows), per_selected=1.0)
-
     def ratios(self, cold_len: int) -> tuple[float, float]:
         """``(beta, rho)`` for that many cold tokens."""
         for length, beta, rho in self.schedule:
