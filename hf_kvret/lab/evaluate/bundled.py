@@ -42,11 +42,34 @@ def _example_model(folder: str) -> Path:
 REFERENCE_MODEL = _example_model("reference_llama")
 LATENT_MODEL = _example_model("reference_latent")
 BOOKS_MODEL = _example_model("reference_books")
-_EXAMPLES = {
+OUR_MODELS = {
+    "needle": BUNDLED_MODEL,
     "reference": REFERENCE_MODEL,
     "reference-latent": LATENT_MODEL,
     "reference-books": BOOKS_MODEL,
 }
+"""The folder of each, whether it is there or not."""
+
+
+def our_model(name: str) -> Path:
+    """The folder of one of ``OUR_MODELS``.
+
+    Raises:
+        FileNotFoundError: it is not there; says what helps.
+    """
+    folder = OUR_MODELS[name]
+    if (folder / "model.safetensors").is_file():
+        return folder
+    if name == "needle":
+        raise FileNotFoundError(
+            f"the bundled model is missing from {folder}: install hf_kvret again, or train it "
+            "with examples/train_needle_model.py"
+        )
+    raise FileNotFoundError(
+        f"the model {name} is in the examples of hf-kvret's repository, not in the package, and "
+        "the checkout that was installed is not found: run this in the folder of a checkout, take "
+        "needle, or put a model of yours in its place"
+    )
 
 
 def example_model(name: str) -> Path:
@@ -56,16 +79,10 @@ def example_model(name: str) -> Path:
         ValueError: another name.
         FileNotFoundError: no checkout has it; says what helps.
     """
-    if name not in _EXAMPLES:
-        raise ValueError(f"there is no model {name!r}: choose one of {', '.join(_EXAMPLES)}")
-    folder = _EXAMPLES[name]
-    if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(
-            f"the model {name} is in the examples of hf-kvret's repository, not in the package, "
-            "and the checkout that was installed is not found: run this in the folder of a "
-            "checkout, or put a model of yours in its place"
-        )
-    return folder
+    names = [one for one in OUR_MODELS if one != "needle"]
+    if name not in names:
+        raise ValueError(f"there is no model {name!r}: choose one of {', '.join(names)}")
+    return our_model(name)
 
 
 def default_model() -> str:
@@ -81,10 +98,6 @@ def load_bundled_model(
     Raises:
         FileNotFoundError: the weights are not in this installation.
     """
-    if not (BUNDLED_MODEL / "model.safetensors").is_file():
-        raise FileNotFoundError(
-            f"the bundled model is missing from {BUNDLED_MODEL}: install hf_kvret again, or train "
-            "it with examples/train_needle_model.py"
-        )
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=dtype, local_files_only=True)
+    folder = our_model("needle")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval()

@@ -15,20 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import is_accelerate_available
 
-from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, BUNDLED_MODEL, LATENT_MODEL, REFERENCE_MODEL
+from hf_kvret.lab.evaluate.bundled import OUR_MODELS, our_model
 from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
 from hf_kvret.lab.program.hub_access import needs_cache
 from hf_kvret.registry import attach
 from hf_kvret.saved.identity import printable
 from hf_kvret.shelf.questions import plain_generation_config
 
-_BUNDLED = {
-    "needle": BUNDLED_MODEL,
-    "reference": REFERENCE_MODEL,
-    "reference-latent": LATENT_MODEL,
-    "reference-books": BOOKS_MODEL,
-    "smollm2": SMOLLM2_MODEL,
-}
+_KNOWN = {**OUR_MODELS, "smollm2": SMOLLM2_MODEL}
 # Broken files of a model make transformers, torch and safetensors raise these.
 _UNLOADABLE = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError),
@@ -106,7 +100,7 @@ def offloaded(model: PreTrainedModel, name: str) -> torch.Tensor:
 
 def model_folder(name: str) -> Path:
     """Where the model ``name`` lies, as for ``load_subject``; for a hub id no such folder is."""
-    return _BUNDLED.get(name, Path(name))
+    return _KNOWN.get(name, Path(name))
 
 
 def load_subject(
@@ -136,10 +130,10 @@ def load_subject(
     path = str(model_folder(name))
     if name == "smollm2":
         expand_smollm2()
-    if name in _BUNDLED and not (_BUNDLED[name] / "model.safetensors").is_file():
-        raise FileNotFoundError(_where(name))
+    if name in OUR_MODELS:
+        our_model(name)
     cached = needs_cache("--model", path)
-    if name not in _BUNDLED:
+    if name not in _KNOWN:
         print(f"loading the model {printable(name)} ...", file=sys.stderr)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -148,7 +142,7 @@ def load_subject(
     except _UNLOADABLE as error:
         raise ValueError(
             f"--model {name}: can't be loaded ({_first_line(error)}). Give a folder with "
-            f"config.json and weights, a hub id, or one of {', '.join(_BUNDLED)}"
+            f"config.json and weights, a hub id, or one of {', '.join(_KNOWN)}"
         ) from error
     tokenizer, reason = None, ""
     if name != "needle":
@@ -163,18 +157,6 @@ def load_subject(
     if dropped:
         print(f"left out of its generation_config: {', '.join(dropped)}", file=sys.stderr)
     return Subject(name, model, tokenizer, reason)
-
-
-def _where(name: str) -> str:
-    if name != "needle":
-        return (
-            f"--model {name}: this model is in the examples of hf-kvret's repository, not in the "
-            "package: run this from a checkout, or give --model needle, a folder or a hub id"
-        )
-    return (
-        f"--model {name}: the bundled model is missing from {_BUNDLED[name]}: install hf_kvret "
-        "again, or train it with examples/train_needle_model.py"
-    )
 
 
 def _first_line(error: Exception) -> str:

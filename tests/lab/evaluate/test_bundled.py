@@ -43,7 +43,7 @@ def test_it_is_loaded_to_be_used() -> None:
 def test_a_missing_model_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bundled, "BUNDLED_MODEL", tmp_path)
+    monkeypatch.setitem(bundled.OUR_MODELS, "needle", tmp_path)
     with pytest.raises(FileNotFoundError, match="install hf_kvret again, or train it"):
         load_bundled_model()
 
@@ -92,7 +92,7 @@ def test_an_example_that_is_missing_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert example_model("reference") == bundled.REFERENCE_MODEL
-    monkeypatch.setitem(bundled._EXAMPLES, "reference", tmp_path)
+    monkeypatch.setitem(bundled.OUR_MODELS, "reference", tmp_path)
     with pytest.raises(FileNotFoundError, match="run this in the folder of a checkout"):
         example_model("reference")
     with pytest.raises(ValueError, match="no model 'needles': choose one of reference, "):
