@@ -38,7 +38,7 @@ _GAP = re.compile(r"(?<=[.!?]) |(?<=[.!?][\"'”’)\]]) ")
 _DEPTHS = 39
 # Variables in a chain: the first and four hops.
 _VARIABLES = 5
-_EXAMPLE_LINES = 10
+_EXAMPLE_LINES = 5
 _COMMON = 10
 _ZETA = math.pi**2 / 6  # the zeta function at 2
 # Sizes are fitted up to so many parts of them.
