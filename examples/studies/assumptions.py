@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.lab.calibrate.regression import Rows, fit_linear, predict
+from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.program.arguments import whole_number
@@ -34,8 +35,7 @@ from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret_kernels import paris
-from hf_kvret_model_patches.decoders import decoder_of
-from hf_kvret_model_patches.taps import LayerTokens, tap_attention
+from hf_kvret_model_patches.rope import Rope
 
 AFTER, BEFORE = "after RoPE", "before RoPE"
 DISTANCES = (1, 4, 16, 64, 256, 1024)
@@ -63,14 +63,14 @@ def read_layers(model: PreTrainedModel, ids: torch.Tensor, queries: bool) -> lis
     def take(layer: int, tokens: LayerTokens) -> None:
         if tokens.latent is not None:
             raise ValueError(f"layer {layer} has latent attention: take a model with keys a head")
-        x = {f"keys {AFTER}": tokens.key, f"keys {BEFORE}": tokens.key_before}
-        x["values"] = tokens.value
-        if queries:
-            x |= {f"queries {AFTER}": tokens.query, f"queries {BEFORE}": tokens.query_before}
+        rotated = {"keys": tokens.key} | ({"queries": tokens.query} if queries else {})
+        x = {f"{name} {AFTER}": one for name, one in rotated.items()} | {"values": tokens.value}
+        rope = Rope.of(model.config, layer)
+        x |= {f"{name} {BEFORE}": before_rope(one, rope) for name, one in rotated.items()}
         layers[layer] = {name: one[0, :, _SINKS:].float().cpu().clone() for name, one in x.items()}
 
     with torch.no_grad(), tap_attention(model, take):
-        decoder_of(model)(ids[None].to(model.device), use_cache=False)
+        model.get_decoder()(ids[None].to(model.device), use_cache=False)
     return [layers[layer] for layer in sorted(layers)]
 
 
@@ -125,7 +125,7 @@ def shared_codebooks(texts: Texts, number: int, place: str) -> Numbers:
     """
     first, last = (texts[n][number][f"keys {place}"] for n in (0, -1))
     count = first.shape[1] // _TOKENS_PER_CODEWORD
-    books = [k_means(keys, count, rounds=_ROUNDS, seed=0)[0] for keys in (first, last)]
+    books = [k_means(keys, count, rounds=_ROUNDS, seed=0) for keys in (first, last)]
     variance = last.var(1, correction=0).sum(-1)
     errors = [(last - coded(last, book)).square().sum(-1).mean(-1) / variance for book in books]
     other, own = (float(error.mean()) for error in errors)
@@ -199,7 +199,7 @@ def drift(texts: Texts, number: int, place: str) -> Numbers:
     exact, estimates = exact_scores(queries, keys, 1.0), {}
     for name, end in (("prompt", half), ("all", 2 * half)):
         count = half // (2 * _TOKENS_PER_CODEWORD)
-        book = k_means(keys[0, :, :end:2].contiguous(), count, rounds=_ROUNDS, seed=0)[0]
+        book = k_means(keys[0, :, :end:2].contiguous(), count, rounds=_ROUNDS, seed=0)
         estimates[f"centroids of {name}"] = exact_scores(queries, coded(keys[0], book)[None], 1.0)
     index = ParisIndex(ParisConfig())
     index.add(TokenBlock(keys[:, :, :half], keys[:, :, :half], 0))

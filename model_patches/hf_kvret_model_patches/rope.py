@@ -16,7 +16,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_kvret_model_patches.taps import LATENT_ROTATIONS, ROTATION
+_ROTATION = "apply_rotary_pos_emb"
+# Rotations of latent attention; the last takes complex numbers.
+_LATENT_ROTATIONS = (_ROTATION, f"{_ROTATION}_interleave", "apply_rotary_emb")
 
 LAYOUTS = ("half", "interleaved", "none")
 """How the R rotated elements of a head are paired: ``"half"`` pairs element i with i + R / 2,
@@ -200,6 +202,11 @@ class Rope:
             )
 
 
+def has_rope(config: PreTrainedConfig, layer: int) -> bool:
+    """Whether the configuration has parameters of RoPE for a layer; errors as of ``Rope.of``."""
+    return _parameters(_text_config(config, layer), layer)[0] is not None
+
+
 def _text_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     """The configuration of one layer of the text decoder, or of all where layers are alike.
 
@@ -292,14 +299,14 @@ def _layout(text: PreTrainedConfig) -> str:
         ValueError: there is no such module or rotation, or it pairs the elements in another way.
     """
     home = type(text).__module__.replace(".configuration_", ".modeling_")
-    names = LATENT_ROTATIONS if _is_latent(text) else (ROTATION,)
+    names = _LATENT_ROTATIONS if _is_latent(text) else (_ROTATION,)
     try:
         module = importlib.import_module(home)
         rotation = next(getattr(module, name) for name in names if hasattr(module, name))
     except (ImportError, StopIteration) as error:
         raise ValueError(
             f"{home} has no {' or '.join(names)} to look at: give layout='half' or 'interleaved' "
-            "where you know it; check_rope(model) in hf_kvret_model_patches.rope_check finds it"
+            "where you know it"
         ) from error
     turned = _quarter_turn(rotation)
     # A pair (x, y) becomes (-y, x): the first two elements tell who their partners are. The second

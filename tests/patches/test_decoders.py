@@ -14,7 +14,6 @@ from hf_kvret import FlatKVCache, ParisKVCache
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_model_patches.decoders import decoder_of
-from hf_kvret_model_patches.taps import tap_attention
 
 RUN: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
@@ -83,10 +82,3 @@ def test_other_weights_of_such_a_model_are_refused(modernbert: PreTrainedModel) 
             parameter.mul_(1.5)
     with pytest.raises(ValueError, match="filled by other weights"):
         modernbert.generate(tokens, past_key_values=cache, **RUN)
-
-
-def test_such_a_model_is_tapped(modernbert: PreTrainedModel) -> None:
-    layers: list[int] = []
-    with torch.no_grad(), tap_attention(modernbert, lambda layer, tokens: layers.append(layer)):
-        modernbert(prompt(1, 20), use_cache=False)
-    assert layers == [0, 1, 2]

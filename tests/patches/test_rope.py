@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -299,3 +300,18 @@ def test_wrong_vectors_are_refused(x: torch.Tensor) -> None:
         rope.to("meta").rotate(x, row)
     with pytest.raises(ValueError, match="the rotation on meta"):
         rope.to("meta").rotate_to(x, 3)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_the_last_numbers_turn_as_the_first_would(layout: str) -> None:
+    first = Rope(torch.tensor([1.0, 0.1, 0.01]), 1.5, layout)
+    last = replace(first, last=True)
+    x, positions = torch.randn(2, 3, 5, 16), torch.randint(0, 1000, (2, 5))
+    moved = torch.cat([x[..., 10:], x[..., :10]], dim=-1)
+    turned = first.rotate(moved, positions)
+    expected = torch.cat([turned[..., 6:], turned[..., :6]], dim=-1)
+    assert torch.equal(last.rotate(x, positions), expected)
+    # Rounding of fp32.
+    torch.testing.assert_close(last.unrotate(expected, positions), x, rtol=1e-5, atol=1e-5)
+    assert last.settings == {"layout": layout, "attention_factor": 1.5, "last": True}
+    assert "last" not in first.settings

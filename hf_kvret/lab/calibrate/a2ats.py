@@ -17,6 +17,7 @@ import torch
 
 from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.lab.calibrate.study import Calibration, LayerFindings, LayerStudy, Progress
+from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope
 from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.methods.a2ats.learned import (
     CODEWORD_DTYPES,
@@ -26,7 +27,6 @@ from hf_kvret.methods.a2ats.learned import (
 )
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
-from hf_kvret_model_patches.taps import LayerTokens
 
 # So many fp32 elements of queries are worked on at once.
 _CHUNK_NUMBERS = 1 << 26
@@ -82,7 +82,7 @@ class CodebookStudy(LayerStudy):
 
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         rotated = self.options.space == "rotated"
-        keys = tokens.key if rotated else tokens.key_before
+        keys = tokens.key if rotated else before_rope(tokens.key, self.rope)
         # Keys may be a view of something larger, so they are copied on the CPU too.
         self._keys[held_out].append(keys[0].to("cpu", copy=True))
         moments = self._moments.get(held_out)
@@ -102,10 +102,10 @@ class CodebookStudy(LayerStudy):
         plain = aware = (identity, identity)
         if options.query_aware:
             aware = query_metric(self._moments[False].to(self.device))
-        words, quality = self._learn(keys, *aware, progress)
+        words, error = self._learn(keys, *aware, progress)
+        quality = {"score_error": error}
         if options.query_aware and options.compare:
-            _, other = self._learn(keys, *plain, progress)
-            quality |= {f"plain_{name}": value for name, value in other.items()}
+            quality["plain_score_error"] = self._learn(keys, *plain, progress)[1]
         tensors = {"codewords": words, "metric": aware[0], "inv_freq": self.rope.inv_freq}
         return LayerFindings(
             {name: x.cpu().contiguous() for name, x in tensors.items()},
@@ -118,7 +118,7 @@ class CodebookStudy(LayerStudy):
 
         Those of latent attention are absorbed, as an index sees them: longer than the model's own.
         """
-        queries = tokens.query if rotated else tokens.query_before
+        queries = tokens.query if rotated else before_rope(tokens.query, self.rope)
         rope = self.rope.to(queries.device)
         heads = None if tokens.latent is None else ModuleHeads(tokens.latent)
         step = max(1, _CHUNK_NUMBERS // (queries.shape[1] * tokens.key.shape[3]))
@@ -132,10 +132,10 @@ class CodebookStudy(LayerStudy):
 
     def _learn(
         self, keys: torch.Tensor, factor: torch.Tensor, inverse: torch.Tensor, progress: Progress
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Codewords ``[H, C, D]`` in the metric's space, as they are saved, and their figures."""
+    ) -> tuple[torch.Tensor, float | None]:
+        """Codewords ``[H, C, D]`` in the metric's space, as they are saved, and their error."""
         options = self.options
-        words, report = k_means(
+        words = k_means(
             keys @ factor,
             options.codewords,
             rounds=options.rounds,
@@ -144,11 +144,7 @@ class CodebookStudy(LayerStudy):
             progress=progress,
         )
         words = words.to(CODEWORD_DTYPES[options.codeword_dtype])
-        return words, {
-            "rounds": max(report.rounds),
-            "reseeded": sum(report.reseeded),
-            "score_error": self._score_error(words, factor, inverse),
-        }
+        return words, self._score_error(words, factor, inverse)
 
     def _score_error(
         self, words: torch.Tensor, factor: torch.Tensor, inverse: torch.Tensor
@@ -183,21 +179,19 @@ def query_metric(second_moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         ValueError: a head whose matrix has NaN or infinity, is zero, or is not positive definite
             with what is added.
     """
-    _refuse(
-        ~second_moments.isfinite().flatten(1).all(1),
-        "has NaN or infinity: leave out tokens that are padding, and sum up in float64",
-    )
     size = second_moments.square().mean((1, 2), keepdim=True).sqrt()
-    _refuse(size.flatten() == 0, "is zero: no query was seen, calibrate on a longer text")
     # Products that are summed up in another order are not symmetric to the last bit.
     moments = second_moments / size
     moments = (moments + moments.mT) / 2
     eye = torch.eye(moments.shape[1], dtype=torch.float64, device=moments.device)
     factor, info = torch.linalg.cholesky_ex(moments + _RIDGE * eye)
-    _refuse(
-        info > 0,
-        "is not positive definite: sum q^T q up in float64, over more queries than D",
-    )
+    bad = (info > 0) | ~factor.isfinite().flatten(1).all(1)
+    if bad.any():
+        heads = ", ".join(map(str, bad.nonzero()[:, 0].tolist()))
+        raise ValueError(
+            f"second_moments of head {heads} are zero, not finite or not positive definite: "
+            "calibrate on a longer text, with a model in bfloat16 or float32"
+        )
     inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
     return factor.float(), inverse.float()
 
@@ -219,9 +213,3 @@ def score_error(
     errors = exact - approximation.double()
     loss = ((errors @ metric) * errors).sum((1, 2))
     return (loss / ((exact @ metric) * exact).sum((1, 2))).float()
-
-
-def _refuse(bad: torch.Tensor, why: str) -> None:
-    if bad.any():
-        heads = bad.nonzero()[:, 0].tolist()
-        raise ValueError(f"second_moments of head {', '.join(map(str, heads))} {why}")

@@ -30,11 +30,11 @@ from hf_kvret.lab.calibrate.study import (
     LayerStudy,
     Progress,
 )
+from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope
 from hf_kvret.methods.aqua.coding import NOT_CODED, default_group, make_codec
 from hf_kvret.methods.aqua.predictors import PredictorOptions, unpacked
 from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
-from hf_kvret_model_patches.taps import LayerTokens
 
 ANCHOR_LIMIT = 0.1075
 """Most error of keys or values, in units of their variance, that 4 bits may leave in an anchor.
@@ -147,7 +147,8 @@ class AquaStudy(LayerStudy):
         return len(self._rows) * (2 * self._count + mlp_rows)
 
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
-        keys = tokens.key_before if self.options.space == "before" else tokens.key
+        is_before = self.options.space == "before"
+        keys = before_rope(tokens.key, self.rope) if is_before else tokens.key
         for name, x in coded_tensors(keys, tokens):
             if name not in self._shapes:
                 self._rows[name] = []

@@ -14,7 +14,7 @@ from hf_kvret.artifacts.files import check_no_foreign_artifact
 from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id
 from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
 from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.inspection import describe, plot_quality, quality_table
+from hf_kvret.lab.calibrate.inspection import describe, quality_table
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.sources import (
     cut,
@@ -26,7 +26,7 @@ from hf_kvret.lab.calibrate.sources import (
 )
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file
-from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path
+from hf_kvret.lab.program.arguments import DTYPES, check_device
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.hub_access import why_unreachable
 from hf_kvret.lab.program.options import add_options, option, read_options
@@ -78,9 +78,6 @@ class InspectOptions:
     revision: str | None = option(None, "branch, tag or commit on the hub")
     verify: bool = option(False, "check what is saved there, byte by byte")
     json: bool = option(False, "print config.json's fields instead")
-    plot: Path | None = option(
-        None, "a picture of the quality by layer", kind=file_path, metavar="FILE"
-    )
 
 
 def run_calibrate(options: CalibrateOptions) -> int:
@@ -104,48 +101,24 @@ def run_calibrate(options: CalibrateOptions) -> int:
     print(f"\n{describe(artifact)}\n\n{quality_table(artifact)}")
     print(f"\nwrote {printable(str(options.out))}")
     if options.push_to_hub:
-        print(f"pushed to {_push(artifact, options)}")
+        url = artifact.push_to_hub(options.push_to_hub, private=options.private or None)
+        print(f"pushed to {url}")
     return 0
-
-
-def _push(artifact: CalibrationArtifact, options: CalibrateOptions) -> str:
-    """Upload the artifact; returns the URL.
-
-    Raises:
-        ConnectionError: the hub can't be reached; the message says where the artifact is.
-    """
-    private = options.private or None
-    assert options.push_to_hub is not None
-    try:
-        return artifact.push_to_hub(options.push_to_hub, private=private)
-    except ConnectionError as error:
-        more = "" if private is None else ", private=True"
-        raise ConnectionError(
-            f"the artifact is in {options.out}, but --push-to-hub {options.push_to_hub} can't "
-            f"reach the hub ({error.__cause__ or error}): once online, push it from Python, "
-            f"CalibrationArtifact.from_pretrained({str(options.out)!r})"
-            f".push_to_hub({options.push_to_hub!r}{more})"
-        ) from error
 
 
 def check_sources(options: CalibrateOptions) -> None:
     """Check the sources of text before the model is loaded.
 
     Raises:
-        FileNotFoundError: no such ``--text``, or a ``--dataset`` that is no name of one.
-        ConnectionError: ``--dataset``, and the hub can't be reached.
+        FileNotFoundError: no such ``--text``.
         ModuleNotFoundError: ``--dataset`` without ``datasets``.
         ValueError: no source or two; one, or UUIDs, for a model that makes its own documents.
     """
     if options.model == "needle":
-        if options.text or options.dataset:
+        if options.text or options.dataset or options.uuid_tokens is not None:
             raise ValueError(
-                "--model needle reads no text: leave --text and --dataset out, and documents of "
-                "its language are made"
-            )
-        if options.uuid_tokens is not None:
-            raise ValueError(
-                f"--model needle knows no UUIDs: leave --uuid-tokens {options.uuid_tokens} out"
+                "--model needle learns from documents of its own language: leave --text, "
+                "--dataset and --uuid-tokens out"
             )
         return
     if bool(options.text) == bool(options.dataset):
@@ -154,24 +127,6 @@ def check_sources(options: CalibrateOptions) -> None:
         describe_file("--text", options.text)
     elif options.dataset:
         dataset_loader(options.dataset)
-        repository = options.dataset.partition(":")[0]
-        if not Path(repository).exists():
-            _check_stream(options.dataset, repository)
-
-
-def _check_stream(dataset: str, repository: str) -> None:
-    """Errors of ``check_sources`` for a data set streamed from the hub, which is never cached."""
-    if not is_hub_id(repository):
-        raise FileNotFoundError(
-            f"--dataset {dataset}: no such folder, and no hub id either (owner/name); check the "
-            "spelling"
-        )
-    reason = why_unreachable(repository, "dataset")
-    if reason is not None:
-        raise ConnectionError(
-            f"--dataset {dataset} is streamed from the hub, and the hub can't be asked ({reason}): "
-            "give --text FILE, or start while online (HF_HUB_OFFLINE unset)"
-        )
 
 
 def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
@@ -240,21 +195,16 @@ def _check_outputs(options: CalibrateOptions, method: str) -> None:
 def run_inspect(options: InspectOptions) -> int:
     """Print what an artifact is, or what is whole in a folder."""
     if options.verify:
-        if options.json or options.plot:
-            raise ValueError("--verify says whether it is whole: leave --json and --plot out")
+        if options.json:
+            raise ValueError("--verify says whether it is whole: leave --json out")
         path = Path(options.artifact).expanduser()
         if not path.is_file() or options.revision is not None:
             path = find_folder(options.artifact, revision=options.revision)
         print("\n".join(verify(path)))
         return 0
-    if options.plot:
-        outputs.check_picture("--plot", options.plot)
     artifact = CalibrationArtifact.from_pretrained(options.artifact, revision=options.revision)
     if options.json:
         print(describe(artifact, as_json=True))
     else:
         print(f"{describe(artifact)}\n\n{quality_table(artifact)}")
-    if options.plot:
-        plot_quality(options.plot, artifact)
-        print(f"wrote {printable(str(options.plot))}")
     return 0

@@ -10,7 +10,6 @@ one codebook on one machine, on GPUs too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -30,24 +29,6 @@ _SAME = 1e-8
 _BITS = 62
 
 
-@dataclass(frozen=True)
-class KMeansReport:
-    """Statistics of a k-means run, one entry per head.
-
-    Attributes:
-        rounds: Lloyd rounds until the end.
-        converged: whether the last of them lowered the error by no more than the tolerance.
-        errors: mean squared distance to the nearest codeword, first that of the seeds, then after
-            each round; it never rises, except by rounding.
-        reseeded: how many empty clusters were moved.
-    """
-
-    rounds: tuple[int, ...]
-    converged: tuple[bool, ...]
-    errors: tuple[tuple[float, ...], ...]
-    reseeded: tuple[int, ...]
-
-
 def k_means(
     points: torch.Tensor,
     count: int,
@@ -56,8 +37,8 @@ def k_means(
     tolerance: float = 1e-3,
     seed: int,
     progress: Callable[[int], object] = lambda heads: None,
-) -> tuple[torch.Tensor, KMeansReport]:
-    """``codebook [H, C, D]`` fp32 on the points' device, and a report.
+) -> torch.Tensor:
+    """``codebook [H, C, D]`` fp32 on the points' device.
 
     A head ends when a round lowers its mean squared distance by no more than the share
     ``tolerance``, or after ``rounds``. After each round, codewords of empty clusters move to the
@@ -85,7 +66,6 @@ def k_means(
     size = max(_SAMPLE, _SAMPLE_OF_WORD * count)
     sample = torch.randperm(n, generator=generator)[:size].sort().values.to(points.device)
     codebook = points.new_empty(H, count, D)
-    runs: list[_Run] = []
     # One head keeps a CPU busy; a GPU needs several at a time, or launches dominate.
     step = max(1, _MOST_NUMBERS // (n * D)) if points.is_cuda else 1
     for first in range(0, H, step):
@@ -96,26 +76,9 @@ def k_means(
         mean = mean.float()
         deviations = points[heads] - mean
         seeds = _seed(deviations[:, sample], draws[heads].to(points.device))
-        words, head_runs = _lloyd(deviations, seeds, rounds, tolerance)
-        codebook[heads] = words + mean
-        runs += head_runs
-        progress(len(head_runs))
-    report = KMeansReport(
-        tuple(len(run.errors) - 1 for run in runs),
-        tuple(run.converged for run in runs),
-        tuple(tuple(run.errors) for run in runs),
-        tuple(run.reseeded for run in runs),
-    )
-    return codebook, report
-
-
-@dataclass
-class _Run:
-    """Statistics of one head."""
-
-    errors: list[float]
-    reseeded: int = 0
-    converged: bool = False
+        codebook[heads] = _lloyd(deviations, seeds, rounds, tolerance) + mean
+        progress(len(mean))
+    return codebook
 
 
 def _seed(points: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
@@ -165,12 +128,11 @@ def _lloyd(
     codebook: torch.Tensor,
     rounds: int,
     tolerance: float,
-) -> tuple[torch.Tensor, list[_Run]]:
-    """``(codebook [h, C, D], runs)`` from centred points and seeds.
+) -> torch.Tensor:
+    """``codebook [h, C, D]`` from centred points and seeds.
 
-    Converged heads are removed from the batch.
+    Heads whose error has stopped falling are removed from the batch.
     """
-    runs = [_Run([]) for _ in codebook]
     result = torch.empty_like(codebook)
     heads = torch.arange(len(points), device=points.device)
     near = _SAME * points.square().sum(-1).double().mean(1, keepdim=True)
@@ -179,12 +141,8 @@ def _lloyd(
         codes = codebook_ops.encode(points.unsqueeze(0), codebook).squeeze(0).long()
         misses = _squared_distances(points, codebook, codes)
         errors = misses.double().mean(1)
-        for head, error in zip(heads.tolist(), errors.tolist(), strict=True):
-            runs[head].errors.append(error)
         stop = last - errors <= tolerance * errors
         result[heads] = codebook
-        for head in heads[stop].tolist():
-            runs[head].converged = True
         if round_count == rounds or stop.all():
             break
         if stop.any():
@@ -193,10 +151,8 @@ def _lloyd(
             )
         last = errors
         codebook, empty = _means(points, codes, codebook)
-        moves = _reseed(codebook, empty, points, misses, near)
-        for head, count in zip(heads.tolist(), moves.tolist(), strict=True):
-            runs[head].reseeded += count
-    return result, runs
+        _reseed(codebook, empty, points, misses, near)
+    return result
 
 
 def _squared_distances(
@@ -244,16 +200,13 @@ def _reseed(
     points: torch.Tensor,
     misses: torch.Tensor,
     near: torch.Tensor,
-) -> torch.Tensor:
-    """``[h]`` int64: how many empty clusters moved, in ``means``, to the farthest points.
+) -> None:
+    """Move empty clusters, in ``means``, to the farthest points.
 
     A point whose squared distance is at most ``near [h, 1]`` is never taken.
     """
-    counts = torch.zeros(len(means), dtype=torch.int64, device=means.device)
     for head in empty.any(1).nonzero()[:, 0].tolist():
         free = empty[head].nonzero()[:, 0]
         worst = misses[head].topk(min(len(free), misses.shape[1]))
         targets = worst.indices[worst.values > near[head]]
         means[head, free[: len(targets)]] = points[head, targets]
-        counts[head] = len(targets)
-    return counts

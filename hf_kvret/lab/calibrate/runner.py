@@ -16,15 +16,15 @@ from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
 from hf_kvret.artifacts.identity import ModelIdentity
 from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.parts import FinishedLayers, alone_in
+from hf_kvret.lab.calibrate.parts import FinishedLayers
+from hf_kvret.lab.calibrate.rope_check import check_rope, input_device
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy
+from hf_kvret.lab.calibrate.taps import LayerTokens, tap_attention
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.models.compatibility import check_model, retrieval_layers
 from hf_kvret.models.ranks import check_calibration
 from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope import Rope
-from hf_kvret_model_patches.rope_check import check_rope, input_device
-from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 _PARTS = ".parts"
 # Bytes of tokens that are held at the same time, where the caller does not say of how many layers.
@@ -53,30 +53,22 @@ def calibrate(
         corpus: what to learn from.
         calibration: of a method.
         out: a folder, made if needed. An artifact of the same method in it is replaced.
-        name: of the model in the artifact, one line; None for where it was loaded from.
-        layers_at_once: more take fewer passes and more memory. None: as many as hold 2 GiB of
-            tokens, at least one.
+        name: of the model in the artifact; None for where it was loaded from.
+        layers_at_once: more take fewer passes and more memory. None: as many as hold 2 GiB.
         progress: show progress bars and how long it will take, on stderr.
 
     Returns:
         the artifact, saved. It covers the layers with full attention.
 
     Raises:
-        ValueError: a model that no cache can serve, whose RoPE can't be undone or whose layers
-            can't be tapped; one in training mode, split over processes, or with an embedding that
-            is on no device;
-            sequences longer than it has positions; parts of another calibration in ``out``, one at
-            work there, or the ``config.json`` of something else; what the method refuses, as too
-            few tokens.
+        ValueError: a model that no cache can serve, whose RoPE can't be undone, or that is in
+            training mode, split over processes or on no device; longer sequences than it has
+            positions; parts of another calibration in ``out``, or the ``config.json`` of something
+            else; what the method refuses, as too few tokens.
         FileExistsError: ``out`` is a file.
-        TypeError: ``out`` is no path.
     """
-    if not isinstance(out, str | os.PathLike):
-        raise TypeError(f"out is a {type(out).__name__}: pass the path of a folder")
     folder = Path(out).expanduser()
     check_no_foreign_artifact(folder, calibration.method)
-    if name is not None and len(name.splitlines()) > 1:
-        raise ValueError(f"name={name!r} has several lines: give a hub id, or a name in one line")
     if layers_at_once is not None and layers_at_once < 1:
         raise ValueError(f"layers_at_once={layers_at_once}: at least 1")
     if model.training:
@@ -101,21 +93,20 @@ def calibrate(
         "tokens": _digest(corpus),
         "options": calibration.options(),
     }
-    with alone_in(folder):
-        finished = FinishedLayers(folder / _PARTS, setup)
-        todo, carried = finished.left(list(ropes))
-        for first in range(0, len(todo), layers_at_once):
-            group = todo[first : first + layers_at_once]
-            some = {n: ropes[n] for n in group}
-            studies = _read(model, corpus, calibration, some, progress)
-            for layer in group:
-                # A study has no name here, so that its tokens are freed before the next one learns.
-                findings = _learn(studies.pop(layer), layer, carried, progress)
-                finished.keep(layer, findings, last=layer == todo[-1])
-                carried = findings.carried
-        artifact = _put_together(calibration, identity, corpus, finished, list(ropes))
-        artifact.save_pretrained(folder)
-        finished.remove()
+    finished = FinishedLayers(folder / _PARTS, setup)
+    todo, carried = finished.left(list(ropes))
+    for first in range(0, len(todo), layers_at_once):
+        group = todo[first : first + layers_at_once]
+        some = {n: ropes[n] for n in group}
+        studies = _read(model, corpus, {"": calibration}, some, progress)[""]
+        for layer in group:
+            # A study has no name here, so that its tokens are freed before the next one learns.
+            findings = _learn(studies.pop(layer), layer, carried, progress)
+            finished.keep(layer, findings)
+            carried = findings.carried
+    artifact = _put_together(calibration, identity, corpus, finished, list(ropes))
+    artifact.save_pretrained(folder)
+    finished.remove()
     return artifact
 
 
@@ -130,27 +121,14 @@ def learn_at_once(
     Nothing is written. All tokens of ``layers`` are held for each calibration; None: of all layers
     that retrieve. ``model`` is as of ``calibrate``, which checks it; here it is not.
     """
-    studies = {name: dict[int, LayerStudy]() for name in calibrations}
-    ours = retrieval_layers(model.config)
-    ropes = {n: rope for n, rope in check_rope(model).items() if n in ours}
-    chosen = set(ropes if layers is None else layers)
-    for index, ids in enumerate(tqdm(corpus.sequences, desc="reading", leave=False)):
-        held_out = index >= len(corpus.sequences) - corpus.held_out
-
-        def take(layer: int, tokens: LayerTokens, held_out: bool = held_out) -> None:
-            for name, calibration in calibrations.items() if layer in chosen else ():
-                if layer not in studies[name]:
-                    study = calibration.study(layer, ropes[layer], tokens.key.device)
-                    studies[name][layer] = study
-                studies[name][layer].add(tokens, held_out)
-
-        with torch.no_grad(), tap_attention(model, take):
-            decoder_of(model)(ids[None].to(input_device(model)), use_cache=False)
+    chosen = retrieval_layers(model.config) if layers is None else layers
+    ropes = {n: rope for n, rope in check_rope(model).items() if n in chosen}
+    studies = _read(model, corpus, calibrations, ropes)
     findings: dict[str, dict[int, LayerFindings]] = {name: {} for name in calibrations}
     for name, own in studies.items():
         carried = None
-        for layer in tqdm(sorted(own), desc=name, leave=False):
-            result = own.pop(layer).finish(lambda units: None, carried)
+        for layer in ropes:
+            result = _learn(own.pop(layer), layer, carried)
             carried, findings[name][layer] = result.carried, replace(result, carried=None)
     return findings
 
@@ -158,38 +136,36 @@ def learn_at_once(
 def _read(
     model: PreTrainedModel,
     corpus: Corpus,
-    calibration: Calibration,
+    calibrations: Mapping[str, Calibration],
     ropes: Mapping[int, Rope],
-    progress: bool,
-) -> dict[int, LayerStudy]:
-    """One pass over all sequences; studies of the layers in ``ropes``, on the layers' devices."""
-    studies: dict[int, LayerStudy] = {}
+    progress: bool = True,
+) -> dict[str, dict[int, LayerStudy]]:
+    """One pass over all sequences; studies by calibration of the layers in ``ropes``."""
+    studies: dict[str, dict[int, LayerStudy]] = {name: {} for name in calibrations}
     train_count = len(corpus.sequences) - corpus.held_out
-    decoder = decoder_of(model)
-    numbers = ", ".join(map(str, ropes))
-    with tqdm(
-        total=corpus.tokens, desc=f"reading for layers {numbers}", unit="tok", disable=not progress
-    ) as bar:
+    title = f"reading for layers {', '.join(map(str, ropes))}"
+    with tqdm(total=corpus.tokens, desc=title, unit="tok", disable=not progress) as bar:
         for index, ids in enumerate(corpus.sequences):
 
             def take(
                 layer: int, tokens: LayerTokens, held_out: bool = index >= train_count
             ) -> None:
-                if layer not in ropes:
-                    return
-                if layer not in studies:
-                    # Weights may be elsewhere (offloading), so the tokens tell the device.
-                    device = tokens.key.device
-                    studies[layer] = calibration.study(layer, ropes[layer], device)
-                studies[layer].add(tokens, held_out)
+                for name, calibration in calibrations.items() if layer in ropes else ():
+                    if layer not in studies[name]:
+                        # Weights may be elsewhere (offloading), so the tokens tell the device.
+                        study = calibration.study(layer, ropes[layer], tokens.key.device)
+                        studies[name][layer] = study
+                    studies[name][layer].add(tokens, held_out)
 
             with torch.no_grad(), tap_attention(model, take):
-                decoder(ids[None].to(input_device(model)), use_cache=False)
+                decoder_of(model)(ids[None].to(input_device(model)), use_cache=False)
             bar.update(len(ids))
     return studies
 
 
-def _learn(study: LayerStudy, layer: int, carried: Carried | None, progress: bool) -> LayerFindings:
+def _learn(
+    study: LayerStudy, layer: int, carried: Carried | None, progress: bool = True
+) -> LayerFindings:
     with tqdm(total=study.work, desc=f"layer {layer}", disable=not progress) as bar:
         return study.finish(lambda units: bar.update(units), carried)
 
@@ -205,8 +181,7 @@ def _put_together(
     settings: dict[str, Any] = {}
     quality = []
     for layer in layers:
-        findings = finished.find(layer)
-        assert findings is not None
+        findings = finished.read(layer)
         tensors |= {f"layers.{layer}.{name}": x for name, x in findings.tensors.items()}
         settings[str(layer)] = findings.settings
         quality.append({"layer": layer, **findings.quality})

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from hf_kvret.lab.calibrate.taps import LayerTokens
 from hf_kvret_model_patches.rope import Rope
-from hf_kvret_model_patches.taps import LayerTokens
 
 Progress = Callable[[int], object]
 Carried = Mapping[str, torch.Tensor]

@@ -64,12 +64,12 @@ def unknown_type(kind: str) -> str:
     return f"{known}: take a version that has it, or correct the name"
 
 
-def why_unreachable(repo_id: str, repo_type: str = "model") -> str | None:
+def why_unreachable(repo_id: str) -> str | None:
     """Why the hub can't be asked about a repository; None where it answers, be it with a no."""
     if is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     try:
-        HfApi().repo_info(repo_id, repo_type=repo_type, timeout=_TIMEOUT_SECONDS)
+        HfApi().repo_info(repo_id, timeout=_TIMEOUT_SECONDS)
     except HfHubHTTPError:
         return None
     except (OfflineModeIsEnabled, CLIENT_ERROR) as error:

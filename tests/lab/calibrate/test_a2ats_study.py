@@ -14,9 +14,9 @@ from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
 from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, query_metric
 from hf_kvret.lab.calibrate.study import LayerFindings
+from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope
 from hf_kvret.methods.a2ats.learned import at_distance, learned_layer
 from hf_kvret_model_patches.rope import Rope
-from hf_kvret_model_patches.taps import LayerTokens
 
 QUERY_HEADS, HEADS, DIM = 4, 2, 16
 WINDOW = 50
@@ -36,17 +36,7 @@ def tokens(
     query[..., : DIM // 4] *= skew
     query, key = query.to(dtype), draw(1, HEADS, n, DIM, seed=seed + 1, dtype=dtype) + 3
     positions = torch.arange(n)
-    return LayerTokens(
-        query_before=query,
-        key_before=key,
-        query=rope.rotate(query, positions),
-        key=rope.rotate(key, positions),
-        value=key,
-        cos=None,
-        sin=None,
-        hidden=None,
-        position_ids=positions[None],
-    )
+    return LayerTokens(rope.rotate(query, positions), rope.rotate(key, positions), key)
 
 
 def study(
@@ -64,12 +54,15 @@ def study(
     return made.finish(lambda done: None)
 
 
-def seen_moments(seen: list[LayerTokens], rope: Rope = ROPE) -> torch.Tensor:
+def seen_moments(
+    seen: list[LayerTokens], rope: Rope = ROPE, seen_rope: Rope | None = None
+) -> torch.Tensor:
     """The second moments of queries at the window's end, in fp64, by a loop."""
     total = torch.zeros(HEADS, DIM, DIM, dtype=torch.float64)
     for one in seen:
-        at = torch.full((one.query_before.shape[2],), WINDOW)
-        turned = rope.rotate(one.query_before, at, dtype=torch.float32).double()[0]
+        at = torch.full((one.query.shape[2],), WINDOW)
+        turned = rope.rotate(before_rope(one.query, seen_rope or rope), at, dtype=torch.float32)
+        turned = turned.double()[0]
         # Once more: keys before RoPE lack the factor that attention's keys have.
         turned[..., : rope.rotary_dim] *= rope.attention_factor
         for head in range(QUERY_HEADS):
@@ -87,9 +80,10 @@ def test_scores_of_partly_rotated_heads_are_those_of_attention() -> None:
     expected, _ = query_metric(seen_moments([seen], PARTIAL))
     assert torch.allclose(result["metric"], expected, rtol=1e-5, atol=1e-6)
     # A query at position b sees a key at position 0 by the score of attention itself.
-    query, key = at_distance(seen.query_before, PARTIAL, WINDOW), seen.key_before
+    before, key = before_rope(seen.query, PARTIAL), before_rope(seen.key, PARTIAL)
+    query = at_distance(before, PARTIAL, WINDOW)
     there, here = torch.full((60,), WINDOW), torch.zeros(60, dtype=torch.long)
-    rotated = PARTIAL.rotate(seen.query_before, there), PARTIAL.rotate(key, here)
+    rotated = PARTIAL.rotate(before, there), PARTIAL.rotate(key, here)
     for head in range(QUERY_HEADS):
         of = head // (QUERY_HEADS // HEADS)
         exact = rotated[0][0, head] @ rotated[1][0, of].T
@@ -104,13 +98,13 @@ def test_the_metric_is_that_of_queries_at_one_position(dtype: torch.dtype) -> No
     assert result.dtype == torch.float32
     # Sums are in fp64 and only their order differs.
     assert torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
-    unturned, _ = query_metric(seen_moments(seen, NO_ROPE))
+    unturned, _ = query_metric(seen_moments(seen, NO_ROPE, ROPE))
     assert not torch.allclose(result, unturned, rtol=1e-2, atol=1e-2)
 
 
 def test_with_a_word_for_each_key_the_words_are_the_keys_before_rope() -> None:
     seen = tokens(6, 3)
-    for space, keys in (("windowed", seen.key_before[0]), ("rotated", seen.key[0])):
+    for space, keys in (("windowed", before_rope(seen.key, ROPE)[0]), ("rotated", seen.key[0])):
         options = {"space": space, "query_aware": False, "codeword_dtype": "float32"}
         result = study([seen], codewords=6, rounds=0, **options)
         assert torch.equal(result.tensors["metric"], torch.eye(DIM).expand(HEADS, -1, -1))
@@ -123,7 +117,7 @@ def test_in_query_aware_space_the_words_are_keys_times_the_metric() -> None:
     seen = tokens(6, 3)
     result = study([seen], codewords=6, rounds=0, codeword_dtype="float32").tensors
     restored = torch.linalg.solve(result["metric"], result["codewords"], left=False)
-    assert torch.cdist(restored, seen.key_before[0]).amin(2).max() < 1e-2
+    assert torch.cdist(restored, before_rope(seen.key, ROPE)[0]).amin(2).max() < 1e-2
 
 
 def test_figures_are_the_variance_that_held_out_scores_lose() -> None:
@@ -131,10 +125,10 @@ def test_figures_are_the_variance_that_held_out_scores_lose() -> None:
     result = study([tokens(200, 0)], [held])
     factor, words = result.tensors["metric"], result.tensors["codewords"].float()
     at = torch.full((50,), WINDOW)
-    queries = ROPE.rotate(held.query_before, at)[0]
+    queries = ROPE.rotate(before_rope(held.query, ROPE), at)[0]
     shares = []
     for head in range(HEADS):
-        keys = held.key_before[0, head]
+        keys = before_rope(held.key, ROPE)[0, head]
         nearest = torch.cdist(keys @ factor[head], words[head]).argmin(1)
         restored = words[head][nearest] @ factor[head].inverse()
         group = queries[2 * head : 2 * head + 2].flatten(0, 1)
@@ -189,16 +183,9 @@ def test_tokens_are_copied_and_what_they_were_a_part_of_is_let_go() -> None:
     fused = draw(1, QUERY_HEADS + 2 * HEADS, 20, DIM, seed=0)
     whole = weakref.ref(fused)
     query, key, value = fused.split([QUERY_HEADS, HEADS, HEADS], dim=1)
-    given = LayerTokens(query, key, query, key, value, None, None, None, None)
-    expected = study(
-        [
-            LayerTokens(
-                *(x.clone() for x in (query, key, query, key, value)), None, None, None, None
-            )
-        ],
-        codewords=4,
-        rounds=3,
-    )
+    given = LayerTokens(query, key, value)
+    copies = LayerTokens(*(x.clone() for x in (query, key, value)))
+    expected = study([copies], codewords=4, rounds=3)
     made.add(given, False)
     fused.fill_(float("nan"))
     del fused, query, key, value, given
@@ -260,13 +247,13 @@ def test_codes_are_the_nearest_words_as_saved_in_new_and_old_artifacts(
     codes = learned.encode(seen.key, torch.arange(50)[None])[0].long()
     for head in range(HEADS):
         distances = torch.cdist(
-            (seen.key_before[0, head] @ factor[head]).double(), words[head].double()
+            (before_rope(seen.key, ROPE)[0, head] @ factor[head]).double(), words[head].double()
         )
         chosen = distances.gather(1, codes[head, :, None])[:, 0]
         # Un-rotating rounds, so of two words that are equally near either may be chosen.
         assert torch.allclose(chosen, distances.amin(1), rtol=1e-4)
     table = learned.table(seen.query, torch.arange(50)[None], 1.0, None)
-    plain = at_distance(seen.query_before, ROPE, WINDOW)
+    plain = at_distance(before_rope(seen.query, ROPE), ROPE, WINDOW)
     restored = torch.linalg.solve(factor, words, left=False)
     exact = plain.unflatten(1, (HEADS, -1)) @ restored.mT[:, None]
     assert torch.allclose(table, exact.flatten(1, 2), rtol=1e-2, atol=1e-2 * float(exact.std()))

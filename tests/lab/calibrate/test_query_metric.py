@@ -66,9 +66,9 @@ def test_codebooks_aware_of_queries_give_better_scores() -> None:
     keys, fresh = (draw(2, n, 16, seed=s) * widths for n, s in ((3000, 9), (500, 10)))
     queries = draw(2, 400, 16, seed=11) / widths.square()
     second, held_out = moments(queries[:, :200]), moments(queries[:, 200:])
-    plain, _ = k_means(keys, 64, seed=0)
+    plain = k_means(keys, 64, seed=0)
     factor, inverse = query_metric(second)
-    aware, _ = k_means(keys @ factor, 64, seed=0)
+    aware = k_means(keys @ factor, 64, seed=0)
 
     def restored(z: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         codes = book.encode(z[None], words)[0].long()
@@ -98,11 +98,11 @@ def test_matrices_that_are_no_second_moments_are_refused() -> None:
     for number in (math.nan, math.inf):
         broken = good.clone()
         broken[1, 2, 3] = number
-        with pytest.raises(ValueError, match="of head 1 has NaN or infinity: leave out tokens"):
+        with pytest.raises(ValueError, match="of head 1 are zero, not finite or"):
             query_metric(broken)
     empty = good.clone()
     empty[[0, 2]] = 0
-    with pytest.raises(ValueError, match="of head 0, 2 is zero: no query was seen"):
+    with pytest.raises(ValueError, match="of head 0, 2 are zero"):
         query_metric(empty)
-    with pytest.raises(ValueError, match="of head 0, 1, 2 is not positive definite: sum q"):
+    with pytest.raises(ValueError, match=r"of head 0, 1, 2 are .*not positive definite"):
         query_metric(good - 2 * torch.eye(4))

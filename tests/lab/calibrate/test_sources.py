@@ -122,12 +122,9 @@ def test_without_datasets_the_remedy_is_told(
         hub_text("someone/texts", 10, tokenizer)
 
 
-def test_a_corpus_is_sequences_of_ids_and_some_to_learn_from() -> None:
+def test_a_corpus_has_sequences_to_learn_from() -> None:
     ids = torch.arange(5)
     assert Corpus([ids, ids[:2]], 1, {}).tokens == 7
-    for wrong in (ids[None], ids[:0], ids.float(), ids.int()):
-        with pytest.raises(ValueError, match=r"pass int64 token ids \[n\], at least one"):
-            Corpus([ids, wrong], 0, {})
     for held_out in (-1, 2, 3):
         with pytest.raises(ValueError, match=f"held_out={held_out} of 2 sequences: at least one"):
             Corpus([ids, ids], held_out, {})

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from hf_kvret.artifacts.hub import check_repository
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, CodebookStudy
 from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.parts import alone_in
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import LayerFindings
 
@@ -202,20 +198,9 @@ def test_out_is_a_path_of_any_kind(
     calibrate(llama, TEXTS, SMALL, "~/tilde", progress=False)
     assert _contents(tmp_path / "text").keys() == _contents(tmp_path / "tilde").keys()
     assert CalibrationArtifact.from_pretrained(tmp_path / "tilde").method == "a2ats"
-    with pytest.raises(TypeError, match=r"out is a NoneType: pass the path of a folder"):
-        calibrate(llama, TEXTS, SMALL, None, progress=False)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FileExistsError, match=r"file is a file: give a folder"):
         calibrate(llama, TEXTS, SMALL, str(tmp_path / "file"), progress=False)
-
-
-@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\u2028b"])
-def test_a_name_of_several_lines_is_refused(
-    llama: PreTrainedModel, tmp_path: Path, name: str
-) -> None:
-    with pytest.raises(ValueError, match=r"name='a.*b' has several lines"):
-        calibrate(llama, TEXTS, SMALL, tmp_path / "out", name=name, progress=False)
-    assert not (tmp_path / "out").exists()
 
 
 def test_more_codewords_than_tokens_are_refused_and_fewer_go_on(
@@ -229,51 +214,6 @@ def test_more_codewords_than_tokens_are_refused_and_fewer_go_on(
     fewer = A2ATSCalibration(codewords=100, distance=32, rounds=3)
     result = calibrate(llama, TEXTS, fewer, tmp_path, progress=False)
     assert result.tensors["layers.0.codewords"].shape[1] == 100
-
-
-def _ended() -> int:
-    """The number of a process that is over."""
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    return done.pid
-
-
-def test_two_calibrations_into_one_folder_are_refused(
-    llama: PreTrainedModel, studied: list[CodebookStudy], tmp_path: Path
-) -> None:
-    words = rf"another calibration writes to .*\(process {os.getpid()} .*or give another --out"
-    with alone_in(tmp_path), pytest.raises(ValueError, match=words):
-        calibrate(llama, TEXTS, SMALL, tmp_path, progress=False)
-    assert not studied and not list(tmp_path.iterdir())
-    calibrate(llama, TEXTS, SMALL, tmp_path, progress=False)
-    assert len(_contents(tmp_path)) == 3
-
-
-def test_the_lock_of_a_process_that_ended_is_taken_over(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    (tmp_path / ".lock").write_text(f"{_ended()} {platform.node()}")
-    calibrate(llama, TEXTS, SMALL, tmp_path, progress=False)
-    assert len(_contents(tmp_path)) == 3
-
-
-@pytest.mark.parametrize("owner", ["", "half", "1 of-another-machine"])
-def test_a_lock_of_which_nobody_can_tell_is_left(tmp_path: Path, owner: str) -> None:
-    (tmp_path / ".lock").write_text(owner)
-    with (
-        pytest.raises(ValueError, match=r"if it is not running, delete .*\.lock"),
-        alone_in(tmp_path),
-    ):
-        pass
-    assert (tmp_path / ".lock").read_text() == owner
-
-
-def test_the_lock_goes_with_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), alone_in(tmp_path / "new"):
-        held = (tmp_path / "new" / ".lock").read_text()
-        raise KeyboardInterrupt
-    assert held == f"{os.getpid()} {platform.node()}"
-    assert not list((tmp_path / "new").iterdir())
 
 
 def test_a_models_name_is_one_line_in_the_card(

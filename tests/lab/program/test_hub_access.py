@@ -82,23 +82,3 @@ def test_a_model_that_is_a_file_is_said_to_be_one(
         patch.chdir(tmp_path)
         with pytest.raises(NotADirectoryError, match=r"--shape novel\.txt is a file"):
             needs_cache("--shape", "novel.txt")
-
-
-@pytest.mark.parametrize("offline", [False, True])
-def test_a_data_set_cant_be_streamed_without_the_hub_whatever_the_cache_holds(
-    offline: bool,
-    nobody: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(hub_access, "try_to_load_from_cache", lambda *given, **more: "README.md")
-    monkeypatch.setattr("hf_kvret.lab.calibrate.command.dataset_loader", lambda name: None)
-    command = ["calibrate", "aqua", "--model", "reference", "--out", str(tmp_path / "out")]
-    assert main([*command, "--dataset", "owner/texts:part"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--dataset owner/texts:part is streamed from the hub" in line
-    assert "give --text FILE" in line and ("HF_HUB_OFFLINE is set" in line) == offline
-    assert main([*command, "--dataset", "no such name"]) == 2
-    assert "--dataset no such name: no such folder" in capsys.readouterr().err

@@ -170,13 +170,3 @@ def test_an_artifact_takes_a_folder_without_files_of_others(
     line = refused(capsys, *CALIBRATE, "--out", tmp_path)
     assert "README.md" in line and "would be replaced" in line
     assert (tmp_path / "README.md").read_text() == "# My project\n"
-
-
-def test_the_picture_of_an_artifact_is_tried_before_it_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = refused(capsys, "inspect", "nobody/nothing", "--plot", tmp_path)
-    assert "must end in" in line
-    (tmp_path / "a.png").mkdir()
-    line = refused(capsys, "inspect", "nobody/nothing", "--plot", tmp_path / "a.png")
-    assert "is a folder" in line

@@ -1,0 +1,159 @@
+"""Taps: queries, keys and values of every attention layer while a model runs, as attention gets
+them.
+
+``AttentionInterface.get_interface`` gives the function that attends. It is wrapped while a tap is
+open, and hands on the very objects that it gets, so the model computes what it always did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
+
+from hf_kvret_model_patches.decoders import decoder_of
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.wrappers import WrappedFunction
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_get_interface = WrappedFunction(AttentionInterface, "get_interface")
+
+
+@dataclass(frozen=True)
+class LayerTokens:
+    """The n tokens of a pass in one attention layer.
+
+    All tensors are the model's own, detached, in its dtype and on the layer's device: don't write
+    to them, and copy what has to outlive the pass.
+
+    Attributes:
+        query: ``[B, Hq, n, D]`` as they enter attention, after RoPE.
+        key: ``[B, Hkv, n, D]`` as a cache holds them, after RoPE.
+        value: ``[B, Hkv, n, Dv]``.
+        latent: the attention module, where attention is latent; else None. Then ``key`` is what the
+            cache holds, rows ``[B, 1, n, rank + r]`` of a latent and a rotated key, and ``value``
+            their first part; ``query`` is each head's, not absorbed. Only the last r elements of
+            rows and queries are rotated.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    latent: nn.Module | None = None
+
+
+def before_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Queries or keys ``[B, H, n, D]`` before RoPE, un-rotated as caches do it, in their dtype.
+
+    Args:
+        x: of a text from position 0 on, without padding.
+        rope: of the layer, on any device.
+    """
+    return rope.to(x.device).unrotate(x, torch.arange(x.shape[2], device=x.device))
+
+
+@contextmanager
+def tap_attention(
+    model: PreTrainedModel, callback: Callable[[int, LayerTokens], None]
+) -> Iterator[None]:
+    """Call ``callback(layer, tokens)`` for each attention layer of each pass of ``model``.
+
+    The call comes right before the layer attends; its errors break off the pass. Passes must run
+    with ``use_cache=False``. Other models that run meanwhile are not seen, nor are layers that
+    read another layer's keys, or have no attention. Does not work on compiled models.
+
+    Args:
+        model: a transformers model with a decoder; in a multimodal one, its text decoder is tapped.
+
+    Raises:
+        ValueError: a model that attends in a way that can't be seen from here; from the pass, a
+            layer that reads keys of a cache.
+    """
+    layers = attention_layers(model)
+    latents: dict[nn.Module, torch.Tensor] = {}
+
+    def get_interface(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        function = inner(*args, **kwargs)
+
+        @functools.wraps(function)
+        def attend(
+            module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **more: Any
+        ) -> Any:
+            if module in layers:
+                tokens = _tokens(module, query, key, value, latents.pop(module, None))
+                callback(layers[module], tokens)
+            return function(module, query, key, value, *rest, **more)
+
+        return attend
+
+    def keep_latents(module: nn.Module, projection: nn.Module, args: Any) -> None:
+        latents[module] = args[0]
+
+    with ExitStack() as undo:
+        undo.callback(_get_interface.restore)
+        _get_interface.apply(get_interface)
+        for module in layers:
+            # It makes keys and values of latents; without a cache nothing else sees these.
+            if hasattr(module, "expand_kv"):
+                hook = functools.partial(keep_latents, module)
+                undo.callback(module.kv_b_proj.register_forward_pre_hook(hook).remove)
+        yield
+
+
+def attention_layers(model: PreTrainedModel) -> dict[Any, int]:
+    """Layer numbers of the text decoder's modules that call a registered attention function.
+
+    They are known by their code, not by their names. Those without keys of their own (Gemma-3n,
+    Gemma-4) are left out.
+
+    Raises:
+        ValueError: there is none, or a layer has two.
+    """
+    layers: dict[Any, int] = {}
+    for module in decoder_of(model).modules():
+        layer = getattr(module, "layer_idx", None)
+        names = inspect.unwrap(type(module).forward).__code__.co_names
+        if not isinstance(layer, int) or _INTERFACE not in names:
+            continue
+        if getattr(module, "is_kv_shared_layer", False):
+            continue
+        if layer in layers.values():
+            raise ValueError(
+                f"{type(model).__name__} has two attention modules for layer {layer}: only "
+                "decoders with one self-attention in a layer can be calibrated"
+            )
+        layers[module] = layer
+    if not layers:
+        raise ValueError(
+            f"no layer of {type(model).__name__} calls transformers' registered attention "
+            "functions, so its queries and keys can't be seen: use another model"
+        )
+    return layers
+
+
+def _tokens(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    latents: torch.Tensor | None,
+) -> LayerTokens:
+    """What attention gets; expanded keys end with the rotated one, the same in all heads."""
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{type(module).__name__} attends to {key.shape[2]} keys with {query.shape[2]} "
+            "queries: run the model with use_cache=False"
+        )
+    if latents is None:
+        return LayerTokens(query.detach(), key.detach(), value.detach())
+    rotated = key[:, :1, :, module.qk_nope_head_dim :]
+    row = torch.cat([latents, rotated], dim=-1)
+    return LayerTokens(query.detach(), row.detach(), latents.detach(), module)

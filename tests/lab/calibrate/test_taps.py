@@ -1,0 +1,156 @@
+"""Taps: they see exactly what the layers made, change nothing, and leave nothing behind."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
+from hf_kvret.testing import MODELS, REFUSED, SHARED_MODELS
+from hf_kvret_model_patches.rope import Rope
+
+ATTENTION = {key: {0, 1, 2} for key in ("gemma2", "gemma3", "gemma4", "gpt_oss", "exaone4")}
+PROMPT = torch.arange(10, 24).view(2, 7)
+
+
+def tapped(model: Any, ids: torch.Tensor = PROMPT) -> dict[int, LayerTokens]:
+    seen: dict[int, LayerTokens] = {}
+    with torch.no_grad(), tap_attention(model, seen.__setitem__):
+        model(ids, use_cache=False)
+    return seen
+
+
+def hooks(model: Any) -> list[Any]:
+    """Everything that a tap replaces while it is open."""
+    modules = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    return [AttentionInterface.get_interface, *modules]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_taps_see_what_a_cache_holds_and_change_nothing(name: str) -> None:
+    model = MODELS[name].build()
+    before = hooks(model)
+    calls: list[tuple[int, LayerTokens]] = []
+    with torch.no_grad():
+        output = model(PROMPT, use_cache=True)
+        expected = model(PROMPT, use_cache=False).logits
+        with tap_attention(model, lambda *call: calls.append(call)):
+            assert torch.equal(model(PROMPT, use_cache=False).logits, expected)
+    assert hooks(model) == before
+    layers = ATTENTION.get(name, set(MODELS[name].full_attention))
+    assert [layer for layer, _ in calls] == sorted(layers)
+    for layer, tokens in calls:
+        if layer in MODELS[name].full_attention:
+            held = output.past_key_values.layers[layer]
+            torch.testing.assert_close(tokens.key, held.keys)
+            torch.testing.assert_close(tokens.value, held.values)
+            assert tokens.query.shape[::2] == tokens.key.shape[::2]
+
+
+def test_tokens_before_rope_are_those_of_norm_and_projection() -> None:
+    model = MODELS["qwen3"].build()
+    tokens = tapped(model)[0]
+    attention, block = model.model.layers[0].self_attn, model.model.layers[0]
+    hidden = block.input_layernorm(model.model.embed_tokens(PROMPT))
+    for x, norm, projection in (
+        (tokens.query, attention.q_norm, attention.q_proj),
+        (tokens.key, attention.k_norm, attention.k_proj),
+    ):
+        expected = norm(projection(hidden).view(2, 7, -1, attention.head_dim)).transpose(1, 2)
+        # Rotated and turned back, which rounds.
+        torch.testing.assert_close(
+            before_rope(x, Rope.of(model.config, 0)), expected, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_tap_works_in_inference_mode_and_hands_out_no_graph() -> None:
+    model, seen = MODELS["llama"].build(), []
+    with tap_attention(model, lambda layer, tokens: seen.append(tokens)):
+        with torch.inference_mode():
+            model(PROMPT, use_cache=False)
+        model(PROMPT, use_cache=False).logits.sum().backward()
+    assert model.model.layers[0].self_attn.k_proj.weight.grad is not None
+    assert len(seen) == 4
+    assert not any(x.requires_grad for t in seen for x in (t.query, t.key, t.value))
+
+
+def test_a_model_with_accelerates_hooks_is_seen_too() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    plain = tapped(MODELS["llama"].build())
+    cpu = torch.device("cpu")
+    offloaded = tapped(accelerate.cpu_offload(MODELS["llama"].build(), cpu))
+    assert plain.keys() == offloaded.keys()
+    assert all(torch.equal(plain[layer].key, offloaded[layer].key) for layer in plain)
+
+
+def test_nothing_stays_after_errors() -> None:
+    model = MODELS["llama"].build()
+    before = hooks(model)
+
+    def fail(layer: int, tokens: LayerTokens) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), tap_attention(model, fail):
+        model(PROMPT, use_cache=False)
+    assert hooks(model) == before
+    with pytest.raises(IndexError):
+        tapped(model, torch.tensor([[5, 1000]]))
+    assert hooks(model) == before
+
+
+def test_only_the_tapped_model_is_seen() -> None:
+    model, seen = MODELS["llama"].build(), []
+    with torch.no_grad(), tap_attention(model, lambda *call: seen.append(call)):
+        MODELS["llama"].build()(PROMPT)
+        MODELS["qwen2"].build()(PROMPT)
+    assert not seen
+
+
+def test_layers_with_keys_of_another_are_not_seen() -> None:
+    assert tapped(SHARED_MODELS["gemma4_shared"].build()).keys() == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["falcon", "bloom", "mamba"])
+def test_models_that_cant_be_seen_are_refused_before_anything_is_patched(name: str) -> None:
+    model = REFUSED[name]()
+    before = hooks(model)
+    with pytest.raises(ValueError, match="registered attention functions"):
+        tap_attention(model, dict[int, LayerTokens]().__setitem__).__enter__()
+    assert hooks(model) == before
+
+
+def test_a_pass_that_reads_a_cache_is_refused() -> None:
+    model = MODELS["llama"].build()
+    cache = model(PROMPT, use_cache=True).past_key_values
+    with (
+        pytest.raises(ValueError, match=r"attends to 9 keys with 2 queries: .* use_cache=False"),
+        tap_attention(model, dict[int, LayerTokens]().__setitem__),
+    ):
+        model(PROMPT[:, :2], past_key_values=cache)
+
+
+def test_attention_past_the_registered_function_is_not_seen() -> None:
+    config = MODELS["gpt2"].config()
+    config.reorder_and_upcast_attn = True
+    assert not tapped(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def test_what_others_wrap_while_a_tap_is_open_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"].build()
+    monkeypatch.setattr(AttentionInterface, "get_interface", AttentionInterface.get_interface)
+    calls: list[int] = []
+    with tap_attention(model, dict[int, LayerTokens]().__setitem__):
+        inner = AttentionInterface.get_interface
+
+        @functools.wraps(inner)
+        def theirs(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(AttentionInterface, "get_interface", theirs)
+    assert tapped(model).keys() == {0, 1}
+    assert AttentionInterface.get_interface is theirs and len(calls) == 2
