@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from huggingface_hub import ModelCardData
 
+from hf_kvret.artifacts.card import model_card
 from hf_kvret.artifacts.files import (
-    DESCRIPTION,
-    FORMAT_VERSION,
     read_description,
     read_tensors,
     write_folder,
     write_for_hub,
 )
-from hf_kvret.artifacts.hub import find_folder, is_hub_id, upload_folder
+from hf_kvret.artifacts.hub import check_repository, find_folder, hub_api
 from hf_kvret.artifacts.identity import ModelIdentity, WeightsReport, compare_weights
 from hf_kvret.saved.strict_json import plain_bytes
 from hf_kvret.version import __version__
@@ -34,158 +32,6 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
     from transformers import PreTrainedConfig, PreTrainedModel
-
-_MOST_ITEMS = 8
-
-
-def model_card(artifact: CalibrationArtifact, source: str) -> str:
-    """Text of ``README.md``.
-
-    Args:
-        artifact: what it is about. ``data["datasets"]``, a list of hub ids, joins the metadata.
-        source: folder or hub id that the code in the card loads from.
-    """
-    model = artifact.model
-    # A name of several lines would end the heading and the link.
-    name = " ".join(model.name.split())
-    link = f"[{name}](https://huggingface.co/{name})" if _is_full_id(name) else f"`{name}`"
-    sections = [
-        f"---\n{_metadata(artifact)}\n---",
-        f"# {artifact.method} artifact for {name}",
-        f"What the method `{artifact.method}` of hf-kvret, KV-cache retrieval inside Hugging Face "
-        f"transformers, learned about the keys of {link}. It holds no weights of that model and "
-        "is of no use for another one, not for another tune of the same base either.",
-        "## Use with hf_kvret",
-        _code(artifact, source),
-        _settings_text(artifact),
-        "## What is in it",
-        _table(["tensors", "count", "shape", "dtype", "size"], _sizes(artifact)),
-    ]
-    if artifact.quality:
-        sections += ["## Quality", _quality(artifact.quality)]
-    sections += [
-        "## How it was made",
-        _facts("option", {n: v for n, v in artifact.options.items() if n != "layers"}),
-        _facts("calibration data", artifact.data),
-        "## For which model",
-        _facts("the model's", model.facts),
-        f"Format version {FORMAT_VERSION}; sha256 of the model's facts `{model.sha256}`; "
-        + (
-            f"{len(model.weights)} parameters sampled to tell its weights from others."
-            if model.weights
-            else "no parameters were sampled (all were offloaded or quantized), so that nothing "
-            "tells its weights from others: make sure that you have the same model."
-        ),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _metadata(artifact: CalibrationArtifact) -> str:
-    datasets = artifact.data.get("datasets")
-    fields: dict[str, Any] = {
-        "library_name": "hf-kvret",
-        "tags": ["hf-kvret", "kv-cache", "calibration", artifact.method],
-    }
-    if isinstance(datasets, list) and datasets and all(_is_full_id(name) for name in datasets):
-        fields["datasets"] = datasets
-    if _is_full_id(artifact.model.name):
-        fields["base_model"] = artifact.model.name
-        # Without a relation the hub would list it as a fine-tune.
-        fields["base_model_relation"] = "adapter"
-    return ModelCardData(**fields).to_yaml()
-
-
-def _code(artifact: CalibrationArtifact, source: str) -> str:
-    """How to use it, and how to load it alone."""
-    method, source, config = (
-        json.dumps(text, ensure_ascii=False)
-        for text in (artifact.method, source, {"artifact": source})
-    )
-    return f"""With hf_kvret installed (in its checkout: `pip install -c constraints.txt .`):
-
-```python
-import hf_kvret
-
-model.generate(
-    **inputs, cache_implementation={method}, cache_config={config}
-)
-```
-
-The artifact alone, and whether it belongs to a model:
-
-```python
-from hf_kvret.artifacts import CalibrationArtifact
-
-artifact = CalibrationArtifact.from_pretrained({source}, method={method})
-artifact.check(model.config)  # the shapes and RoPE that it was made for?
-artifact.check_weights(model)  # and the weights?
-```"""
-
-
-def _settings_text(artifact: CalibrationArtifact) -> str:
-    """The options that a cache takes from the artifact by default; empty if none."""
-    bits, sinks = artifact.options.get("bits"), artifact.options.get("sinks")
-    if bits is None:
-        return ""
-    codes = "rows are kept as they are" if bits == 16 else f"codes have {bits} bits a number"
-    text = f"Unless the options name other `bits`, {codes}: that is what it was calibrated with."
-    if sinks:
-        text += f" Keep the first {sinks} tokens out of the codes (`sink={sinks}` or more)."
-    return text
-
-
-def _sizes(artifact: CalibrationArtifact) -> list[list[str]]:
-    """One row per name (with numbers as ``*``), shape and dtype, and a total."""
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for name, tensor in artifact.tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        key = (re.sub(r"\d+", "*", name), str(list(tensor.shape)), dtype)
-        groups.setdefault(key, []).append(tensor.nbytes)
-    rows = [
-        [f"`{name}`", str(len(sizes)), shape, dtype, in_bytes(sum(sizes))]
-        for (name, shape, dtype), sizes in groups.items()
-    ]
-    total = sum(sum(sizes) for sizes in groups.values())
-    return [*rows, ["all", str(len(artifact.tensors)), "", "", in_bytes(total)]]
-
-
-def _quality(rows: Sequence[Mapping[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return _table(names, [[_cell(row.get(name)) for name in names] for row in rows])
-
-
-def _facts(title: str, facts: Mapping[str, Any]) -> str:
-    return _table([title, "value"], [[f"`{name}`", _cell(facts[name])] for name in facts])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, list) and len(value) > _MOST_ITEMS:
-        value = f"{', '.join(map(str, value[:_MOST_ITEMS]))}, ... ({len(value)})"
-    if isinstance(value, float):
-        value = int(value) if value.is_integer() else f"{value:.4g}"
-    return str(value).replace("|", r"\|").replace("\n", " ")
-
-
-def in_bytes(count: int) -> str:
-    """``count`` bytes in words: ``"1.5 MiB"``."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
-
-
-def _is_full_id(name: Any) -> bool:
-    """Whether a name is ``user/name``, as the hub's metadata wants it."""
-    return isinstance(name, str) and "/" in name and is_hub_id(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +80,7 @@ class CalibrationArtifact:
             if not isinstance(value, Mapping):
                 raise TypeError(f"{name} is a {type(value).__name__}: pass a dict of plain JSON")
             object.__setattr__(self, name, _plain_json(name, dict(value)))
-        object.__setattr__(self, "quality", _plain_quality(self.quality))
+        object.__setattr__(self, "quality", _plain_json("quality", list(self.quality)))
 
     @property
     def nbytes(self) -> int:
@@ -247,14 +93,7 @@ class CalibrationArtifact:
 
         The same however and wherever the artifact is saved.
         """
-        plain = {
-            "method": self.method,
-            "model": self.model.as_json(),
-            "data": self.data,
-            "options": self.options,
-            "quality": self.quality,
-        }
-        digest = hashlib.sha256(plain_bytes(plain))
+        digest = hashlib.sha256(plain_bytes(self._plain()))
         add_tensors(digest, self.tensors)
         return digest.hexdigest()
 
@@ -317,10 +156,9 @@ class CalibrationArtifact:
             sha256: the ``sha256`` that the artifact must have; None for any.
 
         Raises:
-            FileNotFoundError: no such folder and no such repository or revision; no artifact there;
-                not in the cache while offline.
+            FileNotFoundError: no such folder; no artifact there; not in the cache while offline.
             NotADirectoryError: a file instead of a folder.
-            PermissionError: the hub refuses the token, or the repository is gated.
+            OSError: of the hub's client: no such repository or revision, or no right to read it.
             ValueError: a damaged file, another format version, another method than ``method``,
                 another digest than ``sha256``, or a revision of a local folder.
         """
@@ -338,21 +176,14 @@ class CalibrationArtifact:
                 f"{path_or_hub_id} holds an artifact of {name!r}, not of {method!r}: give one "
                 f"that was made with `hf-kvret calibrate {method}`"
             )
-        tensors = read_tensors(folder, description)
-        try:
-            artifact = cls(
-                method=name,
-                model=ModelIdentity.from_json(description["model"]),
-                tensors=tensors,
-                data=description["data"],
-                options=description["options"],
-                quality=description["quality"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            why = f"no {error} in 'model'" if isinstance(error, KeyError) else error
-            raise ValueError(
-                f"{folder / DESCRIPTION} is damaged ({why}): save or download the artifact again"
-            ) from error
+        artifact = cls(
+            method=name,
+            model=ModelIdentity.from_json(description["model"]),
+            tensors=read_tensors(folder, description),
+            data=description["data"],
+            options=description["options"],
+            quality=description["quality"],
+        )
         if sha256 is not None:
             artifact.check_sha256(sha256)
         return artifact
@@ -381,23 +212,25 @@ class CalibrationArtifact:
             create_pr: open a pull request against ``main`` instead.
 
         Raises:
-            PermissionError: not logged in, or with a token that may not write there.
-            ValueError: no hub id, ``config.json`` there is a model's or of another method, or a
-                pull request against another branch than ``main``.
-            ConnectionError: the hub can't be reached, or ``HF_HUB_OFFLINE`` is set.
+            OSError: of the hub's client: offline, not logged in, or no right to write there.
+            ValueError: no hub id, or ``config.json`` there is a model's or of another method.
         """
-        with tempfile.TemporaryDirectory() as name:
-            self._write(write_for_hub, Path(name), repo_id)
-            return upload_folder(
-                Path(name),
-                repo_id,
-                self.method,
-                private=private,
-                revision=revision,
-                token=token,
+        api = hub_api(token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        check_repository(repo_id, self.method, revision=revision, token=token)
+        # A pull request that is open has a branch of its own, refs/pr/<number>.
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self._write(write_for_hub, Path(folder), repo_id)
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
                 commit_message=commit_message or f"{self.method} artifact for {self.model.name}",
+                revision=revision,
                 create_pr=create_pr,
             )
+        return commit.pr_url or commit.commit_url
 
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse a model of another architecture, by its configuration alone.
@@ -414,7 +247,7 @@ class CalibrationArtifact:
                 f"artifact of your model, or make it with `hf-kvret calibrate {self.method}`"
             )
 
-    def check_weights(self, model: PreTrainedModel, *, strict: bool = True) -> WeightsReport:
+    def check_weights(self, model: PreTrainedModel) -> WeightsReport:
         """Refuse a model with other weights: another tune of the same base, or another training.
 
         Compares some hundred numbers of up to 32 parameters, with the tolerance of a cast to bf16
@@ -423,13 +256,12 @@ class CalibrationArtifact:
 
         Args:
             model: the numbers are read from wherever it is.
-            strict: False warns instead of refusing.
 
         Returns:
-            what was compared, what differs, what was skipped and why.
+            what was compared, and what was skipped and why.
 
         Raises:
-            ValueError: with ``strict``, when numbers differ.
+            ValueError: numbers differ.
         """
         report = compare_weights(self.model.weights, model)
         if not report.compared:
@@ -443,31 +275,28 @@ class CalibrationArtifact:
                 stacklevel=2,
             )
         if report.differing:
-            message = (
+            raise ValueError(
                 f"the {self.method} artifact of {self.model.name} was made from other weights: "
                 f"{len(report.differing)} of {report.compared} sampled parameters differ "
                 f"({report.example}). Another tune of the same base has other keys: make an "
                 f"artifact of your model with `hf-kvret calibrate {self.method}`"
             )
-            if strict:
-                raise ValueError(
-                    f"{message}, or look on with artifact.check_weights(model, strict=False), "
-                    "which only warns"
-                )
-            warnings.warn(message, stacklevel=2)
         return report
 
     def _write(self, write: Callable[..., None], directory: Path, source: str) -> None:
         """``write`` the files; ``source`` is what the code in the card loads from."""
-        description = {
+        description = {**self._plain(), "made_with": f"hf-kvret {__version__}"}
+        write(directory, description, self.tensors, model_card(description, source))
+
+    def _plain(self) -> dict[str, Any]:
+        """All but the tensors, as plain JSON."""
+        return {
             "method": self.method,
-            "made_with": f"hf-kvret {__version__}",
             "model": self.model.as_json(),
             "data": self.data,
             "options": self.options,
             "quality": self.quality,
         }
-        write(directory, description, self.tensors, model_card(self, source))
 
 
 def add_tensors(digest: _Hash, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -477,21 +306,6 @@ def add_tensors(digest: _Hash, tensors: Mapping[str, torch.Tensor]) -> None:
         digest.update(plain_bytes([name, dtype, list(tensor.shape)]))
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(content.numpy().data)
-
-
-def _plain_quality(quality: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of figures as JSON gives them back; ValueError for anything but single figures."""
-    rows = _plain_json("quality", list(quality))
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict) or not isinstance(row.get("layer"), int):
-            raise ValueError(f"quality[{number}]={row!r}: pass a dict with 'layer', its number")
-        names = [name for name, value in row.items() if isinstance(value, dict | list)]
-        if names:
-            raise ValueError(
-                f"quality[{number}]: {', '.join(names)} is no number, string or None; give each "
-                "figure a name of its own"
-            )
-    return rows
 
 
 def _plain_json(name: str, value: Any) -> Any:

@@ -46,9 +46,6 @@ def test_a_method_needs_a_plain_name(identity: ModelIdentity, method: Any) -> No
         ({"data": {"x": torch.ones(1)}}, TypeError, "data is not plain JSON"),
         ({"options": {"x": math.nan}}, ValueError, "options is not plain JSON"),
         ({"quality": [{"layer": 0, "error": math.inf}]}, ValueError, "quality is not plain"),
-        ({"quality": [{"error": 1.0}]}, ValueError, r"quality\[0\]=.*'layer'"),
-        ({"quality": [{"layer": 0}, 5]}, ValueError, r"quality\[1\]=5"),
-        ({"quality": [{"layer": 0, "by head": [1, 2]}]}, ValueError, r"quality\[0\]: by head"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_at_once(
@@ -75,22 +72,14 @@ def test_another_model_is_refused(artifact: CalibrationArtifact, llama: PreTrain
         artifact.check(config)
 
 
-def test_another_tune_is_refused_unless_it_is_wanted(
-    artifact: CalibrationArtifact, llama: PreTrainedModel
-) -> None:
+def test_another_tune_is_refused(artifact: CalibrationArtifact, llama: PreTrainedModel) -> None:
     tune = copy.deepcopy(llama)
     with torch.no_grad():
         tune.model.layers[1].self_attn.k_proj.weight.add_(0.01)
     artifact.check(tune.config)
     words = r"other weights: 1 of \d+ .*layers.1.self_attn.k_proj.weight has .*make an artifact of "
-    words += (
-        r"your model .*, or look on with artifact\.check_weights\(model, strict=False\), which only"
-    )
     with pytest.raises(ValueError, match=words):
         artifact.check_weights(tune)
-    with pytest.warns(UserWarning, match="made from other weights: 1 of"):
-        report = artifact.check_weights(tune, strict=False)
-    assert report.differing == ("layers.1.self_attn.k_proj.weight",)
 
 
 def test_weights_that_cannot_be_compared_are_told(

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from hf_kvret.artifacts import CalibrationArtifact
 
 REPO = "alice/a2ats-llama"
-NOT_UPLOADED = (
-    r"save_pretrained\('FOLDER'\), and once online .*from_pretrained\('FOLDER'\)"
-    rf"\.push_to_hub\('{REPO}'\)"
-)
 FILES = ("artifact.safetensors", "config.json", "README.md")
 
 
@@ -77,7 +78,7 @@ def test_another_cache_dir_is_used(hub: Any, files: dict[str, bytes], tmp_path: 
     CalibrationArtifact.from_pretrained(REPO, cache_dir=tmp_path / "other")
     assert list((tmp_path / "other").rglob("artifact-*.safetensors"))
     assert not Path(constants.HF_HUB_CACHE).exists()
-    with pytest.raises(FileNotFoundError, match="not complete in the cache"):
+    with pytest.raises(FileNotFoundError):
         CalibrationArtifact.from_pretrained(REPO, local_files_only=True)
 
 
@@ -93,7 +94,7 @@ def test_branches_and_commits_are_revisions(
     assert list(CalibrationArtifact.from_pretrained(REPO).tensors) == ["x"]
     assert list(CalibrationArtifact.from_pretrained(REPO, revision="v2").tensors) == ["x"]
     _assert_same(CalibrationArtifact.from_pretrained(REPO, revision=first), artifact)
-    with pytest.raises(FileNotFoundError, match=r"alice/a2ats-llama has no revision 'v3'"):
+    with pytest.raises(RevisionNotFoundError, match="v3"):
         CalibrationArtifact.from_pretrained(REPO, revision="v3")
 
 
@@ -119,20 +120,20 @@ def test_absent_and_private_repositories_ask_for_a_login(
 ) -> None:
     hub.add(REPO, files, private=True)
     for repo in (REPO, "alice/nothing"):
-        with pytest.raises(FileNotFoundError, match=f"no repository {repo} on http.*hf auth login"):
+        with pytest.raises(RepositoryNotFoundError, match=repo):
             CalibrationArtifact.from_pretrained(repo, token=token)
     _assert_same(CalibrationArtifact.from_pretrained(REPO, token="hf_alice"), artifact)
 
 
 def test_a_gated_repository_is_named(hub: Any, files: dict[str, bytes]) -> None:
     hub.add(REPO, files, gated=True)
-    with pytest.raises(PermissionError, match="is gated: ask for access"):
+    with pytest.raises(GatedRepoError, match=REPO):
         CalibrationArtifact.from_pretrained(REPO, token="hf_bob")
 
 
-def test_a_token_that_is_not_valid_is_named(hub: Any, files: dict[str, bytes]) -> None:
+def test_a_token_that_is_not_valid_is_refused(hub: Any, files: dict[str, bytes]) -> None:
     hub.add(REPO, files)
-    with pytest.raises(PermissionError, match="refuses the token for alice/a2ats-llama"):
+    with pytest.raises(HfHubHTTPError, match="401"):
         CalibrationArtifact.from_pretrained(REPO, token="hf_expired")
 
 
@@ -152,7 +153,7 @@ def test_a_models_repository_is_told_apart(hub: Any) -> None:
         CalibrationArtifact.from_pretrained(REPO)
 
 
-def test_offline_takes_the_cache_or_says_what_is_missing(
+def test_offline_takes_the_cache_alone(
     hub: Any,
     artifact: CalibrationArtifact,
     files: dict[str, bytes],
@@ -163,24 +164,13 @@ def test_offline_takes_the_cache_or_says_what_is_missing(
     hub.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     _assert_same(CalibrationArtifact.from_pretrained(REPO), artifact)
-    with pytest.raises(FileNotFoundError, match=r"alice/other \(revision main\).*offline"):
+    with pytest.raises(FileNotFoundError):
         CalibrationArtifact.from_pretrained("alice/other")
-    with pytest.raises(FileNotFoundError, match=r"revision v2\).*HF_HUB_OFFLINE unset"):
+    with pytest.raises(FileNotFoundError):
         CalibrationArtifact.from_pretrained(REPO, revision="v2")
-    with pytest.raises(ConnectionError, match=NOT_UPLOADED):
+    with pytest.raises(ConnectionError, match="offline"):
         artifact.push_to_hub(REPO, token="hf_alice")
     assert not hub.requests
-
-
-def test_a_hub_that_does_not_answer_says_what_to_do_with_the_artifact(
-    hub: Any, artifact: CalibrationArtifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Port 9, discard: nothing listens there.
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(
-        ConnectionError, match=r"http://127.0.0.1:9 can't.*refused.*" + NOT_UPLOADED
-    ):
-        artifact.push_to_hub(REPO, token="hf_alice")
 
 
 def test_a_download_that_broke_off_is_not_taken_for_an_artifact(
@@ -190,18 +180,16 @@ def test_a_download_that_broke_off_is_not_taken_for_an_artifact(
     CalibrationArtifact.from_pretrained(REPO)
     (held,) = Path(constants.HF_HUB_CACHE).rglob("artifact-*.safetensors")
     held.unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"not complete in the cache|safetensors is missing"
-    ):
+    with pytest.raises(FileNotFoundError):
         CalibrationArtifact.from_pretrained(REPO, local_files_only=True)
 
 
-def test_a_hub_that_cannot_be_reached_is_named(
-    hub: Any, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+def test_a_hub_that_cannot_be_reached_gives_nothing(
+    hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Port 9, discard: nothing listens there.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(FileNotFoundError, match=r"127\.0\.0\.1:9 does not give it .*refused"):
+    with pytest.raises(FileNotFoundError):
         CalibrationArtifact.from_pretrained(REPO)
 
 
@@ -215,7 +203,7 @@ def test_an_upload_comes_back(hub: Any, artifact: CalibrationArtifact) -> None:
     _assert_same(CalibrationArtifact.from_pretrained(REPO, token="hf_alice"), artifact)
     card = ModelCard(repository.commits[repository.refs["main"]]["README.md"].decode())
     assert card.data.base_model == "meta/tiny-llama"
-    assert f'from_pretrained("{REPO}", method="a2ats")' in card.text
+    assert f'{{"artifact": "{REPO}"}}' in card.text
 
 
 def test_a_second_upload_is_one_more_commit(hub: Any, artifact: CalibrationArtifact) -> None:
@@ -248,19 +236,17 @@ def test_a_pull_request_to_others_repository(
     _assert_same(
         CalibrationArtifact.from_pretrained("carol/artifacts", revision=refs["refs/pr/1"]), artifact
     )
-    with pytest.raises(ValueError, match=r"create_pr=True with revision='v2'"):
-        artifact.push_to_hub("carol/artifacts", token="hf_alice", revision="v2", create_pr=True)
 
 
 @pytest.mark.parametrize("token", [None, "hf_bob", "hf_expired"])
 def test_an_upload_without_the_right_to_write_is_refused(
     hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes], token: str | None
 ) -> None:
-    with pytest.raises(PermissionError, match=r"refuses to write alice/a2ats-llama: log in"):
+    with pytest.raises(HfHubHTTPError):
         artifact.push_to_hub(REPO, token=token)
     assert REPO not in hub.repositories
     sha = hub.add(REPO, files)
-    with pytest.raises(PermissionError, match=r"may write"):
+    with pytest.raises(HfHubHTTPError):
         artifact.push_to_hub(REPO, token=token)
     assert hub.repositories[REPO].refs == {"main": sha}
 
@@ -270,7 +256,7 @@ def test_a_name_that_is_no_hub_id_is_refused(hub: Any, artifact: CalibrationArti
         artifact.push_to_hub("alice/a/b", token="hf_alice")
     with pytest.raises(FileNotFoundError, match=r"no folder alice/a/b, and it is no hub id either"):
         CalibrationArtifact.from_pretrained("alice/a/b")
-    with pytest.raises(FileNotFoundError, match=r"no folder alice/a: check the spelling"):
+    with pytest.raises(FileNotFoundError, match=r"no folder alice/a, and it is no hub id"):
         CalibrationArtifact.from_pretrained(Path("alice/a"))
     assert not hub.requests
 
@@ -329,5 +315,5 @@ def test_the_clients_environment_may_be_offline(
     done = _run(hub, tmp_path / "home", REPO, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     done = _run(hub, tmp_path / "home", "alice/other", HF_HUB_OFFLINE="1")
-    assert "FileNotFoundError" in done.stderr and "offline" in done.stderr
+    assert "LocalEntryNotFoundError" in done.stderr
     assert not hub.requests

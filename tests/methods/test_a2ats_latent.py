@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,18 +146,6 @@ def test_drafts_choose_what_matters_most_to_any_head(space: str, tmp_path: Path)
     # All but near ties at the edge, for codes are nearly rows.
     same = (selection[..., None] == best[..., None, :]).any(-1).float().mean()
     assert same > 0.9
-
-
-def test_an_artifact_that_rotates_the_other_end_is_refused(tmp_path: Path) -> None:
-    model, _, cache = made("deepseek_v3", tmp_path)
-    artifact = shared_artifact(cache.options.artifact, None, "a2ats")
-    layers = {
-        number: {name: value for name, value in one.items() if name != "last"}
-        for number, one in artifact.options["layers"].items()
-    }
-    replace(artifact, options={**artifact.options, "layers": layers}).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has 4 frequencies for layer 0, the model 4 at the end"):
-        A2ATSCache(model.config, artifact=str(tmp_path))
 
 
 @pytest.mark.slow

@@ -272,19 +272,6 @@ def _stores_for_one_head(model: PreTrainedModel, artifact: str) -> AquaStore:
     return AquaStore(layer_plan(cache.options, 0), stores_of(cache)[0].memory)
 
 
-@pytest.mark.parametrize("previous", [0, 9, "x", True])
-def test_a_layer_is_predicted_from_the_one_below_or_not_at_all(
-    previous: Any, artifact_of: ArtifactOf, tmp_path: Path
-) -> None:
-    whole = CalibrationArtifact.from_pretrained(artifact_of("smollm3"))
-    options = json.loads(json.dumps(whole.options))
-    options["layers"]["2"]["previous"] = previous
-    dataclasses.replace(whole, options=options).save_pretrained(tmp_path / "spoilt")
-    message = r"damaged at layer 2 \(role='predicted', previous=.*hf-kvret calibrate aqua"
-    with pytest.raises(ValueError, match=message):
-        make_cache(attached(MODELS["smollm3"].build()), str(tmp_path / "spoilt"))
-
-
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return attached(MODELS["llama"].build())
@@ -394,11 +381,3 @@ def test_options_alone_do_not_guess_the_bits_of_an_artifact(artifact_of: Artifac
     with pytest.raises(ValueError, match="take the options of a cache"):
         _ = options.row_bits
     assert options.replace(keep="rows").row_bits == options.exact().row_bits == 16
-
-
-@pytest.mark.parametrize(
-    ("bits", "told"), [(2, "codes have 2 bits a number"), (16, "rows are kept as they are")]
-)
-def test_the_model_card_says_what_serves(bits: int, told: str, artifact_of: ArtifactOf) -> None:
-    card = (Path(artifact_of("llama", bits=bits)) / "README.md").read_text()
-    assert f"Unless the options name other `bits`, {told}" in card

@@ -12,20 +12,15 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import (
-    LARGEST,
     Expected,
     check_choices,
     check_each,
     check_fit,
-    check_layers,
     check_least,
     check_options,
     check_positions_known,
-    check_tensor,
     check_tensors,
     check_types,
-    damaged,
-    layer_numbers,
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once
@@ -239,8 +234,7 @@ def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> N
     """Refuse an artifact that can't be one of a model, before any token is cached.
 
     Raises:
-        ValueError: the first thing that is wrong: architecture, options, layers, shapes, numbers
-            or rotations.
+        ValueError: the first thing that is wrong: architecture, options, layers or shapes.
     """
     artifact.check(config)
     SPACES[_options(artifact).space].check_model(config)
@@ -253,53 +247,17 @@ def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
     return heads, dim
 
 
-def check_whole(artifact: CalibrationArtifact) -> None:
-    """Refuse an artifact that can't be one of any model.
-
-    Raises:
-        ValueError: as ``check_artifact``, but for what only a configuration can tell.
-    """
-    check_layers(artifact, layer_numbers(artifact), _check_layer)
-
-
 def _options(artifact: CalibrationArtifact) -> CodebookOptions:
-    make = partial(check_options, artifact, CodebookOptions, ("space", "window"), STORED_NAMES)
+    make = partial(check_options, artifact, CodebookOptions, STORED_NAMES)
     return made_once(artifact, "options", make)
 
 
 def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
-    options = _options(artifact)
-    rope = learned_rope(artifact, layer)
-    name, dtypes = f"layers.{layer}.codewords", tuple(CODEWORD_DTYPES.values())
-    if "codeword_dtype" in artifact.options:
-        dtypes = (CODEWORD_DTYPES[options.codeword_dtype],)
-    count = options.codewords if "codewords" in artifact.options else None
-    words = check_tensor(artifact, name, (None, count, None), dtypes)
-    heads, count, dim = words.shape
-    expected = {
-        "codewords": Expected(dtypes, (heads, count, dim)),
-        "metric": Expected((torch.float32,), (heads, dim, dim)),
-        "inv_freq": Expected((torch.float32,), tuple(rope.inv_freq.shape)),
-    }
-    check_tensors(artifact, layer, expected)
-    if rope.rotary_dim > dim:
-        raise damaged(artifact, f"rotates {rope.rotary_dim} of {dim} elements in layer {layer}")
-    if count > 1 and bool((words == words[:, :1]).all()):
-        raise damaged(artifact, f"has {name} that are all equal")
-    _check_metric(artifact, layer)
-
-
-def _check_metric(artifact: CalibrationArtifact, layer: int) -> None:
-    """ValueError unless the metric is a Cholesky factor whose inverse can be computed."""
-    metric = artifact.tensors[f"layers.{layer}.metric"]
-    sound = bool((metric.diagonal(dim1=1, dim2=2) > 0).all()) and not bool(metric.triu(1).any())
-    if sound:
-        eye = torch.eye(metric.shape[-1]).expand_as(metric)
-        inverse = torch.linalg.solve_triangular(metric, eye, upper=False)
-        # Compared in this way round, an inverse that overflows to NaN is refused.
-        sound = bool((inverse.abs() <= LARGEST).all())
-    if not sound:
-        raise damaged(artifact, f"has a metric of layer {layer} that can't be inverted")
+    words = Expected(tuple(CODEWORD_DTYPES.values()), (None, None, None))
+    rotation = Expected((torch.float32,), (None,))
+    check_tensors(artifact, layer, {"codewords": words, "inv_freq": rotation})
+    heads, dim = _shape(artifact, layer)
+    check_tensors(artifact, layer, {"metric": Expected((torch.float32,), (heads, dim, dim))})
 
 
 def learned_layer(
@@ -310,7 +268,7 @@ def learned_layer(
     ``heads`` are the KV heads that this process holds; None: all of them.
 
     Raises:
-        ValueError: as ``check_whole``.
+        ValueError: codewords or metric are missing or of other shapes.
     """
     check_each(artifact, [layer], _check_layer)
 

@@ -16,19 +16,14 @@ from hf_kvret.artifacts.checks import (
     Expected,
     check_each,
     check_fit,
-    check_layer_settings,
-    check_layers,
     check_options,
     check_positions_known,
     check_tensors,
-    damaged,
-    layer_numbers,
+    layer_settings,
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once
-from hf_kvret.methods.aqua.coding import BITS, GROUPS
 from hf_kvret.methods.aqua.predictors import GROUP, Predictor, PredictorOptions
-from hf_kvret.models.compatibility import is_latent
 from hf_kvret_model_patches.rope import Rope
 
 METHOD = "aqua"
@@ -56,28 +51,10 @@ class LayerSettings(NamedTuple):
         """The settings that an artifact has for layer number ``layer``.
 
         Raises:
-            ValueError: one is missing, of another type, out of its range, or contradicts others.
+            ValueError: it has none.
         """
-        types = dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
-        settings = check_layer_settings(artifact, layer, types)
-        previous, bits = settings.get("previous", ""), settings["bits"]
-        lower = [other for other in layer_numbers(artifact) if other < layer]
-        # A layer is an anchor, or is predicted from the layer below.
-        sound = previous is None or (type(previous) is int and previous == max(lower, default=None))
-        sound &= settings.get("role") == ("anchor" if previous is None else "predicted")
-        sound &= bits in BITS and (previous is None or bits == artifact.options.get("bits"))
-        dims = settings["heads"], settings["head_dim"], settings["value_head_dim"]
-        sound &= min(dims[:2]) > 0 and dims[2] >= 0
-        groups = {"group": dims[1], "value_group": dims[2]}
-        for name, dim in groups.items():
-            group = settings.get(name)
-            is_group = type(group) is int and group in GROUPS and dims[0] * dim % group == 0
-            sound &= is_group if dim else group is None
-        if not sound:
-            names = ("role", "previous", "bits", "heads", "head_dim", "value_head_dim", *groups)
-            values = ", ".join(f"{name}={settings.get(name)!r}" for name in names)
-            raise damaged(artifact, f"is damaged at layer {layer} ({values})")
-        return cls(previous, *dims)
+        settings = layer_settings(artifact, layer)
+        return cls(*(settings[name] for name in cls._fields))
 
     @property
     def widths(self) -> dict[str, int]:
@@ -205,17 +182,12 @@ def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> N
     """Refuse an artifact that can't be one of a model, before any token is cached.
 
     Raises:
-        ValueError: the first thing that is wrong: architecture, options, layers, shapes, numbers
-            or rotations.
+        ValueError: the first thing that is wrong: architecture, options, layers or shapes.
     """
     artifact.check(config)
     if learned_options(artifact).space == "before":
         check_positions_known(config, "predictor='none'", "`hf-kvret calibrate aqua --space after`")
     check_fit(artifact, config, _check_layer, _shape)
-    for layer in layer_numbers(artifact):
-        value_dim = LayerSettings.of(artifact, layer).value_head_dim
-        if (value_dim > 0) == is_latent(config):
-            raise damaged(artifact, f"is damaged at layer {layer} (value_head_dim={value_dim})")
 
 
 def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
@@ -224,19 +196,9 @@ def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
     return settings.heads, settings.head_dim
 
 
-def check_whole(artifact: CalibrationArtifact) -> None:
-    """Refuse an artifact that can't be one of any model.
-
-    Raises:
-        ValueError: as ``check_artifact``, but for what only a configuration can tell.
-    """
-    check_layers(artifact, layer_numbers(artifact), _check_layer)
-
-
 def learned_options(artifact: CalibrationArtifact) -> PredictorOptions:
     """The options of the calibration; ValueError for one that is missing or wrong."""
-    read = ("bits", "backbone", "seed", "space", "key_inputs", "value_inputs")
-    return made_once(artifact, "options", partial(check_options, artifact, PredictorOptions, read))
+    return made_once(artifact, "options", partial(check_options, artifact, PredictorOptions))
 
 
 def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
@@ -244,10 +206,6 @@ def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
     rope = learned_rope(artifact, layer)
     settings = LayerSettings.of(artifact, layer)
     below = None if settings.previous is None else LayerSettings.of(artifact, settings.previous)
-    if rope.rotary_dim > settings.head_dim:
-        raise damaged(
-            artifact, f"rotates {rope.rotary_dim} of {settings.head_dim} elements in layer {layer}"
-        )
     expected = expected_tensors(options, settings, below, len(rope.inv_freq))
     check_tensors(artifact, layer, expected)
 
@@ -269,7 +227,7 @@ def learned_layer(
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
 
     Without ``with_inputs`` predictors that have inputs are left out. ``dtype`` is the model's.
-    ValueError as of ``check_whole``.
+    ValueError where tensors are missing or of other shapes.
     """
     check_each(artifact, [layer], _check_layer)
     options = learned_options(artifact)

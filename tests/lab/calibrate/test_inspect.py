@@ -101,13 +101,13 @@ def test_what_is_no_artifact_is_one_line(
         assert main(["inspect", *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "no repository alice/none" in error("alice/none")
+    assert "Repository Not Found" in error("alice/none")
     assert "config.json is missing" in error(str(tmp_path))
     assert "is a file: give the folder" in error(str(saved / "config.json"))
     assert "only artifacts on the hub have revisions" in error(str(saved), "--revision", "v1")
     (tensors,) = saved.glob("artifact-*.safetensors")
     tensors.write_bytes(b"x")
-    assert "is corrupt or truncated" in error(str(saved))
+    assert "is damaged, or of another artifact" in error(str(saved))
 
 
 def test_what_a_stranger_wrote_can_not_command_the_terminal(
@@ -131,7 +131,7 @@ def test_an_artifact_is_verified(bundled: Path, capsys: pytest.CaptureFixture[st
     content[-1] ^= 1
     tensors.write_bytes(content)
     assert main(["inspect", "--verify", str(folder)]) == 2
-    assert "the file was changed" in capsys.readouterr().err
+    assert "is damaged, or of another artifact" in capsys.readouterr().err
 
 
 def test_a_result_file_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,4 +156,4 @@ def test_what_is_of_no_kind_is_not_verified(
     assert main(["inspect", "--verify", str(tmp_path / "empty")]) == 2
     assert "--verify checks saved caches, artifacts, result files" in capsys.readouterr().err
     assert main(["inspect", "--verify", "alice/none"]) == 2
-    assert "no repository alice/none" in capsys.readouterr().err
+    assert "Repository Not Found" in capsys.readouterr().err

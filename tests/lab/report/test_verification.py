@@ -65,7 +65,7 @@ def test_all_that_is_there_is_verified(folder: Path) -> None:
 def test_damage_of_any_part_is_found(part: str, folder: Path) -> None:
     files = {
         "cache": (saved_file(folder), "tokens|layers"),
-        "artifact": (_artifact_file(folder), "the file was changed"),
+        "artifact": (_artifact_file(folder), "is damaged, or of another"),
         "results": (folder / "b.json", "b.json"),
     }
     path, words = files[part]
@@ -78,7 +78,9 @@ def test_damages_of_several_parts_are_all_told(folder: Path) -> None:
     saved_file(folder).unlink()
     _flip(_artifact_file(folder))
     (folder / "a.json").write_text((folder / "a.json").read_text().replace("1.5", "1.7"))
-    with pytest.raises(ValueError, match=r"is missing(.|\n)*file was changed(.|\n)*cell cache a"):
+    with pytest.raises(
+        ValueError, match=r"is missing(.|\n)*is damaged, or of another(.|\n)*cell cache a"
+    ):
         verify(folder)
 
 
