@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import hf_kvret
 import hf_kvret_model_patches
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
-from hf_kvret_kernels import host_attention, host_library
+from hf_kvret_kernels import host_attention, host_library, host_step
 
 PROMPT, NEW_TOKENS = 3_000, 8
 
@@ -27,13 +28,13 @@ def main() -> int:
             print(f"{place} is not of {sys.prefix}")
             return 1
     calls: Counter[str] = Counter()
-    call = host_library.call
+    run_step = host_step.run_unchecked
 
-    def count(function: str, threads: int, *arguments: bytes | None) -> int:
-        calls[function] += 1
-        return call(function, threads, *arguments)
+    def count(*arguments: Any) -> Any:
+        calls["hfk_run_step"] += 1
+        return run_step(*arguments)
 
-    host_library.call = count
+    host_step.run_unchecked = count
     model = load_bundled_model()
     tokens = torch.randint(3, model.config.vocab_size, (1, PROMPT))
     options = {"top_k": 64, "dense_below": 0}

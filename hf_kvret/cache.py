@@ -188,13 +188,10 @@ class RetrievalCache(Cache):
             # A step matters to a prompt that was announced alone: it ends it.
             if key_states.shape[2] > 1 or self._stores.announced_len:
                 if not self._stores.announced_len:
-                    self._end_prompt()
+                    for each in self.retrieval_layers:
+                        each.prompt_end = 0
                 self._stores.note_pass(key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _end_prompt(self) -> None:
-        for layer in self.retrieval_layers:
-            layer.prompt_end = 0
 
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
         """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass.

@@ -257,9 +257,9 @@ def no_library(
 ) -> Iterator[None]:
     monkeypatch.delenv(host_library.PATH_VARIABLE, raising=False)
     monkeypatch.setattr(host_library, "_places", lambda: iter([tmp_path / "none.so"]))
-    host_library._open.cache_clear()
+    host_library.opened.cache_clear()
     yield
-    host_library._open.cache_clear()
+    host_library.opened.cache_clear()
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:

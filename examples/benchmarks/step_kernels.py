@@ -260,7 +260,7 @@ def _finish(shape: StepShape, count: int) -> None:
     total = torch.empty((), dtype=torch.int64, device=_META)
     others, ids = _pieces(shape, count, 32, 4), shape.ids(count)
     arguments = shape.query(), keys, values, others, shape.scale
-    triton.step_attention(*arguments, None, mask, None, None, ids, total, None, _HALF)
+    triton.step_attention(*arguments, None, mask, None, None, ids, total, _HALF)
 
 
 def _window(shape: StepShape) -> None:

@@ -39,7 +39,9 @@ class Scoring:
 
 
 if TYPE_CHECKING:
-    from hf_kvret.contracts.store import Store
+    from collections.abc import Callable
+
+    from hf_kvret.contracts.store import AttentionResult, BestResult, Store
     from hf_kvret_kernels.host_step import HostSearch
     from hf_kvret_kernels.paged import HostRows
 
@@ -93,6 +95,16 @@ class ColdTokens:
         """The store's rows where the compiled library reads them; None where it can't."""
         return self.store.host_rows()
 
+    def begin(self, query: torch.Tensor, ids: torch.Tensor) -> Callable[[], AttentionResult]:
+        """See ``Store.begin``."""
+        return self.store.begin(query, ids, self.scale, self.softcap)
+
+    def begin_with_best(
+        self, query: torch.Tensor, candidates: torch.Tensor
+    ) -> Callable[[], BestResult]:
+        """See ``Store.begin_with_best``; the best are as many as the budget."""
+        return self.store.begin_with_best(query, candidates, self.budget, self.scale, self.softcap)
+
 
 class SearchCost(NamedTuple):
     """Cost of one search, for reports.
@@ -130,7 +142,8 @@ class Index(State):
         watches: whether the class has its own ``on_forward``; set for each subclass.
         has_upkeep: the same of ``before_search``.
         looks_back: the same of ``after_search``.
-        recalls: whether its ``recall`` belongs to its ``search``, and not to one that was replaced.
+        recalls: whether it has a ``recall`` that belongs to its ``search``, not to a replaced one.
+        describes_search: the same of ``host_search``.
     """
 
     kv_heads: range | None = None
@@ -139,16 +152,21 @@ class Index(State):
     has_upkeep: ClassVar[bool] = False
     looks_back: ClassVar[bool] = False
     recalls: ClassVar[bool] = False
+    describes_search: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.watches = cls.on_forward is not Index.on_forward
         cls.has_upkeep = cls.before_search is not Index.before_search
         cls.looks_back = cls.after_search is not Index.after_search
-        names = (
-            name for base in cls.__mro__ for name in ("recall", "search") if name in vars(base)
-        )
-        cls.recalls = next(names) == "recall" and cls.recall is not Index.recall
+        cls.recalls = cls._has_beside_search("recall")
+        cls.describes_search = cls._has_beside_search("host_search")
+
+    @classmethod
+    def _has_beside_search(cls, name: str) -> bool:
+        """Whether a subclass defines ``name``, and none after it the ``search`` alone."""
+        newest = next(base for base in cls.__mro__ if {name, "search"} & vars(base).keys())
+        return newest is not Index and name in vars(newest)
 
     @abstractmethod
     def add(self, block: TokenBlock) -> None:

@@ -39,6 +39,8 @@ class FirstRows:
 
 # ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
+# The same, and the ids of the tokens.
+BestResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _nothing_below() -> Store | None:
@@ -161,7 +163,7 @@ class Store(State):
         count: int,
         scale: float,
         softcap: float | None = None,
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    ) -> Callable[[], BestResult]:
         """What ``best`` and then ``begin`` do; the result gives ``out``, ``lse`` and the best ids.
 
         Here it waits for ``best``. A store that ranks elsewhere does both in one go.

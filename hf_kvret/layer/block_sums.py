@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import State, number, tensor
+from hf_kvret.contracts.store import AttentionResult, BestResult
 from hf_kvret_kernels.mean_tokens import BlockMeans
+from hf_kvret_kernels.merge import merge_partials
 
 # Cold slots of a sum, where one mean is made of all: what is read again after a crop, at most.
 _BLOCK_LEN = 4096
@@ -123,9 +128,7 @@ class BlockSums(State):
                 sums, counts = sums.sum(2, keepdim=True), counts.sum(1, keepdim=True)
             means = (sums / counts.clamp(min=1)[:, None, :, None]).float()
             keys, values = means[..., self._key], means[..., self._value]
-            self._means = BlockMeans(
-                keys.contiguous(), values.contiguous(), counts.int(), self.mean_len or 0
-            )
+            self._means = BlockMeans(keys, values, counts, self.mean_len)
         return self._means
 
     def _added_up(
@@ -154,6 +157,33 @@ class BlockSums(State):
             else:
                 counts.append(counted[:, first:last].unflatten(1, (-1, length)).sum(-1))
         return torch.cat(sums, dim=2), torch.cat(counts, dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class ColdTokensWithMeans(ColdTokens):
+    """Cold tokens of which those that a query does not select count by their means."""
+
+    means: BlockMeans
+
+    @property
+    def host_rows(self) -> None:
+        """None: the compiled library knows no means."""
+
+    def begin(self, query: torch.Tensor, ids: torch.Tensor) -> Callable[[], AttentionResult]:
+        finish = super().begin(query, ids)
+        return lambda: self._merged(query, *finish(), ids)[:2]
+
+    def begin_with_best(
+        self, query: torch.Tensor, candidates: torch.Tensor
+    ) -> Callable[[], BestResult]:
+        finish = super().begin_with_best(query, candidates)
+        return lambda: self._merged(query, *finish())
+
+    def _merged(
+        self, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, ids: torch.Tensor
+    ) -> BestResult:
+        mean_out, mean_lse = self.means.attend(query, ids, self.scale, self.softcap)
+        return *merge_partials([out, mean_out], [lse, mean_lse]), ids
 
 
 def _counted(block: TokenBlock, sink_slots: torch.Tensor | None) -> torch.Tensor | None:

@@ -275,14 +275,14 @@ class RetrievalLayer(CacheLayerMixin):
                 "this model changes keys or values between its cache and its attention, so what "
                 "was cached is not what it attends to: use cache_implementation='dynamic'"
             )
-        capture = self.kv.window.capture
-        if capture is not None:
+        window = self.kv.window
+        if window.capture is not None:
             # The call's mask is of this step alone; that of ``capture`` is filled for each.
-            call = dataclasses.replace(call, scoring=call.scoring.of(capture.slots))
+            call = dataclasses.replace(call, scoring=call.scoring.of(window.capture.slots))
         rows = self.rows_of(key, value)
         new = key.shape[2]
-        past = self.kv.length - (0 if self.pending_attention else new)
-        surplus = self.kv.window.length + new - self.config.recent
+        past = window.start + window.length - (0 if self.pending_attention else new)
+        surplus = window.length + new - self.config.recent
         if self.pending_attention and surplus > self.config.flush:
             self.kv.make_room(surplus)
         if self.pending_attention:
@@ -471,8 +471,6 @@ class RetrievalLayer(CacheLayerMixin):
         cold = self.kv.cold(self._scoring)
         if cold is not None:
             self.kv.build_index(cold)
-            if self.config.rest is not None and self.kv.index is not None:
-                self.kv.block_sums(cold)
 
     def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index | None]) -> None:
         """Go on with other options, which must fit the tokens held."""

@@ -14,11 +14,10 @@ from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, bla
 from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.contracts.store import FirstRows, Store, all_of
 from hf_kvret.contracts.token_buffer import TokenBuffer
-from hf_kvret.layer.block_sums import BlockSums
+from hf_kvret.layer.block_sums import BlockSums, ColdTokensWithMeans
 from hf_kvret.layer.window import Window
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.ids import WrongIdError
-from hf_kvret_kernels.mean_tokens import BlockMeans
 
 MakeStore = Callable[[FirstRows], Store]
 
@@ -108,6 +107,7 @@ class LayerKV:
         self.built = self.torn = False
         self.selected = torch.zeros((), dtype=torch.long, device=keys.device)
         self.watches = (index is not None and index.watches) or bool(needs_positions)
+        self._value_dim = values.shape[3]
         self._retrievable: torch.Tensor | None = None
         self._cold: ColdTokens | None = None
         # Scale and soft cap that it was made for.
@@ -130,7 +130,7 @@ class LayerKV:
 
     def check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """ValueError for new tokens of another batch, shape, dtype or device than those held."""
-        keys, values = self.window.keys, self.window.values
+        keys = self.window.keys
         if not key.dtype == value.dtype == keys.dtype:
             check_dtypes(keys=key, values=value)
         if keys.shape[0] != key.shape[0]:
@@ -138,7 +138,7 @@ class LayerKV:
                 f"this cache holds a batch of {len(keys)}, the new tokens are a batch of "
                 f"{len(key)}: use a new cache or reset(), or cache.batch_repeat_interleave(n)"
             )
-        old_form = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        old_form = (keys.shape[1], keys.shape[3], self._value_dim, keys.dtype, keys.device)
         new_form = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         if old_form != new_form:
             names = "KV heads {}, key dim {}, value dim {}, {}, {}"
@@ -265,8 +265,11 @@ class LayerKV:
             return self._cold
         if self.store is None or not self.cold_len:
             return None
-        budget = self.config.budget(self.cold_len)
-        cold = ColdTokens(self.store, scoring.of(self.retrievable(scoring.valid)), budget)
+        scoring_cold = scoring.of(self.retrievable(scoring.valid))
+        cold = ColdTokens(self.store, scoring_cold, self.config.budget(self.cold_len))
+        if self.config.rest is not None:
+            means = self.block_sums(cold).means()
+            cold = ColdTokensWithMeans(cold.store, cold.scoring, cold.budget, means)
         if scoring.valid is None:
             self._cold, self._cold_key = cold, key
         return cold
@@ -310,10 +313,6 @@ class LayerKV:
                 raise blamed_on(self.index, "build", error) from error
         self.built = True
 
-    def means(self, cold: ColdTokens) -> BlockMeans | None:
-        """What stands for the tokens of ``cold`` that a query does not select; None: nothing."""
-        return None if self.config.rest is None else self.block_sums(cold).means()
-
     @keeps_tensors
     def block_sums(self, cold: ColdTokens) -> BlockSums:
         """Sums of all of ``cold``."""
@@ -321,8 +320,6 @@ class LayerKV:
             self.sums = self.new_sums()
         window = self.window
         self.sums.catch_up(cold, window.keys.shape[1], window.value_in_key)
-        # Made here, not within a capture.
-        self.sums.means()
         return self.sums
 
     def search_cost(self) -> SearchCost:

@@ -9,18 +9,27 @@ who count and watch, get a ``StepRecord`` after the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from typing import Any
 
 import torch
 
+from hf_kvret.contracts.chunks import chunk_len
 from hf_kvret.contracts.index import ColdTokens, Index, blamed_on
+from hf_kvret.contracts.store import AttentionResult
+from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.layer.operations import Result, attend_by_operations
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import StepRecord, Subscriber
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import PREFERRED
 from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.merge import Partials
+from hf_kvret_kernels.prompt_attention import prompt_partials
+from hf_kvret_kernels.relevance import count_ids
+from hf_kvret_kernels.step_attention import step_unchecked
+
+# Of ``attend_step``, and ids as of ``StepRecord``.
+Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def attend_step(
@@ -38,13 +47,16 @@ def attend_step(
     # Without an index all cold tokens are attended to.
     index = None if cold is None else kv.ready_index(cold)
     result = _attend_on_host(kv, query, call, cold, index)
-    if result is None:
-        result = attend_by_operations(kv, query, call, cold, index)
+    if result is None and cold is not None and index is not None:
+        result = _attend_by_search(kv, query, call, cold, index)
+    elif result is None:
+        result = _attend_to_all(kv, query, call, cold), None
+    out, ids = result
     if cold is not None:
-        record = StepRecord(number, kv, query, call, cold, result.ids)
+        record = StepRecord(number, kv, query, call, cold, ids)
         for subscriber in subscribers:
             subscriber(record)
-    return result.out
+    return out
 
 
 def _attend_on_host(
@@ -71,17 +83,17 @@ def _attend_on_host(
         if rows is None or index is None:
             return None
         search = _host_search(index, query, cold)
-        host_cold = host_step.HostCold(rows, search, cold.valid, cold.budget, kv.means(cold))
+        host_cold = host_step.HostCold(rows, search, cold.valid, cold.budget)
     try:
-        out, ids = host_step.run_step(
+        out, ids = host_step.run_unchecked(
             query,
             window.on_host(call.scoring.valid),
             host_cold,
-            scale=call.scoring.scale,
-            softcap=call.scoring.softcap,
-            sink_logits=call.sink_logits,
-            selected=kv.selected,
-            dtype=query.dtype,
+            call.scoring.scale,
+            call.scoring.softcap,
+            call.sink_logits,
+            kv.selected,
+            query.dtype,
         )
     except WrongIdError as error:
         assert index is not None and host_cold is not None, "only an index names tokens"
@@ -89,23 +101,106 @@ def _attend_on_host(
         raise blamed_on(index, method, error) from error
     if index is not None and index.looks_back:
         kv.after_search(ids)
-    return Result(out, ids)
+    return out, ids
 
 
 def _host_search(index: Index, query: torch.Tensor, cold: ColdTokens) -> host_step.HostSearch:
     """What the library has to know to search; the ids where only the index can."""
-    if "search" not in vars(index) and _describes_own_search(type(index)):
+    if index.describes_search and "search" not in vars(index):
         description = index.host_search(query, cold)
         if description is not None:
             return description
     return host_step.GivenIds(index.search(query, cold))
 
 
-@cache
-def _describes_own_search(index_class: type[Index]) -> bool:
-    """Whether ``host_search`` belongs to the ``search`` that is there, not to one it replaced."""
-    names = ("host_search", "search")
-    return (
-        next(name for base in index_class.__mro__ for name in names if name in vars(base))
-        == names[0]
-    )
+def _attend_by_search(
+    kv: LayerKV, query: torch.Tensor, call: AttentionCall, cold: ColdTokens, index: Index
+) -> Result:
+    """The step operation by operation, each a kernel of the device or its twin in plain torch.
+
+    The order lets them overlap: a store that works elsewhere begins first, and the window is
+    launched before its result is needed.
+    """
+    try:
+        if index.recalls and cold.store.ranks_elsewhere:
+            candidates = index.recall(query, cold)
+            if candidates is not None:
+                return _attend_to_best(kv, query, call, cold, index, candidates)
+        ids = index.search(query, cold)
+        finish = cold.begin(query, ids)
+        if index.looks_back:
+            kv.after_search(ids)
+        if isinstance(finish, Partials):
+            # Launched already: one launch more does all that is left.
+            out, _ = step_unchecked(
+                query,
+                *kv.window.tokens(),
+                finish,
+                **_window_arguments(kv, query, call),
+                sink_logits=call.sink_logits,
+                ids=ids,
+                selected=kv.selected,
+                out_dtype=query.dtype,
+            )
+        else:
+            count_ids(ids, kv.selected)
+            near = _attend_to_window(kv, query, call)
+            out, _ = merge([near, finish()], call.sink_logits, query.dtype)
+        return out, ids
+    except WrongIdError as error:
+        raise blamed_on(index, "search", error) from error
+
+
+def _attend_to_best(
+    kv: LayerKV,
+    query: torch.Tensor,
+    call: AttentionCall,
+    cold: ColdTokens,
+    index: Index,
+    candidates: torch.Tensor,
+) -> Result:
+    """As ``_attend_by_search``, where the store finds out which of the candidates are the best.
+
+    Their ids come back with the result, while the device attends to the window.
+    """
+    finish = cold.begin_with_best(query, candidates)
+    near = _attend_to_window(kv, query, call)
+    far_out, far_lse, ids = finish()
+    out, _ = merge([near, (far_out, far_lse)], call.sink_logits, query.dtype)
+    count_ids(ids, kv.selected)
+    if index.looks_back:
+        kv.after_search(ids)
+    return out, ids
+
+
+def _attend_to_all(
+    kv: LayerKV, query: torch.Tensor, call: AttentionCall, cold: ColdTokens | None
+) -> torch.Tensor:
+    """Attention to the window, which is launched first, and to all cold tokens."""
+    parts = [_attend_to_window(kv, query, call)]
+    if cold is not None:
+        window, queries = kv.window, query.shape[2]
+        heads = window.keys.shape[1]
+        length = chunk_len(queries, window.keys, heads * window.row_dim)
+        parts.append(attend_cold(query, cold, length))
+        kv.selected.add_(cold.valid.sum() * heads * queries)
+    return merge(parts, call.sink_logits, query.dtype)[0]
+
+
+def _attend_to_window(kv: LayerKV, query: torch.Tensor, call: AttentionCall) -> AttentionResult:
+    arguments = _window_arguments(kv, query, call)
+    near = prompt_partials(query, *kv.window.tokens(), **arguments)
+    return near.outs, near.lses
+
+
+def _window_arguments(kv: LayerKV, query: torch.Tensor, call: AttentionCall) -> dict[str, Any]:
+    """How queries see the window."""
+    window, scoring, queries = kv.window, call.scoring, query.shape[2]
+    # One query sees all that is held; there may be room behind it.
+    offset = window.tokens()[0].shape[2] - queries if queries > 1 else None
+    return {
+        "scale": scoring.scale,
+        "causal_offset": offset,
+        "valid": window.validity(scoring.valid),
+        "softcap": scoring.softcap,
+    }

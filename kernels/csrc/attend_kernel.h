@@ -167,7 +167,7 @@ inline DenseStream window_stream(const hfk_request &request, const hfk_window &w
     const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
     const int64_t first =
         (span.batch * request.kv_heads + kv_head) * window.capacity + span.near_first;
-    const int64_t after = (request.queries - 1 - span.query) / window.position_queries;
+    const int64_t after = request.queries - 1 - span.query;
     const int64_t seen = window.length - after;
     const int64_t last = span.near_last < seen ? span.near_last : seen;
     const int64_t key_bytes = request.key_dim * element_bytes;

@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 12
+#define HFK_VERSION 13
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -205,20 +205,8 @@ struct hfk_window {
     const uint8_t *valid;   // [batch, length], 0 for rows that no query sees; null: none of them
     int64_t valid_stride;   // elements from one batch row of `valid` to the next
     int64_t capacity;
-    int64_t length;         // rows held; of n positions, queries at the i-th see all but the last
-                            // n - 1 - i
-    int64_t position_queries; // consecutive queries at one position; a divisor of `queries`
+    int64_t length;         // rows held; of n queries the i-th sees all but the last n - 1 - i
     int64_t value_row;      // elements from one value to the next, at least value_dim
-};
-
-// What stands for cold tokens that are not selected: means of sets of a head's tokens, each with the
-// weight of as many of them as are left out.
-struct hfk_means {
-    const float *keys;      // [batch, kv_heads, count, key_dim]
-    const float *values;    // [batch, kv_heads, count, value_dim]; finite
-    const int32_t *tokens;  // [batch, count]: of each set
-    int64_t count;          // sets of a head; 0: none
-    int64_t block_len;      // set r is of the tokens r * block_len .. (r + 1) * block_len; 0: all
 };
 
 // A decode step of a layer: a search for the cold tokens of each query, and attention over these
@@ -226,7 +214,6 @@ struct hfk_means {
 struct hfk_step {
     struct hfk_request attention; // `ids` is written by the search, where there is one
     struct hfk_window window;     // length 0: none
-    struct hfk_means means;
     const uint8_t *valid;         // [batch, tokens], 0 for cold tokens that are never chosen
     int64_t valid_stride;         // elements from one batch row of `valid` to the next
     int64_t tokens;               // cold tokens, all of which the search knows
@@ -374,8 +361,7 @@ HFK_API int32_t hfk_encode(const struct hfk_codes *work);
 HFK_API int32_t hfk_decode(const struct hfk_codes *work);
 
 // The step: `out` as of hfk_attend, over the window and the ids; `lse` may be null. Queries of a KV
-// head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY. A mean
-// token's logit is its score + log(tokens - k), where k ids of the query, all distinct, are in its set.
+// head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY.
 HFK_API int32_t hfk_run_step(const struct hfk_step *step);
 
 // The search of a step alone, on one thread: writes `ids`, and what `trace` asks for. The search

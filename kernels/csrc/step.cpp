@@ -117,7 +117,6 @@ class Step {
             request_, window(), span, scratch, request_.out + row * request_.value_dim,
             request_.queries * request_.value_dim, lse_.data() + row, request_.queries);
         if (!found) note_astray();
-        add_means(index);
     }
 
     // Stage by stage, each cut into chunks.
@@ -134,7 +133,6 @@ class Step {
         hfk_request request = request_;
         request.lse = lse_.data();
         if (Job(request, kernel_, true, window()).run() == HFK_BAD_ID) note_astray();
-        for (int64_t index = 0; index < spans_; ++index) add_means(index);
     }
 
     static void chunk(void *step, int64_t item, int slot) {
@@ -145,61 +143,6 @@ class Step {
             self.stage_, self.selection(index), self.work_ + index * self.work_bytes_,
             reinterpret_cast<float *>(scratch), item % self.chunks_, self.chunks_, self.ids(index));
         if (!found) self.note_astray();
-    }
-
-    // The mean tokens of a selection's KV head join what its query heads attended to.
-    void add_means(int64_t index) {
-        const hfk_means &means = step_.means;
-        const Selection own = selection(index);
-        const int64_t heads = request_.query_heads / request_.id_heads;
-        const int64_t kv_head = own.head / (request_.id_heads / request_.kv_heads);
-        const std::vector<int64_t> selected = counted(index);
-        for (int64_t r = 0; r < means.count; ++r) {
-            const int64_t left = means.tokens[own.batch * means.count + r] - selected[r];
-            if (left <= 0) continue;
-            const int64_t place = (own.batch * request_.kv_heads + kv_head) * means.count + r;
-            const float *key = means.keys + place * request_.key_dim;
-            const float *value = means.values + place * request_.value_dim;
-            for (int64_t head = own.head * heads; head < (own.head + 1) * heads; ++head) {
-                const int64_t row =
-                    (own.batch * request_.query_heads + head) * request_.queries + own.query;
-                const float logit = score(row, key) + std::log(static_cast<float>(left));
-                join(logit, value, request_.out + row * request_.value_dim, lse_[row]);
-            }
-        }
-    }
-
-    // How many ids of a selection lie in each set.
-    std::vector<int64_t> counted(int64_t index) const {
-        const int32_t *own = ids(index);
-        const int64_t length = step_.means.block_len, sets = step_.means.count;
-        std::vector<int64_t> counts(sets, 0);
-        for (int64_t i = 0; i < request_.count; ++i) {
-            if (own[i] < 0) continue;
-            const int64_t set = length > 0 ? own[i] / length : 0;
-            if (set < sets) ++counts[set];
-        }
-        return counts;
-    }
-
-    // Of the query at `row` of [batch, query_heads, queries] and a key.
-    float score(int64_t row, const float *key) const {
-        const int64_t dim = request_.key_dim;
-        double dot = 0.0;
-        for (int64_t d = 0; d < dim; ++d) {
-            dot += number_at(request_.query, request_.dtype, row * dim + d) * key[d];
-        }
-        const double scaled = request_.scale * dot, cap = request_.softcap;
-        return static_cast<float>(cap > 0.0 ? cap * std::tanh(scaled / cap) : scaled);
-    }
-
-    // A token joins a mean of values, the logarithm of whose softmax's denominator is `lse`.
-    void join(float logit, const float *value, float *out, float &lse) const {
-        const float peak = std::max(logit, lse);
-        const float mass = std::exp(lse - peak) + std::exp(logit - peak);
-        const float weight = std::exp(logit - peak) / mass;
-        for (int64_t d = 0; d < request_.value_dim; ++d) out[d] += weight * (value[d] - out[d]);
-        lse = peak + std::log(mass);
     }
 
     // Learned sinks, the result's dtype, and what is counted.
@@ -258,14 +201,9 @@ class Step {
 
 bool is_good(const hfk_step &step) {
     const hfk_window &window = step.window;
-    const hfk_means &means = step.means;
-    if (means.count < 0 || means.block_len < 0) return false;
-    if (means.count > 1 && means.block_len == 0) return false;
     return is_good(step.attention) && step.tokens >= 0 && window.length <= window.capacity &&
-           window.value_row >= step.attention.value_dim && window.position_queries > 0 &&
-           step.attention.queries % window.position_queries == 0 &&
-           (window.length == 0 ||
-            window.length >= step.attention.queries / window.position_queries);
+           window.value_row >= step.attention.value_dim &&
+           (window.length == 0 || window.length >= step.attention.queries);
 }
 
 int32_t serve(const hfk_step &step, bool attends, const hfk_paris_trace *trace) {

@@ -477,15 +477,6 @@ def add_sinks(sink, peak, mass, total):
 
 
 @triton.jit
-def add_tokens(logits, values, peak, mass, total):
-    """A token a query, of ``logits [R, 1]`` and ``values [1, Dv]`` fp32, into a running merge."""
-    new_peak = tl.maximum(peak, logits)
-    base = finite_base(new_peak)
-    shrink, weights = tl.exp(peak - base), tl.exp(logits - base)
-    return new_peak, mass * shrink + weights, total * shrink + weights * values
-
-
-@triton.jit
 def finish_merge(peak, mass, total):
     """``(mean [R, Dv], lse [R, 1])`` of a running merge; 0 and -inf where there was no token."""
     # At least 1 where there is a peak, and 0 without.

@@ -21,11 +21,15 @@ FILE_NAME = "libhf_kvret_host.so"
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 12
+VERSION = 13
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "neon": 4, "portable": 0}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# Not every system can tell which processors a process may use.
+_affinity = getattr(os, "sched_getaffinity", None)
+PROCESSORS = len(_affinity(0)) if _affinity else os.cpu_count() or 1
+"""Those that the process may use."""
 _AUTO = -1
 _NO_MEMORY = 1
 _NO_PATH = 2
@@ -163,7 +167,7 @@ def pack_request(
         scale,
         softcap or 0.0,
         DTYPES[query.dtype],
-        path_number(path),
+        path_of(path),
         threads,
         in_files,
     )
@@ -247,7 +251,7 @@ def _run_codes(
         scales.stride(0),
         1 if added is None else max(1, len(rows) // len(added)),
         DTYPES[rows.dtype],
-        path_number(None),
+        path_of(None),
         threads,
         0,
     )
@@ -263,7 +267,7 @@ def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: i
     batch, heads, queries, count = ids.shape
     addresses = (scores.data_ptr(), ids.data_ptr(), best.data_ptr())
     sizes = (batch, scores.shape[1], heads, queries, count, best.shape[3])
-    call("hfk_rank", threads, _RANKING.pack(*addresses, *sizes, threads, path_number(None)))
+    call("hfk_rank", threads, _RANKING.pack(*addresses, *sizes, threads, path_of(None)))
 
 
 def encode_paris(
@@ -291,7 +295,7 @@ def encode_paris(
         *(*keys.shape, len(signs), m, stride),
         *keys.stride()[:3],
         *(step for plane in planes for step in plane.stride()[:2]),
-        *(DTYPES[keys.dtype], DTYPES[planes[2].dtype], path_number(path), threads),
+        *(DTYPES[keys.dtype], DTYPES[planes[2].dtype], path_of(path), threads),
     )
     call("hfk_paris_encode", threads, request)
 
@@ -370,19 +374,19 @@ def _run_prompt(
         softcap or 0.0,
         int(causal_offset is not None),
         DTYPES[query.dtype],
-        path_number(path),
+        path_of(path),
         threads,
     )
     call("hfk_prompt_attention", threads, request)
 
 
-def path_number(path: str | None) -> int:
-    """The library's number of an instruction set; of None, that of the variable, or of the best.
+@functools.cache
+def path_number(name: str | None) -> int:
+    """The library's number of an instruction set; of no name, that of the best.
 
     Raises:
         ValueError: the variable names no instruction set.
     """
-    name = os.environ.get(ISA_VARIABLE) if path is None else path
     if not name:
         return _AUTO
     if name not in PATHS:
@@ -390,19 +394,32 @@ def path_number(path: str | None) -> int:
     return PATHS[name]
 
 
+def path_of(path: str | None) -> int:
+    """``path_number`` of ``path``, or of what the variable names."""
+    return path_number(os.environ.get(ISA_VARIABLE) if path is None else path)
+
+
 def thread_count(threads: int | None) -> int:
     """``threads``; of None torch's number, but no more than the process has processors."""
-    if threads is not None:
-        return threads
-    # Not every system can tell which processors a process may use.
-    affinity = getattr(os, "sched_getaffinity", None)
-    processors = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(torch.get_num_threads(), processors)
+    return min(torch.get_num_threads(), PROCESSORS) if threads is None else threads
 
 
 def call(function: str, threads: int, *arguments: bytes | None) -> int:
-    """0 or ``BAD_ID``; errors as of ``run`` for other statuses."""
-    status = getattr(load(), function)(*arguments)
+    """0 or ``BAD_ID``; errors as of ``check`` for other statuses."""
+    status = int(getattr(load(), function)(*arguments))
+    if status:
+        check(status, function, threads)
+    return status
+
+
+def check(status: int, function: str, threads: int) -> None:
+    """An error for any ``status`` but 0 and ``BAD_ID``.
+
+    Raises:
+        ValueError: the variable names an instruction set that this processor lacks.
+        MemoryError: no room for the work space.
+        RuntimeError: the library is of another build.
+    """
     if status == _NO_PATH:
         raise ValueError(
             f"this processor lacks the instructions of {ISA_VARIABLE}="
@@ -414,7 +431,6 @@ def call(function: str, threads: int, *arguments: bytes | None) -> int:
         )
     if status not in (0, BAD_ID):
         raise RuntimeError(_refusal(function, status))
-    return int(status)
 
 
 def is_asked(backend: str, tensor: torch.Tensor, has_it: bool = True) -> bool:
@@ -465,20 +481,25 @@ def load() -> ctypes.CDLL:
     Raises:
         ImportError: it is not there or doesn't load; the message says what to do.
     """
-    library = _open(os.environ.get(PATH_VARIABLE))
+    library = opened(os.environ.get(PATH_VARIABLE))
     if isinstance(library, str):
-        raise ImportError(f"{library}; backend='naive' uses torch")
+        raise missing(library)
     return library
+
+
+def missing(reason: str) -> ImportError:
+    """The error for a library that can't be used, for this reason."""
+    return ImportError(f"{reason}; backend='naive' uses torch")
 
 
 def why_not() -> str:
     """Why the library can't be used and what helps; empty where it can."""
-    library = _open(os.environ.get(PATH_VARIABLE))
+    library = opened(os.environ.get(PATH_VARIABLE))
     return library if isinstance(library, str) else ""
 
 
 @functools.cache
-def _open(override: str | None) -> ctypes.CDLL | str:
+def opened(override: str | None) -> ctypes.CDLL | str:
     """The library, or why there is none. Looked for once for each value of the variable."""
     if override is not None:
         file = Path(override)
@@ -503,7 +524,6 @@ def _open(override: str | None) -> ctypes.CDLL | str:
         *("hfk_prompt_attention", "hfk_encode", "hfk_decode", "hfk_paris_encode"),
     ):
         getattr(library, name).argtypes = [ctypes.c_char_p]
-    library.hfk_search_ids.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     library.hfk_near_points.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     library.hfk_exp.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return library

@@ -83,7 +83,7 @@ bool orders_whole_numbers(int32_t path) {
     hfk_step step{};
     step.search_kind = HFK_SEARCH_PROXY, step.search = &proxy;
     step.valid = valid.data(), step.tokens = count;
-    step.window.position_queries = step.window.value_row = 1;
+    step.window.value_row = 1;
     for (int64_t wanted = 1; wanted < count; wanted += 9) {
         page.request.count = wanted;
         step.attention = page.request;

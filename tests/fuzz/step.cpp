@@ -35,7 +35,6 @@ class StepCase {
         make_rows(random);
         make_ids(random);
         make_window(random);
-        make_means(random);
         sinks_ = Numbers(r.query_heads, HFK_FLOAT32);
         sinks_.fill(random);
         if (random.one_in(2)) step_.sink_logits = sinks_.floats();
@@ -161,11 +160,8 @@ class StepCase {
         const hfk_request &r = step_.attention;
         hfk_window &window = step_.window;
         const int64_t kind = random.pick(0, 5);
-        window.position_queries = r.queries % 2 == 0 && random.one_in(2) ? 2 : 1;
-        if (random.one_in(4)) window.position_queries = r.queries;
-        const int64_t positions = r.queries / window.position_queries;
         window.length = kind == 0 ? 0
-                                  : positions + (kind < 3   ? random.pick(0, 3)
+                                  : r.queries + (kind < 3   ? random.pick(0, 3)
                                                  : kind < 5 ? random.pick(0, 130)
                                                             : random.pick(200, 700));
         window.capacity = window.length + (random.one_in(2) ? 0 : random.pick(0, 20));
@@ -183,24 +179,6 @@ class StepCase {
         window.value_row = value_in_key_ ? r.key_dim : r.value_dim;
         near_valid_ = make_valid(random, r.batch, window.length, window.valid_stride);
         if (random.one_in(2)) window.valid = near_valid_.get();
-    }
-
-    // A mean of all tokens, of blocks, or none; of more tokens than there are, or of fewer.
-    void make_means(Random &random) {
-        const hfk_request &r = step_.attention;
-        hfk_means &means = step_.means;
-        means.count = random.pick(0, 3);
-        if (means.count > 1 || random.one_in(2)) means.block_len = random.pick(1, 120);
-        const int64_t sets = r.batch * r.kv_heads * means.count;
-        mean_keys_ = Numbers(sets * r.key_dim, HFK_FLOAT32);
-        mean_values_ = Numbers(sets * r.value_dim, HFK_FLOAT32);
-        mean_keys_.fill(random);
-        mean_values_.fill(random);
-        set_tokens_.resize(r.batch * means.count);
-        for (int32_t &count : set_tokens_) count = static_cast<int32_t>(random.pick(0, 200));
-        means.keys = mean_keys_.floats();
-        means.values = mean_values_.floats();
-        means.tokens = set_tokens_.data();
     }
 
     // The page of an id; -1 where it leads to no row.
@@ -247,18 +225,17 @@ class StepCase {
         const int64_t kv_head = h / (r.query_heads / r.kv_heads);
         std::vector<double> sum(r.value_dim, 0.0);
         double total = 0.0;
-        const auto add = [&](const Numbers &keys, int64_t key, const Numbers &values, int64_t value,
-                             double tokens = 1.0) {
+        const auto add = [&](const Numbers &keys, int64_t key, const Numbers &values,
+                             int64_t value) {
             double score = 0.0;
             for (int64_t d = 0; d < r.key_dim; ++d) {
                 score += query_[index * r.key_dim + d] * keys[key + d];
             }
-            const double weight = tokens * std::exp(capped(score * r.scale, r.softcap));
+            const double weight = std::exp(capped(score * r.scale, r.softcap));
             total += weight;
             for (int64_t d = 0; d < r.value_dim; ++d) sum[d] += weight * values[value + d];
         };
-        const int64_t position = q / window.position_queries;
-        const int64_t after = r.queries / window.position_queries - 1 - position;
+        const int64_t after = r.queries - 1 - q;
         for (int64_t row = 0; row < window.length - after; ++row) {
             if (window.valid != nullptr && !window.valid[b * window.valid_stride + row]) continue;
             const int64_t place = (b * r.kv_heads + kv_head) * window.capacity + row;
@@ -270,17 +247,6 @@ class StepCase {
             const Numbers &page = rows_[page_of(b, chosen[k])];
             const int64_t row = (kv_head * r.page_len + chosen[k] % r.page_len) * r.row_dim;
             add(page, row, page, row + r.value_start);
-        }
-        const hfk_means &means = step_.means;
-        for (int64_t set = 0; set < means.count; ++set) {
-            const int64_t selected = std::count_if(chosen, chosen + r.count, [&](int32_t id) {
-                return id >= 0 && (means.block_len == 0 || id / means.block_len == set);
-            });
-            const int64_t left = set_tokens_[b * means.count + set] - selected;
-            const int64_t place = (b * r.kv_heads + kv_head) * means.count + set;
-            if (left <= 0) continue;
-            add(mean_keys_, place * r.key_dim, mean_values_, place * r.value_dim,
-                static_cast<double>(left));
         }
         if (r.lse != nullptr && !is_near(lse_[index], total > 0 ? std::log(total) : -kInf)) {
             return false;
@@ -309,9 +275,9 @@ class StepCase {
 
     hfk_step step_{};
     std::unique_ptr<SearchCase> search_;
-    Numbers query_, keys_, values_, sinks_, mean_keys_, mean_values_;
+    Numbers query_, keys_, values_, sinks_;
     std::vector<Numbers> rows_; // of each page
-    std::vector<int32_t> ids_, table_, set_tokens_;
+    std::vector<int32_t> ids_, table_;
     std::vector<int64_t> pages_;
     std::unique_ptr<uint8_t[]> valid_, near_valid_;
     std::vector<float> out_, lse_;

@@ -91,8 +91,6 @@ def calls(operation: str) -> Iterator[partial]:
             yield partial(blocks.block_lse, query, key, slots, 0.1, 64, valid, None)
     elif operation == "step_attention":
         yield from _calls_of_steps()
-    elif operation == "mean_tokens":
-        yield from _calls_of_rest_tokens()
     else:
         yield from _calls_of_paris()
 
@@ -134,7 +132,6 @@ def _calls_of_merging() -> Iterator[partial]:
 
 def _calls_of_steps() -> Iterator[partial]:
     """A chunk that is a tile and a longer one, with and without all that a model may lack."""
-    from hf_kvret_kernels.mean_tokens import MeanTokens
     from hf_kvret_kernels.merge import Partials
     from hf_kvret_kernels.step_attention import triton as step
 
@@ -149,25 +146,9 @@ def _calls_of_steps() -> Iterator[partial]:
         key, value = (torch.zeros(1, 2, 512, dim, dtype=dtype) for dim in dims)
         others = Partials(torch.zeros(1, 8, queries, 9, dims[1]), torch.zeros(1, 8, queries, 9))
         arguments = partial(step.step_attention, query, key, value, others, 0.1, None)
-        yield partial(arguments, None, None, None, None, None, None, dtype, splits)
+        yield partial(arguments, None, None, None, None, None, dtype, splits)
         valid, counted = torch.ones(1, 512).bool(), (ids, total)
-        rest = MeanTokens(torch.zeros(1, 8, queries, 3), torch.zeros(1, 2, 3, dims[1]))
-        yield partial(arguments, valid, 50.0, sinks, *counted, rest, torch.float32, splits)
-
-
-def _calls_of_rest_tokens() -> Iterator[partial]:
-    """One mean and several, heads that share ids or have their own, groups of all sizes."""
-    from hf_kvret_kernels.mean_tokens import BlockMeans
-    from hf_kvret_kernels.mean_tokens import triton as rest_tokens
-
-    for heads, dim, choosers, dtype in ((8, 128, 2, torch.bfloat16), (40, 576, 2, torch.float32)):
-        query = torch.zeros(1, heads, 1, dim, dtype=dtype)
-        for tokens, ids_heads in ((1, choosers), (3, heads)):
-            keys, counts = torch.zeros(1, 2, tokens, dim), torch.ones(1, tokens).int()
-            means = BlockMeans(keys, keys, counts, 0 if tokens == 1 else 64)
-            ids = torch.zeros(1, ids_heads, 1, 100, dtype=torch.int32)
-            softcap = None if tokens == 1 else 50.0
-            yield partial(rest_tokens.mean_logits, query, means, ids, 0.1, softcap)
+        yield partial(arguments, valid, 50.0, sinks, *counted, torch.float32, splits)
 
 
 def _calls_of_relevance() -> Iterator[partial]:
@@ -246,7 +227,6 @@ def _calls_of_latents() -> Iterator[partial]:
     from hf_kvret_kernels.gather_attention import triton as gather
     from hf_kvret_kernels.gather_scores import triton as scores_of
     from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, triton_attend
-    from hf_kvret_kernels.mean_tokens import MeanTokens
     from hf_kvret_kernels.merge import Partials
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.paged_triton import copy_pages, gather_rows
@@ -272,10 +252,8 @@ def _calls_of_latents() -> Iterator[partial]:
             yield partial(scores_of.gather_scores, query, rows, ids, 0.1, None)
             outs, lses = torch.zeros(1, heads, 1, 16, value_dim), torch.zeros(1, heads, 1, 16)
             others = Partials(outs, lses, torch.zeros(1, heads, 1, dtype=torch.int32))
-            rest = MeanTokens(torch.zeros(1, heads, 1, 1), torch.zeros(1, 1, 1, value_dim))
             arguments = query, keys, values, others, 0.1, None, None, None, None, ids, selected
-            for tokens in (None, rest):
-                yield partial(step.step_attention, *arguments, tokens, half)
+            yield partial(step.step_attention, *arguments, half)
         many = torch.zeros(1, 128, 256, dim, dtype=half)
         yield partial(prompt.prompt_partials, many, keys, values, 0.1, 584, None, None)
         for bits in (3, 4) if within else ():

@@ -25,7 +25,6 @@ EXPECTED = {
     "higgs": "higgs minmax decode attend",
     "merge": "merge",
     "prompt_attention": "attend",
-    "mean_tokens": "logits",
     "step_attention": "finish",
     "paged": "gather copy",
     "proxy": "scores total share",

@@ -241,9 +241,9 @@ IDS = torch.zeros(2, 2, 1, 3, dtype=torch.int32)
 def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(library.PATH_VARIABLE, raising=False)
     monkeypatch.setattr(library, "_places", lambda: iter([tmp_path / "none.so"]))
-    library._open.cache_clear()
+    library.opened.cache_clear()
     yield
-    library._open.cache_clear()
+    library.opened.cache_clear()
 
 
 def test_without_the_library_torch_does_the_work(no_library: None) -> None:
@@ -315,9 +315,9 @@ def test_a_library_of_another_version_is_refused(
 ) -> None:
     monkeypatch.setenv(library.PATH_VARIABLE, built)
     monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
-    library._open.cache_clear()
+    library.opened.cache_clear()
     assert f"this code needs {library.VERSION}" in host.why_not()
-    library._open.cache_clear()
+    library.opened.cache_clear()
 
 
 @pytest.mark.skipif(bool(host.why_not()), reason="the library is not compiled")

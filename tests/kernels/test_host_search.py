@@ -26,6 +26,7 @@ from hf_kvret_kernels.relevance import best_ids, group_relevance
 from hf_kvret_kernels.relevance import naive as naive_relevance
 
 from .host_steps import FP32_ERROR, Shape, cold_rows, generator, near_window, paris_search
+from .paris_trace import trace_paris
 
 pytestmark = [
     pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled"),
@@ -249,7 +250,7 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     query, valid = shape.query(), shape.mask()
     search = paris_search(shape, valid)
     budget = max(1, search.candidates // 3)
-    trace = host_step.trace_paris(query, search, valid, budget, scale=0.1, path=path)
+    trace = trace_paris(query, search, valid, budget, path=path)
 
     grouped = query.view(shape.batch, shape.heads, -1, shape.queries, shape.dim).float()
     if shape.mean_query:
@@ -280,7 +281,7 @@ def test_a_soft_cap_bends_the_mean_key_too(path: str) -> None:
     query, valid = shape.query(), shape.mask()
     search = paris_search(shape, valid)
     search.mean = torch.randn(1, 2, 128, generator=generator(5))
-    trace = host_step.trace_paris(query, search, valid, 9, scale=0.1, softcap=1.5, path=path)
+    trace = trace_paris(query, search, valid, 9, softcap=1.5, path=path)
     offset = torch.einsum("bhgqd,bhd->bhqg", query.view(1, 2, 2, 1, 128), search.mean)
     expected = naive.rerank(
         trace.rotated, search.codes, trace.candidates, search.levels, 8, 0.1, 1.5, offset

@@ -33,7 +33,6 @@ OTHERS = {
     *("codebook.table", "codebook.denominator"),
     *("codebook.encode", "codebook.merge", "paris.encode", "paris.count", "paris.rotate"),
     "paris.rerank_wide",
-    "mean_tokens.logits",
     "block_lse.block_lse",
     *("higgs.higgs", "higgs.minmax", "higgs.decode"),
     *("paged_triton.gather", "paged_triton.copy"),

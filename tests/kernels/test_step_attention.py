@@ -63,7 +63,7 @@ def check(
 
         out, lse = triton.step_attention(
             query, key, value, others, 0.3, causal_offset, valid, softcap, sinks, ids, selected,
-            None, torch.float32, splits,
+            torch.float32, splits,
         )  # fmt: skip
     near = prompt_attention(
         query, key, value, **options, valid=valid, out_dtype=torch.float32, backend="naive"

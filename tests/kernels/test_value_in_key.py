@@ -108,34 +108,6 @@ def test_a_step_reads_a_window_and_rows_of_keys_alone(given: bool, queries: int)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
 
 
-@needs_library
-@pytest.mark.parametrize(("positions", "groups"), [(1, 4), (3, 2), (2, 1)])
-def test_queries_of_a_position_see_the_same_window(positions: int, groups: int) -> None:
-    shape = Shape(40, dim=24, group=2, queries=positions * groups)
-    query, window = shape.query(), near_window(shape, 9)
-    keys, rows = dense_rows(shape, 24)
-    ids = torch.zeros(1, shape.heads, shape.queries, 0, dtype=torch.int32)
-    cold = HostCold(rows, GivenIds(ids), shape.mask(), 1)
-    out, _ = run_step(
-        query, replace(window, values=window.keys), cold, scale=0.2, position_queries=groups
-    )
-    for group in range(groups):
-        part = query[:, :, group::groups]
-        chosen = ids[:, :, group::groups]
-        near = replace(window, values=window.keys)
-        expected = expected_attention(part, keys, keys, chosen, near, 0.2, None, None)
-        torch.testing.assert_close(
-            out[:, :, group::groups].double(), expected, rtol=1e-5, atol=FP32_ERROR
-        )
-
-
-@needs_library
-def test_positions_that_do_not_divide_the_queries_are_refused() -> None:
-    shape = Shape(4, dim=8, queries=3)
-    with pytest.raises(ValueError, match="position_queries=2: it must divide the 3 queries"):
-        run_step(shape.query(), near_window(shape, 9), scale=1.0, position_queries=2)
-
-
 def dense_rows(shape: Shape, value_dim: int) -> tuple[torch.Tensor, PagedRows]:
     """Keys ``[B, H, n, D]``, and the rows that hold them."""
     keys = torch.randn(shape.batch, shape.heads, shape.n, shape.dim, generator=generator(3))

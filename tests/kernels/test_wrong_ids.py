@@ -16,7 +16,6 @@ from hf_kvret_kernels import centroid, codebook, higgs, paris
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.ids import WrongIdError, check_code_range, check_id_range
-from hf_kvret_kernels.mean_tokens import BlockMeans, mean_logits
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
@@ -217,20 +216,6 @@ def test_listed_tokens_beyond_the_last_one_name_nothing(place: Place) -> None:
     valid = torch.ones(2, TOKENS, dtype=torch.bool, device=place[1])
     united = centroid.unite(ids, valid, backend=place[0])
     assert torch.equal(united, centroid.unite(holes, valid, backend=place[0]))
-
-
-def test_rest_tokens_of_blocks(place: Place) -> None:
-    """Ids are only counted here; those behind the last block are in none of them."""
-    generator = torch.Generator().manual_seed(3)
-    tensors = torch.randn(2, 2, 5, 16, generator=generator).to(place[1])
-    counts = torch.full((2, 5), 6, dtype=torch.int32, device=place[1])
-    query = torch.randn(2, 4, 1, 16, generator=generator).to(place[1])
-    means = BlockMeans(tensors, tensors, counts, 6)
-
-    def work(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (mean_logits(query, means, ids, scale=0.3, backend=place[0]),)
-
-    masks(work, *ids_with(place, WRONG))
 
 
 def test_numbers_in_range_are_not_refused() -> None:

@@ -256,7 +256,8 @@ def test_nothing_changes_where_nothing_is_left_out(by: str, form: str) -> None:
             driver.forward(90, padded=11)
             outs.append([driver.forward(count) for count in (1, 1, 3, 1)])
     for plain, rested in zip(*outs, strict=True):
-        assert torch.equal(plain, rested)
+        # Operations add in another order than the one call of the library.
+        torch.testing.assert_close(plain, rested, rtol=1e-5, atol=ERROR)
 
 
 def test_switched_on_in_a_fork_and_after_loading(tmp_path: Any) -> None:

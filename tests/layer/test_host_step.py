@@ -149,7 +149,7 @@ def test_a_step_that_fails_counts_nothing_and_is_dropped_by_a_crop(
     driver.forward(100)
     driver.forward(1)
     before = driver.cache.stats()
-    monkeypatch.setattr(host_step, "run_step", no_room)
+    monkeypatch.setattr(host_step, "run_unchecked", no_room)
     with pytest.raises(MemoryError, match="no room"):
         driver.forward(1)
     assert driver.cache.stats() == before

@@ -55,15 +55,15 @@ FAULTS = (
     ),
     Fault(
         "drafts-see-the-future",
-        "hf_kvret/layer/operations.py",
+        "hf_kvret/layer/step.py",
         "offset = window.tokens()[0].shape[2] - queries if queries > 1 else None",
         "offset = None",
     ),
     Fault(
         "shared-layer-forgets-its-past",
         "hf_kvret/layer/layer.py",
-        "past = self.kv.length - (0 if self.pending_attention else new)",
-        "past = self.kv.length if self.pending_attention else 0",
+        "past = window.start + window.length - (0 if self.pending_attention else new)",
+        "past = window.start + window.length if self.pending_attention else 0",
     ),
     Fault(
         "learned-sinks-lost-in-a-second-prompt",

@@ -73,9 +73,9 @@ FAULTS = (
     ),
     Fault(
         "selected-tokens-count-twice",
-        "kernels/hf_kvret_kernels/mean_tokens/naive.py",
-        "left = means.counts[:, None, None] - _selected_counts(ids, tokens, means.block_len)",
-        "left = means.counts[:, None, None].expand(batch, ids.shape[1], queries, tokens)",
+        "kernels/hf_kvret_kernels/mean_tokens.py",
+        "left = self.counts[:, None, None] - self._selected_counts(ids)",
+        "left = self.counts[:, None, None].expand(*ids.shape[:3], -1)",
     ),
     Fault(
         "ids-below-none",

@@ -35,7 +35,6 @@ from hf_kvret_kernels import centroid, codebook, higgs, paris, proxy, relevance
 from hf_kvret_kernels.block_lse import block_lse
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
-from hf_kvret_kernels.mean_tokens import BlockMeans, mean_logits
 from hf_kvret_kernels.merge import Partials, merge_partials
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, lay_apart
@@ -507,14 +506,6 @@ def _step(shape: KernelShape, draw: Draw) -> Any:
     )
 
 
-def _means(shape: KernelShape, draw: Draw) -> Any:
-    sizes = (shape.batch, shape.heads, 1, shape.head_dim)
-    counts = torch.full((shape.batch, 1), shape.length, dtype=torch.int32, device=draw.device)
-    means = BlockMeans(draw.normal(*sizes), draw.normal(*sizes), counts)
-    ids = draw.ids(shape, shape.top_k)
-    return partial(mean_logits, draw.query(shape), means, ids, scale=shape.scale)
-
-
 def _block_sums(shape: KernelShape, draw: Draw) -> Any:
     probes = 4
     lead = (shape.batch, shape.query_heads, probes, shape.head_dim)
@@ -553,7 +544,6 @@ def _copied_pages(shape: KernelShape, draw: Draw) -> Any:
 STEP_OPS = (
     Operation(name="merge", inputs=_merge, check=(distance, SCORE_ERROR)),
     Operation(name="step_attention", inputs=_step, check=(distance, ATTENTION_ERRORS)),
-    Operation(name="mean_tokens", inputs=_means, check=_SCORES),
     Operation(name="block_lse", inputs=_block_sums, check=_SCORES, compiled=True),
     Operation(name="resident", inputs=_fetch, check=(unequal, 0.0)),
     Operation(name="copy_pages", inputs=_copied_pages, check=(unequal, 0.0)),

@@ -51,7 +51,6 @@ _REMEDIES = {
     "higgs": "a store that codes nothing: store='device' or 'host', and no aqua",
     "resident": "another store than 'resident', as store='host'",
     "block_lse": "prompt='exact'",
-    "mean_tokens": "rest=None",
 }
 
 

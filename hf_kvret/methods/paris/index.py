@@ -225,20 +225,22 @@ class ParisIndex(CapturableIndex, Index):
 
     def build(self, cold: ColdTokens) -> None:
         """Code a prompt that came in pieces by its own mean, not by that of the first piece."""
-        self._renew(cold.store, at=self._mean_len + 1)
+        if len(cold) > self._mean_len:
+            self._renew(cold.store)
 
     def before_search(self, cold: ColdTokens) -> None:
         """The mean of half as many tokens, or fewer, no longer is that of the keys."""
-        self._renew(cold.store, at=2 * self._mean_len)
+        if cold.valid.shape[1] >= 2 * self._mean_len:
+            self._renew(cold.store)
 
-    def _renew(self, store: Store, at: int) -> None:
-        """From ``at`` tokens on, take the mean of all keys and code them anew.
+    def _renew(self, store: Store) -> None:
+        """Take the mean of all keys and code them anew.
 
         Reads all keys twice, in chunks. Where a store codes its rows there are no exact keys, and
         the mean stays.
         """
         mean, length = self._mean, len(self._sign)
-        if length < at or mean is None or store.codes_rows:
+        if mean is None or store.codes_rows:
             return
         self._mean_len = length
         valid = self._weight.rows[:, 0, :, 0] >= 0
@@ -279,7 +281,7 @@ class ParisIndex(CapturableIndex, Index):
         _, rho = options.ratios(length)
         # A cap bends the whole score, the mean key's part included.
         offset = None if cold.softcap is None else self._mean_part(grouped)
-        return paris.search(
+        return paris.search_unchecked(
             grouped.transpose(2, 3),
             self._signs,
             self._codes(),
@@ -307,13 +309,12 @@ class ParisIndex(CapturableIndex, Index):
         return torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
-        options = self.options
-        (signs, levels), counts = self._basis(), self._counts
-        assert counts is not None, "a block was added"
+        options, counts, search = self.options, self._counts, self._host_search
         key = options, cold.budget, cold.softcap is None
-        search = self._host_search
         # Whatever changes the codes makes new counts.
         if search is None or search.counts is not counts or self._host_search_key != key:
+            signs, levels = self._basis()
+            assert counts is not None, "a block was added"
             _, rho = options.ratios(len(self._sign))
             self._host_search_key = key
             search = self._host_search = ParisSearch(

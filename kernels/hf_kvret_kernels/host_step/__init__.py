@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
+import os
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels.host_library import why_not
 from hf_kvret_kernels.host_step.searches import (
     CodebookSearch,
     FlatSearch,
@@ -28,8 +26,7 @@ from hf_kvret_kernels.host_step.searches import (
     ParisSearch,
     ProxySearch,
 )
-from hf_kvret_kernels.mean_tokens import BlockMeans
-from hf_kvret_kernels.paged import HostRows, PagedRows
+from hf_kvret_kernels.paged import HostRows
 
 __all__ = [
     "CodebookSearch",
@@ -41,19 +38,15 @@ __all__ = [
     "HostWindow",
     "ListSearch",
     "ParisSearch",
-    "ParisTrace",
     "ProxySearch",
     "run_step",
-    "trace_paris",
     "why_not",
 ]
 
-# What follows hfk_request in hfk_step: window; mean tokens; valid, its stride and the cold tokens;
-# addresses of search, sinks, the count of selected tokens and the result; kind of the search, a
-# reserved number.
-_STEP = struct.Struct("@3P5q3P2qP2q4P2i")
-# hfk_paris_trace: five addresses.
-_TRACE = struct.Struct("@5P")
+# hfk_step of csrc/hf_kvret_host.h: hfk_request as of ``host_library.pack_request``; window; valid,
+# its stride and the cold tokens; addresses of search, sinks, the count of selected tokens and the
+# result; kind of the search, a reserved number.
+_STEP = struct.Struct("@7P14q2d4i3P4qP2q4P2i")
 
 
 @dataclass(eq=False)
@@ -65,8 +58,7 @@ class HostWindow:
             view ``[:, :, :n]``.
         values: ``[B, Hkv, capacity, Dv]``, the same; or the first numbers of ``keys``, a view
             ``keys[..., :Dv]``.
-        length: rows held; of queries at n positions, those at position i see all but the last
-            ``n - 1 - i``.
+        length: rows held; of Q queries the one numbered i sees all but the last ``Q - 1 - i``.
         valid: ``[B, length]`` bool, None when all are valid.
     """
 
@@ -94,26 +86,6 @@ class HostWindow:
         return self.keys.data_ptr(), self.values.data_ptr()
 
 
-class ParisTrace(NamedTuple):
-    """What the stages of ParisKV's search leave; C the candidates, G queries of a group.
-
-    Attributes:
-        rotated: ``[B, H, Q, G, P]`` fp32.
-        points: ``[B, H, Q, G, P // 8, 256]`` uint8, of each sign byte.
-        scores: ``[B, H, Q, n]`` uint8: one more than the points, 0 for tokens that are not valid.
-        candidates: ``[B, H, Q, C]`` int32, -1 behind the last one.
-        estimates: ``[B, H, Q, G, C]`` fp32, -inf behind the last one.
-        ids: ``[B, H, Q, budget]`` int32.
-    """
-
-    rotated: torch.Tensor
-    points: torch.Tensor
-    scores: torch.Tensor
-    candidates: torch.Tensor
-    estimates: torch.Tensor
-    ids: torch.Tensor
-
-
 @dataclass(eq=False)
 class HostCold:
     """Cold tokens, some of which each query chooses.
@@ -124,14 +96,18 @@ class HostCold:
             ``valid`` and ``budget`` are not looked at.
         valid: ``[B, n]`` bool, False for tokens that are never chosen.
         budget: how many of them a query chooses, at least 1.
-        means: what stands for those that a query does not choose; None: nothing does.
     """
 
     rows: HostRows
     search: HostSearch
     valid: torch.Tensor
     budget: int
-    means: BlockMeans | None = None
+
+
+def why_not() -> str:
+    """Why the library can't be used and what helps; empty where it can."""
+    library = host_library.opened(os.environ.get(host_library.PATH_VARIABLE))
+    return library if isinstance(library, str) else ""
 
 
 def run_step(
@@ -144,7 +120,6 @@ def run_step(
     sink_logits: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-    position_queries: int = 1,
     threads: int | None = None,
     path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +134,6 @@ def run_step(
         sink_logits: ``[Hq]`` attention sink logits, or None.
         selected: int64 of one element, to which the number of chosen tokens is added, in place.
         dtype: of ``out``: float32, or the query's.
-        position_queries: how many consecutive queries are at one position, a divisor of Q.
         threads: as of ``host_attention``.
         path: as of ``host_attention``.
 
@@ -169,173 +143,145 @@ def run_step(
 
     Raises:
         ImportError: no library; see ``why_not()``.
-        ValueError: another ``dtype`` than these two, ``position_queries`` that don't divide Q, a
-            query of another dtype or head dim than the rows, windows or cold rows that do not fit
-            each other, ids that a short page table does not lead to.
+        ValueError: another ``dtype`` than these two, a query of another dtype or head dim than the
+            rows, windows or cold rows that do not fit each other, ids that a short page table does
+            not lead to.
         WrongIdError: a ValueError, for an id of no token, or a code of no codeword.
         MemoryError: no room for the work space.
     """
     if dtype not in (torch.float32, query.dtype):
         raise ValueError(f"dtype {dtype}: a step writes float32 or its query's {query.dtype}")
-    capacity = window.capacity
-    _check_window(query, window.keys, window.length, position_queries)
-    heads, value_dim = window.keys.shape[1], window.values.shape[3]
+    _check_window(query, window)
     if cold is not None:
-        _check_cold(query, cold.rows, cold.valid, value_dim)
-        if cold.means is not None:
-            cold.means.check(query, value_dim)
-        known = cold.search.tokens()
-        if known is not None and known != cold.valid.shape[1]:
-            raise ValueError(
-                f"the search knows {known} tokens, valid covers {cold.valid.shape[1]}: an index "
-                "has to hold every token that was added"
-            )
-    query, threads = query.contiguous(), host_library.thread_count(threads)
+        _check_cold(query, cold, window)
+    return run_unchecked(
+        query, window, cold, scale, softcap, sink_logits, selected, dtype, threads, path
+    )
+
+
+def run_unchecked(
+    query: torch.Tensor,
+    window: HostWindow,
+    cold: HostCold | None,
+    scale: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    selected: torch.Tensor | None,
+    dtype: torch.dtype,
+    threads: int | None = None,
+    path: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``run_step`` for a caller whose window and rows fit each other by how they were made.
+
+    What an index says is checked here, too.
+    """
+    query = query.contiguous()
     batch, query_heads, queries, _ = query.shape
     # The results have the query's device and fixed dtypes, whatever torch's defaults are.
-    out = query.new_empty(batch, query_heads, queries, value_dim, dtype=dtype)
-    sums, result = (out, None) if dtype == torch.float32 else (None, out)
-    if cold is not None and isinstance(cold.search, GivenIds):
+    out = query.new_empty(batch, query_heads, queries, window.values.shape[3], dtype=dtype)
+    if cold is None:
+        ids = query.new_empty(batch, window.keys.shape[1], queries, 0, dtype=torch.int32)
+    elif isinstance(cold.search, GivenIds):
         ids = cold.search.ids.contiguous()
-        _check_ids(query, ids, heads)
+        _check_ids(query, ids, window.keys.shape[1])
     else:
-        budget = 0 if cold is None else cold.budget
-        choosers = heads if cold is None else cold.search.heads or heads
-        ids = query.new_empty(batch, choosers, queries, budget, dtype=torch.int32)
-    # Without cold tokens no row is read.
-    where, layout, coding = None, (query.shape[3] + value_dim, query.shape[3]), 0
-    if cold is not None:
-        rows = cold.rows
-        addresses = rows.addresses() if rows.page_address is None else rows.page_address
-        table = rows.table.contiguous()
-        where = table, addresses, rows.page_len, rows.token_count, rows.in_files
-        layout, coding = (rows.width, rows.value_start), rows.coding_address
-    sizes = (heads, value_dim, *layout)
-    request = host_library.pack_request(
-        query, ids, where, sizes, sums, None, scale, softcap, threads, path, coding
-    )
-    lengths = capacity, position_queries
-    step, _keep = _pack_step(request, window, lengths, cold, sink_logits, selected, result)
-    if host_library.call("hfk_run_step", threads, step) == host_library.BAD_ID and cold is not None:
-        if isinstance(cold.search, CodebookSearch):
-            cold.search.check(cold.valid)
-        cold.rows.check_range(ids)
+        known, count = cold.search.token_count, cold.valid.shape[1]
+        if known is not None and known != count:
+            raise ValueError(
+                f"the search knows {known} tokens, valid covers {count}: an index has to hold "
+                "every token that was added"
+            )
+        heads = cold.search.heads or window.keys.shape[1]
+        ids = query.new_empty(batch, heads, queries, cold.budget, dtype=torch.int32)
+    library = host_library.opened(os.environ.get(host_library.PATH_VARIABLE))
+    if isinstance(library, str):
+        raise host_library.missing(library)
+    if threads is None:
+        threads = min(torch.get_num_threads(), host_library.PROCESSORS)
+    scores = scale, softcap, sink_logits
+    step, _keep = _pack_step(query, window, cold, scores, ids, out, selected, threads, path)
+    status = library.hfk_run_step(step)
+    if status:
+        host_library.check(status, "hfk_run_step", threads)
+        if cold is not None:
+            if isinstance(cold.search, CodebookSearch):
+                cold.search.check(cold.valid)
+            cold.rows.check_range(ids)
         raise RuntimeError(
             "ids or page table changed while they were read: do not write to them in another thread"
         )
     return out, ids
 
 
-def trace_paris(
-    query: torch.Tensor,
-    search: ParisSearch,
-    valid: torch.Tensor,
-    budget: int,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    path: str | None = None,
-) -> ParisTrace:
-    """What each stage of ParisKV's search does with ``query [B, Hq, Q, Dk]``; for tests.
-
-    Arguments as of ``HostCold`` and ``run_step``.
-    """
-    query = query.contiguous()
-    batch, query_heads, queries, dim = query.shape
-    heads, n = search.counts.shape[1], valid.shape[1]
-    tables = 1 if search.mean_query else query_heads // heads
-    lead, rotated_dim = (batch, heads, queries), len(search.signs)
-    trace = ParisTrace(
-        query.new_empty(*lead, tables, rotated_dim, dtype=torch.float32),
-        query.new_empty(*lead, tables, rotated_dim // 8, 256, dtype=torch.uint8),
-        query.new_empty(*lead, n, dtype=torch.uint8),
-        query.new_empty(*lead, search.candidates, dtype=torch.int32),
-        query.new_full((*lead, tables, search.candidates), -math.inf, dtype=torch.float32),
-        query.new_empty(*lead, budget, dtype=torch.int32),
-    )
-    request = host_library.pack_request(
-        query,
-        trace.ids,
-        None,
-        (heads, dim, 2 * dim, dim),
-        trace.rotated,
-        None,
-        scale,
-        softcap,
-        1,
-        path,
-    )
-    empty = query.new_empty(batch, heads, 0, dim)
-    no_rows = PagedRows([query.new_empty(1, heads, 1, 2 * dim)], trace.ids[0, :1, 0], dim)
-    cold = HostCold(no_rows, search, valid, budget)
-    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), (0, 1), cold, None, None, None)
-    arrays = (trace.rotated, trace.points, trace.scores, trace.candidates, trace.estimates)
-    host_library.call(
-        "hfk_search_ids", 1, step, _TRACE.pack(*(array.data_ptr() for array in arrays))
-    )
-    return trace
-
-
 def _pack_step(
-    request: bytes,
+    query: torch.Tensor,
     window: HostWindow,
-    lengths: tuple[int, int],
     cold: HostCold | None,
-    sink_logits: torch.Tensor | None,
+    scores: tuple[float, float | None, torch.Tensor | None],
+    ids: torch.Tensor,
+    out: torch.Tensor,
     selected: torch.Tensor | None,
-    result: torch.Tensor | None,
+    threads: int,
+    path: str | None,
 ) -> tuple[bytes, tuple[object, ...]]:
     """``hfk_step``, and what must live until the call is over.
 
-    ``lengths``: the window's capacity, and queries of a position.
+    ``scores``: scale, soft cap and sink logits.
     """
-    near = window.valid
+    scale, softcap, sink_logits = scores
+    batch, query_heads, queries, key_dim = query.shape
+    value_dim, near = window.values.shape[3], window.valid
     if near is not None and near.stride(1) != 1:
         near = near.contiguous()
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
-    valid, searched, chosen, means = None, None, (0, 0, 0, 0), (0, 0, 0, 0, 0)
+    # Without cold tokens no row is read.
+    table = addresses = valid = searched = None
+    rows_at, row_sizes = (0, 0, 0), (0, 1, 0, 0, key_dim + value_dim, key_dim)
+    chosen, kind, in_files = (0, 0, 0, 0), 0, False
     if cold is not None:
+        rows, table = cold.rows, cold.rows.table.contiguous()
+        addresses = rows.addresses() if rows.page_address is None else rows.page_address
+        rows_at = table.data_ptr(), addresses.data_ptr(), rows.coding_address
+        row_sizes = (
+            *(table.shape[1], rows.page_len, addresses.shape[0], rows.token_count),
+            *(rows.width, rows.value_start),
+        )
         valid = cold.valid if cold.valid.stride(1) == 1 else cold.valid.contiguous()
-        searched = ctypes.c_char_p(cold.search.pack())
+        searched = ctypes.c_char_p(cold.search.packed)
         address = ctypes.cast(searched, ctypes.c_void_p).value or 0
         chosen = valid.data_ptr(), valid.stride(0), valid.shape[1], address
-        means = _packed_means(cold.means)
-    step = request + _STEP.pack(
+        kind, in_files = cold.search.kind, rows.in_files
+    is_fp32 = out.dtype == torch.float32
+    out_at = out.data_ptr()
+    step = _STEP.pack(
+        query.data_ptr(),
+        ids.data_ptr(),
+        *rows_at[:2],
+        out_at if is_fp32 else 0,
+        0,
+        rows_at[2],
+        *(batch, query_heads, ids.shape[1], window.keys.shape[1], queries, ids.shape[3]),
+        *(key_dim, value_dim, *row_sizes),
+        *(scale, softcap or 0.0, host_library.DTYPES[query.dtype]),
+        host_library.path_number(path or os.environ.get(host_library.ISA_VARIABLE)),
+        *(threads, in_files),
         *window._addresses,
         0 if near is None else near.data_ptr(),
         0 if near is None else near.stride(0),
-        lengths[0],
-        window.length,
-        lengths[1],
-        window.value_row,
-        *means,
+        *(window.capacity, window.length, window.value_row),
         *chosen,
         0 if sink_logits is None else sink_logits.data_ptr(),
         0 if selected is None else selected.data_ptr(),
-        0 if result is None else result.data_ptr(),
-        0 if cold is None else cold.search.kind,
-        0,
+        0 if is_fp32 else out_at,
+        *(kind, 0),
     )
-    return step, (cold, searched, valid, near, sink_logits)
+    return step, (table, addresses, valid, searched, near, sink_logits)
 
 
-def _packed_means(means: BlockMeans | None) -> tuple[int, int, int, int, int]:
-    """The numbers of ``hfk_means``."""
-    if means is None:
-        return 0, 0, 0, 0, 0
-    tensors = means.keys, means.values, means.counts
-    keys, values, counts = (each.data_ptr() for each in tensors)
-    return keys, values, counts, means.keys.shape[2], means.block_len
-
-
-def _check_window(
-    query: torch.Tensor, keys: torch.Tensor, length: int, position_queries: int
-) -> None:
-    """ValueError where the ``length`` rows of a window are not for this query.
-
-    ``position_queries`` of its queries are at one position.
-    """
+def _check_window(query: torch.Tensor, window: HostWindow) -> None:
+    """ValueError where a window's rows are not for this query."""
+    keys, length = window.keys, window.length
     batch, query_heads, queries, key_dim = query.shape
     rows, heads, capacity, row_dim = keys.shape
     if query.dtype != keys.dtype or key_dim != row_dim:
@@ -348,14 +294,9 @@ def _check_window(
             f"query is {tuple(query.shape)}, keys are {keys.dtype} {tuple(keys.shape)}: pass rows "
             "for the query's batch, and KV heads that divide its heads"
         )
-    if position_queries < 1 or queries % position_queries:
+    if length and not queries <= length <= capacity:
         raise ValueError(
-            f"position_queries={position_queries}: it must divide the {queries} queries"
-        )
-    positions = queries // position_queries
-    if length and not positions <= length <= capacity:
-        raise ValueError(
-            f"length={length}: {positions} queries are among the rows held, and the buffers have "
+            f"length={length}: {queries} queries are among the rows held, and the buffers have "
             f"{capacity}: pass 0 or a number between"
         )
 
@@ -386,9 +327,10 @@ def _value_row(keys: torch.Tensor, values: torch.Tensor) -> int:
     return keys.shape[3] if is_in_key else values.shape[3]
 
 
-def _check_cold(query: torch.Tensor, rows: HostRows, valid: torch.Tensor, value_dim: int) -> None:
-    """ValueError where cold rows or their mask are not for this query and its window's values."""
+def _check_cold(query: torch.Tensor, cold: HostCold, window: HostWindow) -> None:
+    """ValueError where cold rows or their mask are not for this query and window."""
     batch, _, _, key_dim = query.shape
+    rows, valid, value_dim = cold.rows, cold.valid, window.values.shape[3]
     dtype = query.dtype if rows.coding_address else rows.dtype
     if dtype != query.dtype or (rows.key_dim, rows.value_dim) != (key_dim, value_dim):
         raise ValueError(

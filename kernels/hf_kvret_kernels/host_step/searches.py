@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -28,10 +29,12 @@ class HostSearch(Protocol):
     @property
     def heads(self) -> int | None: ...
 
-    def pack(self) -> bytes:
+    @property
+    def packed(self) -> bytes:
         """The library's struct; its addresses are good as long as this object lives."""
 
-    def tokens(self) -> int | None:
+    @property
+    def token_count(self) -> int | None:
         """How many it knows; None where that does not matter."""
 
 
@@ -44,6 +47,7 @@ class GivenIds:
     """
 
     kind: ClassVar[int] = 0
+    token_count: ClassVar[None] = None
 
     ids: torch.Tensor
 
@@ -51,10 +55,8 @@ class GivenIds:
     def heads(self) -> int:
         return self.ids.shape[1]
 
-    def tokens(self) -> int | None:
-        return None
-
-    def pack(self) -> bytes:
+    @property
+    def packed(self) -> bytes:
         return b""
 
 
@@ -72,10 +74,12 @@ class FlatSearch:
 
     keys: torch.Tensor
 
-    def tokens(self) -> int | None:
+    @property
+    def token_count(self) -> int:
         return self.keys.shape[2]
 
-    def pack(self) -> bytes:
+    @property
+    def packed(self) -> bytes:
         keys = self.keys = _dense_rows(self.keys)
         return self._STRUCT.pack(keys.data_ptr(), keys.stride(0), keys.stride(1))
 
@@ -111,21 +115,17 @@ class ParisSearch:
     candidates: int
     mean: torch.Tensor | None = None
     mean_query: bool = False
-    _packed: bytes | None = field(default=None, init=False, repr=False)
 
-    def tokens(self) -> int | None:
+    @functools.cached_property
+    def token_count(self) -> int:
         return self.codes.sign.shape[2]
 
     def __getstate__(self) -> dict[str, object]:
         """Without addresses, which are good for these tensors alone."""
-        return {**vars(self), "_packed": None}
+        return {name: value for name, value in vars(self).items() if name != "packed"}
 
-    def pack(self) -> bytes:
-        if self._packed is None:
-            self._packed = self._pack()
-        return self._packed
-
-    def _pack(self) -> bytes:
+    @functools.cached_property
+    def packed(self) -> bytes:
         codes = self.codes
         planes = [_dense_rows(x) for x in (codes.sign, codes.magnitude, codes.weight)]
         self.codes = ParisCodes(*planes)
@@ -168,10 +168,12 @@ class ProxySearch:
     offset: torch.Tensor | None = None
     heads: int | None = None
 
-    def tokens(self) -> int | None:
+    @property
+    def token_count(self) -> int:
         return self.rows.shape[2]
 
-    def pack(self) -> bytes:
+    @property
+    def packed(self) -> bytes:
         self.query, rows = self.query.contiguous(), _dense_rows(self.rows)
         self.rows = rows
         if self.offset is not None:
@@ -205,14 +207,16 @@ class CodebookSearch:
     table: torch.Tensor
     codes: torch.Tensor
 
-    def tokens(self) -> int | None:
+    @property
+    def token_count(self) -> int:
         return self.codes.shape[2]
 
     def check(self, valid: torch.Tensor) -> None:
         """WrongIdError where a code of ``valid [B, n]`` tokens is of no codeword."""
         check_valid_codes(self.codes, self.table.shape[3], valid)
 
-    def pack(self) -> bytes:
+    @property
+    def packed(self) -> bytes:
         self.table = self.table.contiguous()
         if self.codes.stride(2) != 1:
             self.codes = self.codes.contiguous()
@@ -256,6 +260,7 @@ class ListSearch:
     """
 
     kind: ClassVar[int] = 5
+    token_count: ClassVar[None] = None
     heads: ClassVar[None] = None
     _GENERATION: ClassVar[struct.Struct] = struct.Struct("@5P10q")
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("@3q")
@@ -264,10 +269,8 @@ class ListSearch:
     nprobe: int
     pending: int
 
-    def tokens(self) -> int | None:
-        return None
-
-    def pack(self) -> bytes:
+    @property
+    def packed(self) -> bytes:
         self.generations = tuple(_dense_generation(part) for part in self.generations)
         parts = [self._pack_generation(part) for part in self.generations]
         none = bytes(self._GENERATION.size)

@@ -19,6 +19,7 @@ from hf_kvret_kernels.paris.selection import (
     count_centroids,
     rerank,
     search,
+    search_unchecked,
     tier_shares,
 )
 
@@ -36,5 +37,6 @@ __all__ = [
     "rotate",
     "rotated_dim",
     "search",
+    "search_unchecked",
     "tier_shares",
 ]

@@ -79,24 +79,49 @@ def search(
         )
     if query.dim() != 5:
         raise ValueError(f"query has shape {tuple(query.shape)}, expected [B, H, Q, G, D]")
-    sign = codes.sign
+    if choose_backend(backend, query) != "naive":
+        if signs is None:
+            check_queries(query, codes.sign.device)
+        else:
+            check_signs(query, signs)
+        dim = query.shape[-1] if signs is None else len(signs)
+        shape = torch.Size((*query.shape[:-1], dim))
+        check_stage_one(shape, counts, codes.sign, rho, tiers, m, valid)
+        check_stage_two(shape, codes, levels, m, softcap, offset)
+    return search_unchecked(
+        *(query, signs, codes, counts, levels, count, survivors, rho, tiers, m, valid),
+        *(scale, softcap, offset, backend),
+    )
+
+
+def search_unchecked(
+    query: torch.Tensor,
+    signs: torch.Tensor | None,
+    codes: ParisCodes,
+    counts: torch.Tensor,
+    levels: torch.Tensor,
+    count: int,
+    survivors: int,
+    rho: float,
+    tiers: Sequence[float],
+    m: int,
+    valid: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    offset: torch.Tensor | None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``search`` for a caller whose tensors fit each other by how they were made."""
     if choose_backend(backend, query) == "naive":
         q_rot = query if signs is None else rotate(query, signs, backend=backend)
         first: dict[str, Any] = {"rho": rho, "tiers": tiers, "valid": valid}
-        ids = candidates(q_rot, counts, sign, survivors, m=m, backend=backend, **first)
+        ids = candidates(q_rot, counts, codes.sign, survivors, m=m, backend=backend, **first)
         second: dict[str, Any] = {"scale": scale, "softcap": softcap, "offset": offset}
         scores = rerank(q_rot, codes, ids, levels, m=m, backend=backend, **second)
         return best_ids(scores, ids, count, backend=backend)
     from hf_kvret_kernels.paris import triton
 
-    if signs is None:
-        check_queries(query, sign.device)
-    else:
-        check_signs(query, signs)
-    dim = query.shape[-1] if signs is None else len(signs)
-    shape = torch.Size((*query.shape[:-1], dim))
-    shares = check_stage_one(shape, counts, sign, rho, tiers, m, valid)
-    check_stage_two(shape, codes, levels, m, softcap, offset)
+    shares = tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
     with launching_on(query):
         return triton.search(
             *(query, signs, codes, counts, levels, count, survivors, shares, m, valid),

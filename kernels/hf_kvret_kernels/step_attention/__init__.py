@@ -15,11 +15,10 @@ from hf_kvret_kernels._dispatch import (
     choose_backend,
     launching_on,
 )
-from hf_kvret_kernels.mean_tokens import MeanTokens
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.step_attention import naive
 
-__all__ = ["step_attention"]
+__all__ = ["step_attention", "step_unchecked"]
 
 
 def step_attention(
@@ -35,7 +34,6 @@ def step_attention(
     sink_logits: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
-    means: MeanTokens | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +48,6 @@ def step_attention(
         ids: int32 or int64 of any shape, or None.
         selected: int64 of one element, to which the number of ``ids`` that are not -1 is added, in
             place; None exactly where ``ids`` is.
-        means: tokens that join the softmax, or None.
         out_dtype: fp32, fp16 or bf16; None means the query's.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
@@ -72,10 +69,30 @@ def step_attention(
         check_no_grad(sink_logits=sink_logits)
         check_tensor("sink_logits", sink_logits, query.shape[1:2], FLOATS, query.device)
     _check_counting(ids, selected, query.device)
-    if means is not None:
-        _check_means(means, query, value)
+    return step_unchecked(
+        *(query, key, value, others, scale, causal_offset, valid, softcap),
+        *(sink_logits, ids, selected, out_dtype, backend),
+    )
+
+
+def step_unchecked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: Partials,
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    selected: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``step_attention`` for a caller whose tensors fit each other by how they were made."""
     arguments = (query, key, value, others, scale, causal_offset, valid, softcap)
-    more = (sink_logits, ids, selected, means, out_dtype)
+    more = (sink_logits, ids, selected, out_dtype)
     if choose_backend(backend, query) == "naive":
         return naive.step_attention(*arguments, *more)
     from hf_kvret_kernels.step_attention import triton
@@ -113,12 +130,3 @@ def _check_counting(
         check_tensor("selected", selected, selected.shape, (torch.int64,), device)
         if selected.numel() != 1:
             raise ValueError(f"selected has shape {tuple(selected.shape)}: pass one number")
-
-
-def _check_means(means: MeanTokens, query: torch.Tensor, value: torch.Tensor) -> None:
-    logits, values = means
-    check_no_grad(logits=logits, values=values)
-    tokens = values.shape[2:3]
-    of_heads = value.shape[:2] + tokens + value.shape[3:]
-    check_tensor("means.values", values, of_heads, (torch.float32,), query.device)
-    check_tensor("means.logits", logits, query.shape[:3] + tokens, (torch.float32,), query.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels.mean_tokens import MeanTokens
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.merge.naive import merge_partials
 from hf_kvret_kernels.prompt_attention.naive import prompt_attention
@@ -23,7 +22,6 @@ def step_attention(
     sink_logits: torch.Tensor | None,
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
-    means: MeanTokens | None,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.step_attention.step_attention``."""
@@ -32,8 +30,4 @@ def step_attention(
     out, lse = prompt_attention(
         query, key, value, scale, causal_offset, valid, softcap, torch.float32
     )
-    outs, lses = [out, others.outs], [lse, others.lses]
-    if means is not None:
-        outs.append(means.partials().outs)
-        lses.append(means.logits)
-    return merge_partials(outs, lses, sink_logits, out_dtype)
+    return merge_partials([out, others.outs], [lse, others.lses], sink_logits, out_dtype)

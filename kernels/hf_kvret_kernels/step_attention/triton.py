@@ -20,7 +20,6 @@ from hf_kvret_kernels import _dispatch as dispatch
 from hf_kvret_kernels._triton_shared import (
     LN_2,
     add_sinks,
-    add_tokens,
     empty_merge,
     finish_merge,
     finite_base,
@@ -30,7 +29,6 @@ from hf_kvret_kernels._triton_shared import (
     merge_all,
     merge_some,
 )
-from hf_kvret_kernels.mean_tokens import MeanTokens
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention.triton import (
     TilePlan,
@@ -54,7 +52,7 @@ _IDS = 512
 @triton.jit(
     do_not_specialize=[
         *("queries", "tokens", "causal_offset", "split_len"),
-        *("other_splits", "share", "count", "mean_count"),
+        *("other_splits", "share", "count"),
     ]
 )
 def _finish_kernel(
@@ -68,8 +66,6 @@ def _finish_kernel(
     lses,
     tickets,
     sinks_ptr,
-    mean_logits,
-    mean_values,
     ids_ptr,
     selected_ptr,
     out_ptr,
@@ -85,9 +81,7 @@ def _finish_kernel(
     other_splits,
     share,
     count,
-    mean_count,
     HAS_SINKS: tl.constexpr,
-    HAS_MEANS: tl.constexpr,
     ROWS: tl.constexpr,
     OTHERS: tl.constexpr,
     OWN: tl.constexpr,
@@ -155,9 +149,9 @@ def _finish_kernel(
     if ticket == splits - 1:
         tl.store(address, 0)
         _merge_own(
-            outs, lses, sinks_ptr, mean_logits, mean_values, out_ptr, lse_ptr, rows, row_mask,
+            outs, lses, sinks_ptr, out_ptr, lse_ptr, rows, row_mask,
             h * G + (block * ROWS + tl.arange(0, ROWS)) % G,
-            pair, splits, mean_count, HAS_SINKS, HAS_MEANS, OWN, DV, ROWS, BLOCK_DV,
+            splits, HAS_SINKS, OWN, DV, ROWS, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -197,36 +191,24 @@ def _merge_own(
     outs,
     lses,
     sinks_ptr,
-    mean_logits,
-    mean_values,
     out_ptr,
     lse_ptr,
     rows,
     row_mask,
     query_heads,
-    pair,
     splits,
-    mean_count,
     HAS_SINKS: tl.constexpr,
-    HAS_MEANS: tl.constexpr,
     OWN: tl.constexpr,
     DV: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """All programs' chunks of the queries at ``rows``, mean tokens and learned sinks, merged."""
+    """All programs' chunks of the queries at ``rows``, and learned sinks, merged."""
     peak, mass, total = empty_merge(ROWS, BLOCK_DV)
     peak, mass, total = merge_all(
         outs, lses, rows, row_mask, splits, peak, mass, total, DV, OWN, BLOCK_DV, ".cg"
     )
     columns = tl.arange(0, BLOCK_DV)
-    if HAS_MEANS:
-        for r in range(0, mean_count):
-            at = mean_logits + rows[:, None] * mean_count + r
-            logits = tl.load(at, mask=row_mask[:, None], other=float("-inf"))
-            value = mean_values + (pair.to(tl.int64) * mean_count + r) * DV + columns
-            values = tl.load(value, mask=columns < DV, other=0.0)
-            peak, mass, total = add_tokens(logits, values[None, :], peak, mass, total)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + query_heads[:, None]).to(tl.float32)
         peak, mass, total = add_sinks(sink, peak, mass, total)
@@ -262,7 +244,6 @@ def step_attention(
     sink_logits: torch.Tensor | None,
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
-    means: MeanTokens | None,
     out_dtype: torch.dtype,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,10 +265,8 @@ def step_attention(
     # A kernel argument must be some pointer; without ids they are never read.
     flat = (tickets if ids is None else ids.reshape(-1)).contiguous()
     buffers = others.outs.contiguous(), others.lses.contiguous(), outs, lses, tickets
-    mean_tokens = (lse, lse) if means is None else tuple(side.contiguous() for side in means)
     results = (
         lse if sink_logits is None else sink_logits.contiguous(),
-        *mean_tokens,
         flat,
         tickets if selected is None else selected,
         out,
@@ -299,11 +278,9 @@ def step_attention(
         """Arguments and constants of the kernel."""
         plan = layout.plan
         numbers = tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap)
-        mean_count = 0 if means is None else means.logits.shape[3]
-        shares = layout.other_splits, layout.share, id_count, mean_count
+        shares = layout.other_splits, layout.share, id_count
         constants = {
             "HAS_SINKS": sink_logits is not None,
-            "HAS_MEANS": means is not None,
             "ROWS": layout.rows,
             "OTHERS": triton.next_power_of_2(layout.share),
             "OWN": layout.own,

@@ -217,9 +217,8 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "centroid.top_keys": ("ctkvr", {}, (f"{KERNELS}centroid.key_lists",)),
     "centroid.similarity": ("ctkvr", {}, (f"{KERNELS}centroid.similarity",)),
-    **{
-        f"paris.{name}": ("paris", {}, (f"{KERNELS}paris.{name}",)) for name in ("encode", "search")
-    },
+    "paris.encode": ("paris", {}, (f"{KERNELS}paris.encode",)),
+    "paris.search": ("paris", {}, (f"{KERNELS}paris.search_unchecked", f"{KERNELS}paris.search")),
     **{
         f"paris.{name}": (
             "paris",

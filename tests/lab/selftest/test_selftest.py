@@ -248,11 +248,11 @@ def test_without_the_library_steps_are_not_compared_with_themselves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(host_library.PATH_VARIABLE, "/home/anna/none.so")
-    host_library._open.cache_clear()
+    host_library.opened.cache_clear()
     try:
         assert cli.main(["selftest", "--device", "cpu", "--only", "kernels,steps", "--json"]) == 0
     finally:
-        host_library._open.cache_clear()
+        host_library.opened.cache_clear()
     output = capsys.readouterr().out
     content = json.loads(output)
     assert {one["status"] for one in content["checks"]} == {SKIPPED}
