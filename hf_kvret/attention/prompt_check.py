@@ -27,6 +27,8 @@ from hf_kvret_model_patches.decoders import decoder_of
 
 # Types whose own count of positions forgets the cached tokens. `generate` always passes positions.
 _COUNT_FROM_ZERO = {"bamba"}
+# Passes whose ids are noted before all of them are written.
+_MOST_NOTED = 256
 
 
 def check_origin(
@@ -104,8 +106,11 @@ def _begin(
     if module.config.model_type in _COUNT_FROM_ZERO and tokens is not None and not has_positions:
         end = start + tokens.shape[1]
         kwargs["position_ids"] = torch.arange(start, end, device=tokens.device)[None]
-    if not record.begin(module, start):
+    if record.owner not in (None, module) and record.start == start:
+        # A pass inside of another one, whose module notes the ids.
         return
+    record.owner, record.start = module, start
+    record.noted.append((start, None))
     # Steps of one token with the same module are not compared: that would cost more than to record
     # them.
     is_step = start > 0 and tokens is not None and tokens.shape[1] == 1
@@ -139,7 +144,9 @@ def _end(
     if output is None or tokens is None or tokens.shape[1] != end - start:
         return
     if not tokens.is_floating_point():
-        record.write(tokens, start)
+        record.noted.append((start, tokens.to(torch.int32, copy=True)))
+        if len(record.noted) > _MOST_NOTED:
+            record.write_noted()
     # `generate` recorded all of them at once.
     inputs = _other_inputs(kwargs) if end - start > 1 and not is_using(cache) else {}
     if inputs:

@@ -301,7 +301,7 @@ class DecodeGraph:
         for layer in self._steps:
             layer.set_capture(frame.capture)
         # A replay would write the ids where they were at the capture; see `__call__`.
-        self._cache.tokens.begin(self, self._cache.get_seq_length())
+        self._cache.tokens.owner, self._cache.tokens.start = self, self._cache.get_seq_length()
         try:
             return self._model(**frame.inputs)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -60,10 +60,12 @@ class InputDigest(NamedTuple):
 class TokenRecord(State):
     """Ids of the tokens in a cache, as far as it saw them, and digests of its other inputs.
 
-    Ids are copied when they are written, without waiting for the device, and read when they are
+    Ids are copied when they are noted, without waiting for the device, and read when they are
     compared or saved. Tokens that came as embeddings, or by hand, are ``UNKNOWN``.
 
     Attributes:
+        noted: passes that are not written yet, in their order: the first token, and a copy of the
+            ids ``[B, n]``; None: they are unknown. A step appends to it, and calls nothing.
         passes: digests of the passes with inputs that are no text, in their order.
         owner: the outermost module of the running pass, which writes its ids; None between passes.
         checked_owner: gives the module that last began a pass, after it was compared with what
@@ -75,29 +77,40 @@ class TokenRecord(State):
     _ids: TokenBuffer = part(TokenBuffer)
 
     def __init__(self) -> None:
+        self.noted: list[tuple[int, torch.Tensor | None]] = []
         self.passes: tuple[InputDigest, ...] = ()
         self.owner: Any = None
         self.checked_owner: Callable[[], Any] = _nobody
         self.start = 0
 
     def __len__(self) -> int:
+        self.write_noted()
         return len(self._ids)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without modules, which are of this process alone."""
+        self.write_noted()
         return {**vars(self), "owner": None, "checked_owner": _nobody}
 
     def reset(self) -> None:
         super().reset()
-        self.passes, self.checked_owner = (), _nobody
+        self.noted, self.passes, self.checked_owner = [], (), _nobody
+
+    def fork(self) -> Self:
+        self.write_noted()
+        twin = super().fork()
+        twin.noted = []
+        return twin
 
     def crop(self, length: int) -> None:
         """Forget tokens from ``length`` on, and digests of passes that had some of them."""
+        self.write_noted()
         super().crop(length)
         self.passes = tuple(one for one in self.passes if one.end <= length)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state; digests are forgotten where the number of rows changes."""
+        self.write_noted()
         if not self._ids.is_allocated:
             return
         if len(rows) != len(self._ids.rows):
@@ -108,38 +121,44 @@ class TokenRecord(State):
 
     def repeat(self, repeats: int) -> None:
         """Every sequence of the batch ``repeats`` times."""
+        self.write_noted()
         if self._ids.is_allocated:
             rows = torch.arange(len(self._ids.rows), device=self._ids.rows.device)
             self.reorder(rows.repeat_interleave(repeats))
 
-    def begin(self, owner: Any, start: int) -> bool:
-        """Begin a pass at token ``start``; False inside of one, which its owner writes."""
-        if self.owner not in (None, owner) and self.start == start:
-            return False
-        self.owner, self.start = owner, start
-        self._ids.crop(start)
-        return True
-
     def write(self, ids: torch.Tensor, start: int) -> None:
         """Write ``ids`` ``[B, n]`` of the tokens from ``start`` on; earlier gaps are unknown."""
-        SIGNALS_WAIT.depth += 1
-        try:
-            # Memory made in inference mode could not be written to outside of it.
-            with torch.inference_mode(False):
-                if self._ids.is_allocated and len(self._ids.rows) != len(ids):
-                    self.reset()
-                self._ids.crop(start)
-                like = ids.new_empty((len(ids), 1, 0), dtype=torch.int32)
-                if start > len(self):
-                    self._ids.reserve(start - len(self), like).fill_(UNKNOWN)
-                self._ids.reserve(ids.shape[1], like).copy_(ids.detach()[:, None])
-        finally:
-            SIGNALS_WAIT.depth -= 1
-            if SIGNALS_WAIT.waiting:
-                SIGNALS_WAIT.end()
+        self.noted.append((start, ids))
+        self.write_noted()
+
+    def write_noted(self) -> None:
+        """Write the ids of all passes that were noted."""
+        if not self.noted:
+            return
+        noted, self.noted = self.noted, []
+        # Memory made in inference mode could not be written to outside of it.
+        with SIGNALS_WAIT, torch.inference_mode(False):
+            for start, ids in noted:
+                self._write(ids, start)
+
+    def _write(self, ids: torch.Tensor | None, start: int) -> None:
+        self._ids.crop(start)
+        if ids is None:
+            return
+        if self._ids.is_allocated and len(self._ids.rows) != len(ids):
+            # Another batch: what is known of the old one counts no more.
+            self._ids.reset()
+            self.passes = tuple(one for one in self.passes if one.start >= start)
+            self.checked_owner = _nobody
+        like = ids.new_empty((len(ids), 1, 0), dtype=torch.int32)
+        gap = start - len(self._ids)
+        if gap > 0:
+            self._ids.reserve(gap, like).fill_(UNKNOWN)
+        self._ids.reserve(ids.shape[1], like).copy_(ids.detach()[:, None])
 
     def ids(self, length: int) -> torch.Tensor | None:
         """``[B, length]`` int32 of the tokens from 0 on; None if nothing was ever written."""
+        self.write_noted()
         if not self._ids.is_allocated:
             return None
         ids = self._ids.rows[:, 0, :length]

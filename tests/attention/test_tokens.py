@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_kvret
 from hf_kvret import RetrievalCache
+from hf_kvret.attention import prompt_check
 from hf_kvret.saved.token_record import UNKNOWN
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.modes import MODES
@@ -114,6 +115,21 @@ def test_ids_are_noted_inside_inference_mode_and_outside(llama: Any) -> None:
         llama(ids[:, 35:].repeat(2, 1), past_key_values=twin)
     assert held_ids(cache) == ids[:, :35].tolist()
     assert held_ids(twin) == ids.repeat(2, 1).tolist()
+
+
+def test_ids_of_many_steps_are_written_before_anybody_asks(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_check, "_MOST_NOTED", 6)
+    hf_kvret.attach(llama)
+    cache, ids = new_cache(llama), prompt(1, 50)
+    with torch.inference_mode():
+        for part in ids.split([30, *[1] * 20], dim=1):
+            llama(part, past_key_values=cache)
+            assert len(cache.tokens.noted) <= 6
+            # The caller's tensor may be another step's next.
+            part.zero_()
+    assert held_ids(cache) == prompt(1, 50).tolist()
 
 
 def test_a_cache_loaded_inside_inference_mode_goes_on_in_it_and_outside(
