@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -60,6 +60,18 @@ def test_an_option_like_no_other_lists_them_all() -> None:
     with pytest.raises(ValueError, match="The options are top_k, sink") as raised:
         FlatConfig.from_options(zzzzzz=3)
     assert "did you mean" not in str(raised.value)
+
+
+def test_a_saved_cache_may_name_an_option_that_was_removed_where_it_changes_nothing() -> None:
+    class _Config(FlatConfig):
+        retired: ClassVar[dict[str, Any]] = {"codec": "higgs"}
+
+    assert _Config.from_saved(top_k=8, codec="higgs") == _Config.from_saved(top_k=8)
+    with pytest.raises(ValueError, match=r"codec='kivi': .*fill a new cache"):
+        _Config.from_saved(top_k=8, codec="kivi")
+    for make in (_Config.from_options, FlatConfig.from_saved):
+        with pytest.raises(ValueError, match="no option 'codec'"):
+            make(codec="higgs")
 
 
 def test_replace_validates_and_leaves_the_original() -> None:
