@@ -1,7 +1,6 @@
-"""What AQUA-KV's predictors are worth. bits: perplexity of aqua, of HIGGS without predictors, of
-round-to-nearest (min-max, and absmax as the paper's Quanto) and KIVI-style codes, at 2, 3 and 4
-bits (the paper's table 2). parts: other predictors, bits of the first layer, sinks, RoPE, anchors,
-inputs of the predictors, at 2 bits (tables 1 and 5). variance: what predictors explain, by layer
+"""What AQUA-KV's predictors are worth. bits: perplexity of aqua, and of HIGGS without predictors,
+at 2, 3 and 4 bits (the paper's table 2). parts: predictors, bits of the first layer, sinks, RoPE
+and calibration, at 2 bits (tables 1 and 5). variance: what predictors explain, by layer
 (figures 2 and 5). depth: what two layers below explain beside one (table 5). pruned: perplexity
 and first choices of H2O with AQUA-KV's rows (tables 3 and 12), with the artifact in the model's
 own folder if there is one. It makes the artifacts that it needs, from --calibration-text or from
@@ -41,22 +40,24 @@ from tqdm import tqdm
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.store import FirstRows
 from hf_kvret.lab.calibrate.aqua import AquaCalibration, AquaStudy
 from hf_kvret.lab.calibrate.runner import learn_at_once
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, Progress
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.program.arguments import length, number, whole_number
+from hf_kvret.lab.program.arguments import length, number
 from hf_kvret.lab.program.common_options import budget_option, context_option, count_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table
-from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
+from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
-from hf_kvret.models.compatibility import retrieval_layers, retrieval_shapes
+from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret_model_patches.rope import Rope
 
 FULL, USUAL = "full", "aqua"
@@ -97,12 +98,6 @@ def _changed(paper: float | None = None, *, cache: Any = None, **learned: Any) -
 
 
 ABLATIONS: dict[str, dict[str, Variant]] = {
-    "predictors": {
-        "linear": _AQUA,
-        "MLP": _changed(7.03, predictor="mlp"),
-        "reduced rank": _changed(7.22, predictor="low_rank"),
-        "linear, 4 bits (GPTQ)": _changed(7.03, predictor_bits=4),
-    },
     "first layer": {
         "16 bits": _changed(7.03, first_bits=16),
         "4 bits": _AQUA,
@@ -116,33 +111,13 @@ ABLATIONS: dict[str, dict[str, Variant]] = {
         "64": _changed(7.01, sinks=64, cache={"sink": 64}),
     },
     "keys": {"before RoPE": _AQUA, "after RoPE": _changed(7.05, space="after")},
-    "anchors": {
-        "first layer": _AQUA,
-        **{f"every {n} layers": _changed(anchor_every=n) for n in (8, 4, 2)},
-    },
     "inputs": {
         "values from keys and values": _AQUA,
-        "values from keys": _changed(7.04, value_inputs="keys"),
-        "values from values": _changed(7.04, value_inputs="values"),
-        "no predictor of values": _changed(7.06, value_inputs="none"),
-        "no predictor of keys": _changed(7.50, key_inputs="none"),
         "no predictors (HIGGS)": Variant(None, {"bits": _FEW, "predictor": "none"}, paper=7.47),
     },
     "calibrated": {
         "with 2 bits": _AQUA,
         "without a codec": _changed(7.13, cache={"first_bits": 4}, **_AGNOSTIC),
-    },
-    # The paper's Quanto is absmax.
-    "codec": {
-        "HIGGS": _AQUA,
-        "min-max": _changed(backbone="minmax", cache={"backbone": "minmax"}),
-        "min-max, after RoPE": _changed(
-            backbone="minmax", space="after", cache={"backbone": "minmax"}
-        ),
-        "absmax": _changed(10.90, backbone="absmax", cache={"backbone": "absmax"}),
-        "absmax, after RoPE": _changed(
-            10.33, backbone="absmax", space="after", cache={"backbone": "absmax"}
-        ),
     },
 }
 """By what is varied. The usual variant stands in each group, and is measured once."""
@@ -150,21 +125,15 @@ ABLATIONS: dict[str, dict[str, Variant]] = {
 EXPLAINED: dict[str, Mapping[str, Any]] = {
     "exact": _AGNOSTIC,
     **{f"{bits} bits": {"bits": bits} for bits in reversed(BITS)},
-    "from keys": {"bits": _FEW, "value_inputs": "keys"},
-    "from values": {"bits": _FEW, "value_inputs": "values"},
 }
-"""By what predictors read: the layer below as it is, or as so many bits leave it; and for values
-which of the two, from 2 bits."""
+"""By what predictors read: the layer below as it is, or as so many bits leave it."""
 
-_BACKBONES = {"higgs": "higgs", "min-max": "minmax", "absmax": "absmax", "kivi": "kivi"}
 # Perplexities of Llama 3.1 8B (table 2).
 PAPER_8B = {
     "full": 5.61,
     **{"aqua, 2 bits": 5.72, "aqua, 3 bits": 5.64, "aqua, 4 bits": 5.61},
     **{"higgs, 2 bits": 5.89, "higgs, 3 bits": 5.66, "higgs, 4 bits": 5.62},
-    **{"kivi, 2 bits": 7.37, "kivi, 3 bits": 6.04, "kivi, 4 bits": 5.64},
 }
-
 
 PRUNED: dict[str, tuple[Mapping[str, Any], float]] = {
     "h2o": ({"bits": 16, "predictor": "none"}, 38.82),
@@ -176,12 +145,44 @@ PRUNED: dict[str, tuple[Mapping[str, Any], float]] = {
 """Options of ``PrunedCache``, and LongBench of Llama 3.2 3B (tables 3 and 12, 20% of tokens)."""
 
 
+class DecodedRows(PagedStore):
+    """The rows that AQUA-KV's codes decode to, decoded once.
+
+    Args:
+        codes: the store of the codes.
+    """
+
+    def __init__(self, codes: AquaStore) -> None:
+        super().__init__(codes.memory)
+        self.codes = codes
+        codes.below = self._codes_below
+
+    def append(self, block: TokenBlock) -> None:
+        self.codes.append(block)
+        ids = torch.arange(block.start, block.end, dtype=torch.int32, device=block.keys.device)
+        ids = ids.expand(*block.keys.shape[:2], 1, -1)
+        keys, values = (rows.squeeze(2) for rows in self.codes.gather(ids))
+        super().append(TokenBlock(keys, values, block.start, value_in_key=block.value_in_key))
+
+    def _codes_below(self) -> AquaStore | None:
+        below = self.below()
+        return below.codes if isinstance(below, DecodedRows) else None
+
+
 class PrunedCache(AquaKVCache):
     """H2O chooses which tokens are attended to, of rows as AQUA-KV codes them (section 4.3).
 
-    Their weights are counted by the reconstructed keys. Rows of evicted tokens stay in the store:
-    it shows what both do to quality, and saves no memory beside that of the codes.
+    Their weights are counted by the reconstructed keys. Rows of evicted tokens stay in the store,
+    and all are decoded once: it shows what both do to quality, and saves no memory.
     """
+
+    @classmethod
+    def make_store(
+        cls, options: AquaConfig, layer: int, stores: StoreChoice, first: FirstRows
+    ) -> DecodedRows:
+        store = super().make_store(options, layer, stores, first)
+        assert isinstance(store, AquaStore)
+        return DecodedRows(store)
 
     @classmethod
     def make_index(cls, options: AquaConfig, layer: int) -> H2OIndex:  # type: ignore[override]
@@ -217,9 +218,7 @@ def bit_variants() -> dict[str, Variant]:
     results = {FULL: _FULL}
     for bits in BITS:
         results[f"{USUAL}, {bits} bits"] = Variant({"bits": bits}, {"bits": bits})
-        for name, backbone in _BACKBONES.items():
-            cache = {"bits": bits, "predictor": "none", "backbone": backbone}
-            results[f"{name}, {bits} bits"] = Variant(None, cache)
+        results[f"higgs, {bits} bits"] = Variant(None, {"bits": bits, "predictor": "none"})
     return results
 
 
@@ -318,6 +317,11 @@ def _parts_table(cells: CellResults) -> str:
     for (cache, context), results in _by_place(cells).items():
         full = results.get(FULL)
         listed = [("full attention", "", FULL, 6.98), *ablation_rows()]
+        known = {variant for _, _, variant, _ in listed}
+        # Results of 0.1.0 have variants that are no longer there.
+        for variant in sorted(results.keys() - known):
+            group, _, name = variant.partition(": ")
+            listed.append((group, name, variant, None))
         for group, name, variant, published in listed:
             result = results.get(variant)
             if result is None:
@@ -358,12 +362,8 @@ def _depth_tables(cells: CellResults) -> str:
 
 
 def _explained_by(cells: CellResults, side: str) -> dict[str, dict[int, float]]:
-    """By variant and layer; keys don't depend on what predicts values."""
-    results = {}
-    for cell, result in cells:
-        if side == "value" or not cell["variant"].startswith("from "):
-            results[cell["variant"]] = _figure(result, f"{side}_explained")
-    return results
+    """By variant and layer."""
+    return {cell["variant"]: _figure(result, f"{side}_explained") for cell, result in cells}
 
 
 def _errors(cells: CellResults) -> dict[str, dict[int, float]]:
@@ -441,8 +441,6 @@ PLOTS: dict[str, Plot] = {
 
 
 PARTS = ("bits", "parts", "variance", "depth", "pruned")
-# The paper's 256 of 1024 numbers of a token's keys.
-_RANK_SHARE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,14 +450,8 @@ class AquaAblation(CalibratedAblation):
     name = "aqua-ablation"
     method = "aqua"
     example = "recent=128"
-    chosen = (
-        *("artifact", "revision", "bits", "first_bits", "group", "backbone", "predictor"),
-        *("anchor_every", "sink"),
-    )
-    described = (
-        *("windows", "step", "calibration_tokens", "calibration_length", "rank"),
-        *("hidden", "mlp_steps", "ridge"),
-    )
+    chosen = (*("artifact", "revision", "bits", "first_bits", "group", "predictor", "sink"),)
+    described = ("windows", "step", "calibration_tokens", "calibration_length", "ridge")
     # They look at predictors alone.
     apart = ("variance", "depth")
     tables = TABLES
@@ -478,20 +470,7 @@ class AquaAblation(CalibratedAblation):
     new_tokens: int = count_option(128, "after a window, one a pass: of the part pruned")
     step: int = count_option(32, "tokens a forward pass, from the first one on")
     calibration_length: int = option(2048, "most tokens of a sequence", kind=length)
-    rank: int | None = option(
-        None, "of reduced-rank predictors; default: a quarter of the keys", kind=whole_number(1)
-    )
-    hidden: int | None = option(
-        None, "units of MLP predictors; default: twice their outputs", kind=whole_number(2)
-    )
-    mlp_steps: int = option(200, "of training; 1000 or more for a large one", kind=whole_number(0))
     ridge: float = option(AquaCalibration().ridge, "in mean variances of an input", kind=number(0))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank is not None:
-            # Refused now rather than when the first such predictor is learned.
-            replace(self.usual, rank=self.rank)
 
     def details(self) -> dict[str, Any]:
         # Named where they are not the usual ones, so that other parts can be added to old results.
@@ -501,7 +480,7 @@ class AquaAblation(CalibratedAblation):
     @property
     def usual(self) -> AquaCalibration:
         """Of all artifacts, before changes."""
-        return AquaCalibration(hidden=self.hidden, steps=self.mlp_steps, ridge=self.ridge)
+        return AquaCalibration(ridge=self.ridge)
 
     def variants(self, part: str) -> Sequence[str]:
         return list(_variants(part))
@@ -548,7 +527,7 @@ class AquaAblation(CalibratedAblation):
         """Full attention, or a fifth of the cold tokens; predictors of the model's own artifact."""
         if name == FULL:
             return choose_cache(FULL, device=str(subject.device))
-        options = {"top_k": _KEPT, "keep": "rows", **PRUNED[name][0]}
+        options = {"top_k": _KEPT, **PRUNED[name][0]}
         if "predictor" not in options:
             folder = self.own_folder(subject) or self.artifact({"bits": _FEW}, subject)[0]
             options["artifact"] = str(folder)
@@ -561,27 +540,11 @@ class AquaAblation(CalibratedAblation):
 
         Its name says what differs from the usual options.
         """
-        learned, usual = self.calibration(changes, subject), self.usual.options()
+        learned, usual = replace(self.usual, **changes), self.usual.options()
         named = {field.name: getattr(learned, field.name) for field in fields(learned)}
         parts = [f"{name}-{value}" for name, value in named.items() if value != usual[name]]
         folder = "_".join(parts) or "usual"
         return str(self.path(folder)), self.find(folder, learned, subject)
-
-    def calibration(self, changes: Mapping[str, Any], subject: Subject) -> AquaCalibration:
-        """How an artifact is learned, with sizes that fit the model.
-
-        Anchors that are further apart than the model has layers are the first layer alone.
-        """
-        result = replace(self.usual, **changes)
-        config = subject.model.config
-        layers = len(retrieval_layers(config))
-        if result.anchor_every is not None and result.anchor_every >= layers:
-            result = replace(result, anchor_every=None)
-        if result.predictor == "low_rank":
-            widths = [shape.width for shape in retrieval_shapes(config).values()]
-            usual = max(1, min(widths) // _RANK_SHARE)
-            result = replace(result, rank=self.rank or usual)
-        return result
 
     def _choice(
         self, variant: Variant, name: str, subject: Subject, base: AquaConfig

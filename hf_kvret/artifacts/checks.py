@@ -74,6 +74,7 @@ def check_options(
     artifact: CalibrationArtifact,
     cls: type[Options],
     stored_names: Mapping[str, str] = MappingProxyType({}),
+    unread: Collection[str] = (),
 ) -> Options:
     """The options of the calibration, each of the type and in the range that ``cls`` knows.
 
@@ -81,8 +82,9 @@ def check_options(
         artifact: names that are missing have their default, as options that came later.
         cls: the options of the method's calibration.
         stored_names: fields of ``cls`` by the other name that artifacts have for them.
+        unread: names of options that older calibrations stored, and ``cls`` does not have.
     """
-    stored = {name: value for name, value in artifact.options.items() if name != "layers"}
+    stored = {n: x for n, x in artifact.options.items() if n not in ("layers", *unread)}
     try:
         return cls(**{stored_names.get(name, name): value for name, value in stored.items()})
     except (TypeError, ValueError) as error:

@@ -15,10 +15,9 @@ from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.regression import predict
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
-from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
-from hf_kvret_kernels.higgs import AbsMaxCodec, Codec, HiggsCodec, MinMaxCodec
+from hf_kvret_kernels.higgs import HiggsCodec
 
 YARN = {
     "rope_type": "yarn",
@@ -27,11 +26,6 @@ YARN = {
     "original_max_position_embeddings": 256,
 }
 LAYERS, HEADS, DIM = 5, 2, 16
-CODECS: dict[str | None, type[Codec]] = {
-    "higgs": HiggsCodec,
-    "minmax": MinMaxCodec,
-    "absmax": AbsMaxCodec,
-}
 
 
 def deep_model() -> PreTrainedModel:
@@ -101,17 +95,16 @@ def reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:
     ``[B, n, heads * dim]``, before RoPE where they are coded so.
     """
     whole, below, dense = shared_artifact(artifact, None, "aqua"), None, []
-    options = whole.options
     for store in stores_of(cache):
         number = str(store.plan.layer)
-        told, state = options["layers"][number], store._pages.dense_state()
+        told, state = whole.options["layers"][number], store._pages.dense_state()
         rows: list[torch.Tensor] = []
         code_at = scale_at = 0
         for side, dim in (("key", "head_dim"), ("value", "value_head_dim")):
             prefix, width = f"layers.{number}.{side}.", told["heads"] * told[dim]
             tensors = {n.removeprefix(prefix): x for n, x in whole.tensors.items() if prefix in n}
             group = told["group" if side == "key" else "value_group"]
-            codec = CODECS[cache.options.backbone](store.plan.bits, group)
+            codec = HiggsCodec(store.plan.bits, group)
             codes = state["keys"][:, 0, :, code_at : code_at + codec.code_bytes(width)]
             scales = state["values"][:, 0, :, scale_at : scale_at + codec.scale_bytes(width)]
             code_at, scale_at = code_at + codes.shape[-1], scale_at + scales.shape[-1]
@@ -119,11 +112,8 @@ def reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:
             if told["previous"] is None:
                 row = row + tensors.get("bias", torch.zeros(()))
             elif tensors:
-                inputs = below[:1]
-                if side == "value":
-                    parts = {"keys": rows, "values": below[1:]}
-                    inputs = [x for name in options["value_inputs"].split("+") for x in parts[name]]
-                row = row + predict(unpacked(tensors), torch.cat(inputs, dim=-1))
+                inputs = below[:1] if side == "key" else [*rows, *below[1:]]
+                row = row + predict(tensors, torch.cat(inputs, dim=-1))
             rows.append(row)
         below = rows
         dense.append(rows)

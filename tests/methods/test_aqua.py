@@ -1,4 +1,4 @@
-"""AQUA-KV's options, and its stores without predictors: plain codecs and KIVI's grouping."""
+"""AQUA-KV's options, and its stores without predictors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.config import layer_plan
-from hf_kvret.methods.aqua.decoded import BytePages
-from hf_kvret.methods.aqua.kivi import KiviStore
+from hf_kvret.methods.aqua.store import BytePages
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, run_case
-from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec
+from hf_kvret_kernels.higgs import HiggsCodec
 
 CPU = torch.device("cpu")
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 24, 16
@@ -25,11 +24,8 @@ def _plain(**changes: Any) -> AquaConfig:
     return AquaConfig(predictor="none", **changes)
 
 
-def _store(**changes: Any) -> Store:
-    options = _plain(**{"bits": 4, **changes})
-    if options.backbone == "kivi":
-        return KiviStore(options, DeviceMemory(CPU))
-    return AquaStore(layer_plan(options, 0), DeviceMemory(CPU))
+def _store(**changes: Any) -> AquaStore:
+    return AquaStore(layer_plan(_plain(**{"bits": 4, **changes}), 0), DeviceMemory(CPU))
 
 
 def _tokens(count: int, salt: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -60,17 +56,7 @@ def _share(x: torch.Tensor, expected: torch.Tensor) -> float:
     return float((x - expected).float().square().sum() / expected.float().square().sum())
 
 
-KINDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"bits": 2},
-    {"bits": 3, "group": 16},
-    {"backbone": "minmax"},
-    {"backbone": "absmax"},
-    {"backbone": "kivi", "group": 8},
-    {"backbone": "kivi", "bits": 2},
-    {"keep": "rows"},
-    {"bits": 16},
-)
+KINDS: tuple[dict[str, Any], ...] = ({}, {"bits": 2}, {"bits": 3, "group": 16}, {"bits": 16})
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
@@ -120,8 +106,7 @@ def test_moves_leave_the_rows_as_they_were(kind: dict[str, Any]) -> None:
     block = [x[[0, 1, 0]] for x in _tokens(20, salt=5)]
     store.append(TokenBlock(*block, 77))
     for x, expected in zip(_read(store), before, strict=True):
-        # KIVI codes the group that was cut once more.
-        assert torch.equal(x[:, :, :64], expected[[1, 0, 1], :, :64])
+        assert torch.equal(x[:, :, :77], expected[[1, 0, 1], :, :77])
     for x, expected in zip(_read(twin), before, strict=True):
         assert torch.equal(x, expected)
     _fill(twin, 9)
@@ -142,11 +127,11 @@ def test_a_saved_store_is_the_same_and_goes_on(kind: dict[str, Any]) -> None:
 
 
 def test_blocks_come_in_order() -> None:
-    for store in (_store(), _store(backbone="kivi")):
-        with pytest.raises(ValueError, match="starts at slot 3, the store ends at 0"):
-            store.append(TokenBlock(*_tokens(2), 3))
-        store.append(TokenBlock(*_tokens(0), 0))
-        assert len(store) == 0 and store.nbytes() == 0
+    store = _store()
+    with pytest.raises(ValueError, match="starts at slot 3, the store ends at 0"):
+        store.append(TokenBlock(*_tokens(2), 3))
+    store.append(TokenBlock(*_tokens(0), 0))
+    assert len(store) == 0 and store.nbytes() == 0
 
 
 def test_a_plain_store_is_the_codec_over_all_heads_of_a_token() -> None:
@@ -156,27 +141,6 @@ def test_a_plain_store_is_the_codec_over_all_heads_of_a_token() -> None:
         codec = HiggsCodec(2, rows.shape[-1] & -rows.shape[-1])
         coded = codec.decode(*codec.encode(rows)).unflatten(2, (HEADS, -1)).transpose(1, 2)
         assert torch.equal(coded, expected)
-
-
-def test_kivi_groups_keys_along_tokens_and_values_along_numbers() -> None:
-    store = _store(backbone="kivi", bits=2, group=8)
-    keys, values = _fill(store, 13, 30)
-    result = _read(store)
-    codec = MinMaxCodec(2, 8)
-    along = keys[:, :, :40].transpose(2, 3)
-    assert torch.equal(result[0][:, :, :40], codec.decode(*codec.encode(along)).transpose(2, 3))
-    assert torch.equal(result[0][:, :, 40:], keys[:, :, 40:])
-    assert torch.equal(result[1], codec.decode(*codec.encode(values)))
-    # A channel with an offset of its own costs nothing more.
-    offset = torch.zeros(KEY_DIM).index_fill(0, torch.tensor([3, 7]), 30.0)
-    plain, shifted = (_store(backbone="kivi", bits=2, group=8) for _ in range(2))
-    for each, x in ((plain, keys), (shifted, keys + offset)):
-        each.append(TokenBlock(x, values, 0))
-    missed = [
-        (_read(each)[0] - x).square().mean()
-        for each, x in ((plain, keys), (shifted, keys + offset))
-    ]
-    assert missed[1] < 1.05 * missed[0]
 
 
 def test_a_constant_offset_costs_no_more_than_its_square() -> None:
@@ -191,14 +155,11 @@ def test_a_constant_offset_costs_no_more_than_its_square() -> None:
 
 def test_codes_lie_on_the_device_unless_the_host_is_asked_for() -> None:
     for memory, on_host in ((DeviceMemory(CPU), False), (HostMemory(CPU), True)):
-        for store in (
-            AquaStore(layer_plan(_plain(), 0), memory),
-            KiviStore(_plain(backbone="kivi", bits=2), memory),
-        ):
-            _fill(store, 128)
-            share = store.host_nbytes() / store.nbytes()
-            assert share > 0.99 if on_host else share == 0.0
-            assert store.bus_share == on_host
+        store = AquaStore(layer_plan(_plain(), 0), memory)
+        _fill(store, 128)
+        share = store.host_nbytes() / store.nbytes()
+        assert share > 0.99 if on_host else share == 0.0
+        assert store.bus_share == on_host
 
 
 def test_pages_are_read_alike_with_and_without_a_kernel() -> None:
@@ -214,8 +175,6 @@ def test_a_row_counts_its_codes_and_scales() -> None:
     for kind, expected in (
         # 48 and 32 numbers in groups of 16 and 32: 3 + 1 scales of fp16 for two heads.
         ({"bits": 2}, (2 * (48 + 32) + 16 * 4) // 16),
-        ({"bits": 4, "backbone": "kivi", "group": 8}, int(4 + 32 / 8) * (KEY_DIM + VALUE_DIM) // 8),
-        ({"keep": "rows"}, plain),
         ({"bits": 16}, plain),
     ):
         store = _store(**kind)
@@ -226,20 +185,14 @@ def test_a_row_counts_its_codes_and_scales() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("kind", [{}, {"bits": 2}, {"backbone": "kivi"}], ids=str)
-def test_on_a_gpu_nothing_goes_through_the_cpu(kind: dict[str, Any]) -> None:
-    options = _plain(**{"bits": 4, **kind})
+@pytest.mark.parametrize("bits", [2, 4])
+def test_on_a_gpu_nothing_goes_through_the_cpu(bits: int) -> None:
     memory = DeviceMemory(torch.device("cuda", torch.cuda.current_device()))
-    store = (
-        KiviStore(options, memory)
-        if options.backbone == "kivi"
-        else AquaStore(layer_plan(options, 0), memory)
-    )
-    other = _store(**kind)
+    store = AquaStore(layer_plan(_plain(bits=bits), 0), memory)
+    other = _store(bits=bits)
     exact = _fill(other, 70)
     store.append(TokenBlock(*(x.cuda() for x in exact), 0))
-    pages = store._values if isinstance(store, KiviStore) else store._pages
-    assert all(chunk.is_cuda and chunk.dtype == torch.uint8 for chunk in pages._chunks)
+    assert all(chunk.is_cuda and chunk.dtype == torch.uint8 for chunk in store._pages._chunks)
     for x, expected in zip(_read(store), _read(other), strict=True):
         assert x.is_cuda and _share(x.cpu(), expected) < 1e-3
 
@@ -259,20 +212,10 @@ def test_first_bits_are_those_of_the_lowest_layer() -> None:
         ({"bits": 5}, "bits=5: choose 2, 3, 4 or 16"),
         ({"first_bits": 8}, "first_bits=8: choose one of None, 2, 3, 4, 16"),
         ({"group": 48}, "group=48: choose one of None, 8, 16"),
-        (
-            {"backbone": "quanto"},
-            "backbone='quanto': choose one of None, 'higgs', 'minmax'",
-        ),
         ({"predictor": "mlp"}, "predictor='mlp': choose one of 'artifact', 'none'"),
-        ({"keep": "both"}, "keep='both': choose one of 'codes', 'rows'"),
         ({"store": "resident"}, "no store can keep selected rows"),
         ({"store": "cpu"}, "choose 'auto', 'device', 'host'"),
         ({"store": "higgs"}, "code them once more"),
-        ({"anchor_every": 0}, "anchor_every=0: 1 or more"),
-        ({"anchor_every": 4, "predictor": "none"}, "no chain to bound"),
-        ({"backbone": "kivi"}, "give predictor='none'"),
-        ({"backbone": "kivi", "predictor": "none", "first_bits": 4}, "has neither"),
-        ({"backbone": "kivi", "predictor": "none", "keep": "rows"}, "has neither"),
     ],
     ids=str,
 )
@@ -284,7 +227,7 @@ def test_options_that_make_no_sense_are_refused_with_the_way_out(
 
 
 def test_options_of_a_wrong_type_are_refused() -> None:
-    for options in ({"artifact": ""}, {"revision": 3}, {"anchor_every": 2.0}):
+    for options in ({"artifact": ""}, {"revision": 3}):
         with pytest.raises(TypeError):
             AquaConfig(**options)
 
@@ -298,6 +241,15 @@ def test_a_group_that_does_not_fit_the_model_is_refused_before_any_token() -> No
     with pytest.raises(ValueError, match="this model can't be coded"):
         AquaKVCache(odd, predictor="none")
     assert AquaKVCache(odd, predictor="none", bits=16).options.bits == 16
+
+
+def test_a_saved_cache_may_name_the_codec_that_is_left() -> None:
+    """As caches of 0.1.0 do."""
+    saved = {"backbone": "higgs", "anchor_every": None, "keep": "codes", "predictor": "none"}
+    assert AquaConfig.from_saved(**saved) == _plain()
+    for name, value in (("backbone", "kivi"), ("anchor_every", 2), ("keep", "rows")):
+        with pytest.raises(ValueError, match=f"{name}={value!r}: this version only does as"):
+            AquaConfig.from_saved(**{**saved, name: value})
 
 
 UNLIKE_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next", "qwen2_vl")

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
-from hf_kvret.methods.aqua.coder import Rows
+from hf_kvret.methods.aqua.coder import Rows, split
 from hf_kvret.methods.aqua.config import LayerPlan, layer_plan
-from hf_kvret.methods.aqua.decoded import split
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODES
@@ -88,7 +87,7 @@ class _ShadowStore(AquaStore):
         exact = [
             torch.cat(x, dim=2) for x in zip(*(x[1:] for x in self.exact.chunks()), strict=True)
         ]
-        alone = self._attended(self._decoded_alone())
+        alone = self._as_attention_reads(self._decoded_alone())
         for start, *result in super().chunks(*how):
             for x, expected, again in zip(result, exact, alone, strict=True):
                 expected, again = (y[:, :, start : start + x.shape[2]] for y in (expected, again))

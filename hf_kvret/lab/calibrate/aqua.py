@@ -14,15 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.lab.calibrate.regression import (
-    BATCH,
-    BLOCK,
-    Rows,
-    fit_linear,
-    fit_low_rank,
-    fit_mlp,
-    predict,
-)
+from hf_kvret.lab.calibrate.regression import BLOCK, Rows, fit_linear, predict
 from hf_kvret.lab.calibrate.study import (
     Calibration,
     Carried,
@@ -32,8 +24,8 @@ from hf_kvret.lab.calibrate.study import (
 )
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope
 from hf_kvret.methods.aqua.coding import NOT_CODED, default_group, make_codec
-from hf_kvret.methods.aqua.predictors import PredictorOptions, unpacked
-from hf_kvret_kernels import higgs
+from hf_kvret.methods.aqua.predictors import PredictorOptions
+from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_model_patches.rope import Rope
 
 ANCHOR_LIMIT = 0.1075
@@ -70,18 +62,13 @@ class AquaCalibration(PredictorOptions, Calibration):
         """The group of a layer with ``width`` elements of ``name`` a token.
 
         Raises:
-            ValueError: ``group`` or ``rank`` doesn't go with the width.
+            ValueError: ``group`` doesn't go with the width.
         """
-        group = self.group or default_group(self.backbone, width)
+        group = self.group or default_group(width)
         if width % group:
             raise ValueError(
                 f"group={group} does not divide the {width} numbers of {name}s that layer {layer} "
                 "has a token: leave --group out, or give a power of two that does"
-            )
-        if self.predictor == "low_rank" and self.rank > width:
-            raise ValueError(
-                f"rank={self.rank}: layer {layer} has {width} numbers of {name}s a token, give a "
-                "--rank of at most that many (fewer than half of them save memory)"
             )
         return group
 
@@ -90,21 +77,6 @@ class AquaCalibration(PredictorOptions, Calibration):
 
     def options(self) -> dict[str, Any]:
         return asdict(self)
-
-    def fit(self, rows: Rows, progress: Progress) -> dict[str, torch.Tensor]:
-        """The tensors of one predictor, as ``predictors`` describes them, on the CPU."""
-        if self.predictor == "linear":
-            return fit_linear(rows, ridge=self.ridge, bits=self.predictor_bits)
-        if self.predictor == "low_rank":
-            return fit_low_rank(rows, ridge=self.ridge, rank=self.rank, bits=self.predictor_bits)
-        return fit_mlp(
-            rows,
-            ridge=self.ridge,
-            hidden=self.hidden or 2 * rows.targets.shape[1],
-            steps=self.steps,
-            seed=self.seed,
-            progress=progress,
-        )
 
 
 @dataclass(eq=False)
@@ -128,8 +100,7 @@ class AquaStudy(LayerStudy):
     """Collects keys and values; learns from them and from the reconstructions of the layer below.
 
     ``PredictorOptions`` describes the findings. Carried to the next layer are ``key`` and
-    ``value`` ``[N, W]``, the reconstructions in the model's dtype, ``layer``, its number, and
-    ``depth``, layers since the anchor.
+    ``value`` ``[N, W]``, the reconstructions in the model's dtype, and ``layer``, its number.
     """
 
     def __init__(
@@ -143,8 +114,7 @@ class AquaStudy(LayerStudy):
 
     @property
     def work(self) -> int:
-        mlp_rows = self.options.steps * BATCH if self.options.predictor == "mlp" else 0
-        return len(self._rows) * (2 * self._count + mlp_rows)
+        return len(self._rows) * 2 * self._count
 
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         is_before = self.options.space == "before"
@@ -169,36 +139,34 @@ class AquaStudy(LayerStudy):
                 f"no tokens to learn from beyond the first {self.options.sinks} of each sequence: "
                 "give longer sequences"
             )
-        depth = 0 if carried is None else int(carried["depth"]) + 1
-        below = None if depth in (0, self.options.anchor_every) else carried
-        assert below is None or len(below["key"]) == self._count, "another corpus"
+        assert carried is None or len(carried["key"]) == self._count, "another corpus"
         both = [
             _Coded(name, torch.cat(self._rows.pop(name)), self._train_len, self._groups[name])
             for name in sorted(self._rows)
         ]
-        means = {coded.name: self._mean(coded) for coded in both} if below is None else {}
-        bits = self._anchor_bits(both, means) if below is None else self.options.bits
+        means = {coded.name: self._mean(coded) for coded in both} if carried is None else {}
+        bits = self._anchor_bits(both, means) if carried is None else self.options.bits
         tensors = {"inv_freq": self.rope.inv_freq.cpu()}
         tallies: dict[str, Tally] = {}
         reconstructions: dict[str, torch.Tensor] = {}
         for coded in both:
-            if below is None:
+            if carried is None:
                 inputs, predictor = [], means[coded.name]
             else:
-                inputs = self._inputs(coded.name, below, reconstructions)
-                predictor = self._fit(coded, inputs, progress)
+                inputs = self._inputs(coded.name, carried, reconstructions)
+                predictor = self._fit(coded, inputs)
             progress(len(coded.exact))
             tensors |= {f"{coded.name}.{name}": x for name, x in predictor.items()}
             tallies[coded.name] = Tally()
-            trial_bits = _TRIED_BITS if below is None else ()
+            trial_bits = _TRIED_BITS if carried is None else ()
             reconstructions[coded.name] = self._restore(
                 coded, inputs, predictor, bits, trial_bits, tallies[coded.name], progress
             )
-        role = "anchor" if below is None else "predicted"
+        role = "anchor" if carried is None else "predicted"
         settings = {
             **self.rope.settings,
             "role": role,
-            "previous": None if below is None else int(below["layer"]),
+            "previous": None if carried is None else int(carried["layer"]),
             "bits": bits,
             "group": self._groups["key"],
             "value_group": self._groups.get("value"),
@@ -206,31 +174,21 @@ class AquaStudy(LayerStudy):
             "head_dim": self._shapes["key"][1],
             "value_head_dim": self._shapes["value"][1] if "value" in self._shapes else 0,
         }
-        state = {
-            "layer": torch.tensor(self.layer),
-            "depth": torch.tensor(0 if below is None else depth),
-        }
-        quality = {"role": role, "bits": bits, **_figures(tallies, below is None)}
-        return LayerFindings(tensors, settings, quality, {**reconstructions, **state})
+        quality = {"role": role, "bits": bits, **_figures(tallies, carried is None)}
+        number = {"layer": torch.tensor(self.layer)}
+        return LayerFindings(tensors, settings, quality, {**reconstructions, **number})
 
     def _inputs(
         self, name: str, below: Carried, reconstructions: dict[str, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The inputs of a predictor, to stand side by side; none where nothing is predicted."""
-        if name == "key":
-            return [below["key"]] if self.options.key_inputs == "keys" else []
-        sources = {"keys": reconstructions["key"], "values": below["value"]}
-        return [x for name, x in sources.items() if name in self.options.value_inputs.split("+")]
+        """The inputs of a predictor, to stand side by side."""
+        return [below["key"]] if name == "key" else [reconstructions["key"], below["value"]]
 
-    def _fit(
-        self, coded: _Coded, inputs: list[torch.Tensor], progress: Progress
-    ) -> dict[str, torch.Tensor]:
-        """Tensors of a predictor; none where nothing is predicted."""
-        if not inputs:
-            return {}
+    def _fit(self, coded: _Coded, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of a predictor."""
         train = slice(coded.train_len)
         rows = Rows([x[train] for x in inputs], coded.exact[train], self.device)
-        return self.options.fit(rows, progress)
+        return fit_linear(rows, ridge=self.options.ridge)
 
     def _restore(
         self,
@@ -245,7 +203,7 @@ class AquaStudy(LayerStudy):
         """Reconstructions of all rows. Held-out rows are added to the tally, also without a
         predictor, and in ``trial_bits``."""
         codec = self._codec(bits, coded.group)
-        predictor = {name: x.to(self.device) for name, x in unpacked(tensors).items()}
+        predictor = {name: x.to(self.device) for name, x in tensors.items()}
         result = torch.empty_like(coded.exact)
         for block, block_inputs, exact in self._blocks(coded, inputs):
             prediction = predict(predictor, block_inputs) if tensors else torch.zeros_like(exact)
@@ -263,9 +221,8 @@ class AquaStudy(LayerStudy):
             progress(len(exact))
         return result
 
-    def _codec(self, bits: int, group: int) -> higgs.Codec | None:
-        options = self.options
-        return make_codec(options.backbone, bits, group, options.seed, self.device)
+    def _codec(self, bits: int, group: int) -> HiggsCodec | None:
+        return make_codec(bits, group, self.options.seed, self.device)
 
     def _blocks(
         self, coded: _Coded, inputs: list[torch.Tensor]
@@ -304,7 +261,7 @@ class AquaStudy(LayerStudy):
         return 4
 
 
-def recode(x: torch.Tensor, codec: higgs.Codec | None) -> torch.Tensor:
+def recode(x: torch.Tensor, codec: HiggsCodec | None) -> torch.Tensor:
     """Rows ``[n, W]`` encoded and decoded again, fp32; ``x`` itself without a codec."""
     if codec is None:
         return x

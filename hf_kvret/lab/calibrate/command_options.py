@@ -29,8 +29,8 @@ from hf_kvret.lab.program.common_options import (
 from hf_kvret.lab.program.options import option
 from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES
 from hf_kvret.methods.a2ats.learned import SPACES as A2ATS_SPACES
-from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS
-from hf_kvret.methods.aqua.predictors import KEY_INPUTS, PREDICTORS, SPACES, VALUE_INPUTS
+from hf_kvret.methods.aqua.coding import BITS, GROUPS
+from hf_kvret.methods.aqua.predictors import SPACES
 
 _AQUA = AquaCalibration()
 
@@ -143,7 +143,7 @@ class AquaOptions(CalibrateOptions):
     )
     first_bits: int | str = option(
         _AQUA.first_bits,
-        "of anchors; 16: left as they are; auto: 4 or 16, by the error",
+        "of the first layer; 16: left as it is; auto: 4 or 16, by the error",
         kind=anchor_bits,
         choices=(*BITS, "auto"),
     )
@@ -153,30 +153,10 @@ class AquaOptions(CalibrateOptions):
         kind=int,
         choices=GROUPS,
     )
-    backbone: str = option(_AQUA.backbone, "of codes", choices=BACKBONES)
-    predictor: str = option(_AQUA.predictor, "its kind", choices=PREDICTORS)
-    rank: int = count_option(_AQUA.rank, "of low_rank")
-    hidden: int | None = option(
-        None, "units of mlp; default: twice its outputs", kind=whole_number(2)
-    )
-    steps: int = option(_AQUA.steps, "of training of mlp", kind=whole_number(0))
-    predictor_bits: int = option(16, "4 by GPTQ, not for mlp", choices=(16, 4))
     ridge: float = option(_AQUA.ridge, "in mean variances of an input", kind=number(0))
     sinks: int = option(_AQUA.sinks, "first tokens of a sequence, left out", kind=whole_number(0))
     space: str = option(_AQUA.space, "of keys, and RoPE", choices=SPACES)
-    anchor_every: int | None = option(
-        None, "also later layers without predictors", kind=whole_number(1), metavar="LAYERS"
-    )
-    anchor_mean: bool = option(False, "take the mean off in anchors")
-    key_inputs: str = option(_AQUA.key_inputs, "none: for study", choices=KEY_INPUTS)
-    value_inputs: str = option(_AQUA.value_inputs, "for study", choices=VALUE_INPUTS)
-
-    def __post_init__(self) -> None:
-        if self.hidden is not None and self.predictor != "mlp":
-            raise ValueError(
-                f"--hidden {self.hidden} is of --predictor mlp, and it is {self.predictor}: "
-                "leave --hidden out, or give --predictor mlp"
-            )
+    anchor_mean: bool = option(False, "take the mean off in the first layer")
 
     def calibration(self) -> AquaCalibration:
         """The calibration that the command line asks for."""

@@ -14,14 +14,12 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group
 from hf_kvret.methods.aqua.config import AquaConfig, layer_plan
-from hf_kvret.methods.aqua.kivi import KiviStore
 from hf_kvret.methods.aqua.learned import METHOD, check_artifact, learned_options
 from hf_kvret.methods.aqua.store import AquaStore
-from hf_kvret.models.compatibility import is_latent, retrieval_shapes
+from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret.models.ranks import part_of
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import PagedStore, Store, StoreChoice
-from hf_kvret_kernels.higgs.codec import SMALLEST_GROUP
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ class AquaKVCache(RetrievalCache):
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> AquaConfig:
         """``options`` with the model's artifact, which must be for this architecture, and with the
-        artifact's bits and backbone where the options have none.
+        artifact's bits where the options have none.
 
         Raises:
             OSError, ValueError: no artifact, a damaged one, or that of another model; a model whose
@@ -51,8 +49,6 @@ class AquaKVCache(RetrievalCache):
             options = options.located(config)
             artifact = options.load()
             check_artifact(artifact, config)
-            options = options.filled_in()
-            _check_backbone(options, artifact)
             _warn_of_sinks(options, artifact)
         options = options.filled_in()
         _check_width(options, config)
@@ -82,8 +78,6 @@ class AquaKVCache(RetrievalCache):
         coded_bytes = first.nbytes * options.row_bits // NOT_CODED
         pages = stores.make(replace(first, nbytes=coded_bytes))
         assert isinstance(pages, PagedStore), "AquaConfig refuses the others"
-        if options.backbone == "kivi" and options.bits != NOT_CODED:
-            return KiviStore(options, pages.memory)
         return AquaStore(layer_plan(options, layer), pages.memory)
 
     def check_model(self, model: PreTrainedModel) -> None:
@@ -100,18 +94,6 @@ class AquaKVCache(RetrievalCache):
                     "parallel model has some of them: pass predictor='none'"
                 )
             self.options.load().check_weights(model)
-
-
-def _check_backbone(options: AquaConfig, artifact: CalibrationArtifact) -> None:
-    """ValueError for predictors calibrated with another codec, unless either is uncoded."""
-    learned = learned_options(artifact)
-    has_codes = NOT_CODED not in (options.bits, learned.bits)
-    if has_codes and options.backbone != learned.backbone:
-        raise ValueError(
-            f"backbone={options.backbone!r}, and the aqua artifact of {artifact.model.name} was "
-            f"learned with {learned.backbone!r}: pass backbone={learned.backbone!r}, or calibrate "
-            f"with `--backbone {options.backbone}`"
-        )
 
 
 def _warn_of_sinks(options: AquaConfig, artifact: CalibrationArtifact) -> None:
@@ -133,20 +115,8 @@ def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
     """ValueError unless the group size divides the width of a token's keys in every layer."""
     if options.bits == NOT_CODED and options.first_bits in (None, NOT_CODED):
         return
-    assert options.backbone is not None, "it is filled in"
-    if options.backbone == "kivi" and is_latent(config):
-        raise ValueError(
-            f"backbone='kivi' codes keys along tokens and values along numbers, and a row of "
-            f"{config.model_type}, which has latent attention, is both: use 'higgs' or 'minmax'"
-        )
     for width in {shape.width for shape in retrieval_shapes(config).values()}:
-        if options.backbone == "kivi":
-            if width % SMALLEST_GROUP:
-                raise ValueError(
-                    f"backbone='kivi' with {width} numbers a token: groups of values need a "
-                    f"multiple of {SMALLEST_GROUP}; use bits=16"
-                )
-        elif options.group is not None:
+        if options.group is not None:
             check_group(options.group, width)
         elif options.bits != NOT_CODED:
-            default_group(options.backbone, width)
+            default_group(width)

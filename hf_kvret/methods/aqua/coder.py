@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group, make_codec
 from hf_kvret.methods.aqua.config import LayerPlan
-from hf_kvret.methods.aqua.decoded import joined, split
 from hf_kvret.methods.aqua.learned import LearnedLayer, learned_layer, learned_options
-from hf_kvret_kernels.higgs import Codec, Coded
+from hf_kvret_kernels.higgs import Coded, HiggsCodec
 from hf_kvret_model_patches.rope import Rope
 
 
@@ -97,8 +96,8 @@ class RowCoder:
     value_dim: int
     dtype: torch.dtype
     bits: int
-    key_codec: Codec | None
-    value_codec: Codec | None
+    key_codec: HiggsCodec | None
+    value_codec: HiggsCodec | None
     predictors: LearnedLayer | None
     value_in_key: int = 0
 
@@ -128,11 +127,6 @@ class RowCoder:
         codecs = codecs_of(plan, bits, shape[0], shape[1:], device)
         return cls(*shape, dtype, bits, codecs[0], codecs[1], predictors, value_in_key)
 
-    def unpacked(self) -> RowCoder:
-        """A copy with unpacked predictor matrices, for coding several chunks."""
-        predictors = None if self.predictors is None else self.predictors.unpacked()
-        return self if predictors is self.predictors else replace(self, predictors=predictors)
-
     @property
     def rope(self) -> Rope | None:
         """The rotation that keys are coded before; None where they are coded after it."""
@@ -147,14 +141,14 @@ class RowCoder:
             bits += self.value_codec.bits_per_value * self.heads * self.value_dim
         return int(bits) // (8 * self.heads)
 
-    def before(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def unrotated(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """``[B, n, H * Dk]`` fp32 of post-RoPE ``keys [B, H, n, Dk]`` at ``positions [B, n]``."""
         if self.rope is not None:
             assert positions is not None, "the lowest store keeps positions where keys are rotated"
             keys = self.rope.unrotate(keys, positions, dtype=torch.float32)
         return joined(keys.float())
 
-    def attended(
+    def as_attention_reads(
         self, rows: Rows, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[B, H, n, Dk]`` as attention reads them, and values; views where possible."""
@@ -170,7 +164,7 @@ class RowCoder:
         self, start: int, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
     ) -> Rows:
         """``Rows`` of tokens as attention reads them, ``[B, H, n, D]``."""
-        near_keys = self.before(keys, positions).to(self.dtype)
+        near_keys = self.unrotated(keys, positions).to(self.dtype)
         return Rows(start, near_keys, self.values_beside(values))
 
     def values_beside(self, values: torch.Tensor) -> torch.Tensor:
@@ -184,19 +178,19 @@ class RowCoder:
 
         Args:
             start: index of the first token.
-            keys: ``[B, n, H * Dk]`` fp32, of ``before``.
+            keys: ``[B, n, H * Dk]`` fp32, of ``unrotated``.
             values: ``[B, n, H * Dv]``.
             below: the same tokens in the layer that predicts this one; None for an anchor.
         """
         assert self.key_codec is not None
         prediction = self._predicted_keys(below)
-        key_codes = self.key_codec.encode(keys - prediction)
-        near_keys = self._near(self.key_codec, key_codes, prediction)
+        key_codes = self.key_codec.encode(_residual(keys, prediction))
+        near_keys = self.key_codec.decode(*key_codes, self.dtype, added=prediction)
         if self.value_codec is None:
             return *key_codes, Rows(start, near_keys, near_keys[..., :0])
         prediction = self._predicted_values(near_keys, below)
-        value_codes = self.value_codec.encode(values.float() - prediction)
-        near_values = self._near(self.value_codec, value_codes, prediction)
+        value_codes = self.value_codec.encode(_residual(values.float(), prediction))
+        near_values = self.value_codec.decode(*value_codes, self.dtype, added=prediction)
         codes, scales = zip(key_codes, value_codes, strict=True)
         return torch.cat(codes, -1), torch.cat(scales, -1), Rows(start, near_keys, near_values)
 
@@ -210,35 +204,42 @@ class RowCoder:
         # Bytes of keys come first, those of values behind them.
         code_len, scale_len = key_codec.code_bytes(width), key_codec.scale_bytes(width)
         pair = Coded(codes[..., :code_len], scales[..., :scale_len])
-        keys = self._near(key_codec, pair, self._predicted_keys(below))
+        keys = key_codec.decode(*pair, self.dtype, added=self._predicted_keys(below))
         if value_codec is None:
             return Rows(start, keys, keys[..., :0])
         pair = Coded(codes[..., code_len:], scales[..., scale_len:])
-        values = self._near(value_codec, pair, self._predicted_values(keys, below))
-        return Rows(start, keys, values)
+        prediction = self._predicted_values(keys, below)
+        return Rows(start, keys, value_codec.decode(*pair, self.dtype, added=prediction))
 
-    def _near(self, codec: Codec, pair: Coded, prediction: torch.Tensor | float) -> torch.Tensor:
-        added = prediction if isinstance(prediction, torch.Tensor) else None
-        return codec.decode(*pair, self.dtype, added=added)
+    def _predicted_keys(self, below: Rows | None) -> torch.Tensor | None:
+        if self.predictors is None or self.predictors.key is None:
+            return None
+        return self.predictors.key(None if below is None else below.keys)
 
-    def _predicted_keys(self, below: Rows | None) -> torch.Tensor | float:
-        predictor = None if self.predictors is None else self.predictors.key
-        if predictor is None:
-            return 0.0
-        return predictor([] if below is None else [below.keys])
-
-    def _predicted_values(self, keys: torch.Tensor, below: Rows | None) -> torch.Tensor | float:
+    def _predicted_values(self, keys: torch.Tensor, below: Rows | None) -> torch.Tensor | None:
         if self.predictors is None or self.predictors.value is None:
-            return 0.0
-        if below is None:
-            return self.predictors.value([])
-        inputs = {"keys": keys, "values": below.values}
-        return self.predictors.value([inputs[name] for name in self.predictors.value_inputs])
+            return None
+        inputs = None if below is None else torch.cat([keys, below.values], dim=-1)
+        return self.predictors.value(inputs)
+
+
+def joined(x: torch.Tensor) -> torch.Tensor:
+    """``[B, n, H * D]``, the heads of each token side by side, of ``[B, H, n, D]``."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def split(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[B, H, n, D]``, a view of ``[B, n, H * D]``."""
+    return rows.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _residual(rows: torch.Tensor, prediction: torch.Tensor | None) -> torch.Tensor:
+    return rows if prediction is None else rows - prediction
 
 
 def codecs_of(
     plan: LayerPlan, bits: int, heads: int, dims: tuple[int, int], device: torch.device
-) -> list[Codec | None]:
+) -> list[HiggsCodec | None]:
     """Codecs of keys and of values with these dims; None where rows are kept as they are.
 
     Raises:
@@ -246,16 +247,14 @@ def codecs_of(
     """
     if bits == NOT_CODED:
         return [None, None]
-    backbone, artifact = plan.options.backbone, plan.artifact
-    assert backbone is not None, "the plan has filled it in"
-    seed = 0 if artifact is None else learned_options(artifact).seed
-    codecs: list[Codec | None] = []
+    seed = 0 if plan.artifact is None else learned_options(plan.artifact).seed
+    codecs: list[HiggsCodec | None] = []
     for dim, learned_group in zip(dims, plan.learned_groups, strict=True):
         width = heads * dim
         if not width:
             codecs.append(None)
             continue
-        group = plan.options.group or learned_group or default_group(backbone, width)
+        group = plan.options.group or learned_group or default_group(width)
         check_group(group, width)
-        codecs.append(make_codec(backbone, bits, group, seed, device))
+        codecs.append(make_codec(bits, group, seed, device))
     return codecs

@@ -1,39 +1,33 @@
-"""AQUA-KV's codecs: bits, group sizes, and how they are made."""
+"""AQUA-KV's codec: bits, group sizes, and how it is made."""
 
 from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels import higgs
+from hf_kvret_kernels.higgs import HiggsCodec
+from hf_kvret_kernels.higgs.codec import LARGEST_GROUP, SMALLEST_GROUP
 
-BACKBONES = ("higgs", "minmax", "absmax")
 NOT_CODED = 16
 """Bits of uncoded rows."""
 BITS = (2, 3, 4, NOT_CODED)
 GROUPS = tuple(2**n for n in range(3, 11))
 """Numbers that may share a scale."""
 
-# In the paper HIGGS shares a scale among up to 1024 elements, Quanto (absmax) among 64.
-_LARGEST = {"higgs": 1024, "minmax": 64, "absmax": 64}
-_SMALLEST = 8
 
-
-def default_group(backbone: str, width: int) -> int:
-    """Numbers that share a scale: the largest power of two that divides ``width``, at most 1024;
-    64 for min-max and absmax.
+def default_group(width: int) -> int:
+    """Numbers that share a scale: the largest power of two that divides ``width``, at most 1024.
 
     Args:
-        backbone: one of ``BACKBONES``.
         width: KV heads times head dim.
 
     Raises:
         ValueError: no power of two from 8 on divides it.
     """
-    group = min(_LARGEST[backbone], width & -width)
-    if group < _SMALLEST:
+    group = min(LARGEST_GROUP, width & -width)
+    if group < SMALLEST_GROUP:
         raise ValueError(
             f"a token's keys or values are {width} numbers: the codec's group is a power of two "
-            f"from {_SMALLEST} on, and none divides that; this model can't be coded"
+            f"from {SMALLEST_GROUP} on, and none divides that; this model can't be coded"
         )
     return group
 
@@ -47,13 +41,6 @@ def check_group(group: int, width: int) -> None:
         )
 
 
-def make_codec(
-    backbone: str, bits: int, group: int, seed: int, device: torch.device
-) -> higgs.Codec | None:
+def make_codec(bits: int, group: int, seed: int, device: torch.device) -> HiggsCodec | None:
     """The codec of rows; None for 16 bits."""
-    if bits == NOT_CODED:
-        return None
-    if backbone == "higgs":
-        return higgs.HiggsCodec(bits, group, seed=seed).to(device)
-    codec = higgs.MinMaxCodec if backbone == "minmax" else higgs.AbsMaxCodec
-    return codec(bits, group).to(device)
+    return None if bits == NOT_CODED else HiggsCodec(bits, group, seed=seed).to(device)

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Self
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import check_choices
 from hf_kvret.artifacts.shared import ArtifactConfig
-from hf_kvret.methods.aqua.coding import BACKBONES, BITS, GROUPS, NOT_CODED
+from hf_kvret.methods.aqua.coding import BITS, GROUPS, NOT_CODED
 from hf_kvret.methods.aqua.learned import METHOD, learned_options, needs_positions
 
-USUAL_BITS, USUAL_BACKBONE = 2, "higgs"
-"""Defaults without an artifact."""
+USUAL_BITS = 2
+"""The default without an artifact."""
 
 _STORES = ("auto", "device", "host", "split")
 
@@ -32,17 +32,8 @@ class AquaConfig(ArtifactConfig):
         first_bits: bits in anchors, the layers that nothing predicts. ``None``: as in the artifact.
             Without predictors, or with ``bits=16``, it is ``bits``.
         group: numbers that share a scale, a power of two from 8 to 1024. ``None``: as in the
-            artifact, or the largest that divides a row, at most 64 for ``"minmax"`` and
-            ``"absmax"``. For ``"kivi"`` it also counts the tokens of a key's scale, 32 by default.
-        backbone: the codec. ``"higgs"``: pairs of numbers on a grid. ``"minmax"``: round-to-nearest
-            from a group's least number to its largest. ``"absmax"``: symmetric, in steps of the
-            largest magnitude. ``"kivi"``: min-max, with keys grouped along tokens. ``None``: as in
-            the artifact, or ``"higgs"``.
+            artifact, or the largest that divides a row.
         predictor: ``"artifact"``, or ``"none"``: keys after RoPE and values are coded as they are.
-        anchor_every: one layer in so many is an anchor, so that errors pass through fewer layers.
-            ``None``: as in the artifact, whose own anchors always stay.
-        keep: ``"codes"``, or ``"rows"``: rows are decoded once and kept, in the memory of full
-            attention. This is for studies.
     """
 
     method: ClassVar[str] = METHOD
@@ -52,6 +43,11 @@ class AquaConfig(ArtifactConfig):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"sink": 4, "recent": 1, "flush": 127, "dense_below": 0}
     }
+    retired: ClassVar[Mapping[str, Any]] = {
+        "backbone": "higgs",
+        "anchor_every": None,
+        "keep": "codes",
+    }
 
     top_k: int | float | None = 1.0
     recent: int = 64
@@ -59,10 +55,7 @@ class AquaConfig(ArtifactConfig):
     bits: int | None = None  # type: ignore[assignment]  # a number once a cache has it
     first_bits: int | None = None
     group: int | None = None
-    backbone: str | None = None
     predictor: str | None = "artifact"
-    anchor_every: int | None = None
-    keep: str = "codes"
     rest_obstacle = "aqua attends to all tokens, nothing is left out"
 
     def __post_init__(self) -> None:
@@ -80,9 +73,7 @@ class AquaConfig(ArtifactConfig):
             self,
             first_bits=(None, *BITS),
             group=(None, *GROUPS),
-            backbone=(None, *BACKBONES, "kivi"),
             predictor=("artifact", "none"),
-            keep=("codes", "rows"),
         )
         if not self.takes_store(self.store):
             raise ValueError(
@@ -90,9 +81,6 @@ class AquaConfig(ArtifactConfig):
                 "them on the device, with codes of its own, so no store can keep selected rows, "
                 f"attend elsewhere or code them once more; choose {', '.join(map(repr, _STORES))}"
             )
-        self._check_anchors()
-        if self.backbone == "kivi":
-            self._check_kivi()
 
     @classmethod
     def takes_store(cls, store: str) -> bool:
@@ -101,8 +89,6 @@ class AquaConfig(ArtifactConfig):
 
     @property
     def row_bits(self) -> int:
-        if self.keep == "rows":
-            return NOT_CODED
         if self.bits is None:
             raise ValueError(
                 "bits=None: they are the artifact's, which these options have not read; take the "
@@ -115,50 +101,19 @@ class AquaConfig(ArtifactConfig):
         return self.predictor == "artifact" and super().lacks_artifact
 
     def filled_in(self) -> Self:
-        """These options with bits and backbone: as set, else the artifact's, else the defaults.
+        """These options with bits: as set, else the artifact's, else the default.
 
         Raises:
             ValueError: no artifact is named, or it lacks them.
             OSError: the artifact can't be read.
         """
-        if self.bits is not None and self.backbone is not None:
+        if self.bits is not None:
             return self
-        bits, backbone = USUAL_BITS, USUAL_BACKBONE
-        if self.predictor == "artifact":
-            learned = learned_options(self.load())
-            bits, backbone = learned.bits, learned.backbone
-        return self.replace(
-            bits=bits if self.bits is None else self.bits, backbone=self.backbone or backbone
-        )
+        has_artifact = self.predictor == "artifact"
+        return self.replace(bits=learned_options(self.load()).bits if has_artifact else USUAL_BITS)
 
     def exact(self) -> Self:
         return super().exact().replace(first_bits=None)
-
-    def _check_anchors(self) -> None:
-        every = self.anchor_every
-        if every is None:
-            return
-        if isinstance(every, bool) or not isinstance(every, int):
-            raise TypeError(f"anchor_every must be an int (layers) or None, got {every!r}")
-        if every < 1:
-            raise ValueError(f"anchor_every={every}: 1 or more, or None for what the artifact says")
-        if self.predictor == "none":
-            raise ValueError(
-                f"anchor_every={every} with predictor='none': nothing is predicted, so there is no "
-                "chain to bound; leave it out"
-            )
-
-    def _check_kivi(self) -> None:
-        if self.predictor != "none":
-            raise ValueError(
-                "backbone='kivi' codes keys along tokens, after RoPE, and has no predictors: give "
-                "predictor='none'"
-            )
-        if self.first_bits is not None or self.keep != "codes":
-            raise ValueError(
-                f"first_bits={self.first_bits}, keep={self.keep!r}: backbone='kivi' has neither; "
-                "leave them out"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +127,7 @@ class LayerPlan:
         lowest_bits: the same, if there is no retrieval layer below.
         previous: the layer whose reconstruction predicts this one; None for an anchor, and for an
             uncoded layer.
-        feeds: whether the layer above is predicted from this one.
+        predicts_next: whether the layer above is predicted from this one.
         artifact: the artifact; None where nothing is predicted.
         lowest: whether it is the artifact's first layer, which keeps the positions for all.
     """
@@ -182,7 +137,7 @@ class LayerPlan:
     bits: int
     lowest_bits: int
     previous: int | None = None
-    feeds: bool = False
+    predicts_next: bool = False
     artifact: CalibrationArtifact | None = None
     lowest: bool = False
 
@@ -222,27 +177,21 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
             f"the aqua artifact of {artifact.model.name} has no layer {layer}: make it again with "
             "`hf-kvret calibrate aqua`"
         )
-    index = layers.index(layer)
-    bits, previous = _role(options, artifact, layers, index)
-    above = index + 1 < len(layers) and _role(options, artifact, layers, index + 1)[1] is not None
-    return LayerPlan(options, layer, bits, bits, previous, above, artifact, lowest=index == 0)
+    bits, previous = _role(options, artifact, layer)
+    above = layers[layers.index(layer) + 1 :]
+    predicts_next = bool(above) and _role(options, artifact, above[0])[1] is not None
+    lowest = layer == layers[0]
+    return LayerPlan(options, layer, bits, bits, previous, predicts_next, artifact, lowest)
 
 
-def _role(
-    options: AquaConfig, artifact: CalibrationArtifact, layers: list[int], index: int
-) -> tuple[int, int | None]:
+def _role(options: AquaConfig, artifact: CalibrationArtifact, layer: int) -> tuple[int, int | None]:
     """Bits, and the layer that predicts this one, if any does."""
-    all_settings = artifact.options["layers"]
-    settings = all_settings[str(layers[index])]
+    settings = artifact.options["layers"][str(layer)]
     assert options.bits is not None
-    is_anchor = options.anchor_every is not None and index % options.anchor_every == 0
+    is_anchor = settings["previous"] is None
     if options.bits == NOT_CODED:
         # Nothing is coded, except anchors if the options say so.
-        first = options.first_bits if settings["previous"] is None or is_anchor else None
-        return first or NOT_CODED, None
-    if settings["previous"] is None:
-        return options.first_bits or settings["bits"], None
+        return (options.first_bits if is_anchor else None) or NOT_CODED, None
     if is_anchor:
-        # The artifact predicts this layer; as an anchor it gets the bits of the first layer.
-        return options.first_bits or all_settings[str(layers[0])]["bits"], None
+        return options.first_bits or settings["bits"], None
     return options.bits, settings["previous"]

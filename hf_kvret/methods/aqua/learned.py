@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, Self
 
@@ -23,19 +22,20 @@ from hf_kvret.artifacts.checks import (
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once
-from hf_kvret.methods.aqua.predictors import GROUP, Predictor, PredictorOptions
+from hf_kvret.methods.aqua.predictors import Predictor, PredictorOptions
 from hf_kvret_model_patches.rope import Rope
 
 METHOD = "aqua"
 
-# The last part of a tensor's name tells its dtype; matrices have other names, and bf16.
-_DTYPES = {
-    "codes": torch.uint8,
-    "scale": torch.float16,
-    "low": torch.float16,
-    "bias": torch.float32,
-    "inv_freq": torch.float32,
+# Options of older calibrations, with the value that is left, and those that changed other values.
+_RETIRED = {
+    "backbone": "higgs",
+    "predictor": "linear",
+    "predictor_bits": 16,
+    "key_inputs": "keys",
+    "value_inputs": "keys+values",
 }
+_UNREAD = ("rank", "hidden", "steps", "anchor_every")
 
 
 class LayerSettings(NamedTuple):
@@ -69,58 +69,14 @@ def expected_tensors(
 
     ``below`` is the layer that predicts it, None in an anchor; ``pairs`` counts its frequencies.
     """
-    shapes: dict[str, tuple[int, ...]] = {"inv_freq": (pairs,)}
+    tensors = {"inv_freq": Expected((torch.float32,), (pairs,))}
     for name, width in layer.widths.items():
-        if not width:
-            continue
-        own: dict[str, tuple[int, ...]] = {}
-        if below is not None:
-            own = _predictor_shapes(options, _inputs(options, name, layer, below), width)
-        elif options.anchor_mean:
-            own = {"bias": (width,)}
-        shapes |= {f"{name}.{part}": shape for part, shape in own.items()}
-    return {
-        name: Expected((_DTYPES.get(name.rpartition(".")[2], torch.bfloat16),), shape)
-        for name, shape in shapes.items()
-    }
-
-
-def _inputs(
-    options: PredictorOptions, name: str, layer: LayerSettings, below: LayerSettings
-) -> int:
-    """Elements that a ``"key"`` or ``"value"`` is predicted from."""
-    if name == "key":
-        return below.widths["key"] if options.key_inputs == "keys" else 0
-    widths = {"keys": layer.widths["key"], "values": below.widths["value"]}
-    return sum(widths.get(source, 0) for source in options.value_inputs.split("+"))
-
-
-def _predictor_shapes(
-    options: PredictorOptions, inputs: int, outputs: int
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of one predictor; none where nothing is predicted."""
-    if not inputs:
-        return {}
-    if options.predictor == "mlp":
-        hidden = options.hidden or 2 * outputs
-        return {
-            "hidden.weight": (hidden, inputs),
-            "hidden.bias": (hidden,),
-            "out.weight": (outputs, hidden),
-            "bias": (outputs,),
-        }
-    matrices = {"weight": (outputs, inputs)}
-    if options.predictor == "low_rank":
-        matrices = {"down": (options.rank, inputs), "up": (outputs, options.rank)}
-    shapes: dict[str, tuple[int, ...]] = {"bias": (outputs,)}
-    for name, (rows, columns) in matrices.items():
-        if options.predictor_bits == 16:
-            shapes[name] = rows, columns
-            continue
-        groups = columns // min(GROUP, columns & -columns)
-        shapes[f"{name}.codes"] = rows, columns // 2
-        shapes[f"{name}.scale"] = shapes[f"{name}.low"] = rows, groups
-    return shapes
+        if width and (below is not None or options.anchor_mean):
+            tensors[f"{name}.bias"] = Expected((torch.float32,), (width,))
+        if width and below is not None:
+            inputs = below.widths[name] + (layer.widths["key"] if name == "value" else 0)
+            tensors[f"{name}.weight"] = Expected((torch.bfloat16,), (width, inputs))
+    return tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +85,7 @@ class LearnedLayer:
 
     Attributes:
         key: predicts keys from those of the layer below; None: nothing is predicted.
-        value: predicts values, of what ``value_inputs`` names; None: the same.
-        value_inputs: ``"keys"`` of this layer, ``"values"`` of the one below, in this order.
+        value: predicts values, from keys of this layer and values of the one below; None: the same.
         rope: un-rotates keys before they are coded; None: keys are coded after RoPE.
         shape: KV heads, key dim and value dim that it was learned from.
         source: all tensors of the layer, on the CPU.
@@ -138,7 +93,6 @@ class LearnedLayer:
 
     key: Predictor | None
     value: Predictor | None
-    value_inputs: tuple[str, ...]
     rope: Rope | None
     shape: tuple[int, int, int]
     source: dict[str, torch.Tensor]
@@ -146,9 +100,8 @@ class LearnedLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors on the device."""
-        predictors = [p.tensors for p in (self.key, self.value) if p is not None]
         frequencies = 0 if self.rope is None else self.rope.inv_freq.nbytes
-        return frequencies + sum(x.nbytes for tensors in predictors for x in tensors.values())
+        return frequencies + sum(p.nbytes for p in (self.key, self.value) if p is not None)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -158,13 +111,6 @@ class LearnedLayer:
             digest.update(name.encode())
             digest.update(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(digest.digest()[:8]) >> 1
-
-    def unpacked(self) -> LearnedLayer:
-        """A copy with unpacked predictors."""
-        key, value = (None if p is None else p.unpacked() for p in (self.key, self.value))
-        return (
-            self if (key, value) == (self.key, self.value) else replace(self, key=key, value=value)
-        )
 
     def check_shape(self, heads: int, key_dim: int, value_dim: int) -> None:
         """ValueError unless tokens have the shape that it was learned from."""
@@ -198,7 +144,15 @@ def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
 
 def learned_options(artifact: CalibrationArtifact) -> PredictorOptions:
     """The options of the calibration; ValueError for one that is missing or wrong."""
-    return made_once(artifact, "options", partial(check_options, artifact, PredictorOptions))
+    return made_once(artifact, "options", partial(_read_options, artifact))
+
+
+def _read_options(artifact: CalibrationArtifact) -> PredictorOptions:
+    for name, value in _RETIRED.items():
+        stored = artifact.options.get(name, value)
+        if stored != value:
+            raise damaged(artifact, f"has {name}={stored!r}, and this version reads {value!r} only")
+    return check_options(artifact, PredictorOptions, unread=(*_RETIRED, *_UNREAD))
 
 
 def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
@@ -233,33 +187,27 @@ def learned_layer(
     options = learned_options(artifact)
 
     def predictor(source: dict[str, torch.Tensor], name: str) -> Predictor | None:
-        tensors = _below(source, f"{name}.")
-        if not tensors or (set(tensors) != {"bias"} and not with_inputs):
+        bias, weight = (source.get(f"{name}.{part}") for part in ("bias", "weight"))
+        if bias is None or (weight is not None and not with_inputs):
             return None
-        # Scales and offsets of 4-bit matrices are fp16 and stay so; matrices are saved in bf16.
-        placed = {
-            name: x.to(device, dtype if x.dtype == torch.bfloat16 else x.dtype)
-            for name, x in tensors.items()
-        }
-        return Predictor(placed, dtype)
+        return Predictor(None if weight is None else weight.to(device, dtype), bias.to(device))
 
     def make() -> LearnedLayer:
-        source = _below(artifact.tensors, f"layers.{layer}.")
+        prefix = f"layers.{layer}."
+        source = {
+            name.removeprefix(prefix): x
+            for name, x in artifact.tensors.items()
+            if name.startswith(prefix)
+        }
         settings = LayerSettings.of(artifact, layer)
         rope = learned_rope(artifact, layer).to(device)
         is_before = options.space == "before" and rope.rotary_dim > 0
         return LearnedLayer(
             key=predictor(source, "key"),
             value=predictor(source, "value"),
-            value_inputs=tuple(options.value_inputs.split("+")),
             rope=rope if is_before else None,
             shape=(settings.heads, settings.head_dim, settings.value_head_dim),
             source=source,
         )
 
     return made_once(artifact, (layer, with_inputs, device, dtype), make)
-
-
-def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Those whose names begin with ``prefix``, without it."""
-    return {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -10,44 +10,74 @@ import torch
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
 from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import Tensors, part
+from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows
 from hf_kvret.methods.aqua.coding import NOT_CODED
 from hf_kvret.methods.aqua.config import LayerPlan
-from hf_kvret.methods.aqua.decoded import (
-    CHUNK,
-    BytePages,
-    DecodedStore,
-    check_shape,
-    spans,
-)
 from hf_kvret.stores import PagedStore, Store
-from hf_kvret.stores.memory import PageMemory
+from hf_kvret.stores.memory import DeviceMemory, PageMemory
+from hf_kvret_kernels._dispatch import preferred
+from hf_kvret_kernels.ids import check_id_range
+
+CHUNK = 4096
+"""Tokens coded or decoded at once."""
+
+# The longest row in bytes for the kernel: a tile of 32 longer rows exceeds its registers.
+_LONGEST_ROW = 2048
 
 
-class AquaStore(DecodedStore):
+class BytePages(PagedStore):
+    """A paged store that can be read from any token on."""
+
+    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[B, H, n, *]`` of tokens ``first .. last``, on the device."""
+        rows = self.paged_rows()
+        on_gpu = self.memory.device.type == "cuda" or preferred() == "triton"
+        if on_gpu and rows.width * rows.dtype.itemsize <= _LONGEST_ROW:
+            return self.gathered(first, last)
+        start = first // self.page_len
+        dense = self._dense(start, -(-last // self.page_len))
+        offset = start * self.page_len
+        dense = dense[:, :, first - offset : last - offset].to(self.memory.device)
+        return self._split(dense)
+
+    def gathered(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``read``, by a kernel that follows the page table: without synchronizing with the GPU,
+        and without copying pages in host memory first."""
+        rows = self.paged_rows()
+        ids = torch.arange(first, last, dtype=torch.int32, device=rows.table.device)
+        pair = rows.gather(ids.expand(len(rows.table), rows.heads, 1, -1))
+        return pair[0][:, :, 0], pair[1][:, :, 0]
+
+
+class AquaStore(Store):
     """Codes of prediction residuals, or of the keys and values themselves in an anchor.
 
     A token is one row: codes of keys and values of all heads, then their scales; values that are
-    the first elements of keys have none. Uncoded rows (16 bits) and rows reconstructed once
-    (``keep="rows"``) are stored in full.
+    the first elements of keys have none. Uncoded rows (16 bits) are stored in full.
 
     Reading a layer needs the same tokens of the layer below, which need those below it. Layers are
     read in order, so each one passes its reconstruction on to the next, which overwrites it with
     its own: only one layer is reconstructed at a time. If there is no such reconstruction, the
     layers below are decoded recursively. The first store keeps the positions for all others.
 
+    ``gather``, ``attend`` and ``scores`` decode all tokens from the first to the last requested
+    one: they are for crops and comparisons. Decoding steps read ``chunks``.
+
     Args:
         plan: of the layer.
         memory: where codes lie.
     """
+
+    codes_rows = True
 
     _pages: BytePages = part(key="")
     # Tokens that a crop moved back to the window keep theirs until others replace them.
     _positions: TokenBuffer = passed(may_be_empty=True)
 
     def __init__(self, plan: LayerPlan, memory: PageMemory) -> None:
-        super().__init__(memory)
+        self.memory = memory
         self.plan = plan
         self._pages = BytePages(memory)
         self._coder: RowCoder | None = None
@@ -82,41 +112,63 @@ class AquaStore(DecodedStore):
         else:
             self._encode(self._coder, block)
 
+    def begin(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Callable[[], AttentionResult]:
+        rows, ids = self._dense(ids)
+        return rows.begin(query, ids, scale, softcap)
+
+    def scores(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        rows, ids = self._dense(ids)
+        return rows.scores(query, ids, scale, softcap)
+
+    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, ids = self._dense(ids)
+        return rows.gather(ids)
+
     def decoded_chunks(
-        self, first: int, last: int, chunk_len: int = CHUNK
+        self, first: int, last: int
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for start, end in spans(first, last, chunk_len):
-            if self._full:
-                yield start, *self._pages.read(start, end)
-            else:
-                yield start, *self._attended(self._lend(start, end))
+        """Coded tokens ``first .. last``: ``(index, keys [B, Hkv, n, Dk], values)`` in order."""
+        for start, end in _spans(first, last, CHUNK):
+            yield start, *self._as_attention_reads(self._reconstruct(start, end))
 
     def chunks(
         self, chunk_len: int = CHUNK, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """As for every store; decodes all tokens, because the layer above needs them all."""
         end, reconstruction = len(self), self._reconstruction
-        if self._full:
+        if not self._has_codes:
             yield from self._pages.chunks(chunk_len, stop)
             return
         in_key = self.value_in_key
         if reconstruction is not None and reconstruction.covers(0, end):
-            for first, last in spans(0, end, chunk_len):
-                keys, values = self._attended(reconstruction.part(first, last))
+            for first, last in _spans(0, end, chunk_len):
+                keys, values = self._as_attention_reads(reconstruction.part(first, last))
                 # The layer above overwrites the reconstruction, so copies are given out.
                 keys = keys.clone()
                 yield first, keys, keys[..., :in_key] if in_key else values.clone()
             return
         assert self._coder is not None
-        coder, source = self._coder.unpacked(), self._take_below(0, end)
+        coder, source = self._coder, self._reuse_buffer_below(0, end)
         target: Rows | None = None
-        for first, last in spans(0, end, chunk_len):
-            below = self._lend_below(first, last) if source is None else source.part(first, last)
+        for first, last in _spans(0, end, chunk_len):
+            below = self._rows_below(first, last) if source is None else source.part(first, last)
             rows = self._decode(coder, first, last, below)
-            if self.plan.feeds:
-                target = target or _room(source, rows, 0, end)
+            if self.plan.predicts_next:
+                target = target or _output_rows(source, rows, 0, end)
                 target.put(rows)
-            yield first, *self._attended(rows)
+            yield first, *self._as_attention_reads(rows)
         self._reconstruction = target
 
     def reset(self) -> None:
@@ -151,7 +203,8 @@ class AquaStore(DecodedStore):
         return 0 if predictors is None else predictors.nbytes
 
     def row_nbytes(self, plain: int) -> int:
-        return plain if self._full or self._coder is None else self._coder.row_nbytes
+        coder = self._coder
+        return plain if coder is None or coder.bits == NOT_CODED else coder.row_nbytes
 
     def stats(self) -> dict[str, Any]:
         """``bits`` of the codes; 16 where rows are kept as they are."""
@@ -175,12 +228,12 @@ class AquaStore(DecodedStore):
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
         """As for every state: rows, or codes and scales, of the layer's heads."""
-        if state:
-            in_key = schema.get("I") or 0
-            value_dim = 0 if in_key else schema["V"]
-            check_shape(
-                state["shape"], [schema["H"], schema["D"], value_dim, *([in_key] if in_key else [])]
-            )
+        if not state:
+            return
+        in_key = [schema["I"]] if schema.get("I") else []
+        shape = [schema["H"], schema["D"], 0 if in_key else schema["V"], *in_key]
+        if state["shape"].tolist() != shape:
+            raise damaged(f"store.shape is {state['shape'].tolist()[:4]}, not {shape}")
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         if not state:
@@ -206,54 +259,62 @@ class AquaStore(DecodedStore):
         return 0 if self._coder is None else self._coder.value_in_key
 
     @property
-    def _full(self) -> bool:
-        """Whether rows are stored in full, as attention reads them."""
-        has_codes = self._coder is not None and self._coder.bits != NOT_CODED
-        return not has_codes or self.plan.options.keep == "rows"
+    def _has_codes(self) -> bool:
+        """Whether rows are codes; else they are as attention reads them."""
+        return self._coder is not None and self._coder.bits != NOT_CODED
 
     def _dense(self, ids: torch.Tensor) -> tuple[PagedStore, torch.Tensor]:
-        return (self._pages, ids) if self._full else super()._dense(ids)
+        """A dense store of the tokens from the lowest to the highest id, and ids relative to it."""
+        if not self._has_codes:
+            return self._pages, ids
+        check_id_range(ids, len(self))
+        tokens = ids[ids >= 0]
+        first, last = (int(tokens.min()), int(tokens.max()) + 1) if len(tokens) else (0, 1)
+        rows = PagedStore(DeviceMemory(self.memory.device))
+        for start, keys, values in self.decoded_chunks(first, last):
+            in_key = self.value_in_key
+            rows.append(TokenBlock(keys, values, start - first, value_in_key=in_key))
+        return rows, torch.where(ids >= 0, ids - first, ids)
 
     def _encode(self, coder: RowCoder, block: TokenBlock) -> None:
         # For later blocks ``chunks`` reconstructs all tokens, later in the same pass.
-        leaves = self.plan.feeds and (block.start == 0 or self._full)
-        source = self._take_below(block.start, block.end)
+        is_read_next = self.plan.predicts_next and block.start == 0
+        source = self._reuse_buffer_below(block.start, block.end)
         target: Rows | None = None
-        coder, chunks = coder.unpacked(), []
-        for first, last in spans(block.start, block.end, CHUNK):
+        chunks = []
+        for first, last in _spans(block.start, block.end, CHUNK):
             where = slice(first - block.start, last - block.start)
-            below = self._lend_below(first, last) if source is None else source.part(first, last)
-            keys = coder.before(block.keys[:, :, where], self._positions_of(first, last))
+            below = self._rows_below(first, last) if source is None else source.part(first, last)
+            keys = coder.unrotated(block.keys[:, :, where], self._positions_of(first, last))
             values = coder.values_beside(block.values[:, :, where])
             codes, scales, rows = coder.encode(first, keys, values, below)
-            if leaves:
-                target = target or _room(source, rows, block.start, block.end)
+            if is_read_next:
+                target = target or _output_rows(source, rows, block.start, block.end)
                 target.put(rows)
-            chunks.append(self._attended(rows) if self._full else (codes[:, None], scales[:, None]))
+            chunks.append((codes[:, None], scales[:, None]))
         # They are appended at once, so that the pages of a prompt have exactly its size.
-        keys, values = (torch.cat(tensors, dim=2) for tensors in zip(*chunks, strict=True))
-        in_key = coder.value_in_key if self._full else 0
-        self._pages.append(TokenBlock(keys, values, block.start, value_in_key=in_key))
+        codes, scales = (torch.cat(tensors, dim=2) for tensors in zip(*chunks, strict=True))
+        self._pages.append(TokenBlock(codes, scales, block.start))
         self._reconstruction = target
 
     def _decode(self, coder: RowCoder, first: int, last: int, below: Rows | None) -> Rows:
         codes, scales = (x[:, 0] for x in self._pages.read(first, last))
         return coder.decode(first, codes, scales, below)
 
-    def _attended(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _as_attention_reads(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._coder is not None
-        return self._coder.attended(rows, self._positions_of(rows.start, rows.end))
+        return self._coder.as_attention_reads(rows, self._positions_of(rows.start, rows.end))
 
-    def _lend(self, first: int, last: int) -> Rows:
+    def _reconstruct(self, first: int, last: int) -> Rows:
         """Reconstruction of tokens ``first .. last``: a view of the current one, or computed."""
         if self._reconstruction is not None and self._reconstruction.covers(first, last):
             return self._reconstruction.part(first, last)
         coder = self._coder
         assert coder is not None, "in a pass, the layer below comes first"
-        if self._full:
+        if coder.bits == NOT_CODED:
             keys, values = self._pages.read(first, last)
             return coder.rows(first, keys, values, self._positions_of(first, last))
-        return self._decode(coder, first, last, self._lend_below(first, last))
+        return self._decode(coder, first, last, self._rows_below(first, last))
 
     def _source_store(self) -> AquaStore | None:
         """The store that this one is predicted from; None for an anchor."""
@@ -271,11 +332,11 @@ class AquaStore(DecodedStore):
             f"{name}: make_store must give an AquaStore to every layer, or take predictor='none'"
         )
 
-    def _lend_below(self, first: int, last: int) -> Rows | None:
+    def _rows_below(self, first: int, last: int) -> Rows | None:
         below = self._source_store()
-        return None if below is None else below._lend(first, last).to(self.memory.device)
+        return None if below is None else below._reconstruct(first, last).to(self.memory.device)
 
-    def _take_below(self, first: int, last: int) -> Rows | None:
+    def _reuse_buffer_below(self, first: int, last: int) -> Rows | None:
         """Take over the reconstruction of the layer below, if it has exactly these tokens."""
         below = self._source_store()
         reconstruction = None if below is None else below._reconstruction
@@ -316,8 +377,14 @@ class AquaStore(DecodedStore):
         buffer.append(behind)
 
 
-def _room(source: Rows | None, rows: Rows, start: int, end: int) -> Rows:
+def _output_rows(source: Rows | None, rows: Rows, start: int, end: int) -> Rows:
     """Memory for tokens ``start .. end``: that of the layer below, if it fits, else new."""
     if source is not None and source.like(rows):
         return source
     return Rows.empty_like(rows, start, end)
+
+
+def _spans(first: int, last: int, chunk_len: int) -> Iterator[tuple[int, int]]:
+    """``first .. last`` in chunks."""
+    for start in range(first, last, chunk_len):
+        yield start, min(start + chunk_len, last)

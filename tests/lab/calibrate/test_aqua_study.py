@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.regression import BATCH, Rows, predict
+from hf_kvret.lab.calibrate.regression import Rows, fit_linear, predict
 from hf_kvret.lab.calibrate.study import Carried, LayerFindings
 from hf_kvret.lab.calibrate.taps import LayerTokens
-from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
 
@@ -81,11 +80,9 @@ LEARNED = sum(SEQUENCES[:2]) - 8
 
 
 def part(findings: LayerFindings, name: str) -> dict[str, torch.Tensor]:
-    """Tensors of one predictor, ready to predict."""
+    """Tensors of one predictor."""
     prefix = f"{name}."
-    return unpacked(
-        {k.removeprefix(prefix): x for k, x in findings.tensors.items() if k.startswith(prefix)}
-    )
+    return {k.removeprefix(prefix): x for k, x in findings.tensors.items() if k.startswith(prefix)}
 
 
 def carried(findings: LayerFindings) -> Carried:
@@ -107,11 +104,6 @@ def share(error: torch.Tensor, of: torch.Tensor) -> float:
     [
         {},
         {"bits": 3, "first_bits": 2, "group": 8, "seed": 5},
-        {"predictor": "low_rank", "rank": 16, "predictor_bits": 4},
-        {"predictor": "mlp", "steps": 3, "hidden": 40},
-        {"value_inputs": "keys"},
-        {"value_inputs": "values", "predictor_bits": 4},
-        {"key_inputs": "none", "value_inputs": "none"},
         {"anchor_mean": True},
     ],
     ids=str,
@@ -129,12 +121,10 @@ def test_what_is_carried_follows_from_the_artifact(options: dict[str, Any]) -> N
             if below is None:
                 assert (set(predictor) == {"bias"}) == made.anchor_mean
                 predicted = predicted + predictor.get("bias", 0.0)
-            elif name == "key" and made.key_inputs == "keys":
+            elif name == "key":
                 predicted = predict(predictor, below["key"])
-            elif name == "value" and made.value_inputs != "none":
-                sources = {"keys": near["key"] if near else None, "values": below["value"]}
-                inputs = [sources[source] for source in made.value_inputs.split("+")]
-                predicted = predict(predictor, torch.cat(inputs, dim=1))
+            else:
+                predicted = predict(predictor, torch.cat([near["key"], below["value"]], dim=1))
             near[name] = predicted + recoded(exact - predicted, bits, group, made.seed)
             result = carried(findings)[name]
             # Codes at the border of two points may differ by rounding; next to none do.
@@ -145,62 +135,32 @@ def test_what_is_carried_follows_from_the_artifact(options: dict[str, Any]) -> N
 
 
 def test_predictors_are_fitted_to_reconstructions_not_to_what_the_model_made() -> None:
-    chain, options = Chain.of(), AquaCalibration(bits=2)
+    chain = Chain.of()
     first, second, _ = chain.study(bits=2, first_bits=2)
     learned = slice(LEARNED)
     below, here = carried(first), carried(second)
     key, value = (chain.rows(1, side)[learned] for side in (0, 1))
-    expected = options.fit(Rows([below["key"][learned]], key, CPU), lambda done: None)
+    expected = fit_linear(Rows([below["key"][learned]], key, CPU), ridge=1e-3)
     for name, x in expected.items():
         assert torch.equal(second.tensors[f"key.{name}"], x), name
     inputs = [here["key"][learned], below["value"][learned]]
-    expected = options.fit(Rows(inputs, value, CPU), lambda done: None)
+    expected = fit_linear(Rows(inputs, value, CPU), ridge=1e-3)
     for name, x in expected.items():
         assert torch.equal(second.tensors[f"value.{name}"], x), name
-    exact = options.fit(Rows([chain.rows(0, 0)[learned]], key, CPU), lambda done: None)
+    exact = fit_linear(Rows([chain.rows(0, 0)[learned]], key, CPU), ridge=1e-3)
     assert not torch.allclose(exact["weight"], second.tensors["key.weight"], atol=1e-2)
 
 
 def test_names_and_dtypes_are_those_of_the_table() -> None:
-    W, two = WIDTH, 2 * WIDTH
-    chain = Chain.of(2)
-
-    def shapes(**options: Any) -> dict[str, tuple[int, ...]]:
-        anchor, predicted = chain.study(**options)
-        assert set(anchor.tensors) == {"inv_freq"}
-        for name, x in predicted.tensors.items():
-            matrix = x.ndim == 2 and not name.endswith(("codes", "scale", "low"))
-            if matrix:
-                assert x.dtype == torch.bfloat16, name
-            elif "bias" in name or name == "inv_freq":
-                assert x.dtype == torch.float32, name
-        return {name: tuple(x.shape) for name, x in predicted.tensors.items()}
-
-    bias = {"inv_freq": (0,), "key.bias": (W,), "value.bias": (W,)}
-    assert shapes() == {**bias, "key.weight": (W, W), "value.weight": (W, two)}
-    assert shapes(value_inputs="values") == {**bias, "key.weight": (W, W), "value.weight": (W, W)}
-    low_rank = {"key.down": (5, W), "key.up": (W, 5), "value.down": (5, two), "value.up": (W, 5)}
-    assert shapes(predictor="low_rank", rank=5) == {**bias, **low_rank}
-    packed = {
-        "key.weight.codes": (W, W // 2),
-        "key.weight.scale": (W, 1),
-        "key.weight.low": (W, 1),
-        "value.weight.codes": (W, W),
-        "value.weight.scale": (W, 1),
-        "value.weight.low": (W, 1),
+    anchor, predicted = Chain.of(2).study()
+    assert set(anchor.tensors) == {"inv_freq"}
+    assert {name: (tuple(x.shape), x.dtype) for name, x in predicted.tensors.items()} == {
+        "inv_freq": ((0,), torch.float32),
+        "key.bias": ((WIDTH,), torch.float32),
+        "value.bias": ((WIDTH,), torch.float32),
+        "key.weight": ((WIDTH, WIDTH), torch.bfloat16),
+        "value.weight": ((WIDTH, 2 * WIDTH), torch.bfloat16),
     }
-    assert shapes(predictor_bits=4) == {**bias, **packed}
-    perceptron = {
-        f"{name}.{kind}": shape
-        for name, width in (("key", W), ("value", two))
-        for kind, shape in (
-            ("hidden.weight", (two, width)),
-            ("hidden.bias", (two,)),
-            ("out.weight", (W, two)),
-        )
-    }
-    assert shapes(predictor="mlp", steps=1) == {**bias, **perceptron}
-    assert set(shapes(key_inputs="none", value_inputs="none")) == {"inv_freq"}
 
 
 def test_layers_are_told_what_a_cache_must_know() -> None:
@@ -255,18 +215,13 @@ def test_keys_are_those_before_or_after_rope() -> None:
     assert torch.equal(carried(after)["value"], chain.rows(0, 1))
 
 
-@pytest.mark.parametrize(
-    ("every", "roles"),
-    [(None, "appp"), (1, "aaaa"), (2, "apap"), (3, "appa"), (9, "appp")],
-)
-def test_anchors_come_every_so_many_studied_layers(every: int | None, roles: str) -> None:
-    result = Chain.of(4).study(anchor_every=every)
-    assert "".join(one.settings["role"][0] for one in result) == roles
-    for number, one in enumerate(result):
-        anchor = roles[number] == "a"
-        assert ("key.weight" in one.tensors) != anchor
-        assert one.settings["previous"] == (None if anchor else 2 * number - 1)
-        assert one.settings["bits"] == (4 if anchor else 2)
+def test_the_first_studied_layer_alone_is_an_anchor() -> None:
+    for number, one in enumerate(Chain.of(4).study()):
+        is_anchor = number == 0
+        assert one.settings["role"] == ("anchor" if is_anchor else "predicted")
+        assert ("key.weight" in one.tensors) != is_anchor
+        assert one.settings["previous"] == (None if is_anchor else 2 * number - 1)
+        assert one.settings["bits"] == (4 if is_anchor else 2)
 
 
 def test_anchors_in_16_bits_are_as_the_model_made_them() -> None:
@@ -330,25 +285,11 @@ def test_where_nothing_is_held_out_there_are_no_figures() -> None:
         assert len(figures) >= 6 and set(figures.values()) == {None}
 
 
-@pytest.mark.parametrize(
-    ("backbone", "cls"), [("minmax", higgs.MinMaxCodec), ("absmax", higgs.AbsMaxCodec)]
-)
-def test_round_to_nearest_is_another_backbone(backbone: str, cls: type[higgs.Codec]) -> None:
-    chain = Chain.of(1)
-    result = chain.study(backbone=backbone)[0]
-    codec = cls(4, WIDTH)
-    for side, name in enumerate(("key", "value")):
-        exact = chain.rows(0, side)
-        expected = codec.decode(*codec.encode(exact), torch.float32)
-        assert torch.equal(carried(result)[name], expected)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("predictor", ["linear", "low_rank", "mlp"])
-def test_on_a_cuda_device_it_learns_the_same(predictor: str) -> None:
+def test_on_a_cuda_device_it_learns_the_same() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    options = {"predictor": predictor, "rank": 16, "steps": 10, "anchor_mean": True}
+    options = {"anchor_mean": True}
     chain = Chain.of(3, offset=1.0)
     here, there = chain.study(**options), chain.study(device="cuda", **options)
     for one, two in zip(here, there, strict=True):
@@ -357,9 +298,7 @@ def test_on_a_cuda_device_it_learns_the_same(predictor: str) -> None:
             assert two.quality[name] == pytest.approx(one.quality[name], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"first_bits": "auto"}, {"predictor": "mlp", "steps": 4}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"first_bits": "auto"}], ids=str)
 def test_progress_adds_up_to_the_work(options: dict[str, Any]) -> None:
     chain, calibration = Chain.of(2), AquaCalibration(**options)
     given = None
@@ -370,19 +309,13 @@ def test_progress_adds_up_to_the_work(options: dict[str, Any]) -> None:
         done: list[int] = []
         work = study.work
         given = study.finish(done.append, given).carried
-        trained = 2 * 4 * BATCH if options.get("predictor") == "mlp" else 0
-        anchor = layer is chain.layers[0]
-        assert sum(done) == work - (trained if anchor else 0)
+        assert sum(done) == work
 
 
 def test_rows_that_dont_fit_are_refused_at_once() -> None:
-    for options, message in (
-        ({"group": 64}, "group=64 does not divide the 32 numbers"),
-        ({"predictor": "low_rank"}, r"rank=256: layer 7 has 32 numbers of keys .*at most that"),
-    ):
-        study = AquaCalibration(**options).study(7, NO_ROPE, CPU)
-        with pytest.raises(ValueError, match=message):
-            study.add(tokens(*Chain.of(1).layers[0][0]), False)
+    study = AquaCalibration(group=64).study(7, NO_ROPE, CPU)
+    with pytest.raises(ValueError, match="group=64 does not divide the 32 numbers"):
+        study.add(tokens(*Chain.of(1).layers[0][0]), False)
     study = AquaCalibration().study(0, NO_ROPE, CPU)
     odd = torch.zeros(1, 1, 9, 6)
     with pytest.raises(ValueError, match=r"are 6 numbers: .*and none divides that"):

@@ -29,23 +29,15 @@ SMALL = ("--codewords", "8", "--distance", "64", "--rounds", "3")
 SHORT = ("--tokens", "400", "--length", "100", "--uuid-tokens", "100")
 
 
-# Every option of AquaCalibration away from its default, but for the one that is of an mlp alone.
+# Every option of AquaCalibration away from its default.
 ALL_OTHER = {
     "bits": 3,
     "first_bits": "auto",
     "group": 8,
-    "backbone": "minmax",
-    "predictor": "low_rank",
-    "rank": 16,
-    "steps": 7,
-    "predictor_bits": 4,
     "ridge": 0.5,
     "sinks": 2,
     "space": "after",
-    "anchor_every": 2,
     "anchor_mean": True,
-    "key_inputs": "none",
-    "value_inputs": "keys",
     "seed": 9,
 }
 
@@ -316,14 +308,13 @@ def test_a_command_makes_the_predictors_of_the_model(
 def test_the_defaults_of_aqua_are_the_papers() -> None:
     made = aqua_options().calibration()
     assert made == AquaCalibration()
-    assert (made.bits, made.first_bits, made.backbone, made.predictor) == (2, 4, "higgs", "linear")
-    assert (made.ridge, made.sinks, made.space, made.predictor_bits) == (1e-3, 4, "before", 16)
-    assert (made.value_inputs, made.anchor_every, made.anchor_mean) == ("keys+values", None, False)
+    assert (made.bits, made.first_bits, made.group) == (2, 4, None)
+    assert (made.ridge, made.sinks, made.space, made.anchor_mean) == (1e-3, 4, "before", False)
 
 
 def test_every_option_reaches_the_calibration() -> None:
     usual = AquaCalibration().options()
-    assert usual.keys() == ALL_OTHER.keys() | {"hidden"}
+    assert usual.keys() == ALL_OTHER.keys()
     assert all(ALL_OTHER[name] != usual[name] for name in ALL_OTHER)
     flags = [f"--{name.replace('_', '-')}" for name in ALL_OTHER]
     line = [
@@ -331,10 +322,7 @@ def test_every_option_reaches_the_calibration() -> None:
         for flag, value in zip(flags, ALL_OTHER.values(), strict=True)
         for word in ([flag] if value is True else [flag, str(value)])
     ]
-    options = aqua_options(*line)
-    assert options.calibration().options() == ALL_OTHER | {"hidden": None}
-    options = aqua_options("--predictor", "mlp", "--hidden", "10")
-    assert options.calibration().hidden == 10
+    assert aqua_options(*line).calibration().options() == ALL_OTHER
     assert aqua_options("--first-bits", "16").first_bits == 16
 
 
@@ -367,8 +355,6 @@ def test_mistakes_with_predictors_are_one_line_each(
     for more, message in (
         (["--group", "64"], r"group=64 does not divide the 32 numbers of keys.* leave --group out"),
         (["--sinks", "100"], r"sinks=100 of sequences of at most 100 tokens: .* fewer --sinks"),
-        (["--predictor", "low_rank"], r"rank=256: layer 0 has 32 numbers of keys a token.* --rank"),
-        (["--hidden", "5"], r"--hidden 5 is of --predictor mlp, and it is linear"),
     ):
         assert re.search(message, failing(capsys, [*aqua_arguments, *more])), more
         # No text was read for it.
