@@ -433,22 +433,19 @@ def check(status: int, function: str, threads: int) -> None:
         raise RuntimeError(_refusal(function, status))
 
 
-def is_asked(backend: str, tensor: torch.Tensor, has_it: bool = True) -> bool:
+def is_asked(backend: str, tensor: torch.Tensor) -> bool:
     """Whether ``backend`` means the library: ``"cpp"``, or ``"auto"`` on a CPU that has it.
 
-    ``has_it``: whether the library has the operation.
-
     Raises:
-        ValueError: ``"cpp"`` for a tensor on another device, or where it lacks the operation.
+        ValueError: ``"cpp"`` for a tensor on another device.
     """
-    fits = tensor.is_cpu and has_it
-    if backend == "cpp" and not fits:
+    if backend == "cpp" and not tensor.is_cpu:
         raise ValueError(
-            f"backend='cpp' with a tensor on {tensor.device}: the compiled library "
-            f"{'has no such operation' if tensor.is_cpu else 'works on a CPU'}, leave backend out"
+            f"backend='cpp' with a tensor on {tensor.device}: the compiled library works on a CPU, "
+            "leave backend out"
         )
     return backend == "cpp" or (
-        backend == "auto" and fits and preferred() is None and not why_not()
+        backend == "auto" and tensor.is_cpu and preferred() is None and not why_not()
     )
 
 

@@ -267,12 +267,12 @@ def _calls_of_latents() -> Iterator[partial]:
 
 def _calls_of_higgs() -> Iterator[partial]:
     """Every number of bits, short groups and long ones, heads of whole groups and of several."""
-    from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, MinMaxCodec, triton_attend
+    from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, triton_attend
     from hf_kvret_kernels.paged import PagedRows
 
     half, full = torch.bfloat16, torch.float32
-    cases = [(cls(bits, 64), half) for cls in (HiggsCodec, MinMaxCodec) for bits in (2, 3, 4)]
-    cases += [(HiggsCodec(2, 1024), full), (HiggsCodec(3, 128), full), (MinMaxCodec(8, 8), full)]
+    cases = [(HiggsCodec(bits, 64), half) for bits in (2, 3, 4)]
+    cases += [(HiggsCodec(2, 1024), full), (HiggsCodec(3, 128), full), (HiggsCodec(4, 8), full)]
     for codec, dtype in cases:
         rows = torch.zeros(5, 1024, dtype=dtype)
         codes, scales = codec.encode(rows, "naive")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_library as library
-from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, MinMaxCodec, host_scores
+from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, host_scores
 from hf_kvret_kernels.host_step import (
     Generation,
     GivenIds,
@@ -180,17 +180,6 @@ def test_lists_score_the_keys_that_codes_stand_for(path: str) -> None:
     scores = scores.masked_fill(~listed[:, :, None], float("-inf"))
     best = scores.log_softmax(-1).amax(2).topk(10, dim=-1).indices
     assert torch.equal(ids[:, :, 0].sort(-1).values.long(), best.sort(-1).values)
-
-
-def test_other_codes_are_refused(path: str) -> None:
-    codec = MinMaxCodec(4, 16)
-    numbers = torch.zeros(12, H, PAGE_LEN, 36, dtype=torch.uint8)
-    pages = PagedRows([numbers], torch.zeros(B, 6).int(), 24, apart=True)
-    rows = CodedRows(pages, codec, 32, 16)
-    ids, valid = torch.zeros(B, H, 1, 3).int(), torch.ones(B, TOKENS, dtype=torch.bool)
-    cold = HostCold(rows, GivenIds(ids), valid, 3)
-    with pytest.raises(ValueError, match=r"reads HIGGS alone: attend to them with higgs\.attend"):
-        run_step(draw(B, H, 1, 32), window_of((32, 16), 5, torch.float32), cold, scale=0.2)
 
 
 def test_ids_of_no_token_are_refused(path: str) -> None:

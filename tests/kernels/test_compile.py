@@ -22,7 +22,7 @@ EXPECTED = {
     "codebook": "encode merge count share denominator table lookup scores",
     "gather_attention": "attend copy",
     "gather_scores": "gather_scores",
-    "higgs": "higgs minmax decode attend",
+    "higgs": "higgs decode attend",
     "merge": "merge",
     "prompt_attention": "attend",
     "step_attention": "finish",

@@ -1,4 +1,4 @@
-"""Codecs of 2 to 8 bits: what comes back, in how many bytes, how good the grids are."""
+"""The codec of 2 to 4 bits: what comes back, in how many bytes, how good the grids are."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from hf_kvret_kernels.higgs import AbsMaxCodec, Codec, HiggsCodec, MinMaxCodec, naive
+from hf_kvret_kernels.higgs import HiggsCodec, naive
 from hf_kvret_kernels.higgs.naive import WORDS, grid_points, pack, random_signs, unpack
 
 from .draws import Place, draw, refused
 
-# The compiled library has HIGGS alone.
-pytestmark = pytest.mark.allowed(
-    when=lambda case: (
-        case.get("where", ("", ""))[0] != "cpp"
-        or isinstance(case.get("codec"), HiggsCodec)
-        or case.get("cls") is HiggsCodec
-    )
-)
 CPU = torch.device("cpu")
 # Squared error of a number of a standard normal pair with the best 16, 64 and 256 points.
 BEST = {2: 0.1075, 3: 0.0296, 4: 0.0077}
@@ -85,15 +77,14 @@ def test_the_script_makes_the_grids_that_are_shipped(
 
 
 CODECS = [HiggsCodec(bits, 64) for bits in (2, 3, 4)]
-CODECS += [cls(bits, 64) for cls in (MinMaxCodec, AbsMaxCodec) for bits in (2, 3, 4, 8)]
 GROUPS = (8, 16, 32, 128, 256, 512, 1024)
 # Ten butterflies of numbers up to 4 in fp32, times a scale of about 1; and between codes no two
 # backends may differ by more than a distance that is this near to the least.
 FP32_ERROR = 1e-5
 
 
-def name(codec: Codec) -> str:
-    return f"{type(codec).__name__}-{codec.bits}-{codec.group}"
+def name(codec: HiggsCodec) -> str:
+    return f"{codec.bits}-{codec.group}"
 
 
 def hadamard(group: int) -> torch.Tensor:
@@ -113,24 +104,19 @@ def unpack_slowly(packed: list[int], code_bits: int) -> list[int]:
     return codes
 
 
-def parts(codec: Codec, x: torch.Tensor, where: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(codec: HiggsCodec, x: torch.Tensor, where: Place) -> tuple[torch.Tensor, torch.Tensor]:
     """``(codes [groups, n] int64, scales [groups, ...] fp64)`` of the rows ``x [n, W]``."""
     coded = codec.encode(x.to(where[1]), backend=where[0])
     assert coded.codes.dtype == coded.scales.dtype == torch.uint8
     assert coded.codes.shape == (*x.shape[:-1], codec.code_bytes(x.shape[-1]))
     assert coded.scales.shape == (*x.shape[:-1], codec.scale_bytes(x.shape[-1]))
     rows = [unpack_slowly(row, codec.code_bits) for row in coded.codes.cpu().tolist()]
-    codes = torch.tensor(rows).view(-1, codec.group // codec.code_width)
-    scales = coded.scales.cpu().view(torch.float16).double()
-    return codes, scales.view(len(codes), codec.group_scales)
+    codes = torch.tensor(rows).view(-1, codec.group // 2)
+    return codes, coded.scales.cpu().view(torch.float16).double().view(-1, 1)
 
 
-def decode_slowly(codec: Codec, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def decode_slowly(codec: HiggsCodec, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """fp64 groups of their codes and scales, from the definition."""
-    if isinstance(codec, MinMaxCodec):
-        return codes * scales[:, :1] + scales[:, 1:]
-    if isinstance(codec, AbsMaxCodec):
-        return (codes - (2 ** (codec.bits - 1) - 1)) * scales
     points = grid_points(codec.bits, torch.device("cpu")).double()[codes].flatten(1)
     signs = codec.sign_tensor(torch.device("cpu")).double()
     return points * scales @ hadamard(codec.group) * signs
@@ -150,38 +136,25 @@ def test_packing_is_undone_exactly(code_bits: int) -> None:
 
 @pytest.mark.factor("codec", CODECS, ids=name)
 @pytest.mark.factor("rows", [1, 7])
-def test_each_number_gets_the_best_code(where: Place, codec: Codec, rows: int) -> None:
-    """Against all codes, in fp64: nearest points of the transformed group, nearest steps."""
+def test_each_number_gets_the_best_code(where: Place, codec: HiggsCodec, rows: int) -> None:
+    """Against all codes, in fp64: nearest points of the transformed group."""
     x = draw(rows, 3 * codec.group, seed=rows) * 2 + 0.3
     codes, scales = parts(codec, x, where)
     groups = x.double().view(len(codes), -1)
-    if isinstance(codec, HiggsCodec):
-        rms = groups.square().mean(1, keepdim=True).sqrt()
-        assert (scales - rms).abs().max() <= 2.0**-11 * rms.max() + FP32_ERROR
-        signs = codec.sign_tensor(torch.device("cpu")).double()
-        pairs = (groups * signs @ hadamard(codec.group) / scales).view(len(codes), -1, 2)
-        far = (pairs[:, :, None] - grid_points(codec.bits, torch.device("cpu"))).norm(dim=-1)
-    elif isinstance(codec, AbsMaxCodec):
-        most = 2 ** (codec.bits - 1) - 1
-        largest = groups.abs().amax(1, keepdim=True)
-        assert (scales * most - largest).abs().max() <= 2.0**-11 * largest.max()
-        # Symmetric: zero is a code, and there is one code for each sign of each step.
-        steps = torch.arange(-most, most + 1) * scales
-        far = (groups[:, :, None] - steps[:, None]).abs()
-    else:
-        low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
-        half_ulp = 2.0**-11 * groups.abs().max()
-        assert (scales[:, 1:] - low).abs().max() <= half_ulp
-        assert (scales[:, :1] * (2**codec.bits - 1) - (high - low)).abs().max() <= 4 * half_ulp
-        steps = torch.arange(2**codec.bits) * scales[:, :1] + scales[:, 1:]
-        far = (groups[:, :, None] - steps[:, None]).abs()
+    rms = groups.square().mean(1, keepdim=True).sqrt()
+    assert (scales - rms).abs().max() <= 2.0**-11 * rms.max() + FP32_ERROR
+    pairs = groups * codec.sign_tensor(CPU).double() @ hadamard(codec.group) / scales
+    pairs = pairs.view(len(codes), -1, 1, 2)
+    far = (pairs - grid_points(codec.bits, CPU)).norm(dim=-1)
     chosen = far.gather(2, codes.unsqueeze(2)).squeeze(2)
     assert (chosen - far.amin(2)).max() <= FP32_ERROR
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.factor("codec", CODECS, ids=name)
-def test_decoding_follows_the_definition(where: Place, codec: Codec, dtype: torch.dtype) -> None:
+def test_decoding_follows_the_definition(
+    where: Place, codec: HiggsCodec, dtype: torch.dtype
+) -> None:
     x = draw(5, 2 * codec.group, dtype=dtype)
     codes, scales = parts(codec, x, where)
     expected = decode_slowly(codec, codes, scales).view_as(x)
@@ -192,15 +165,12 @@ def test_decoding_follows_the_definition(where: Place, codec: Codec, dtype: torc
     rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}[dtype]
     error = (back.cpu().double() - expected).abs()
     assert (error <= FP32_ERROR + rounding * expected.abs()).all()
-    # Three values are what absmax has at two bits.
-    most = 0.9 if isinstance(codec, AbsMaxCodec) else 0.3
-    assert (expected - x.double()).square().mean() < most
+    assert (expected - x.double()).square().mean() < 0.3
 
 
-@pytest.mark.factor("cls", [HiggsCodec, MinMaxCodec])
 @pytest.mark.factor("group", GROUPS)
-def test_all_agree_with_torch_for_all_groups(where: Place, group: int, cls: type[Codec]) -> None:
-    codec = cls(3, group)
+def test_all_agree_with_torch_for_all_groups(where: Place, group: int) -> None:
+    codec = HiggsCodec(3, group)
     x = draw(3, 3 * group, seed=group)
     expected = codec.encode(x, backend="naive")
     coded = codec.encode(x.to(where[1]), backend=where[0])
@@ -212,12 +182,12 @@ def test_all_agree_with_torch_for_all_groups(where: Place, group: int, cls: type
     assert differ <= 0.01
     again = codec.decode(coded.codes.cpu(), coded.scales.cpu(), backend="naive")
     assert abs((again - x).square().mean() / (plain - x).square().mean() - 1) < 0.01
-    if cls is HiggsCodec and group > 8:
+    if group > 8:
         assert (plain - x).square().mean() < 0.035
 
 
 @pytest.mark.factor("codec", CODECS, ids=name)
-def test_zeros_come_back_as_zeros(where: Place, codec: Codec) -> None:
+def test_zeros_come_back_as_zeros(where: Place, codec: HiggsCodec) -> None:
     x = draw(3, 2 * codec.group)
     x[1] = 0.0
     x[2, codec.group :] = 1e-9
@@ -229,7 +199,7 @@ def test_zeros_come_back_as_zeros(where: Place, codec: Codec) -> None:
 @pytest.mark.factor("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.factor("codec", CODECS, ids=name)
 def test_a_group_with_nan_or_infinity_is_nan_and_no_other(
-    where: Place, codec: Codec, bad: float
+    where: Place, codec: HiggsCodec, bad: float
 ) -> None:
     x = draw(3, 2 * codec.group)
     plain = codec.encode(x, backend="naive")
@@ -244,7 +214,7 @@ def test_a_group_with_nan_or_infinity_is_nan_and_no_other(
 
 
 @pytest.mark.factor("codec", CODECS, ids=name)
-def test_numbers_too_large_for_fp16_are_cut_off(where: Place, codec: Codec) -> None:
+def test_numbers_too_large_for_fp16_are_cut_off(where: Place, codec: HiggsCodec) -> None:
     x = draw(2, codec.group) * 1e9
     back = codec.decode(*codec.encode(x.to(where[1]), where[0]), backend=where[0]).cpu()
     assert back.isfinite().all()
@@ -254,12 +224,6 @@ def test_numbers_too_large_for_fp16_are_cut_off(where: Place, codec: Codec) -> N
     x[0, ::2] *= -1
     back = codec.decode(*codec.encode(x.to(where[1]), where[0]), backend=where[0]).cpu()
     assert ((back - x).square().mean().sqrt() <= 60000 * 0.5).all()
-
-
-def test_a_half_between_two_steps_goes_up(place: Place) -> None:
-    x = torch.tensor([[0.0, 15.0, 0.5, 1.5, 2.5, 7.5, 14.5, 3.0]])
-    codes, _ = parts(MinMaxCodec(4, 8), x, place)
-    assert codes.tolist() == [[0, 15, 1, 2, 3, 8, 15, 3]]
 
 
 def test_of_equally_near_points_the_first_is_taken(
@@ -273,7 +237,7 @@ def test_of_equally_near_points_the_first_is_taken(
 
 
 @pytest.mark.factor("codec", CODECS, ids=name)
-def test_rows_in_wider_ones_and_strided_inputs(where: Place, codec: Codec) -> None:
+def test_rows_in_wider_ones_and_strided_inputs(where: Place, codec: HiggsCodec) -> None:
     """Parts of rows are read where they lie, at odd addresses too; no rows are no rows."""
     x = draw(2, 3, 4, 2 * codec.group).to(where[1]).transpose(0, 2)
     coded = codec.encode(x, backend=where[0])
@@ -300,12 +264,6 @@ def test_bytes_are_those_that_are_promised(group: int) -> None:
         coded = codec.encode(x)
         assert sum(part.nbytes for part in coded) == x.numel() * (bits / 8 + 2 / group)
         assert codec.bits_per_value == bits + 16 / group
-    for bits in (2, 3, 4, 8):
-        codec = MinMaxCodec(bits, group)
-        coded = codec.encode(x)
-        assert sum(part.nbytes for part in coded) == x.numel() * (bits / 8 + 4 / group)
-        assert codec.bits_per_value == bits + 32 / group
-        assert AbsMaxCodec(bits, group).bits_per_value == bits + 16 / group
 
 
 def test_a_codec_is_its_options() -> None:
@@ -323,8 +281,7 @@ def test_a_codec_is_its_options() -> None:
 
 
 def test_mistakes_are_refused_with_the_remedy() -> None:
-    refused("bits=8: HiggsCodec has 2, 3, 4", HiggsCodec, 8, 64)
-    refused("bits=5: MinMaxCodec has 2, 3, 4, 8", MinMaxCodec, 5, 64)
+    refused("bits=8: pass one of 2, 3, 4", HiggsCodec, 8, 64)
     for group in (4, 96, 2048):
         refused(f"group={group}: pass a power of two from 8 to 1024", HiggsCodec, 2, group)
     codec = HiggsCodec(2, 64)
@@ -342,8 +299,8 @@ def test_mistakes_are_refused_with_the_remedy() -> None:
     refused(r"scales has shape \(1, 2\): pass \[2, 2\]", codec.decode, codes, scales[:1])
     refused("scales is on meta, codes on cpu", codec.decode, codes, scales.to("meta"))
     refused("choose one of auto", codec.encode, torch.zeros(2, 64), backend="torch")
-    steps = MinMaxCodec(2, 64)
-    refused("leave backend out", steps.encode, torch.zeros(2, 64), backend="cpp")
+    far = torch.zeros(2, 64, device="meta")
+    refused("leave backend out", codec.encode, far, backend="cpp")
     added = torch.zeros(3, 64)
     coded = codec.encode(torch.zeros(4, 64))
     refused("as many as divide 4 rows", codec.decode, *coded, added=added)

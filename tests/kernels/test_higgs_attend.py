@@ -8,19 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret_kernels.higgs import Codec, CodedRows, HiggsCodec, MinMaxCodec, attend
+from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, attend
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 
 from .draws import Place
 from .paged_rows import NO_PAGE, TWO_ROWS, random_ids, reference
 
-# The compiled library has HIGGS alone.
-pytestmark = pytest.mark.allowed(
-    when=lambda case: (
-        case.get("where", ("", ""))[0] != "cpp"
-        or (not isinstance(case.get("codec"), MinMaxCodec) and case.get("cls") is not MinMaxCodec)
-    )
-)
 # Sums of a few hundred fp32 products of size 1, and butterflies before and after.
 FP32_ERROR = 2e-5
 # Units that Triton rounds queries, grid points and weights to where the query has 16 bits; the
@@ -30,7 +23,7 @@ ULP = {torch.float32: 0.0, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 def coded_rows(
     place: Place,
-    codec: Codec,
+    codec: HiggsCodec,
     table: list[list[int]],
     chunks: tuple[int, ...] = (9,),
     *,
@@ -100,27 +93,25 @@ def check(
 
 
 CODECS = [HiggsCodec(bits, 64) for bits in (2, 3, 4)]
-CODECS += [MinMaxCodec(bits, 32) for bits in (2, 3, 4, 8)]
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.factor("codec", CODECS, ids=str)
-def test_all_codecs_and_dtypes(where: Place, codec: Codec, dtype: torch.dtype) -> None:
+def test_all_codecs_and_dtypes(where: Place, codec: HiggsCodec, dtype: torch.dtype) -> None:
     coded = coded_rows(where, codec, TWO_ROWS)
     check(where, coded, random_ids(coded[0].pages, 2, 1, 21), dtype=dtype)
 
 
-@pytest.mark.factor("cls", [HiggsCodec, MinMaxCodec])
 @pytest.mark.factor(
     ("group", "dims"),
     [(8, (8, 8)), (8, (24, 16)), (16, (16, 80)), (32, (96, 64)), (128, (128, 128)), (8, (8, 16))],
     ids=str,
 )
 def test_groups_of_a_head_and_odd_row_lengths(
-    where: Place, cls: type[Codec], group: int, dims: tuple[int, int]
+    where: Place, group: int, dims: tuple[int, int]
 ) -> None:
     """With 3 bits and dims 8 and 16 a row has an odd number of bytes."""
-    codec = cls(3, group)
+    codec = HiggsCodec(3, group)
     coded = coded_rows(where, codec, [[2, 0, 1]], (3,), kv_heads=1, dims=dims)
     check(where, coded, random_ids(coded[0].pages, 1, 1, 17), heads=3, dims=dims)
     if dims == (8, 16):
@@ -162,10 +153,9 @@ def test_softcap(where: Place, softcap: float) -> None:
     check(where, coded, random_ids(coded[0].pages, 2, 1, 20), softcap=softcap, size=8.0)
 
 
-@pytest.mark.factor("codec", [HiggsCodec(3, 64), MinMaxCodec(3, 64)], ids=str)
-def test_rows_that_no_id_names_may_hold_anything(where: Place, codec: Codec) -> None:
+def test_rows_that_no_id_names_may_hold_anything(where: Place) -> None:
     """Scales of NaN in every row that is not named, and pages that do not exist."""
-    coded = coded_rows(where, codec, [[0, 1, NO_PAGE], [NO_PAGE] * 3], (3,), page_len=4)
+    coded = coded_rows(where, HiggsCodec(3, 64), [[0, 1, NO_PAGE], [NO_PAGE] * 3], (3,), page_len=4)
     rows = coded[0].pages
     ids = torch.tensor([6, -1, 3, 5, -1], dtype=torch.int32).expand(2, 2, 1, 5).clone()
     ids[1] = -1
@@ -303,6 +293,3 @@ def test_mistakes_are_refused_with_the_remedy(change: dict[str, Any], message: s
     together = replace(rows, pages=PagedRows(pages.chunks, pages.table, pages.key_dim))
     with pytest.raises(ValueError, match=r"rows have apart=False: .* must lie apart, as codes and"):
         attend(**(options | {"rows": together}))
-    steps, _ = coded_rows(("naive", "cpu"), MinMaxCodec(2, 64), TWO_ROWS)
-    with pytest.raises(ValueError, match="has no such operation, leave backend out"):
-        attend(**(options | {"rows": steps, "backend": "cpp"}))

@@ -34,7 +34,7 @@ OTHERS = {
     *("codebook.encode", "codebook.merge", "paris.encode", "paris.count", "paris.rotate"),
     "paris.rerank_wide",
     "block_lse.block_lse",
-    *("higgs.higgs", "higgs.minmax", "higgs.decode"),
+    *("higgs.higgs", "higgs.decode"),
     *("paged_triton.gather", "paged_triton.copy"),
 }
 

@@ -10,7 +10,7 @@ import torch
 from hf_kvret_kernels import relevance
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
-from hf_kvret_kernels.higgs import CodedRows, MinMaxCodec, attend
+from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, attend
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
@@ -77,7 +77,7 @@ def test_scores_and_copies_of_rows(room: torch.Tensor, rows: PagedRows, wide: st
 
 @pytest.mark.parametrize("wide", ["ids", "table"])
 def test_attention_over_coded_rows(room: torch.Tensor, wide: str) -> None:
-    codec = MinMaxCodec(4, DIM)
+    codec = HiggsCodec(4, DIM)
     codes, scales = codec.encode(torch.randn(3, 1, PAGE_LEN, 2, DIM), "naive")
     code_bytes = 2 * codes.shape[-1]
     pages = lay_apart(torch.cat([codes.flatten(3), scales.flatten(3)], dim=-1), code_bytes)

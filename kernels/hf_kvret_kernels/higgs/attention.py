@@ -7,7 +7,6 @@ import torch
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import choose_backend, launching_on
 from hf_kvret_kernels.gather_attention import naive
-from hf_kvret_kernels.higgs.codec import HiggsCodec
 from hf_kvret_kernels.higgs.coded_rows import CodedRows
 from hf_kvret_kernels.merge import Partials
 
@@ -23,7 +22,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query over exactly the rows that its ids name, decoded on the way.
 
-    The kernels never form a key or a value: with HIGGS the query is transformed instead of the
+    The kernels never form a key or a value: the query is transformed instead of the
     keys, values are summed up as they lie, and the sum is transformed back, in Triton once for each
     chunk of the ids. This needs groups within a head.
 
@@ -36,18 +35,18 @@ def attend(
         scale: factor of the dot products.
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
         backend: ``"auto"``, ``"naive"`` (decodes every row to fp32), ``"cpp"`` (the compiled
-            library, for HIGGS; ``"auto"`` on a CPU that has it) or ``"triton"``.
+            library; ``"auto"`` on a CPU that has it) or ``"triton"``.
 
     Returns:
         ``out [B, Hq, Q, value_dim]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's
         device. A query without rows has out 0 and lse -inf. Softmax and sums are fp32; the Triton
         kernel rounds what it multiplies to the query's dtype: the transformed query, and with one
-        group of HIGGS a head grid points and softmax weights times scales, else softmax weights
+        group a head grid points and softmax weights times scales, else softmax weights
         and scaled numbers, which in fp16 overflow from scales of 19000 on.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, ``"cpp"`` for
-            another codec or device, gradients.
+            another device, gradients.
         WrongIdError: a ValueError, with ``"naive"`` and ``"cpp"``: an id of no token.
         ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
 
@@ -71,7 +70,7 @@ def host_scores(
     None where ``attend`` would not take it, either. Arguments and errors are the same.
     """
     rows.check(query, ids, softcap)
-    if not host_library.is_asked("auto", query, isinstance(rows.codec, HiggsCodec)):
+    if not host_library.is_asked("auto", query):
         return None
     return host_library.score(query, rows, ids, scale, softcap)
 
@@ -90,7 +89,7 @@ def attend_partials(
     Arguments and errors are the same. On a CPU it is always one chunk, without tickets.
     """
     rows.check(query, ids, softcap)
-    if host_library.is_asked(backend, query, isinstance(rows.codec, HiggsCodec)):
+    if host_library.is_asked(backend, query):
         return Partials.whole(*host_library.attend(query, rows, ids, scale, softcap))
     if choose_backend(backend, query) == "triton":
         from hf_kvret_kernels.higgs import triton_attend

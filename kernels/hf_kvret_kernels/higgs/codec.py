@@ -1,11 +1,10 @@
-"""Codecs: rows of numbers as bit-packed codes and fp16 scales, and back."""
+"""The codec: rows of numbers as bit-packed codes and fp16 scales, and back."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -16,6 +15,7 @@ from hf_kvret_kernels.higgs.naive import pack, unpack
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SMALLEST_GROUP, LARGEST_GROUP = 8, 1024
+BITS = (2, 3, 4)
 
 
 class Coded(NamedTuple):
@@ -32,33 +32,45 @@ class Coded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Codec(ABC):
-    """Rows of W numbers as W codes of ``bits`` bits and a few fp16 numbers for every group.
+class HiggsCodec:
+    """HIGGS: signed Hadamard transform of each group, pairs rounded to a grid for normal pairs.
+
+    ``x`` of a group is multiplied by random signs and transformed; what comes out looks normally
+    distributed. Its root mean square is the scale, fp16. Pairs over the scale are rounded to the
+    nearest of ``4^bits`` points that are best for a standard normal pair: squared errors of
+    0.1076, 0.0296 and 0.0078 of the mean square at 2, 3 and 4 bits. A number takes
+    ``bits + 16 / group`` bits.
+
+    Without the signs a constant offset lands in a single number, where the grid ends: at an offset
+    of three deviations the error is eight times as large. The authors of AQUA-KV leave them out.
+    All groups of a row have the same signs.
+
+    A group whose root mean square is below 3e-8 decodes to zeros, as its scale does; below 6e-5
+    fp16 scales are coarse. From 65504 on the scale stays there, and large numbers are cut off.
 
     A codec holds options and no tensors: it is hashable, equal to another of the same options, and
     works on every device.
 
     Attributes:
-        bits: of the codes, for one number.
-        group: neighbouring numbers of a row that share scales; a power of two, 8 to 1024.
+        bits: of the codes, for one number: 2, 3 or 4.
+        group: neighbouring numbers of a row that share a scale; a power of two, 8 to 1024.
+        seed: of the signs, which are drawn on the CPU: the same on every device.
+        signs: False leaves them out, for comparisons.
 
     Raises:
-        ValueError: bits or a group that the codec does not have.
+        ValueError: bits or a group that there are not.
+
+    Paper: AQUA-KV, section 3.3; Malinovskii et al. 2024, HIGGS.
     """
 
     bits: int
     group: int
-
-    allowed_bits: ClassVar[tuple[int, ...]]
-    # fp16 numbers that a group has beside its codes, and numbers that one code stands for.
-    group_scales: ClassVar[int]
-    code_width: ClassVar[int]
-    is_compiled: ClassVar[bool] = False
+    seed: int = 0
+    signs: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in self.allowed_bits:
-            names = ", ".join(map(str, self.allowed_bits))
-            raise ValueError(f"bits={self.bits}: {type(self).__name__} has {names}")
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits}: pass one of {', '.join(map(str, BITS))}")
         group = self.group
         if not SMALLEST_GROUP <= group <= LARGEST_GROUP or group & (group - 1):
             raise ValueError(
@@ -67,13 +79,13 @@ class Codec(ABC):
 
     @property
     def code_bits(self) -> int:
-        """Bits of one code: those of all the numbers that it stands for."""
-        return self.bits * self.code_width
+        """Bits of one code, which stands for a pair of numbers."""
+        return 2 * self.bits
 
     @property
     def bits_per_value(self) -> float:
         """Bits that a number takes in all: codes and scales."""
-        return self.bits + 16 * self.group_scales / self.group
+        return self.bits + 16 / self.group
 
     def code_bytes(self, width: int) -> int:
         """Bytes of the codes of a row of ``width`` numbers.
@@ -91,7 +103,7 @@ class Codec(ABC):
             ValueError: a width that is no multiple of the group.
         """
         self.check_width(width)
-        return width // self.group * self.group_scales * 2
+        return width // self.group * 2
 
     def check_width(self, width: int) -> None:
         """Raise ValueError unless rows of ``width`` numbers are made of whole groups."""
@@ -107,24 +119,28 @@ class Codec(ABC):
         Nothing has to call this; but the first use on a device copies the tables there, which a
         CUDA graph cannot do while it is captured.
         """
-        self.make_tables(torch.empty(0, device=device).device)
+        place = torch.empty(0, device=device).device
+        self.sign_tensor(place)
+        naive.grid_merits(self.bits, place)
+        for dtype in (torch.float16, torch.bfloat16):
+            naive.grid_words(self.bits, place, dtype)
         return self
 
     def encode(self, x: torch.Tensor, backend: str = "auto") -> Coded:
         """Codes and scales of the rows of ``x``, on its device; each row by itself.
 
-        A group with a NaN or an infinity decodes to NaN altogether, and so does with HIGGS one
-        whose squares add up beyond fp32, 3e38; other groups decode as if it were not there.
+        A group with a NaN or an infinity decodes to NaN altogether, and so does one whose squares
+        add up beyond fp32, 3e38; other groups decode as if it were not there.
 
         Args:
             x: ``[..., W]`` fp32, bf16 or fp16, any strides (other than contiguous rows are
                 copied); W a multiple of the group. There may be no rows.
-            backend: ``"auto"``, ``"naive"``, ``"cpp"`` (the compiled library, for HIGGS; ``"auto"``
-                on a CPU that has it) or ``"triton"``.
+            backend: ``"auto"``, ``"naive"``, ``"cpp"`` (the compiled library; ``"auto"`` on a CPU
+                that has it) or ``"triton"``.
 
         Raises:
             ValueError: a shape or dtype that does not fit, an unknown backend, ``"cpp"`` for
-                another codec or device, gradients.
+                another device, gradients.
             ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
         """
         check_no_grad(x=x)
@@ -203,81 +219,9 @@ class Codec(ABC):
 
     def _choose(self, backend: str, tensor: torch.Tensor) -> str:
         """Name of the implementation, with ``"cpp"`` among them."""
-        if host_library.is_asked(backend, tensor, self.is_compiled):
+        if host_library.is_asked(backend, tensor):
             return "cpp"
         return choose_backend(backend, tensor)
-
-    @abstractmethod
-    def make_tables(self, device: torch.device) -> None:
-        """Put what encoding and decoding look up on ``device``."""
-
-    @abstractmethod
-    def encode_rows(self, rows: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(codes, scales)`` of ``rows [n, W]``, contiguous; uint8 and fp16 of any shapes."""
-
-    @abstractmethod
-    def decode_rows(
-        self,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        dtype: torch.dtype,
-        backend: str,
-        added: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``n * W`` numbers of ``codes [n, code_bytes]`` and ``scales [n, scale_bytes]``, uint8.
-
-        ``added [m, W]`` fp32 or None, see ``decode``.
-        """
-
-    @staticmethod
-    def _sum(rows: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-        """Decoded numbers, of any shape, plus ``added [m, W]`` as ``decode`` has it."""
-        if added is None:
-            return rows
-        count, width = added.shape
-        return rows.reshape(count, rows.numel() // (count * width), width) + added[:, None]
-
-    def _by_group(
-        self, codes: torch.Tensor, scales: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes ``[groups, group / code_width]`` int32 and scales ``[groups, ...]`` fp16."""
-        indices = unpack(codes, self.code_bits).view(-1, self.group // self.code_width)
-        return indices, naive.half_numbers(scales).view(-1, self.group_scales)
-
-
-@dataclass(frozen=True)
-class HiggsCodec(Codec):
-    """HIGGS: signed Hadamard transform of each group, pairs rounded to a grid for normal pairs.
-
-    ``x`` of a group is multiplied by random signs and transformed; what comes out looks normally
-    distributed. Its root mean square is the scale, fp16. Pairs over the scale are rounded to the
-    nearest of ``4^bits`` points that are best for a standard normal pair: squared errors of
-    0.1076, 0.0296 and 0.0078 of the mean square at 2, 3 and 4 bits. A number takes
-    ``bits + 16 / group`` bits.
-
-    Without the signs a constant offset lands in a single number, where the grid ends: at an offset
-    of three deviations the error is eight times as large. The authors of AQUA-KV leave them out.
-    All groups of a row have the same signs.
-
-    A group whose root mean square is below 3e-8 decodes to zeros, as its scale does; below 6e-5
-    fp16 scales are coarse. From 65504 on the scale stays there, and large numbers are cut off.
-
-    Attributes:
-        bits: 2, 3 or 4.
-        group: as in ``Codec``.
-        seed: of the signs, which are drawn on the CPU: the same on every device.
-        signs: False leaves them out, for comparisons.
-
-    Paper: AQUA-KV, section 3.3; Malinovskii et al. 2024, HIGGS.
-    """
-
-    seed: int = 0
-    signs: bool = True
-
-    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4)
-    group_scales: ClassVar[int] = 1
-    code_width: ClassVar[int] = 2
-    is_compiled: ClassVar[bool] = True
 
     def host_coding(self, key_mean: torch.Tensor | None = None) -> bytes:
         """``hfk_coding`` for the compiled library; ``key_mean`` as of ``CodedRows``."""
@@ -289,13 +233,8 @@ class HiggsCodec(Codec):
         """``[group]`` fp32 of +1 and -1 on ``device``; shared, not to be written to."""
         return naive.random_signs(self.group, self.seed if self.signs else None, device)
 
-    def make_tables(self, device: torch.device) -> None:
-        self.sign_tensor(device)
-        naive.grid_merits(self.bits, device)
-        for dtype in (torch.float16, torch.bfloat16):
-            naive.grid_words(self.bits, device, dtype)
-
     def encode_rows(self, rows: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(codes, scales)`` of ``rows [n, W]``, contiguous; uint8 and fp16 of any shapes."""
         signs = self.sign_tensor(rows.device)
         if backend == "cpp":
             codes = rows.new_empty(len(rows), self.code_bytes(rows.shape[1]), dtype=torch.uint8)
@@ -318,6 +257,10 @@ class HiggsCodec(Codec):
         backend: str,
         added: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """``n * W`` numbers of ``codes [n, code_bytes]`` and ``scales [n, scale_bytes]``, uint8.
+
+        ``added [m, W]`` fp32 or None, see ``decode``.
+        """
         signs = self.sign_tensor(codes.device)
         if backend == "cpp":
             width = codes.shape[1] * 8 // self.bits
@@ -334,8 +277,13 @@ class HiggsCodec(Codec):
                 codes, scales, exact, self.group, self.code_bits, signs, words
             )
         else:
-            rows = naive.higgs_decode(*self._by_group(codes, scales), signs, self.bits)
-        return self._sum(rows, added).to(dtype)
+            indices = unpack(codes, self.code_bits).view(-1, self.group // 2)
+            halves = naive.half_numbers(scales).view(-1, 1)
+            rows = naive.higgs_decode(indices, halves, signs, self.bits)
+        if added is not None:
+            count, width = added.shape
+            rows = rows.reshape(count, rows.numel() // (count * width), width) + added[:, None]
+        return rows.to(dtype)
 
 
 @cache
@@ -344,92 +292,3 @@ def _nearest(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     cpu = torch.device("cpu")
     merits = torch.nn.functional.pad(naive.grid_merits(bits, cpu), (0, 1))
     return merits, host_library.near_points(naive.grid_points(bits, cpu))
-
-
-@dataclass(frozen=True)
-class MinMaxCodec(Codec):
-    """Round to nearest between the smallest and the largest number of each group.
-
-    A number is a count of steps above the group's smallest number; both are kept in fp16, and
-    counted from and by as they are kept. A number takes ``bits + 32 / group`` bits. It is
-    asymmetric: AQUA-KV's other backbone, Quanto with absmax, is ``AbsMaxCodec``.
-
-    Numbers beyond 65504, fp16's largest, are cut off; a group whose step rounds to 0 decodes to its
-    smallest number.
-
-    Attributes:
-        bits: 2, 3, 4 or 8.
-        group: as in ``Codec``.
-    """
-
-    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
-    group_scales: ClassVar[int] = 2
-    code_width: ClassVar[int] = 1
-
-    def make_tables(self, device: torch.device) -> None:
-        """Nothing is looked up."""
-
-    def encode_rows(self, rows: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if backend == "triton":
-            from hf_kvret_kernels.higgs import triton_codes
-
-            return triton_codes.minmax_encode(rows, self.group, self.bits)
-        codes, scales = naive.minmax_encode(rows.view(-1, self.group), self.bits)
-        return pack(codes.view(rows.shape), self.bits), scales
-
-    def decode_rows(
-        self,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        dtype: torch.dtype,
-        backend: str,
-        added: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if backend == "triton":
-            from hf_kvret_kernels.higgs import triton_codes
-
-            exact = dtype if added is None else torch.float32
-            rows = triton_codes.decode(codes, scales, exact, self.group, self.bits)
-        else:
-            rows = naive.minmax_decode(*self._by_group(codes, scales))
-        return self._sum(rows, added).to(dtype)
-
-
-@dataclass(frozen=True)
-class AbsMaxCodec(Codec):
-    """Round to nearest in steps of each group's largest magnitude: symmetric about zero.
-
-    Steps are that magnitude over ``2^(bits - 1) - 1``, kept in fp16, and counted from zero in both
-    directions. A number takes ``bits + 16 / group`` bits. At 2 bits there are three values: minus
-    one step, zero, one step. Plain torch on every device, whatever the backend: for comparisons.
-
-    A group whose largest magnitude over the steps is beyond 65504 is cut off there.
-
-    Attributes:
-        bits: 2, 3, 4 or 8.
-        group: as in ``Codec``.
-
-    Paper: AQUA-KV, section 3.3: Quanto, "round-to-nearest quantization with absmax normalization".
-    """
-
-    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
-    group_scales: ClassVar[int] = 1
-    code_width: ClassVar[int] = 1
-
-    def make_tables(self, device: torch.device) -> None:
-        """Nothing is looked up."""
-
-    def encode_rows(self, rows: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = naive.absmax_encode(rows.view(-1, self.group), self.bits)
-        return pack(codes.view(rows.shape), self.bits), scales
-
-    def decode_rows(
-        self,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        dtype: torch.dtype,
-        backend: str,
-        added: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        rows = naive.absmax_decode(*self._by_group(codes, scales), self.bits)
-        return self._sum(rows, added).to(dtype)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from hf_kvret_kernels.gather_attention import check_chosen_rows
-from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
+from hf_kvret_kernels.higgs.codec import HiggsCodec
 from hf_kvret_kernels.paged import PagedRows
 
 
@@ -34,11 +34,11 @@ class CodedRows:
             were encoded; None: nothing was. Not with ``value_in_key``.
 
     Raises:
-        ValueError: rows of another codec's size, or a mean of another form.
+        ValueError: rows of another size than the codec's, or a mean of another form.
     """
 
     pages: PagedRows
-    codec: Codec
+    codec: HiggsCodec
     key_dim: int
     value_dim: int
     value_in_key: bool = False
@@ -89,20 +89,11 @@ class CodedRows:
 
     @functools.cached_property
     def coding_address(self) -> int:
-        """Of ``hfk_coding``, for the compiled library; good while this lives.
-
-        Raises:
-            ValueError: codes that are not HIGGS, which the library can't read.
-        """
+        """Of ``hfk_coding``, for the compiled library; good while this lives."""
         return ctypes.addressof(self._coding)
 
     @functools.cached_property
     def _coding(self) -> ctypes.Array[ctypes.c_char]:
-        if not isinstance(self.codec, HiggsCodec):
-            raise ValueError(
-                f"the rows are codes of {self.codec}, and the compiled library reads HIGGS alone: "
-                "attend to them with higgs.attend"
-            )
         return ctypes.create_string_buffer(self.codec.host_coding(self.key_mean))
 
     def __getstate__(self) -> dict[str, object]:

@@ -1,10 +1,10 @@
-"""The codecs in plain torch, fp32 throughout, and what they look up.
+"""The codec in plain torch, fp32 throughout, and what they look up.
 
 Groups are the rows ``[n, group]`` of a matrix here; inputs were checked by the wrappers.
 
-Codes of 2, 3, 4, 6 or 8 bits are put, the first one lowest, into words of whole bytes: one byte
-holds four codes of 2 bits, two of 4 or one of 8; three bytes hold eight codes of 3 bits or four of
-6. A row's bytes lie in planes: all lowest bytes of its words, then all middle and all highest ones,
+Codes of 4, 6 or 8 bits, one for each pair of numbers, are put, the first one lowest, into words of
+whole bytes: one byte holds two codes of 4 bits or one of 8; three bytes hold four codes of 6. A
+row's bytes lie in planes: all lowest bytes of its words, then all middle and all highest ones,
 where words have three. So reading neighbouring words reads neighbouring bytes, whatever the width.
 """
 
@@ -19,7 +19,7 @@ import torch
 from hf_kvret_kernels.paris.naive import hadamard
 
 # Bits of a code: codes of a word, bytes of a word.
-WORDS = {2: (4, 1), 3: (8, 3), 4: (2, 1), 6: (4, 3), 8: (1, 1)}
+WORDS = {4: (2, 1), 6: (4, 3), 8: (1, 1)}
 GRIDS = Path(__file__).with_name("grids.json")
 HALF_MAX = 65504.0
 # Scores of pairs and grid points that ``nearest_points`` holds at once.
@@ -80,56 +80,12 @@ def higgs_decode(
     return transform(x * scales.float()) * signs
 
 
-def minmax_encode(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(codes [n, group] int32, scales [n, 2] fp16)``, a step and a zero for each group.
-
-    Codes count steps from the zero as it is stored, the smallest number rounded to fp16.
-    """
-    x = groups.float()
-    finite = (x.abs() < float("inf")).all(1, keepdim=True)
-    x = x.masked_fill(~finite, 0.0)
-    most = (1 << bits) - 1
-    zeros = x.amin(1, keepdim=True).clamp(-HALF_MAX, HALF_MAX).half()
-    x = x - zeros.float()
-    steps = (x.amax(1, keepdim=True) / most).clamp(0.0, HALF_MAX).half()
-    divisors = steps.float()
-    x = x * torch.where(divisors > 0, 1 / divisors, 0.0)
-    codes = (x + 0.5).floor().clamp(0, most).int()
-    return codes, torch.cat([steps, zeros], 1).masked_fill(~finite, float("nan"))
-
-
-def minmax_decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``[n, group]`` fp32 of ``codes [n, group]`` and ``scales [n, 2]`` fp16."""
-    steps, zeros = scales.float().chunk(2, 1)
-    return codes.float() * steps + zeros
-
-
-def absmax_encode(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(codes [n, group] int32, scales [n, 1] fp16)``: a step for each group, counted from 0.
-
-    Codes are the count of steps plus its most, ``2^(bits - 1) - 1``, so that none is negative.
-    """
-    x = groups.float()
-    finite = (x.abs() < float("inf")).all(1, keepdim=True)
-    x = x.masked_fill(~finite, 0.0)
-    most = (1 << (bits - 1)) - 1
-    steps = (x.abs().amax(1, keepdim=True) / most).clamp_max(HALF_MAX).half()
-    divisors = steps.float()
-    counts = (x * torch.where(divisors > 0, 1 / divisors, 0.0)).round().clamp(-most, most)
-    return counts.int() + most, steps.masked_fill(~finite, float("nan"))
-
-
-def absmax_decode(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
-    """``[n, group]`` fp32 of ``codes [n, group]`` and ``scales [n, 1]`` fp16."""
-    return (codes - ((1 << (bits - 1)) - 1)).float() * scales.float()
-
-
 def pack(codes: torch.Tensor, code_bits: int) -> torch.Tensor:
     """``[..., n * code_bits / 8]`` uint8 of the rows ``codes [..., n]``.
 
     Args:
         codes: integers of any dtype, 0 to ``2^code_bits - 1``; n fills whole words.
-        code_bits: 2, 3, 4, 6 or 8.
+        code_bits: 4, 6 or 8.
     """
     per_word, planes = WORDS[code_bits]
     shifts = code_bits * torch.arange(per_word, dtype=torch.int32, device=codes.device)

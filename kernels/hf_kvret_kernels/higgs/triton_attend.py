@@ -31,7 +31,6 @@ from hf_kvret_kernels._triton_shared import (
     split_plan,
     tile_heads,
 )
-from hf_kvret_kernels.higgs.codec import HiggsCodec
 from hf_kvret_kernels.higgs.coded_rows import CodedRows
 from hf_kvret_kernels.higgs.naive import WORDS, grid_words
 from hf_kvret_kernels.higgs.triton_codes import load_numbers, load_side, transform_groups
@@ -88,7 +87,6 @@ def _attend_kernel(
     CODE_BITS: tl.constexpr,
     PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
-    HIGGS: tl.constexpr,
     PAIR: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -114,8 +112,7 @@ def _attend_kernel(
     DV: tl.constexpr = VALUE_GROUPS * GROUP
     BLOCK_DK: tl.constexpr = BLOCK_KEY * GROUP
     BLOCK_DV: tl.constexpr = BLOCK_VALUE * GROUP
-    SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
-    CODE_NUMBERS: tl.constexpr = 2 if HIGGS else 1
+    SCALE_BYTES: tl.constexpr = 2
     VALUE_CODES: tl.constexpr = 0 if VALUE_IN_KEY else KEY_BYTES
     VALUE_SCALES: tl.constexpr = 0 if VALUE_IN_KEY else KEY_GROUPS * SCALE_BYTES
     CODES: tl.constexpr = KEY_BYTES if VALUE_IN_KEY else KEY_BYTES + VALUE_BYTES
@@ -134,11 +131,10 @@ def _attend_kernel(
     if HAS_MEAN:
         mean = tl.load(mean_row + key_columns, mask=key_columns < MAIN_DK, other=0.0)
         mean_scores = tl.sum(q.to(tl.float32) * mean[None, :], 1)
-    if HIGGS:
-        signs = tl.load(signs_ptr + key_columns % GROUP)[None, :]
-        q = transform_groups(
-            q.to(tl.float32), signs, factor, BLOCK_G, BLOCK_KEY, GROUP, LOG_GROUP, False
-        )
+    signs = tl.load(signs_ptr + key_columns % GROUP)[None, :]
+    q = transform_groups(
+        q.to(tl.float32), signs, factor, BLOCK_G, BLOCK_KEY, GROUP, LOG_GROUP, False
+    )
     q = tl.trans(q.to(DTYPE).to(DOT_DTYPE))
     if REST:
         columns = tl.arange(0, REST * GROUP)
@@ -147,10 +143,9 @@ def _attend_kernel(
         if HAS_MEAN:
             mean = tl.load(mean_row + MAIN_DK + columns, mask=columns < DK - MAIN_DK, other=0.0)
             mean_scores += tl.sum(q_rest.to(tl.float32) * mean[None, :], 1)
-        if HIGGS:
-            signs = tl.load(signs_ptr + columns % GROUP)[None, :]
-            q_rest = q_rest.to(tl.float32)
-            q_rest = transform_groups(q_rest, signs, factor, BLOCK_G, REST, GROUP, LOG_GROUP, False)
+        signs = tl.load(signs_ptr + columns % GROUP)[None, :]
+        q_rest = q_rest.to(tl.float32)
+        q_rest = transform_groups(q_rest, signs, factor, BLOCK_G, REST, GROUP, LOG_GROUP, False)
         q_rest = tl.trans(q_rest.to(DTYPE).to(DOT_DTYPE))
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     table_row = table + b * stride_table_b
@@ -190,7 +185,6 @@ def _attend_kernel(
             CODE_BITS,
             PER_WORD,
             PLANES,
-            HIGGS,
             SCALE_ALIGN % 2 == 0,
             PAIR,
             ONE_GROUP,
@@ -199,7 +193,7 @@ def _attend_kernel(
         dots = tl.dot(key, q, input_precision="ieee")
         if REST:
             rest = load_numbers(
-                codes + MAIN_DK // CODE_NUMBERS // PER_WORD,
+                codes + MAIN_DK // (2 * PER_WORD),
                 scales + MAIN * SCALE_BYTES,
                 id_mask,
                 KEY_BYTES // PLANES,
@@ -211,7 +205,6 @@ def _attend_kernel(
                 CODE_BITS,
                 PER_WORD,
                 PLANES,
-                HIGGS,
                 SCALE_ALIGN % 2 == 0,
             )
             rest = rest.to(DTYPE).to(DOT_DTYPE)
@@ -239,7 +232,6 @@ def _attend_kernel(
                 CODE_BITS,
                 PER_WORD,
                 PLANES,
-                HIGGS,
                 SCALE_ALIGN % 2 == 0,
                 PAIR,
                 ONE_GROUP,
@@ -250,11 +242,8 @@ def _attend_kernel(
         acc = tl.dot(tl.trans(value), tl.trans(weights), acc, input_precision="ieee")
 
     result, log_total = finish_softmax(tl.trans(acc), peak, total)
-    if HIGGS:
-        signs = tl.load(signs_ptr + value_columns % GROUP)[None, :]
-        result = transform_groups(
-            result, signs, factor, BLOCK_G, BLOCK_VALUE, GROUP, LOG_GROUP, True
-        )
+    signs = tl.load(signs_ptr + value_columns % GROUP)[None, :]
+    result = transform_groups(result, signs, factor, BLOCK_G, BLOCK_VALUE, GROUP, LOG_GROUP, True)
     row = (b * heads * G + query_heads) * queries + q_index
     if split == 0:
         # For the kernel that merges the chunks: nothing has to be launched for it.
@@ -307,13 +296,9 @@ def attend_partials(
     inner, outer = score_factors(scale, softcap, LOG2_E)
     per_word, planes = WORDS[codec.code_bits]
     code_align, scale_align = rows.side_alignments()
-    # Min-max looks nothing up: any pointer will do.
-    signs, grid, one_group, pair = rows.table, rows.table, False, torch.float16
-    if isinstance(codec, HiggsCodec):
-        one_group = block_key == block_value == 1
-        if one_group and query.dtype == torch.bfloat16:
-            pair = torch.bfloat16
-        signs, grid = codec.sign_tensor(query.device), grid_words(codec.bits, query.device, pair)
+    one_group = block_key == block_value == 1
+    pair = torch.bfloat16 if one_group and query.dtype == torch.bfloat16 else torch.float16
+    signs, grid = codec.sign_tensor(query.device), grid_words(codec.bits, query.device, pair)
     _attend_kernel[(programs, splits)](
         query,
         ids,
@@ -350,7 +335,6 @@ def attend_partials(
         CODE_BITS=codec.code_bits,
         PER_WORD=per_word,
         PLANES=planes,
-        HIGGS=isinstance(codec, HiggsCodec),
         PAIR=TL_DTYPES[pair],
         ONE_GROUP=one_group,
         BLOCK_G=tile,

@@ -57,33 +57,6 @@ def higgs_encode(
     return codes, scales
 
 
-def minmax_encode(rows: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(codes [n, W * bits / 8] uint8, scales [n, 2 * W / group] fp16)`` of contiguous rows."""
-    per_word, planes = WORDS[bits]
-    length, width = rows.shape
-    codes = torch.empty(length, width * bits // 8, dtype=torch.uint8, device=rows.device)
-    scales = torch.empty(length, 2 * width // group, dtype=torch.float16, device=rows.device)
-    groups = scales.numel() // 2
-    if groups == 0:
-        return codes, scales
-    block = min(_TILE // group, triton.next_power_of_2(groups))
-    _minmax_kernel[(triton.cdiv(groups, block),)](
-        rows,
-        codes,
-        scales,
-        groups,
-        width // group,
-        HALF_MAX,
-        GROUP=group,
-        BLOCK=block,
-        CODE_BITS=bits,
-        PER_WORD=per_word,
-        PLANES=planes,
-        enable_fp_fusion=True,
-    )
-    return codes, scales
-
-
 @triton.jit
 def _store_groups(
     codes_ptr,
@@ -165,66 +138,26 @@ def _higgs_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["groups"])
-def _minmax_kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    groups,
-    row_groups,
-    half_max,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PLANES: tl.constexpr,
-):
-    MOST: tl.constexpr = (1 << CODE_BITS) - 1
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < groups
-    columns = tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + index[:, None] * GROUP + columns, mask=inside[:, None], other=0.0)
-    x = x.to(tl.float32)
-    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=1) > 0
-    x = tl.where(finite[:, None], x, 0.0)
-    zeros = tl.minimum(tl.maximum(tl.min(x, axis=1), -half_max), half_max).to(tl.float16)
-    zeros = zeros.to(tl.float32)
-    x -= zeros[:, None]
-    steps = tl.minimum(tl.maximum(tl.max(x, axis=1) / MOST, 0.0), half_max).to(tl.float16)
-    steps = steps.to(tl.float32)
-    inverse = tl.where(steps > 0, 1.0 / tl.where(steps > 0, steps, 1.0), 0.0)
-    codes = tl.floor(x * inverse[:, None] + 0.5)
-    codes = tl.minimum(tl.maximum(codes, 0.0), MOST * 1.0).to(tl.int32)
-    steps = tl.where(finite, steps, float("nan")).to(tl.float16)
-    zeros = tl.where(finite, zeros, float("nan")).to(tl.float16)
-    tl.store(scales_ptr + 2 * index, steps, mask=inside)
-    tl.store(scales_ptr + 2 * index + 1, zeros, mask=inside)
-    _store_groups(
-        codes_ptr, codes, index, inside, row_groups, BLOCK, GROUP, CODE_BITS, PER_WORD, PLANES
-    )
-
-
 def decode(
     codes: torch.Tensor,
     scales: torch.Tensor,
     dtype: torch.dtype,
     group: int,
     code_bits: int,
-    signs: torch.Tensor | None = None,
-    grid: torch.Tensor | None = None,
+    signs: torch.Tensor,
+    grid: torch.Tensor,
 ) -> torch.Tensor:
     """``[n, W]`` of ``dtype`` from ``codes [n, ...]`` and ``scales [n, ...]``, both uint8.
 
     Args:
-        signs: ``[group]`` fp32, grid: ``[points]`` int32 of ``grid_words`` in fp16; both for HIGGS,
-            None for min-max.
+        signs: ``[group]`` fp32.
+        grid: ``[points]`` int32 of ``grid_words`` in fp16.
     """
     per_word, planes = WORDS[code_bits]
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
     scales = scales if scales.stride(1) == 1 else scales.contiguous()
     row_words = codes.shape[1] // planes
-    higgs = signs is not None and grid is not None
-    row_groups = row_words * per_word * (2 if higgs else 1) // group
+    row_groups = 2 * row_words * per_word // group
     out = torch.empty(len(codes), row_groups * group, dtype=dtype, device=codes.device)
     groups = len(codes) * row_groups
     if groups == 0:
@@ -233,8 +166,8 @@ def decode(
     _decode_kernel[(triton.cdiv(groups, block),)](
         codes,
         scales,
-        signs if higgs else codes,
-        grid if higgs else codes,
+        signs,
+        grid,
         out,
         groups,
         row_groups,
@@ -248,7 +181,6 @@ def decode(
         CODE_BITS=code_bits,
         PER_WORD=per_word,
         PLANES=planes,
-        HIGGS=higgs,
         EVEN=scales.stride(0) % 2 == 0 and scales.data_ptr() % 2 == 0,
         enable_fp_fusion=True,
     )
@@ -274,16 +206,14 @@ def _decode_kernel(
     CODE_BITS: tl.constexpr,
     PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
-    HIGGS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    GROUP_WORDS: tl.constexpr = GROUP // (2 * PER_WORD) if HIGGS else GROUP // PER_WORD
-    SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
+    GROUP_WORDS: tl.constexpr = GROUP // (2 * PER_WORD)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < groups
     row, offset = index // row_groups, index % row_groups
     first = codes_ptr + row * codes_stride + offset * GROUP_WORDS
-    scales = scales_ptr + row * scales_stride + offset * SCALE_BYTES
+    scales = scales_ptr + row * scales_stride + offset * 2
     x = load_numbers(
         first[:, None],
         scales[:, None],
@@ -297,12 +227,10 @@ def _decode_kernel(
         CODE_BITS,
         PER_WORD,
         PLANES,
-        HIGGS,
         EVEN,
     )
     columns = tl.arange(0, GROUP)[None, :]
-    if HIGGS:
-        x = walsh_hadamard(x, GROUP, LOG_GROUP, BLOCK) * factor * tl.load(signs_ptr + columns)
+    x = walsh_hadamard(x, GROUP, LOG_GROUP, BLOCK) * factor * tl.load(signs_ptr + columns)
     target = out_ptr + index[:, None] * GROUP + columns
     tl.store(target, x.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
@@ -390,7 +318,7 @@ def load_points(
     PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
 ):
-    """``[ROWS, NUMBERS]`` of PAIR: coded numbers of HIGGS that nobody has scaled yet.
+    """``[ROWS, NUMBERS]`` of PAIR: coded numbers that nobody has scaled yet.
 
     Arguments as of ``load_numbers`` and ``_points_of``; rows outside ``rows_mask`` hold some point.
     """
@@ -415,10 +343,9 @@ def load_numbers(
     CODE_BITS: tl.constexpr,
     PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
-    HIGGS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """fp32 ``[ROWS, BLOCK_GROUPS * GROUP]``: coded numbers, transformed still if it is HIGGS.
+    """fp32 ``[ROWS, BLOCK_GROUPS * GROUP]``: coded numbers, which are transformed still.
 
     Those beyond GROUPS groups and outside ``rows_mask`` are 0.
 
@@ -427,24 +354,17 @@ def load_numbers(
         scales_ptr: ``[ROWS, 1]`` pointers to the bytes of their scales; EVEN if these are so.
     """
     NUMBERS: tl.constexpr = BLOCK_GROUPS * GROUP
-    WORDS: tl.constexpr = NUMBERS // (2 * PER_WORD) if HIGGS else NUMBERS // PER_WORD
+    WORDS: tl.constexpr = NUMBERS // (2 * PER_WORD)
     KNOWN: tl.constexpr = GROUPS * WORDS // BLOCK_GROUPS
-    SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
     columns = tl.arange(0, WORDS)[None, :]
     mask = rows_mask[:, None] & (columns < KNOWN)
     words = load_words(codes_ptr + columns, mask, plane_stride, PLANES)
     codes = _codes_of(words, ROWS, WORDS, CODE_BITS, PER_WORD)
-    if HIGGS:
-        numbers = _points_of(codes, grid_ptr, tl.float16, ROWS, NUMBERS).to(tl.float32)
-    else:
-        numbers = codes.to(tl.float32)
+    numbers = _points_of(codes, grid_ptr, tl.float16, ROWS, NUMBERS).to(tl.float32)
     groups = tl.arange(0, BLOCK_GROUPS)[None, :]
     mask = rows_mask[:, None] & (groups < GROUPS)
-    steps = load_halves(scales_ptr + groups * SCALE_BYTES, mask, EVEN)
-    numbers = tl.reshape(numbers, (ROWS, BLOCK_GROUPS, GROUP)) * steps[:, :, None]
-    if not HIGGS:
-        zeros = load_halves(scales_ptr + groups * SCALE_BYTES + 2, mask, EVEN)
-        numbers += zeros[:, :, None]
+    scales = load_halves(scales_ptr + groups * 2, mask, EVEN)
+    numbers = tl.reshape(numbers, (ROWS, BLOCK_GROUPS, GROUP)) * scales[:, :, None]
     return tl.reshape(numbers, (ROWS, NUMBERS))
 
 
@@ -484,7 +404,6 @@ def load_side(
     CODE_BITS: tl.constexpr,
     PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
-    HIGGS: tl.constexpr,
     EVEN: tl.constexpr,
     PAIR: tl.constexpr,
     ONE_GROUP: tl.constexpr,
@@ -521,7 +440,6 @@ def load_side(
             CODE_BITS,
             PER_WORD,
             PLANES,
-            HIGGS,
             EVEN,
         )
         factors = tl.full([1, BLOCK_K], 1.0, tl.float32)

@@ -199,7 +199,7 @@ def test_a_folder_names_all_its_operations() -> None:
 ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 RANK = 4
-KERNELS, CODEC = "hf_kvret_kernels.", "hf_kvret_kernels.higgs.codec.Codec."
+KERNELS, CODEC = "hf_kvret_kernels.", "hf_kvret_kernels.higgs.codec.HiggsCodec."
 BENCH = "hf_kvret.lab.bench.kernel_ops."
 
 # A cache that calls the operation, and the names by which it and the command look it up.
