@@ -181,7 +181,7 @@ def explained(texts: Texts, number: int, name: str) -> Numbers:
         if max(below for below, *_ in source) <= number:
             inputs = [torch.cat([rows(text, *one) for one in source], dim=1) for text in texts]
             learned = Rows([torch.cat(inputs[:-1])], torch.cat(targets[:-1]), torch.device("cpu"))
-            missed = targets[-1] - predict(fit_linear(learned, ridge=1e-3, bits=16), inputs[-1])
+            missed = targets[-1] - predict(fit_linear(learned, ridge=1e-3), inputs[-1])
             variance = targets[-1].var(0, correction=0).sum()
             results[title] = 1.0 - float(missed.square().sum(-1).mean() / variance)
     return results
