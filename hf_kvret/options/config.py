@@ -65,6 +65,8 @@ class RetrievalConfig:
     retrieves: ClassVar[bool] = True
     # Whether later selections depend on the queries seen, and on which of them came together.
     learns_from_queries: ClassVar[bool] = False
+    # Options by which a filled cache has given up tokens for good; it can't go back to fewer.
+    evicts_by: ClassVar[frozenset[str]] = frozenset()
     # Whether the model itself selects, by an indexer of its own.
     follows_model: ClassVar[bool] = False
     # Options by the name of a preset: "paper", as published.

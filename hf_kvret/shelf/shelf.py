@@ -56,9 +56,6 @@ _log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
 _UNFINISHED = ".unfinished-"
-# Entries whose state has taken in all of their tokens, and can't go back.
-_WHOLE_METHODS = ("h2o",)
-_EVICTING_OPTIONS = {"top_k", "flush", "max_draft"}
 # Kinds of inputs that stand in a text as tokens of their own.
 _OTHER_INPUTS = ("image", "video", "audio")
 # A place that fails with one of these may work another time.
@@ -468,7 +465,7 @@ def _key(cache: RetrievalCache, model: PreTrainedModel) -> str:
     identity, options = identity_of(model), cache.options_to_load()
     recipe = options.prompt_recipe
     # A method that evicts tokens holds others for another budget, so the budget is in the key.
-    free = LOAD_OPTIONS - (_EVICTING_OPTIONS if cache.name in _WHOLE_METHODS else set())
+    free = LOAD_OPTIONS - options.evicts_by
     content = {
         "model": [identity.facts, identity.weights],
         "method": cache.name,
@@ -490,7 +487,7 @@ def _without_newest(cache: RetrievalCache, surplus: int) -> RetrievalCache:
         twin.crop(-surplus)
     except RuntimeError as error:
         why = str(error)
-    if cache.name in _WHOLE_METHODS:
+    if cache.options.evicts_by:
         why = f"{cache.name} has weighed earlier tokens by them"
     if why:
         raise RuntimeError(
@@ -509,4 +506,4 @@ def can_crop(cache: RetrievalCache, length: int | None = None) -> bool:
         if isinstance(layer, DynamicSlidingWindowLayer)
     )
     recurs = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others)
-    return not (slides or recurs or cache.name in _WHOLE_METHODS)
+    return not (slides or recurs or cache.options.evicts_by)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.methods.h2o import index as h2o
-from hf_kvret.testing.cold import cold_tokens
 
 from .h2o_runs import DIM, GROUP, HEADS, OPTIONS, SCALE, Run, Tokens, random_tokens
 from .watched_stores import slot_sets, slot_sets_of
@@ -88,9 +84,8 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
     monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], softcap: float | None
 ) -> None:
     """A padded prompt, drafts of which some are rejected, flushes, and a long second prompt."""
-    # So that there are several chunks of keys and, in each, several blocks of queries.
-    monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
-    monkeypatch.setattr(h2o, "_LOGITS_CPU", 2 * HEADS * GROUP * 16 * 7)
+    # So that there are several blocks of queries.
+    monkeypatch.setattr(h2o, "_LOGITS", 2 * HEADS * GROUP * 60 * 7)
     run = Run(softcap)
     simulation = Simulation(run)
     (queries, keys), valid = random_tokens(0, 60), _ragged(60)
@@ -126,21 +121,19 @@ def test_it_keeps_and_evicts_what_the_simulation_does(
 
 def test_no_more_scores_than_allowed_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
-    plain = H2OIndex._logits
+    plain = h2o.soft_cap_
 
-    def measured(*arguments: Any) -> torch.Tensor:
+    def measured(logits: torch.Tensor, softcap: float | None) -> None:
         nonlocal largest
-        logits = plain(*arguments)
+        plain(logits, softcap)
         largest = max(largest, logits.numel())
-        return logits
 
-    monkeypatch.setattr(H2OIndex, "_logits", measured)
-    monkeypatch.setattr(h2o, "_LOGITS_CPU", 2000)
-    monkeypatch.setattr(h2o, "_CHUNK_LEN", 16)
+    monkeypatch.setattr(h2o, "soft_cap_", measured)
+    monkeypatch.setattr(h2o, "_LOGITS", 2 * HEADS * GROUP * 200 * 7)
     run = Run()
     run.prompt(random_tokens(0, 200))
     run.build()
-    assert 0 < largest <= 2000
+    assert 0 < largest <= 2 * HEADS * GROUP * 200 * 7
 
 
 @pytest.mark.parametrize("top_k", [1.0, 10**6])
@@ -215,18 +208,6 @@ def test_only_the_observed_queries_of_a_prompt_count() -> None:
     assert slot_sets(ids[:, :, 0]) == slot_sets(order)
 
 
-def test_an_index_that_was_not_built_for_the_question_says_so() -> None:
-    run = Run()
-    valid = torch.ones(2, 54, dtype=torch.bool)
-    query = random_tokens(1, 1)[0]
-    with pytest.raises(RuntimeError, match="call on_forward, add and build"):
-        run.index.search(query, cold_tokens(valid, SCALE, 5))
-    run.prompt(random_tokens(0, 60))
-    run.step(random_tokens(1, 1))
-    with pytest.raises(RuntimeError, match="budget of 5"):
-        run.index.search(query, cold_tokens(valid, SCALE, 5))
-
-
 def test_what_is_left_of_a_long_question_counts_as_if_nothing_had_been_dropped() -> None:
     """So few are left that the kept tokens alone would do, but for those that are cold since."""
     run = Run()
@@ -273,10 +254,3 @@ def test_keys_that_wait_and_are_cold_already_count_once() -> None:
     simulation.count(run.length - 1)
     simulation.take(tokens)
     simulation.check(ids)
-
-
-def test_a_pass_that_was_not_watched_is_noticed() -> None:
-    index = H2OIndex(H2OConfig())
-    keys = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(RuntimeError, match="slot 5, but only 0 were seen: call on_forward"):
-        index.on_forward(keys, keys, 5, None)

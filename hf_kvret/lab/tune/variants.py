@@ -17,8 +17,6 @@ from hf_kvret.registry import registered_methods
 OFF = "off"
 """The name of ``rest=None`` on the command line."""
 
-# Options that a fork may change otherwise, and that here decide which rows a filled cache keeps.
-_ALWAYS_FILLED = {"h2o": ("top_k",)}
 _LEAST_BUDGET = 16
 
 
@@ -196,7 +194,7 @@ def _fork(choice: CacheChoice, bases: dict[str, CacheChoice]) -> Variant:
     """The variant of ``choice``, as a fork of one of ``bases``, to which a new base is added."""
     options = choice.options
     assert options is not None
-    free = FORK_OPTIONS.difference(_ALWAYS_FILLED.get(choice.method, ()), ("prompt",))
+    free = FORK_OPTIONS.difference(options.evicts_by, ("prompt",))
     # The length from which on a cache retrieves makes no difference to one that does.
     fixed = {
         field.name: getattr(options, field.name)
