@@ -115,7 +115,7 @@ class _ShadowStore(AquaStore):
         """All tokens, made of codes alone, down the chain, whatever was left."""
         below = self._source_store()
         given = None if below is None else below._decoded_alone()
-        return self._decode(self._coder, 0, len(self), given)
+        return self._decode(0, len(self), given)
 
 
 class _ShadowCache(AquaKVCache):

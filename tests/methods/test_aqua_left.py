@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -46,8 +45,8 @@ def test_one_layer_is_reconstructed_at_a_time_and_none_is_left_after_a_pass(
     alive: list[int] = [0, 0]
     make = Rows.empty_like.__func__
 
-    def made(cls: type[Rows], other: Rows, start: int, end: int) -> Rows:
-        rows = make(cls, other, start, end)
+    def made(cls: type[Rows], other: Rows, count: int) -> Rows:
+        rows = make(cls, other, count)
         size = rows.nbytes
         alive[0] += size
         alive[1] = max(alive)
@@ -75,9 +74,9 @@ def test_each_layer_is_decoded_once_a_step_and_a_chain_only_where_nothing_was_le
     decoded: list[int] = []
     plain = AquaStore._decode
 
-    def counted(self: AquaStore, coder: Any, first: int, last: int, below: Rows | None) -> Rows:
+    def counted(self: AquaStore, first: int, last: int, below: Rows | None) -> Rows:
         decoded.append(last - first)
-        return plain(self, coder, first, last, below)
+        return plain(self, first, last, below)
 
     monkeypatch.setattr(AquaStore, "_decode", counted)
     cache = make_cache(model, artifact)

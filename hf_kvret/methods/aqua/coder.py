@@ -29,14 +29,12 @@ class Rows:
     values: torch.Tensor
 
     @classmethod
-    def empty_like(cls, other: Rows, start: int, end: int) -> Rows:
-        """Memory for tokens ``start .. end``."""
+    def empty_like(cls, other: Rows, count: int) -> Rows:
+        """Memory for the first ``count`` tokens."""
         # Tensors that are made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
-            buffers = [
-                x.new_empty(len(x), end - start, x.shape[2]) for x in (other.keys, other.values)
-            ]
-        return cls(start, *buffers)
+            buffers = [x.new_empty(len(x), count, x.shape[2]) for x in (other.keys, other.values)]
+        return cls(0, *buffers)
 
     def to(self, device: torch.device) -> Rows:
         """These rows on a device; themselves if they lie there."""

@@ -159,17 +159,8 @@ class AquaStore(Store):
                 keys = keys.clone()
                 yield first, keys, keys[..., :in_key] if in_key else values.clone()
             return
-        assert self._coder is not None
-        coder, source = self._coder, self._reuse_buffer_below(0, end)
-        target: Rows | None = None
-        for first, last in _spans(0, end, chunk_len):
-            below = self._rows_below(first, last) if source is None else source.part(first, last)
-            rows = self._decode(coder, first, last, below)
-            if self.plan.predicts_next:
-                target = target or _output_rows(source, rows, 0, end)
-                target.put(rows)
-            yield first, *self._as_attention_reads(rows)
-        self._reconstruction = target
+        for rows in self._reconstructed(0, end, chunk_len, self._decode):
+            yield rows.start, *self._as_attention_reads(rows)
 
     def reset(self) -> None:
         super().reset()
@@ -277,29 +268,44 @@ class AquaStore(Store):
         return rows, torch.where(ids >= 0, ids - first, ids)
 
     def _encode(self, coder: RowCoder, block: TokenBlock) -> None:
-        # For later blocks ``chunks`` reconstructs all tokens, later in the same pass.
-        is_read_next = self.plan.predicts_next and block.start == 0
-        source = self._reuse_buffer_below(block.start, block.end)
-        target: Rows | None = None
-        chunks = []
-        for first, last in _spans(block.start, block.end, CHUNK):
+        coded = []
+
+        def encode(first: int, last: int, below: Rows | None) -> Rows:
             where = slice(first - block.start, last - block.start)
-            below = self._rows_below(first, last) if source is None else source.part(first, last)
             keys = coder.unrotated(block.keys[:, :, where], self._positions_of(first, last))
             values = coder.values_beside(block.values[:, :, where])
             codes, scales, rows = coder.encode(first, keys, values, below)
-            if is_read_next:
-                target = target or _output_rows(source, rows, block.start, block.end)
-                target.put(rows)
-            chunks.append((codes[:, None], scales[:, None]))
-        # They are appended at once, so that the pages of a prompt have exactly its size.
-        codes, scales = (torch.cat(tensors, dim=2) for tensors in zip(*chunks, strict=True))
-        self._pages.append(TokenBlock(codes, scales, block.start))
-        self._reconstruction = target
+            coded.append((codes[:, None], scales[:, None]))
+            return rows
 
-    def _decode(self, coder: RowCoder, first: int, last: int, below: Rows | None) -> Rows:
+        for _ in self._reconstructed(block.start, block.end, CHUNK, encode):
+            pass
+        # They are appended at once, so that the pages of a prompt have exactly its size.
+        codes, scales = (torch.cat(tensors, dim=2) for tensors in zip(*coded, strict=True))
+        self._pages.append(TokenBlock(codes, scales, block.start))
+
+    def _decode(self, first: int, last: int, below: Rows | None) -> Rows:
+        assert self._coder is not None, "in a pass, the layer below comes first"
         codes, scales = (x[:, 0] for x in self._pages.read(first, last))
-        return coder.decode(first, codes, scales, below)
+        return self._coder.decode(first, codes, scales, below)
+
+    def _reconstructed(
+        self, first: int, last: int, chunk_len: int, make: Callable[[int, int, Rows | None], Rows]
+    ) -> Iterator[Rows]:
+        """Tokens ``first .. last`` in chunks, as ``make`` makes them of the rows below.
+
+        They become the reconstruction where they are all tokens, and the layer above needs it.
+        """
+        source = self._reuse_buffer_below(first, last)
+        target: Rows | None = None
+        for start, end in _spans(first, last, chunk_len):
+            below = self._rows_below(start, end) if source is None else source.part(start, end)
+            rows = make(start, end, below)
+            if self.plan.predicts_next and first == 0:
+                target = target or _output_rows(source, rows, last)
+                target.put(rows)
+            yield rows
+        self._reconstruction = target
 
     def _as_attention_reads(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._coder is not None
@@ -310,11 +316,10 @@ class AquaStore(Store):
         if self._reconstruction is not None and self._reconstruction.covers(first, last):
             return self._reconstruction.part(first, last)
         coder = self._coder
-        assert coder is not None, "in a pass, the layer below comes first"
-        if coder.bits == NOT_CODED:
+        if coder is not None and coder.bits == NOT_CODED:
             keys, values = self._pages.read(first, last)
             return coder.rows(first, keys, values, self._positions_of(first, last))
-        return self._decode(coder, first, last, self._rows_below(first, last))
+        return self._decode(first, last, self._rows_below(first, last))
 
     def _source_store(self) -> AquaStore | None:
         """The store that this one is predicted from; None for an anchor."""
@@ -377,11 +382,11 @@ class AquaStore(Store):
         buffer.append(behind)
 
 
-def _output_rows(source: Rows | None, rows: Rows, start: int, end: int) -> Rows:
-    """Memory for tokens ``start .. end``: that of the layer below, if it fits, else new."""
+def _output_rows(source: Rows | None, rows: Rows, count: int) -> Rows:
+    """Memory for the first ``count`` tokens: that of the layer below, if it fits, else new."""
     if source is not None and source.like(rows):
         return source
-    return Rows.empty_like(rows, start, end)
+    return Rows.empty_like(rows, count)
 
 
 def _spans(first: int, last: int, chunk_len: int) -> Iterator[tuple[int, int]]:
