@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
-from hf_kvret.contracts.schema import Schema
+from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import Tensors, part
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
