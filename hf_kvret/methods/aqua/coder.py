@@ -121,9 +121,15 @@ class RowCoder:
             with_inputs = plan.previous is not None
             predictors = learned_layer(plan.artifact, plan.layer, with_inputs, device, dtype)
             predictors.check_shape(*shape)
-        bits = plan.bits_of(lowest)
-        codecs = codecs_of(plan, bits, shape[0], shape[1:], device)
-        return cls(*shape, dtype, bits, codecs[0], codecs[1], predictors, value_in_key)
+        bits, (heads, *dims) = plan.bits, shape
+        if lowest and plan.artifact is None:
+            # Without an artifact the first layer is known by its place alone.
+            bits = plan.options.first_bits or bits
+        key_codec, value_codec = (
+            _codec(plan, bits, heads * dim, learned_group, device)
+            for dim, learned_group in zip(dims, plan.learned_groups, strict=True)
+        )
+        return cls(*shape, dtype, bits, key_codec, value_codec, predictors, value_in_key)
 
     @property
     def rope(self) -> Rope | None:
@@ -235,24 +241,17 @@ def _residual(rows: torch.Tensor, prediction: torch.Tensor | None) -> torch.Tens
     return rows if prediction is None else rows - prediction
 
 
-def codecs_of(
-    plan: LayerPlan, bits: int, heads: int, dims: tuple[int, int], device: torch.device
-) -> list[HiggsCodec | None]:
-    """Codecs of keys and of values with these dims; None where rows are kept as they are.
+def _codec(
+    plan: LayerPlan, bits: int, width: int, learned_group: int | None, device: torch.device
+) -> HiggsCodec | None:
+    """The codec of rows of ``width`` numbers; None where they are kept as they are, or empty.
 
     Raises:
-        ValueError: dims that don't fit the groups.
+        ValueError: a width that groups don't fit.
     """
-    if bits == NOT_CODED:
-        return [None, None]
+    if bits == NOT_CODED or not width:
+        return None
+    group = plan.options.group or learned_group or default_group(width)
+    check_group(group, width)
     seed = 0 if plan.artifact is None else learned_options(plan.artifact).seed
-    codecs: list[HiggsCodec | None] = []
-    for dim, learned_group in zip(dims, plan.learned_groups, strict=True):
-        width = heads * dim
-        if not width:
-            codecs.append(None)
-            continue
-        group = plan.options.group or learned_group or default_group(width)
-        check_group(group, width)
-        codecs.append(make_codec(bits, group, seed, device))
-    return codecs
+    return make_codec(bits, group, seed, device)

@@ -124,7 +124,6 @@ class LayerPlan:
         options: of the cache.
         layer: number of the layer in the model.
         bits: 2, 3, 4, or 16 for uncoded rows.
-        lowest_bits: the same, if there is no retrieval layer below.
         previous: the layer whose reconstruction predicts this one; None for an anchor, and for an
             uncoded layer.
         predicts_next: whether the layer above is predicted from this one.
@@ -135,7 +134,6 @@ class LayerPlan:
     options: AquaConfig
     layer: int
     bits: int
-    lowest_bits: int
     previous: int | None = None
     predicts_next: bool = False
     artifact: CalibrationArtifact | None = None
@@ -148,10 +146,6 @@ class LayerPlan:
             return None, None
         settings = self.artifact.options["layers"][str(self.layer)]
         return settings.get("group"), settings.get("value_group")
-
-    def bits_of(self, lowest: bool) -> int:
-        """Bits of the layer, or where it is the ``lowest`` that retrieves."""
-        return self.lowest_bits if lowest else self.bits
 
     @property
     def keeps_positions(self) -> bool:
@@ -169,7 +163,7 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
     options = options.filled_in()
     assert options.bits is not None
     if options.predictor == "none":
-        return LayerPlan(options, layer, options.bits, options.first_bits or options.bits)
+        return LayerPlan(options, layer, options.bits)
     artifact = options.load()
     layers = sorted(map(int, artifact.options["layers"]))
     if layer not in layers:
@@ -181,7 +175,7 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
     above = layers[layers.index(layer) + 1 :]
     predicts_next = bool(above) and _role(options, artifact, above[0])[1] is not None
     lowest = layer == layers[0]
-    return LayerPlan(options, layer, bits, bits, previous, predicts_next, artifact, lowest)
+    return LayerPlan(options, layer, bits, previous, predicts_next, artifact, lowest)
 
 
 def _role(options: AquaConfig, artifact: CalibrationArtifact, layer: int) -> tuple[int, int | None]:
