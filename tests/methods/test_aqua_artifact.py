@@ -18,6 +18,7 @@ from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.config import layer_plan
+from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
 from hf_kvret.testing.scenario import prompt, ragged
 
@@ -263,17 +264,11 @@ def test_a_model_with_images_is_refused_unless_keys_stay_rotated(artifact_of: Ar
 
 def test_a_part_of_the_heads_is_refused(artifact_of: ArtifactOf) -> None:
     """As a rank of a tensor-parallel model has them."""
-    model = attached(MODELS["llama"].build())
-    store = _stores_for_one_head(model, artifact_of("llama"))
+    options = AquaConfig(artifact=artifact_of("llama"), bits=4)
+    store = AquaStore(layer_plan(options, 0), DeviceMemory(torch.device("cpu")))
     keys = torch.zeros(1, 1, 4, 16)
     with pytest.raises(ValueError, match=r"2 KV heads.*this layer has 1 KV heads"):
         store.append(hf_kvret.TokenBlock(keys, keys, 0))
-
-
-def _stores_for_one_head(model: PreTrainedModel, artifact: str) -> AquaStore:
-    cache = make_cache(model, artifact)
-    read(model, cache, prompt(1, 60))
-    return AquaStore(layer_plan(cache.options, 0), stores_of(cache)[0].memory)
 
 
 @pytest.fixture(scope="module")
@@ -292,40 +287,42 @@ def _bits(model: PreTrainedModel, cache: AquaKVCache) -> list[int]:
     return [layer["bits"] for layer in cache.stats()["layers"]]
 
 
-@pytest.mark.parametrize("bits", [2, 3, 16])
-def test_the_bits_of_the_artifact_serve(
-    bits: int, model: PreTrainedModel, artifact_of: ArtifactOf
+@pytest.mark.parametrize(
+    ("learned", "asked", "expected"),
+    [
+        (2, None, [4, 2]),
+        (3, None, [4, 3]),
+        (16, None, [16, 16]),
+        (16, 2, [4, 2]),
+        (2, 16, [16, 16]),
+        (None, None, [2, 2]),
+    ],
+)
+def test_bits_that_are_asked_for_win_over_those_of_the_artifact(
+    learned: int | None,
+    asked: int | None,
+    expected: list[int],
+    model: PreTrainedModel,
+    artifact_of: ArtifactOf,
 ) -> None:
-    cache = _bare(model, artifact=artifact_of("llama", bits=bits))
-    assert cache.options.bits == cache.options.row_bits == bits
-    served = _bits(model, cache)
-    assert served[0] == (16 if bits == 16 else 4)
-    assert set(served[1:]) == {bits}
-
-
-def test_bits_that_are_asked_for_win(model: PreTrainedModel, artifact_of: ArtifactOf) -> None:
-    cache = _bare(model, artifact=artifact_of("llama", bits=16), bits=2)
-    assert cache.options.bits == 2
-    assert _bits(model, cache) == [4, *[2] * (len(cache.layers) - 1)]
-    whole = _bare(model, artifact=artifact_of("llama", bits=2), bits=16)
-    assert set(_bits(model, whole)) == {16}
-
-
-def test_generate_serves_with_them_too(model: PreTrainedModel, artifact_of: ArtifactOf) -> None:
+    """In ``generate`` too; without an artifact there are two."""
+    options: dict[str, Any] = {} if asked is None else {"bits": asked}
+    if learned is None:
+        options["predictor"] = "none"
+    else:
+        options["artifact"] = artifact_of("llama", bits=learned)
+    cache = _bare(model, **options)
+    assert cache.options.bits == cache.options.row_bits == expected[1]
+    assert _bits(model, cache) == expected
     output = model.generate(  # type: ignore[operator]
         prompt(1, 60),
         cache_implementation="aqua",
-        cache_config={**COVERING_OPTIONS, "artifact": artifact_of("llama", bits=3)},
+        cache_config={**COVERING_OPTIONS, **options},
         max_new_tokens=2,
         do_sample=False,
         return_dict_in_generate=True,
     )
-    assert output.past_key_values.options.bits == 3
-    assert [x["bits"] for x in output.past_key_values.stats()["layers"]][1:] == [3]
-
-
-def test_without_predictors_two_bits_serve(model: PreTrainedModel) -> None:
-    assert _bare(model, predictor="none").options.bits == 2
+    assert [x["bits"] for x in output.past_key_values.stats()["layers"]] == expected
 
 
 def test_a_cache_that_was_saved_keeps_its_bits(
