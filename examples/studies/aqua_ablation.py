@@ -133,6 +133,7 @@ PAPER_8B = {
     "full": 5.61,
     **{"aqua, 2 bits": 5.72, "aqua, 3 bits": 5.64, "aqua, 4 bits": 5.61},
     **{"higgs, 2 bits": 5.89, "higgs, 3 bits": 5.66, "higgs, 4 bits": 5.62},
+    **{"kivi, 2 bits": 7.37, "kivi, 3 bits": 6.04, "kivi, 4 bits": 5.64},
 }
 
 PRUNED: dict[str, tuple[Mapping[str, Any], float]] = {
@@ -362,8 +363,12 @@ def _depth_tables(cells: CellResults) -> str:
 
 
 def _explained_by(cells: CellResults, side: str) -> dict[str, dict[int, float]]:
-    """By variant and layer."""
-    return {cell["variant"]: _figure(result, f"{side}_explained") for cell, result in cells}
+    """By variant and layer. Results of 0.1.0 also vary what values alone are predicted from."""
+    return {
+        cell["variant"]: _figure(result, f"{side}_explained")
+        for cell, result in cells
+        if side == "value" or not cell["variant"].startswith("from ")
+    }
 
 
 def _errors(cells: CellResults) -> dict[str, dict[int, float]]:
