@@ -18,6 +18,7 @@ from hf_kvret.artifacts.checks import (
     check_options,
     check_positions_known,
     check_tensors,
+    damaged,
     layer_settings,
     learned_rope,
 )
