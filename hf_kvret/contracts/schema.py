@@ -18,8 +18,8 @@ class Schema:
 
     Capital letters are of the layer: ``B`` sequences, ``H`` KV heads, ``Q`` query heads
     (not always known), ``D`` and ``V`` elements of a key and a value, ``S`` sinks, ``N`` cold
-    tokens, ``T`` all tokens; a ``State`` may add others (``State.saved_sizes``). Other letters
-    stand for a size that the first tensor of a state decides for its others.
+    tokens, ``T`` all tokens, ``I`` elements of a key that are its value. Other letters stand for a
+    size that the first tensor of a state decides for its others.
 
     Attributes:
         dtype: of keys and values.
@@ -31,10 +31,6 @@ class Schema:
 
     def __getitem__(self, letter: str) -> int:
         return self._sizes[letter]
-
-    def get(self, letter: str) -> int | None:
-        """The size of a letter, None where it is not known."""
-        return self._sizes.get(letter)
 
     def extended(self, sizes: Mapping[str, int]) -> Self:
         """A copy for another state, with more sizes and without those of small letters."""

@@ -410,13 +410,9 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
     def loaded(self) -> None:  # noqa: B027 - most states need nothing else
         """Hook: derive attributes from tensors just loaded. ValueError where they are invalid."""
 
-    def saved_sizes(self, schema: Schema) -> dict[str, int]:
-        """Sizes that this state alone has, for ``dims`` of its fields and of its parts."""
-        return {}
-
     def check_saved(self, state: Tensors, schema: Schema) -> None:
         """ValueError where a saved state has a tensor of other dims or dtype than its field."""
-        schema = schema.extended(self.saved_sizes(schema))
+        schema = schema.extended({})
         for name, field in self.fields.items():
             field.check(getattr(self, name), state, schema)
 

@@ -272,7 +272,7 @@ def rows_of_pages(state: Tensors) -> Tensors:
 
 def check_rows(state: Tensors, schema: Schema) -> None:
     """ValueError unless ``state`` has rows in full of the layer's heads and dims."""
-    in_key = schema.get("I")
+    in_key = schema["I"]
     if PAGES in state:
         width = schema["D"] + (0 if in_key else schema["V"])
         schema.check(f"store.{PAGES}", state[PAGES], f"B c H p {width}")

@@ -9,7 +9,6 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import State, number, tensor
 from hf_kvret.contracts.store import AttentionResult, BestResult
 from hf_kvret_kernels.mean_tokens import BlockMeans
@@ -37,7 +36,7 @@ class BlockSums(State):
     """
 
     # [B, Hkv, blocks, Dk + Dv], or Dk where values are numbers of the keys.
-    _sums: torch.Tensor | None = tensor(shared=True, dims="B H b W", dtype=torch.float64)
+    _sums: torch.Tensor | None = tensor(shared=True, dims="B H b w", dtype=torch.float64)
     # [B, blocks] int64.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B b", dtype=torch.int64)
     end: int = number(0)
@@ -114,10 +113,6 @@ class BlockSums(State):
     def means_nbytes(self) -> int:
         """Bytes of the means as they are, which a step reads."""
         return 0 if self._means is None else self._means.keys.nbytes + self._means.values.nbytes
-
-    def saved_sizes(self, schema: Schema) -> dict[str, int]:
-        """W: numbers of a sum."""
-        return {"W": max(self._key.stop, self._value.stop)}
 
     def means(self) -> BlockMeans:
         """Means of what was added, which is a token or more."""

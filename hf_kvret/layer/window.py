@@ -260,11 +260,6 @@ class Window(State):
         return state if self.value_in_key else state | {"values": values.contiguous()}
 
     def loaded(self) -> None:
-        """KeyError for values that are missing."""
-        if self.value_in_key:
-            self._values = None
-        elif self._values is None:
-            raise KeyError("values")
         self.sink = self.sink_slots.shape[1]
         self.length = self.keys.shape[2] - self.sink
         self.sinks_full = bool((self.sink_slots >= 0).all())

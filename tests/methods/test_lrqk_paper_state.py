@@ -92,19 +92,6 @@ def test_reordered_rows_go_on_where_they_are(moment: str) -> None:
     assert run.step(50).shape[0] == 1
 
 
-@pytest.mark.parametrize("init", ["randn", "top"])
-@pytest.mark.parametrize("moment", ["prompt", "steps"])
-def test_a_missing_tensor_is_named(moment: str, init: str) -> None:
-    run = _at(moment, init)
-    state = run.index.state_dict()
-    optional = {"selected.ids"}  # none was selected since a crop
-    assert len(state) > 5
-    for name in set(state) - optional:
-        left = {other: x for other, x in state.items() if other != name}
-        with pytest.raises(KeyError, match=name.split(".")[-1]):
-            PaperLRQKIndex(run.index.options).load_state_dict(left)
-
-
 def test_bytes_are_those_of_the_tensors() -> None:
     run = Run(paper_options()).prompt()
     heads, index = BATCH * HEADS * GROUP, run.index

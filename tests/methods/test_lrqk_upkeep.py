@@ -304,15 +304,3 @@ def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
     fork = run.fork()
     fork.index.before_search(all_valid(fork.store, 2))
     assert loaded.reprojections == fork.reprojections == 1
-
-
-@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
-def test_a_missing_tensor_is_named(proxy_dtype: str) -> None:
-    options = closed_options(proxy_dtype=proxy_dtype)
-    state = fill(options, *_document()).index.state_dict()
-    assert len(state) == (13 if proxy_dtype == "int8" else 12)
-    assert all(x.is_contiguous() for x in state.values())
-    for name in state:
-        left = {other: x for other, x in state.items() if other != name}
-        with pytest.raises(KeyError, match=name.split(".")[-1]):
-            LRQKIndex(options).load_state_dict(left)

@@ -11,7 +11,6 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import number, part
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import (
@@ -262,16 +261,6 @@ class CTkvrIndex(Index):
     def reset(self) -> None:
         super().reset()
         self._forget_pass()
-
-    def saved_sizes(self, schema: Schema) -> dict[str, int]:
-        """G query heads of each KV head."""
-        heads = schema.get("Q")
-        return {} if heads is None else {"G": heads // schema["H"]}
-
-    def loaded(self) -> None:
-        """KeyError where codes of cold tokens are missing."""
-        if isinstance(self._rerank, KeyCodes) and self._length and not self._rerank.nbytes():
-            raise KeyError("rerank.mean")
 
     def fork(self) -> Self:
         """As for every state, without state between hooks, which is of the original."""

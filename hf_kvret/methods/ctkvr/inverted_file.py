@@ -72,8 +72,8 @@ class InvertedLists(State):
     """
 
     # A row is a centroid.
-    _queries: TokenBuffer = tokens(_small, dims="B H m G D")
-    _inverse: TokenBuffer = tokens(_small, dims="B H m G", dtype=torch.float32)
+    _queries: TokenBuffer = tokens(_small, dims="B H m g D")
+    _inverse: TokenBuffer = tokens(_small, dims="B H m g", dtype=torch.float32)
     _slots: TokenBuffer = tokens(_small, dims="B 1 m", dtype=torch.int64)
     _low: TokenBuffer = tokens(_small, dims="B H m w", dtype=torch.int16)
     _high: TokenBuffer = tokens(_small, may_be_empty=True, dims="B H m w", dtype=torch.uint8)

@@ -170,8 +170,8 @@ class Moments(State):
     gram: torch.Tensor | None = tensor(shared=True, dims="B Q D D", dtype=_FP32)
     sizes: torch.Tensor | None = tensor(shared=True, dims="B Q D", dtype=_FP32)
     count: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32)
-    cross: torch.Tensor | None = tensor(shared=True, optional=True, dims="B Q R D", dtype=_FP32)
-    own: torch.Tensor | None = tensor(shared=True, optional=True, dims="B Q R R", dtype=_FP32)
+    cross: torch.Tensor | None = tensor(shared=True, optional=True, dims="B Q r D", dtype=_FP32)
+    own: torch.Tensor | None = tensor(shared=True, optional=True, dims="B Q r r", dtype=_FP32)
 
     def __init__(self, random: bool) -> None:
         self.random = random
@@ -202,10 +202,6 @@ class Moments(State):
         cross = gram.gather(2, columns.unsqueeze(-1).expand(*columns.shape, gram.shape[-1]))
         own = cross.gather(3, columns.unsqueeze(2).expand(*columns.shape, columns.shape[-1]))
         return Sketch(cross, own)
-
-    def loaded(self) -> None:
-        if self.random and (self.cross is None or self.own is None):
-            raise KeyError("cross" if self.cross is None else "own")
 
 
 RANDOM_START = "randn"

@@ -9,7 +9,6 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.lrqk.als import (
@@ -22,7 +21,7 @@ from hf_kvret.methods.lrqk.als import (
     start_sketches,
 )
 from hf_kvret.methods.lrqk.config import LRQKConfig
-from hf_kvret.methods.lrqk.proxies import Proxies, check_complete, project
+from hf_kvret.methods.lrqk.proxies import Proxies, project
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 
@@ -30,7 +29,7 @@ _small = partial(TokenBuffer, 64)
 _BASIS: dict[str, Any] = {
     "optional": True,
     "shared": True,
-    "dims": "B Q R D",
+    "dims": "B Q r D",
     "dtype": torch.float32,
 }
 
@@ -45,7 +44,7 @@ class RecentProxies(State):
     """
 
     keys: TokenBuffer = passed(_small, dims="B H m D")
-    proxies: TokenBuffer = passed(_small, may_be_empty=True, dims="B Q m R", dtype=torch.float32)
+    proxies: TokenBuffer = passed(_small, may_be_empty=True, dims="B Q m r", dtype=torch.float32)
     end: int = number(0)
     _pass_len: int = number(0, key="end")
 
@@ -277,24 +276,6 @@ class PaperLRQKIndex(Index):
             fit_bytes += self._selection.numel() * keys.shape[-1] * keys.element_size()
         both = 2 * (bases.query.nbytes + bases.key.nbytes)
         return SearchCost(0, self._proxies.rows.nbytes + both + fit_bytes)
-
-    def loaded(self) -> None:
-        """KeyError if only some of the tensors were saved."""
-        length = len(self._proxies)
-        values = {
-            "bases.query": self._query_basis,
-            "bases.key": self._key_basis,
-            "proxies.rows": length or None,
-            "waiting.proxies": self._recent.proxies.is_allocated or None,
-        }
-        check_complete(values)
-        if self._queries.cross is not None and self._chance.state is None:
-            raise KeyError("chance.state")
-
-    def saved_sizes(self, schema: Schema) -> dict[str, int]:
-        """Rank R; proxies are of each query head."""
-        heads = schema.get("Q")
-        return {"R": self.options.rank_of(schema["D"])} | ({} if heads is None else {"F": heads})
 
     @property
     def _bases(self) -> Bases | None:

@@ -164,8 +164,8 @@ class QueryGrams(State):
             first queries.
     """
 
-    steady: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32)
-    recent: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32)
+    steady: torch.Tensor | None = tensor(shared=True, dims="B f D D", dtype=_FP32)
+    recent: torch.Tensor | None = tensor(shared=True, dims="B f D D", dtype=_FP32)
     scale: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32)
     sets: int = number(0, saved=False)
     _is_scaled: bool = number(False, saved=False)

@@ -11,12 +11,11 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
-from hf_kvret.methods.lrqk.proxies import Proxies, check_complete, project
+from hf_kvret.methods.lrqk.proxies import Proxies, project
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
@@ -41,17 +40,17 @@ class LRQKIndex(CapturableIndex, Index):
     _proxies: Proxies = part(may_be_empty=True)
     # The maps of the factors, [B, F, D, r], and the mean key, [B, Hkv, D].
     _to_query: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B F D R", dtype=torch.float32
+        optional=True, shared=True, dims="B f D r", dtype=torch.float32
     )
     _to_key: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B F D R", dtype=torch.float32
+        optional=True, shared=True, dims="B f D r", dtype=torch.float32
     )
     _mean: torch.Tensor | None = tensor(
         optional=True, shared=True, dims="B H D", dtype=torch.float32
     )
     # The error for the newest queries at the last check, [B, F].
     _reference_error: torch.Tensor | None = tensor(
-        key="expected", optional=True, shared=True, dims="B F", dtype=torch.float64
+        key="expected", optional=True, shared=True, dims="B f", dtype=torch.float64
     )
     _partial: bool = number(False, key="due")
     _check: bool = number(False, key="due")
@@ -201,23 +200,6 @@ class LRQKIndex(CapturableIndex, Index):
             "reprojections": self._reprojections,
             "reprojected_rows": self._reprojected_rows,
         }
-
-    def saved_sizes(self, schema: Schema) -> dict[str, int]:
-        """F sets of heads and rank R."""
-        sets = schema["H"] if self.options.shared else schema.get("Q")
-        return {"R": self.options.rank_of(schema["D"])} | ({} if sets is None else {"F": sets})
-
-    def loaded(self) -> None:
-        """KeyError if only some of the factors' tensors were saved."""
-        values = {
-            "to_query": self._to_query,
-            "to_key": self._to_key,
-            "mean": self._mean,
-            "expected": self._reference_error,
-            "keys.gram": self._keys.gram,
-            "proxies.rows": self._proxies.rows if len(self._proxies) else None,
-        }
-        check_complete(values)
 
     @property
     def _factors(self) -> Factors | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -14,13 +14,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0
 # Largest range of int8, in root mean squares.
 _WIDEST = 8.0
-
-
-def check_complete(values: Mapping[str, object]) -> None:
-    """KeyError with the name of a value that is None, unless all are."""
-    absent = [name for name, value in values.items() if value is None]
-    if 0 < len(absent) < len(values):
-        raise KeyError(absent[0])
 
 
 def project(
@@ -48,9 +41,9 @@ class Proxies(State):
     """
 
     steps: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B F 1 R", dtype=torch.float32
+        optional=True, shared=True, dims="B f 1 r", dtype=torch.float32
     )
-    _rows: TokenBuffer = tokens(dims="B F N R", dtype=(torch.bfloat16, torch.int8))
+    _rows: TokenBuffer = tokens(dims="B f N r", dtype=(torch.bfloat16, torch.int8))
 
     def __init__(self, dtype: str) -> None:
         """``dtype``: a name in ``DTYPES``."""
@@ -106,9 +99,3 @@ class Proxies(State):
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         """The ``rows [B, F, *, r]`` of ``self.rows`` in fp32."""
         return rows.float() if self.steps is None else rows.float() * self.steps
-
-    def loaded(self) -> None:
-        if self.dtype != torch.int8:
-            self.steps = None
-        elif self.steps is None:
-            raise KeyError("steps")

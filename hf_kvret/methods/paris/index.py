@@ -377,8 +377,6 @@ class ParisIndex(CapturableIndex, Index):
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""
-        if self.options.center and self._mean is None:
-            raise KeyError("mean")
         # The rotated dimension is all that it takes to know of the keys.
         self._make_basis(8 * self._sign.rows.shape[-1], self._sign.rows.device)
 
