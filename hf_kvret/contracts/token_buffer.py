@@ -24,15 +24,10 @@ class TokenBuffer(State):
 
     Attributes:
         first: slot of the first row.
-        dims, dtype: of saved rows, see ``Schema``. The fields of ``tokens`` and ``passed`` have
-            them instead.
     """
 
-    def __init__(
-        self, least_step: int = 256, dims: str | None = None, dtype: DTypes = None
-    ) -> None:
+    def __init__(self, least_step: int = 256) -> None:
         self.least_step = least_step
-        self.dims, self.dtype = dims, dtype
         self.reset()
 
     def reset(self) -> None:
@@ -160,10 +155,6 @@ class TokenBuffer(State):
         self.reset()
         self.append(state["rows"].to(device))
         self.first = int(state["first"])
-
-    def check_saved(self, state: Tensors, schema: Schema) -> None:
-        if "rows" in state and self.dims is not None:
-            schema.extended({}).check("rows", state["rows"], self.dims, self.dtype)
 
     def _adopt(self, memory: torch.Tensor) -> None:
         """Have ``memory``, of which the first ``len(self)`` rows are in use."""

@@ -74,8 +74,8 @@ class H2OIndex(Index):
     capture_obstacle = "h2o counts the queries of a step before the next one, led by the host"
 
     # Queries that do not count yet, and keys of tokens that were not cold at the last selection.
-    _queries: TokenBuffer = part(lambda: TokenBuffer(64, dims="B Q n D"))
-    _keys: TokenBuffer = part(lambda: TokenBuffer(64, dims="B H n D"))
+    _queries: TokenBuffer = part(lambda: TokenBuffer(64))
+    _keys: TokenBuffer = part(lambda: TokenBuffer(64))
     # All tokens have a validity, and a sum of their weights, which is -inf once they are evicted.
     _valid: TokenBuffer = passed(dims="B 1 t", dtype=torch.bool)
     _scores: TokenBuffer = passed(dims="B H t", dtype=torch.float32)
