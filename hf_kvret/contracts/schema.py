@@ -56,12 +56,7 @@ class Schema:
         if not fits:
             sizes = [int(x) if x.isdigit() else self._sizes.get(x, x) for x in letters]
             types = " or ".join(str(one).removeprefix("torch.") for one in allowed)
-            raise damaged(
+            raise ValueError(
                 f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, not "
-                f"{types} {sizes}"
+                f"{types} {sizes}: the file is damaged, or of another model; save the cache again"
             )
-
-
-def damaged(what: str) -> ValueError:
-    """The error for a saved cache in which ``what`` is wrong."""
-    return ValueError(f"{what}: the file is damaged, or of another model; save the cache again")

@@ -228,12 +228,6 @@ class Store(State):
         """Plain numbers of the store's own, for ``cache.stats()``; may wait for the device."""
         return {}
 
-    def check_saved(self, state: Tensors, schema: Schema) -> None:
-        """As for every state, of rows in full; a store that saves another form overrides it."""
-        super().check_saved(state, schema)
-        if state.keys() & {"keys", PAGES}:
-            check_rows(state, schema)
-
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """Fill an empty store with what ``state_dict`` gave, for queries on ``device``.
 
@@ -271,15 +265,15 @@ def rows_of_pages(state: Tensors) -> Tensors:
 
 
 def check_rows(state: Tensors, schema: Schema) -> None:
-    """ValueError unless ``state`` has rows in full of the layer's heads and dims."""
+    """ValueError for saved rows in full of other heads or dims than the layer's."""
     in_key = schema["I"]
     if PAGES in state:
         width = schema["D"] + (0 if in_key else schema["V"])
-        schema.check(f"store.{PAGES}", state[PAGES], f"B c H p {width}")
+        schema.check(PAGES, state[PAGES], f"B c H p {width}")
         return
-    schema.check("store.keys", state["keys"], "B H N D")
+    schema.check("keys", state["keys"], "B H N D")
     if not in_key:
-        schema.check("store.values", state["values"], "B H N V")
+        schema.check("values", state["values"], "B H N V")
 
 
 def all_of(

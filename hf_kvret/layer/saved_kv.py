@@ -10,7 +10,7 @@ import torch
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import State, Tensors
-from hf_kvret.contracts.store import FirstRows
+from hf_kvret.contracts.store import FirstRows, check_rows
 from hf_kvret.layer.layer_kv import LayerKV, keeps_tensors
 
 
@@ -78,8 +78,12 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
         _load_index(kv, _part(state, "index."), schema, device)
     if not kv.window.start:
         return
-    nbytes = sum(x.nbytes for x in _part(state, "store.").values())
+    rows = _part(state, "store.")
+    nbytes = sum(x.nbytes for x in rows.values())
     store = kv.store = kv.make_store(FirstRows(device, nbytes))
+    if not store.codes_rows and "codes" not in rows:
+        with _named("store."):
+            check_rows(rows, schema)
     _load("store.", store, state, schema, device)
     kv.built = bool(state["built"])
     needs_sums = kv.config.rest is not None and kv.config.rest_blocks is None

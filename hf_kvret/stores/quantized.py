@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import Tensors, tensor
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import PageMemory
@@ -156,12 +155,6 @@ class QuantizedStore(WrappedStore):
             **({} if self._key_mean is None else {"key_mean": self._key_mean.cpu()}),
             **({"value_in_key": torch.tensor(self._value_in_key)} if self._value_in_key else {}),
         }
-
-    def check_saved(self, state: Tensors, schema: Schema) -> None:
-        """As for every store, of rows in full or coded."""
-        super().check_saved(state, schema)
-        for name in ("codes", "scales") if "codes" in state else ():
-            schema.check(f"store.{name}", state[name], f"B H N {name}", torch.uint8)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """Fill an empty store with a saved one, coded or not."""

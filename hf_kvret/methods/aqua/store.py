@@ -8,7 +8,6 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
-from hf_kvret.contracts.schema import Schema, damaged
 from hf_kvret.contracts.state import Tensors, part
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
@@ -216,15 +215,6 @@ class AquaStore(Store):
         if coder.predictors is not None:
             state["learned"] = torch.tensor(coder.predictors.fingerprint)
         return state
-
-    def check_saved(self, state: Tensors, schema: Schema) -> None:
-        """As for every state: rows, or codes and scales, of the layer's heads."""
-        if not state:
-            return
-        in_key = [schema["I"]] if schema.get("I") else []
-        shape = [schema["H"], schema["D"], 0 if in_key else schema["V"], *in_key]
-        if state["shape"].tolist() != shape:
-            raise damaged(f"store.shape is {state['shape'].tolist()[:4]}, not {shape}")
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         if not state:
