@@ -130,7 +130,7 @@ def verify_cache(directory: Path) -> list[str]:
     retrieved = max((int(ends[1::2].sum() - ends[::2].sum()) for ends in spans), default=0)
     records = [name for name in ("identity", "tokens") if content[name] is not None]
     version = content["format_version"]
-    versions = [f"{str(name)[:80]} {str(value)[:80]}" for name, value in content["library"].items()]
+    versions = [f"{name} {value}" for name, value in content["library"].items()]
     return [
         f"cache    {content['method']}, format {version}, {len(content['layers'])} layers",
         f"tensors  {len(names)}, {nbytes / 2**20:.2f} MiB: whole",

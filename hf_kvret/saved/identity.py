@@ -95,11 +95,6 @@ class CacheIdentity:
     facts: Mapping[str, Any]
     weights: Mapping[str, str]
 
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> CacheIdentity:
-        """The inverse of ``asdict``; KeyError, TypeError or ValueError for anything else."""
-        return cls(str(plain["name"]), dict(plain["facts"]), dict(plain["weights"]))
-
     def difference(self, other: CacheIdentity) -> str:
         """In words, what ``other`` has otherwise; empty if nothing."""
         if why := facts_difference(self.facts, other.facts):

@@ -1,8 +1,8 @@
 """Saving a filled cache and loading it again, also in another process.
 
 A folder holds ``cache.json``, which says what the cache is, and the shards of tensors that it
-names; see docs/formats.md. Whatever is read is checked before it is used, and nothing that a file
-says becomes code or the name of an attribute.
+names; see docs/formats.md. What is read is compared with its checksum, and nothing that a file says
+becomes code or the name of an attribute.
 """
 
 from __future__ import annotations
@@ -170,11 +170,10 @@ def _load(
 
 def _check_part(directory: Path, content: Mapping[str, Any], part: Part) -> None:
     """ValueError where another rank than that with ``part`` saved the cache."""
-    facts = (content["identity"] or {}).get("facts")
-    saved = facts.get("rank") if isinstance(facts, dict) else None
+    saved = None if content["identity"] is None else content["identity"]["facts"].get("rank")
     ours = None if part.is_whole else f"{part.rank} of {part.ranks}"
     if saved != ours:
-        names = [f"rank {str(x)[:20]}" if x else "a process with all heads" for x in (saved, ours)]
+        names = [f"rank {x}" if x else "a process with all heads" for x in (saved, ours)]
         raise ValueError(
             f"{directory} was saved by {names[0]}, and this is {names[1]}: give each rank the "
             "folder that all of them saved into, and as many ranks"
@@ -244,7 +243,7 @@ def _empty_cache(
     """A new cache with the saved options and ``changes``, and the hint of ``_options_to_load``."""
     if content["method"] != cls.name:
         raise ValueError(
-            f"{directory} holds a {content['method'][:80]!r} cache, not {cls.name!r}: load it "
+            f"{directory} holds a {content['method']!r} cache, not {cls.name!r}: load it "
             "with the class of that method"
         )
     options, hint = _options_to_load(cls, directory, content["options"], changes)
@@ -349,7 +348,7 @@ def _restore_origin(
     """
     identity, tokens = origin["identity"], origin["tokens"]
     length = cache.get_seq_length()
-    cache.identity = None if identity is None else CacheIdentity.from_json(identity)
+    cache.identity = None if identity is None else CacheIdentity(**identity)
     if tokens is not None and length:
         cache.tokens.write(tensors["tokens.ids"].to(device), 0)
         cache.tokens.passes = tuple(InputDigest(*one) for one in tokens["passes"])
