@@ -7,29 +7,25 @@ import math
 from typing import Any
 
 
-def read_json(
-    content: bytes | str, *, allow_nan: bool = False, allow_infinity: bool = False
-) -> Any:
+def read_json(content: bytes | str, *, allow_nan: bool = False) -> Any:
     """The value that ``content`` says, as ``json.loads``.
 
     Args:
         content: UTF-8.
         allow_nan: take NaN and infinities, which JSON has no words for.
-        allow_infinity: take infinities.
 
     Raises:
         ValueError: no UTF-8, no JSON, an integer beyond 64 bits, NaN or infinity, or lists and
             objects that are nested too deep.
     """
-    finite = not (allow_nan or allow_infinity)
 
     def constant(name: str) -> float:
-        if finite or (name == "NaN" and not allow_nan):
+        if not allow_nan:
             raise ValueError(f"{name} is no number")
         return float(name)
 
     text = content.decode() if isinstance(content, bytes) else content
-    parse_float = _finite if finite else float
+    parse_float = float if allow_nan else _finite
     try:
         return json.loads(
             text, parse_int=_integer, parse_float=parse_float, parse_constant=constant
