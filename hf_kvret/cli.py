@@ -12,12 +12,12 @@ import transformers
 import hf_kvret
 from hf_kvret.lab.bench.parser import MEASUREMENTS, add_bench_parser
 from hf_kvret.lab.calibrate.command import add_calibrate_parser
-from hf_kvret.lab.coverage.command import add_models_parser
 from hf_kvret.lab.documents.command import add_document_parsers
 from hf_kvret.lab.evaluate.demo import Demo
 from hf_kvret.lab.evaluate.lm_eval import add_lm_eval_parser
 from hf_kvret.lab.evaluate.measurement import add_measurement
 from hf_kvret.lab.evaluate.tasks import TASKS, add_eval_parser
+from hf_kvret.lab.models import add_models_parser
 from hf_kvret.lab.plan.command import add_fits_parser
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.program import Parser, kept_results, run_program

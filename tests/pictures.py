@@ -14,12 +14,13 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.coverage.scan import text_class
-from hf_kvret.lab.coverage.small import VOCAB_SIZE, build, small_config
+from hf_kvret.lab.models import text_class
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE
 from hf_kvret.testing.tiny import PAD_TOKEN
+
+from .model_types.small import VOCAB_SIZE, build, small_config
 
 COVER: dict[str, Any] = {"top_k": 4096, "recent": 16, "flush": 16, "dense_below": 0}
 """A budget that covers everything: full attention, up to the order of sums."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import hf_kvret
-from hf_kvret.lab.coverage import scan
+from hf_kvret.lab.models import default_type, type_names
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE
 
@@ -43,7 +43,7 @@ def shifting_types() -> list[str]:
     folder = Path(transformers.__file__).parent / "models"
     return [
         name
-        for name in scan.type_names()
+        for name in type_names()
         for path in (folder / model_type_to_module_name(name)).glob("modeling_*.py")
         if "self.rope_deltas = rope_deltas" in path.read_text(encoding="utf-8")
         and not name.endswith("_text")
@@ -56,7 +56,7 @@ TYPES = [pytest.param(x, marks=() if x in FEW else pytest.mark.slow) for x in sh
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_second_turn_has_the_positions_of_its_own_conversation(name: str, tmp_path: Path) -> None:
-    if refusal := scan.default_type(name).refusal:
+    if refusal := default_type(name).refusal:
         pytest.skip(refusal)
     talk = Conversation(picture_model(name))
     model = talk.model

@@ -16,12 +16,13 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel, masking_util
 from transformers.cache_utils import Cache
 
 from hf_kvret import FlatKVCache, attach, restore
-from hf_kvret.lab.coverage.scan import default_type, text_class, type_names
-from hf_kvret.lab.coverage.small import VOCAB_SIZE, image_inputs, small_config, small_model
-from hf_kvret.lab.coverage.trial import IMPOSSIBLE
+from hf_kvret.lab.models import default_type, text_class, type_names
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
+
+from ..model_types.small import VOCAB_SIZE, image_inputs, small_config, small_model
+from ..model_types.trial import IMPOSSIBLE
 
 PROMPT_LEN, PADDING_LEN = 120, 31
 TOLERANCE = 2 * LOGIT_TOLERANCE
@@ -142,7 +143,7 @@ def _check_all(model: PreTrainedModel) -> None:
 def test_a_type_that_makes_masks_twice_gives_its_own_text(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not default_type(name).served:
+    if default_type(name).refusal:
         pytest.skip("the type is refused")
     model = _model(name)
     if not _nests(model, monkeypatch):
@@ -204,7 +205,7 @@ def test_a_picture_before_a_padded_text() -> None:
 @pytest.mark.parametrize("name", type_names())
 def test_no_other_type_makes_masks_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search in the sources misses none of those that a forward pass shows."""
-    if not default_type(name).served:
+    if default_type(name).refusal:
         pytest.skip("the type is refused")
     model = _model(name)
     try:

@@ -12,13 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from hf_kvret import FlatKVCache
 from hf_kvret.attention import prompt_chunks
-from hf_kvret.lab.coverage.scan import default_type, type_names
-from hf_kvret.lab.coverage.small import VOCAB_SIZE, image_inputs, small_model, small_text_part
-from hf_kvret.lab.coverage.trial import IMPOSSIBLE
+from hf_kvret.lab.models import default_type, type_names
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
+
+from ..model_types.small import VOCAB_SIZE, image_inputs, small_model, small_text_part
+from ..model_types.trial import IMPOSSIBLE
 
 LIMIT, CHUNK = 96, 40
 HEAD_DIM = 16
@@ -276,7 +277,7 @@ def _scale_scores(model: PreTrainedModel) -> None:
 
 
 def _model(name: str) -> PreTrainedModel:
-    if not default_type(name).served:
+    if default_type(name).refusal:
         pytest.skip("the type is refused")
     for make in (small_model, small_text_part):
         try:

@@ -14,7 +14,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_kvret.lab.coverage import scan
+from hf_kvret.lab.models import default_type, type_names
 from hf_kvret.models import kept_state
 from hf_kvret.models.kept_state import UNKNOWN, shifts
 
@@ -56,7 +56,7 @@ SETTINGS = {
 def sources() -> dict[Path, list[str]]:
     """Modeling files of types that generate text, with the names of the types."""
     files = defaultdict(list)
-    for name in scan.type_names():
+    for name in type_names():
         folder = ROOT / "models" / model_type_to_module_name(name)
         for path in folder.glob("modeling_*.py"):
             files[path].append(name)
@@ -167,7 +167,7 @@ def is_kept(attribute: str) -> bool:
 
 def served(types: set[str]) -> bool:
     """Whether any of these types may have a retrieval cache; files without types are of all."""
-    return not types or any(not scan.default_type(name).refusal for name in types)
+    return not types or any(not default_type(name).refusal for name in types)
 
 
 def test_everything_that_passes_change_is_kept_or_need_not_be() -> None:

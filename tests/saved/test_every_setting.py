@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 
-import hf_kvret.lab.coverage
-from hf_kvret.lab.coverage.small import build, image_inputs, small_model
 from hf_kvret.models.versions import cache_name_of
 from hf_kvret.saved.identity import around_text, facts_of, identity_of
 from hf_kvret_model_patches.decoders import decoder_of
 
-_TRIALS = Path(hf_kvret.lab.coverage.__file__).with_name("trials.json")
-_TYPES = json.loads(_TRIALS.read_text(encoding="utf-8"))["types"]
+from ..model_types.page import read_trials
+from ..model_types.small import build, image_inputs, small_model
+
 _SOME = ("granite", "qwen2_vl", "dbrx")
 # These make other weights: of another shape, or tied to others.
 _WEIGHTS = ("vocab_size", "tie_word_embeddings")
@@ -67,8 +64,8 @@ def rows(model: Any) -> list[torch.Tensor]:
     "name",
     [
         pytest.param(name, marks=() if name in _SOME else pytest.mark.slow)
-        for name, trial in _TYPES.items()
-        if trial["outcome"] == "equal"
+        for name, trial in read_trials()[1].items()
+        if trial.outcome == "equal"
     ],
 )
 def test_no_setting_lends_a_model_the_rows_of_another_one(name: str) -> None:

@@ -15,9 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.coverage.scan import kv_heads
-from hf_kvret.lab.coverage.small import VOCAB_SIZE, image_inputs, small_model, small_text_part
-from hf_kvret.models.compatibility import index_budget, retrieval_layers
+from hf_kvret.models.compatibility import index_budget, retrieval_shapes
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods, restore
 from hf_kvret.testing.conformance import (
@@ -28,6 +26,8 @@ from hf_kvret.testing.conformance import (
 )
 from hf_kvret.testing.scenario import FAILURES, describe
 from hf_kvret.testing.tiny import PAD_TOKEN
+
+from .small import VOCAB_SIZE, image_inputs, small_model, small_text_part
 
 PROMPT_LEN, PADDING_LEN, NEW_TOKENS = 200, 57, 8
 
@@ -44,23 +44,19 @@ class Trial:
     """The result of a trial of one type.
 
     Attributes:
-        outcome: ``"equal"``, ``"differs"``, ``"raised"``, or ``"not tried"``.
+        outcome: ``"equal"``, ``"differs"``, ``"raised"``, or ``"not tried"``, by the first method:
+            ``flat`` but for models that select.
         detail: what differed, what was raised, or why it was not tried.
-        methods: by method, ``"equal"`` or what happened instead.
         part: ``"text part"`` where only that was tried, which a model with images wraps.
         rows: distinct ``(heads, elements of a key, elements of a value)`` of full layers' rows.
-        heads: heads of these rows by the configuration of the small model.
-        difference: the greatest difference between logits with the first method, ``flat`` but for
-            models that select, and with transformers' own cache.
+        failures: by method that does not serve it, what happened instead.
     """
 
     outcome: str
     detail: str = ""
-    methods: dict[str, str] = field(default_factory=dict)
     part: str = "whole"
     rows: list[list[int]] = field(default_factory=list)
-    heads: int = 0
-    difference: float = 0.0
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 class _Text(NamedTuple):
@@ -93,82 +89,80 @@ def trial(name: str) -> Trial:
     return Trial("not tried", "; ".join(reasons))
 
 
-def tried_methods(config: PreTrainedConfig | None = None) -> dict[str, type[RetrievalCache]]:
-    """The methods that a trial tries, by name: those that retrieve and need no artifact.
+def tried_methods(config: PreTrainedConfig) -> dict[str, type[RetrievalCache]]:
+    """The methods that a trial of such a model tries: those that retrieve and need no artifact.
 
-    With ``config`` those for such a model: one with an indexer of its own takes one method alone.
-    The first of them tells the outcome.
+    A model with an indexer of its own takes one method alone.
     """
     return {
         name: cls
         for name, cls in registered_methods().items()
         if not cls.needs_artifact
         and cls.Config.retrieves
-        and (config is None or cls.Config.follows_model == bool(index_budget(config)))
+        and cls.Config.follows_model == bool(index_budget(config))
     }
 
 
 def _compare(model: PreTrainedModel, reference: _Text, part: str) -> Trial:
     """The trial of ``model`` whose text with transformers' own cache is ``reference``."""
-    full = retrieval_layers(model.config)
-    keys_and_values = [reference.cache.layers[number] for number in full]
-    shapes = {(x.keys.shape[1], x.keys.shape[-1], x.values.shape[-1]) for x in keys_and_values}
-    facts: dict[str, Any] = {
-        "part": part,
-        "rows": sorted(map(list, shapes)),
-        "heads": kv_heads(model.config),
-    }
+    heads, rows = set(), set()
+    for number, shape in retrieval_shapes(model.config).items():
+        layer = reference.cache.layers[number]
+        heads.add((layer.keys.shape[1], shape.kv_heads))
+        rows.add((layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1]))
+    facts: dict[str, Any] = {"part": part, "rows": sorted(map(list, rows))}
+    if any(held != configured for held, configured in heads):
+        detail = f"heads of rows, and by the configuration: {heads}"
+        return Trial("differs", detail, **facts)
     span_name, span = widest_span(model)
     if span >= PROMPT_LEN:
         return Trial("not tried", f"{span_name} is {span}, as long as the prompt", **facts)
     if not torch.isfinite(reference.logits).all():
         return Trial("not tried", "transformers' own logits are not finite", **facts)
     tried = tried_methods(model.config)
-    methods = {name: _outcome(model, reference, cls)[0] for name, cls in tried.items()}
+    results = {name: _outcome(model, reference, cls) for name, cls in tried.items()}
+    detail = next(iter(results.values()))
     first = next(iter(tried.values()))
-    bites = not first.Config.follows_model
-    detail, difference = _outcome(model, reference, first, bites=bites)
-    outcome = detail if detail == "equal" else "differs"
-    if detail.startswith("raised"):
-        outcome = "raised"
-    return Trial(
-        outcome,
-        "" if detail == "equal" else detail,
-        methods=methods,
-        difference=float(f"{difference:.1e}"),
-        **facts,
-    )
+    if detail == "equal" and not first.Config.follows_model:
+        detail = _bites(model, reference, first)
+    failures = {name: result for name, result in results.items() if result != "equal"}
+    if detail == "equal":
+        return Trial("equal", failures=failures, **facts)
+    outcome = "raised" if detail.startswith("raised") else "differs"
+    return Trial(outcome, detail, failures=failures, **facts)
 
 
-def _outcome(
-    model: PreTrainedModel, reference: _Text, cls: Any, *, bites: bool = False
-) -> tuple[str, float]:
-    """``("equal", greatest difference of logits)``, or words that say what happened instead.
+def _tolerance(reference: _Text) -> float:
+    return _ROUNDING * LOGIT_TOLERANCE * max(1.0, float(reference.logits.std()) / _SPREAD)
 
-    Args:
-        cls: class of the cache.
-        bites: also check that a budget of one row gives other logits.
-    """
-    spread = max(1.0, float(reference.logits.std()) / _SPREAD)
-    tolerance = _ROUNDING * LOGIT_TOLERANCE * spread
+
+def _difference(text: _Text, reference: _Text) -> float:
+    return float((text.logits - reference.logits).abs().max())
+
+
+def _outcome(model: PreTrainedModel, reference: _Text, cls: Any) -> str:
+    """``"equal"``, or words that say what happened instead with a cache of this class."""
+    tolerance = _tolerance(reference)
     options = {name: x for name, x in COVERING_OPTIONS.items() if cls.Config.takes(name, x)}
     try:
         text = _generate(model, cls(model.config, **options))
     except IMPOSSIBLE as error:
-        return f"raised {describe(error)}", 0.0
+        return f"raised {describe(error)}"
     finally:
         restore(model)
-    difference = float((text.logits - reference.logits).abs().max())
+    difference = _difference(text, reference)
     if not torch.equal(text.tokens, reference.tokens) or not difference <= tolerance:
-        return f"logits differ by {difference:.1e}, allowed are {tolerance:.1e}", difference
-    if not cold_rows_read(text.cache):
-        return "no cold row was read", difference
-    if bites:
-        one_row = _generate(model, cls(model.config, **{**COVERING_OPTIONS, "top_k": 1}))
-        restore(model)
-        if float((one_row.logits - reference.logits).abs().max()) < _BITE * tolerance:
-            return "a budget of one row changes nothing, so the agreement shows nothing", difference
-    return "equal", difference
+        return f"logits differ by {difference:.1e}, allowed are {tolerance:.1e}"
+    return "equal" if cold_rows_read(text.cache) else "no cold row was read"
+
+
+def _bites(model: PreTrainedModel, reference: _Text, cls: Any) -> str:
+    """``"equal"`` where a budget of one row gives other logits, or words."""
+    one_row = _generate(model, cls(model.config, **{**COVERING_OPTIONS, "top_k": 1}))
+    restore(model)
+    if _difference(one_row, reference) < _BITE * _tolerance(reference):
+        return "a budget of one row changes nothing, so the agreement shows nothing"
+    return "equal"
 
 
 def _generate(model: PreTrainedModel, cache: Cache) -> _Text:
