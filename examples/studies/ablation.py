@@ -95,12 +95,10 @@ class Ablation(Task):
         instead: what to do instead, as the end of a sentence.
         described: fields that numbers depend on besides the cells.
         apart: parts that need no context and are the same for all caches.
-        is_dealt: False, as some parts are timed.
         tables: what makes the table of each part.
         plots: what draws the picture of a part that has one.
     """
 
-    is_dealt: ClassVar[bool] = False
     method: ClassVar[str]
     example: ClassVar[str]
     chosen: ClassVar[Sequence[str]] = ()

@@ -88,13 +88,6 @@ def launched_part() -> Part:
     return WHOLE
 
 
-def local_rank() -> int:
-    """Number of this process on its machine, by the launcher; 0 without one."""
-    names = ("LOCAL_RANK", "SLURM_LOCALID")
-    numbers = (os.environ.get(name, "") for name in names)
-    return next((int(number) for number in numbers if number.isdecimal()), 0)
-
-
 def is_split(model: nn.Module) -> bool:
     """Whether this process holds a part of the weights, as of a tensor parallel model."""
     if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -259,6 +252,5 @@ def check_one_process() -> None:
         raise ValueError(
             f"this is one of {size} ranks, and all would do the same work at once, so that times "
             "are wrong and results overwrite each other: run the command in one process, without "
-            "torchrun, accelerate launch or srun (or unset WORLD_SIZE); only `hf-kvret eval` deals "
-            "its cells to ranks"
+            "torchrun, accelerate launch or srun (or unset WORLD_SIZE)"
         )

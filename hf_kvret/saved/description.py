@@ -107,11 +107,6 @@ def holds_cache(path: Path) -> bool:
     return (path / DESCRIPTION).exists()
 
 
-def files_of_cache(path: Path) -> set[str]:
-    """Names of what ``verify_cache`` reads of a cache that is whole."""
-    return {DESCRIPTION, *Description.read(path).content["files"]}
-
-
 def verify_cache(directory: Path) -> list[str]:
     """Lines that say what was checked: every byte, by its checksum.
 

@@ -28,6 +28,7 @@ from hf_kvret.models.ranks import (
     check_split,
     group_size,
     is_split,
+    launched_part,
     launched_ranks,
     part_of,
     place_to_save,
@@ -234,7 +235,7 @@ def test_a_model_that_transformers_split_is_known_by_its_size(model: Any) -> Non
 
 
 COMMANDS: dict[str, Any] = {
-    "measurement": lambda: run_measurement(SimpleNamespace(is_dealt=False), Outputs()),  # type: ignore[arg-type]
+    "measurement": lambda: run_measurement(SimpleNamespace(), Outputs()),  # type: ignore[arg-type]
     "calibrate": lambda: run_calibrate(None),  # type: ignore[arg-type]
 }
 
@@ -253,3 +254,15 @@ def test_a_command_is_refused_on_one_of_several_ranks(
 def test_an_environment_of_one_rank_is_none(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
     check_one_process()
+
+
+def test_slurm_names_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a step; a batch script outside of one is alone."""
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert launched_part().is_whole
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert launched_part() == (2, 4)
+    monkeypatch.setenv("SLURM_PROCID", "4")
+    with pytest.raises(ValueError, match="SLURM_STEP_NUM_TASKS=4 with SLURM_PROCID='4'"):
+        launched_part()

@@ -102,7 +102,7 @@ def write_page(page: Path, files: Sequence[Path]) -> Path:
         for card in cards:
             texts += _section(stage, card, [row for row in rows if row["card"] == card])
     texts += ["## How was it measured?", *(_environment(row) for row in rows if "cell" not in row)]
-    check_own("page", page, "move the file, or give another --out")
+    check_own(page, "give another --out")
     replace_file(page, ("\n\n".join([*texts, page_mark("bench all")]) + "\n").encode())
     return page
 

@@ -62,8 +62,8 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         "inspect",
         help="say what a calibration artifact is, or check what was saved",
         description="Say what a calibration artifact is: method, model, data, sizes and quality. "
-        "With --verify, check every byte of the caches, artifacts and result files there, and "
-        "name other files; status 2 says that something is damaged.",
+        "With --verify, check every byte of the cache and the artifact there; status 2 says that "
+        "something is damaged.",
         formatter_class=HelpFormatter,
     )
     add_options(parser, InspectOptions)
@@ -74,7 +74,7 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
 class InspectOptions:
     """The options of ``hf-kvret inspect``."""
 
-    artifact: str = option(help="a folder or a hub id; with --verify a path", name="artifact")
+    artifact: str = option(help="a folder or a hub id", name="artifact")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     verify: bool = option(False, "check what is saved there, byte by byte")
     json: bool = option(False, "print config.json's fields instead")
@@ -197,9 +197,7 @@ def run_inspect(options: InspectOptions) -> int:
     if options.verify:
         if options.json:
             raise ValueError("--verify says whether it is whole: leave --json out")
-        path = Path(options.artifact).expanduser()
-        if not path.is_file() or options.revision is not None:
-            path = find_folder(options.artifact, revision=options.revision)
+        path = find_folder(options.artifact, revision=options.revision)
         print("\n".join(verify(path)))
         return 0
     artifact = CalibrationArtifact.from_pretrained(options.artifact, revision=options.revision)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
-from hf_kvret.artifacts.files import DESCRIPTION, read_description
+from hf_kvret.artifacts.files import DESCRIPTION
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.saved.identity import printable
 
@@ -64,11 +64,6 @@ def holds_artifact(path: Path) -> bool:
     file = path / DESCRIPTION
     content = file.read_bytes() if file.is_file() else b""
     return b'"format_version"' in content or (file.exists() and b'"model_type"' not in content)
-
-
-def files_of_artifact(path: Path) -> set[str]:
-    """Names of the files that ``verify_artifact`` reads of an artifact that is whole."""
-    return {DESCRIPTION, read_description(path)["files"]["tensors"]}
 
 
 def verify_artifact(directory: Path) -> list[str]:

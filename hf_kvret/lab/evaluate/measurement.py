@@ -13,7 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -27,8 +27,8 @@ from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.environment import program
 from hf_kvret.lab.report.outputs import check_outputs, write_outputs
-from hf_kvret.lab.report.results import FAILED, Cell, Results, rank_file, sole_writer
-from hf_kvret.models.ranks import WHOLE, check_one_process, launched_part, local_rank
+from hf_kvret.lab.report.results import FAILED, Cell, Results, sole_writer
+from hf_kvret.models.ranks import check_one_process
 from hf_kvret.saved.identity import printable
 
 Row = dict[str, Any]
@@ -67,8 +67,6 @@ class Measurement(ABC):
         description: the text of the command's own ``--help``; the class's docstring without one.
         examples: commands below it.
         smallest: of a script, the options of its smallest run.
-        is_dealt: processes that a launcher started share its cells; their seconds, if there are
-            any, are those of a busy machine.
     """
 
     command: ClassVar[str]
@@ -77,7 +75,6 @@ class Measurement(ABC):
     description: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
     smallest: ClassVar[str] = ""
-    is_dealt: ClassVar[bool] = False
 
     @classmethod
     def title(cls) -> str:
@@ -136,13 +133,8 @@ class Measurement(ABC):
         return why
 
     def waiting(self, results: Results) -> list[Cell]:
-        """The cells without numbers of ``share()``."""
-        return [cell for cell in self.share() if _waits(results, cell)]
-
-    def share(self) -> list[Cell]:
-        """The cells that this process measures: all of them, or those that it is dealt."""
-        part = launched_part() if self.is_dealt else WHOLE
-        return self.cells()[part.rank :: part.ranks]
+        """The cells without numbers."""
+        return [cell for cell in self.cells() if _waits(results, cell)]
 
     def count(self, results: Results) -> int | None:
         """How many cells the plan has; None where it is found out on the way."""
@@ -166,14 +158,6 @@ class Measurement(ABC):
     def pictures(cls, path: Path) -> list[Path]:
         """All files that ``plot`` may write for ``path``. They are tried before the work."""
         return [path]
-
-    @classmethod
-    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        """By cache: bytes that a step reads, as a share of full K,V; and answers right in 0..1.
-
-        Empty where there are no answers.
-        """
-        return {}
 
 
 class Progress:
@@ -250,15 +234,12 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     That is 1 when cells failed: the table or a line says why, and the others were measured. The
     same command tries them again.
     """
-    if measurement.is_dealt:
-        outputs = _of_rank(measurement, outputs)
-    else:
-        check_one_process()
+    check_one_process()
     check_outputs(outputs, measurement)
     measurement.check()
     with sole_writer(outputs.json), measurement.surroundings():
         results = Results(measurement.title(), measurement.setup(), outputs.json)
-        finished = sum(not _waits(results, cell) for cell in measurement.share())
+        finished = sum(not _waits(results, cell) for cell in measurement.cells())
         if opening := measurement.opening(results):
             print(f"{opening}\n", file=sys.stderr)
         try:
@@ -271,7 +252,7 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
                 missing = measurement.count(results)
                 missing = len(measurement.waiting(results)) if missing is None else missing
                 if missing:
-                    there = sum(not _waits(results, cell) for cell in measurement.share())
+                    there = sum(not _waits(results, cell) for cell in measurement.cells())
                     print(f"\n{missing} of {missing + there} cells are not finished")
     for cell, reason in failed:
         print(f"\n{printable(' '.join(map(str, cell.values())))}: {printable(reason)}")
@@ -286,31 +267,6 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     for why in wrong:
         print(f"{program()}: error: {printable(why)}", file=sys.stderr)
     return int(bool(failed or wrong))
-
-
-def _of_rank(measurement: Measurement, outputs: Outputs) -> Outputs:
-    """``outputs`` of this rank, which has a result file of its own.
-
-    ValueError where several ranks have no such file, would write one page or picture, or spread a
-    model over the same devices.
-    """
-    part = launched_part()
-    if part.is_whole:
-        return outputs
-    if outputs.json is None or outputs.plot or outputs.table:
-        raise ValueError(
-            f"this is rank {part.rank} of {part.ranks}, which share the cells: give --json FILE, "
-            "and leave --plot and --table to the same command in one process afterwards, which "
-            "reads the files of all ranks"
-        )
-    if getattr(measurement, "device_map", None) is not None:
-        raise ValueError(
-            f"--device-map on rank {part.rank} of {part.ranks}: each would spread its model over "
-            "all devices, so run it in one process"
-        )
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
-    return replace(outputs, json=rank_file(outputs.json, part.rank))
 
 
 def add_measurement(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 
 from hf_kvret.artifacts.files import DESCRIPTION, read_description
@@ -41,7 +39,6 @@ class Task(Measurement):
     """
 
     command: ClassVar[str] = "eval"
-    is_dealt: ClassVar[bool] = True
 
     model: str = option(
         default_model(),
@@ -191,22 +188,3 @@ def check_artifacts(results: Results, artifacts: dict[str, str | None]) -> None:
                 f"{results.path} has {cell['cache']} with another artifact (sha256 "
                 f"{str(then)[:12]}, now {now[:12]}): give another --json, or delete the file"
             )
-
-
-def mean_points(results: Results, score: str, best: float = 1.0) -> dict[str, tuple[float, float]]:
-    """The points of ``Task.accuracy``, from the score of that name, which is ``best`` at most.
-
-    Means over those cells that every cache has finished, so that all caches are asked the same.
-    """
-    points: dict[str, dict[str, tuple[float, float]]] = {}
-    for cell, row in results:
-        key = json.dumps({name: cell[name] for name in sorted(cell) if name != "cache"})
-        point = (row["step_bytes"] / row["full_bytes"], row[score] / best)
-        points.setdefault(cell["cache"], {})[key] = point
-    shared = set.intersection(*map(set, points.values())) if points else set()
-    if not shared:
-        return {}
-    return {
-        cache: (fmean(some[key][0] for key in shared), fmean(some[key][1] for key in shared))
-        for cache, some in points.items()
-    }

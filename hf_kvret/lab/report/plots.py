@@ -85,25 +85,6 @@ def plot_lines(
     _save_with_legend(figure, path, beside=many)
 
 
-def plot_points(
-    path: Path,
-    points: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    *,
-    title: str,
-    x: str,
-    y: str,
-) -> None:
-    """Points without lines, one colour a name; x is logarithmic."""
-    figure, axis = _figure(6.4, 4.0)
-    for name, (xs, ys) in points.items():
-        axis.plot(xs, ys, marker="o", markersize=5, linestyle="none", label=name)
-    axis.set_xscale("log")
-    _write_out(axis.xaxis, *axis.get_xlim())
-    axis.set(title=title, xlabel=x, ylabel=y)
-    axis.grid(alpha=0.25)
-    _save_with_legend(figure, path)
-
-
 def plot_groups(
     path: Path,
     groups: Sequence[str],

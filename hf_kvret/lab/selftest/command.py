@@ -88,7 +88,7 @@ def run_selftest(options: SelfTest) -> int:
     """
     check_device(options.device)
     if options.report is not None:
-        check_file("--report", options.report, replaced=True)
+        check_file("--report", options.report)
     device = torch.device(options.device)
     described = describe(device)
     verdicts = run_checks(list(checks(device, options.only)), device)

@@ -126,10 +126,6 @@ def test_without_a_checkout_the_page_of_a_study_alone_is_missing(
         def pictures(path: Path) -> list[Path]:
             return [path]
 
-        @staticmethod
-        def accuracy(results: Results) -> dict[str, tuple[float, float]]:
-            return {}
-
     Results("eval other", {}, tmp_path / "other.json").add({"cache": "full"}, {})
     monkeypatch.setattr(scripts, "FOLDER", tmp_path / "site-packages")
     report = write_report(results, {"eval other": Other})

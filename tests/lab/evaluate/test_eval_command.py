@@ -16,11 +16,9 @@ from hf_kvret.cli import main
 from hf_kvret.lab.evaluate import task
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
-from hf_kvret.lab.evaluate.task import mean_points
 from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
 from hf_kvret.lab.evaluate.texts import chat_parts, read_text
 from hf_kvret.lab.program.arguments import budget, lengths, names
-from hf_kvret.lab.report.results import Results
 
 
 def test_lengths_and_names_are_read() -> None:
@@ -277,31 +275,6 @@ def test_broken_files_of_a_model_are_one_line(
     (broken / name).write_text(content)
     error = _error(capsys, "--text", str(tiny_text), "--model", str(broken)).splitlines()[-1]
     assert error.startswith(f"hf-kvret: error: --model {broken}: can't be loaded (")
-
-
-def test_means_are_over_the_cells_that_every_cache_has() -> None:
-    results = Results("eval x", {})
-    for cache, length, score, read in (
-        ("full", 1, 0.5, 8),
-        ("full", 2, 1.0, 16),
-        ("paris", 2, 0.25, 4),
-        ("full", 3, 0.0, 16),
-        ("paris", 3, 0.75, 2),
-    ):
-        found = {"score": score, "step_bytes": read, "full_bytes": 16}
-        results.add({"cache": cache, "length": length}, found)
-    points = mean_points(results, "score")
-    assert points == {"full": (1.0, 0.5), "paris": (pytest.approx(3 / 16), 0.5)}
-    assert mean_points(results, "score", best=2.0)["full"] == (1.0, 0.25)
-
-
-def test_without_a_shared_cell_there_are_no_points() -> None:
-    results = Results("eval x", {})
-    assert mean_points(results, "score") == {}
-    for cache, length in (("full", 1), ("paris", 2)):
-        found = {"score": 1.0, "step_bytes": 1, "full_bytes": 2}
-        results.add({"cache": cache, "length": length}, found)
-    assert mean_points(results, "score") == {}
 
 
 def test_chat_parts_surround_the_message(tiny_model_dir: Path) -> None:

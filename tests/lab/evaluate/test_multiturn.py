@@ -148,8 +148,6 @@ def test_the_bundled_model_answers_every_turn(
         for cache in caches[2:]:
             assert of[cache]["answers"] == of["full"]["answers"]
             assert of[cache]["right"] == of["full"]["right"]
-    accuracy = MultiTurn.accuracy(Results.load(tmp_path / "m.json"))
-    assert accuracy["full"][0] == 1 and 0.5 < accuracy["flat"][0] < 0.65
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     header = [cell.strip() for cell in lines[0].split("|")[1:-1]]
     turns = [f"turn {turn}" for turn in range(1, 6)]

@@ -93,10 +93,8 @@ def test_the_bundled_model_finds_its_needles(tmp_path: Path) -> None:
     read = [one["read_ratio"] for one in _by_cache(cells, "flat")]
     assert all(ratio == pytest.approx(64 / 1790, rel=0.05) for ratio in read)
     # flat reads the keys of all cold tokens, and whole rows of the window and of what it selected.
-    assert NeedleInHaystack.accuracy(Results.load(tmp_path / "n.json"))["flat"] == (
-        pytest.approx((1790 / 2 + 64 + 260) / 2048, rel=0.03),
-        pytest.approx(score["flat"]),
-    )
+    share = [one["step_bytes"] / one["full_bytes"] for one in _by_cache(cells, "flat")]
+    assert share == pytest.approx([(1790 / 2 + 64 + 260) / 2048] * len(share), rel=0.05)
 
 
 def test_without_its_needle_a_question_gets_no_right_answer(

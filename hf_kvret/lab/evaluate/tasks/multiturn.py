@@ -20,7 +20,7 @@ from hf_kvret.lab.evaluate.needles import (
 )
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
+from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import one_or_both
 from hf_kvret.lab.program.options import option
@@ -162,10 +162,6 @@ class MultiTurn(Task):
             low=-3,
             high=103,
         )
-
-    @classmethod
-    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        return mean_points(results, "mean")
 
 
 class _Talk:

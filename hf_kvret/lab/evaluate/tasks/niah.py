@@ -24,7 +24,7 @@ from hf_kvret.lab.evaluate.needles import (
 )
 from hf_kvret.lab.evaluate.reader import UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
+from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
 from hf_kvret.lab.evaluate.texts import encode, first_tokens
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import whole_number
@@ -219,10 +219,6 @@ class NeedleInHaystack(Task):
             x="tokens",
             y="depth of the needle, %",
         )
-
-    @classmethod
-    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        return mean_points(results, "score")
 
 
 def rouge1_recall(answer: str, reply: str) -> float:

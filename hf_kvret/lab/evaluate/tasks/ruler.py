@@ -18,7 +18,7 @@ from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_position
 from hf_kvret.lab.evaluate.ruler.prompts import generate
 from hf_kvret.lab.evaluate.ruler.task import TASKS, Sample, sample_score
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of, mean_points
+from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
 from hf_kvret.lab.evaluate.texts import chat_parts, encode, token_ids
 from hf_kvret.lab.program.arguments import file_path, known_names
 from hf_kvret.lab.program.common_options import context_option, count_option, questions_option
@@ -166,10 +166,6 @@ class Ruler(Task):
             x="tokens, question",
             y="task",
         )
-
-    @classmethod
-    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        return mean_points(results, "score", 100.0)
 
 
 def _tasks_of(results: Results) -> list[str]:
