@@ -34,7 +34,7 @@ _COMMANDS = {
     "lm-eval": "run lm-evaluation-harness with a retrieval cache",
     "calibrate": "learn what a method must know about a model, and save or share it",
     "inspect": "say what a calibration artifact is, or check what was saved",
-    "models": "list the types of models: served, and how that was tested, or refused, and why",
+    "models": "say which models are served, and why others are refused",
     "fits": "what each cache would hold where, and whether it fits; loads nothing",
     "report": "make pages with tables and pictures of result files",
 }
