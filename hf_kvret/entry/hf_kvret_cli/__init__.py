@@ -30,7 +30,7 @@ _COMMANDS = {
     "serve": "serve a model over an OpenAI-compatible API, with a retrieval cache",
     "tune": "find the cheapest cache that agrees with full attention on your text",
     "eval": "measure caches on tasks: answers, perplexity, agreement with full attention",
-    "bench": "measure time and memory of caches on models of true shape with random weights",
+    "bench": "measure the time of caches on models of true shape with random weights",
     "lm-eval": "run lm-evaluation-harness with a retrieval cache",
     "calibrate": "learn what a method must know about a model, and save or share it",
     "inspect": "say what a calibration artifact is, or check what was saved",

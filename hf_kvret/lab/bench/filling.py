@@ -239,7 +239,7 @@ def fill_randomly(
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchModel:
     """A model of some layers, ready to be measured.
 
     Attributes:
@@ -264,7 +264,7 @@ class Subject:
 class Turn:
     """One cache at one size on one model: the unit of a round."""
 
-    subject: Subject
+    subject: BenchModel
     choice: CacheChoice
     context: int
     batch: int

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_kvret.lab.bench.gpu_stages import STAGES, Stage, cells_of
 from hf_kvret.lab.bench.rows import label, read_rows
-from hf_kvret.lab.bench.tables import mb, per_second, step_counts, tenths
-from hf_kvret.lab.bench.timed import ms
+from hf_kvret.lab.bench.tables import SIZE, TIMES, of, step_counts, table_of, why_missing
+from hf_kvret.lab.bench.timed import Column, ms
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.outputs import check_own, page_mark
 from hf_kvret.lab.report.results import Cell
@@ -17,21 +17,6 @@ from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.saved.folder import replace_file
 
 _MOST_KERNELS = 12
-_REASONS = ("failed", "check_failed", "out_of_memory", "skipped")
-_Column = tuple[str, Callable[[Cell, Row], str]]
-_Pairs = Sequence[tuple[Cell, Row]]
-
-
-def _of(style: Callable[[Any], str], *names: str) -> Callable[[Cell, Row], str]:
-    """The text of an entry of a row, or of one in it; ``-`` where it is not there."""
-
-    def text(cell: Cell, row: Row) -> str:
-        value: Any = row
-        for name in names:
-            value = None if value is None else value.get(name)
-        return "-" if value is None else style(value)
-
-    return text
 
 
 def _share_over_bus(cell: Cell, row: Row) -> str:
@@ -40,41 +25,32 @@ def _share_over_bus(cell: Cell, row: Row) -> str:
     return f"{row['bus_rows'] / rows:.0%}" if rows else "-"
 
 
-_SIZE: tuple[_Column, ...] = (
-    ("cache", lambda cell, row: cell["cache"]),
-    ("context", lambda cell, row: f"{cell['context']:,}"),
-    ("batch", lambda cell, row: str(cell["batch"])),
-)
-_TIMES: tuple[_Column, ...] = (
-    *_SIZE,
-    ("check", _of(str, "check")),
-    ("ms", _of(ms, "seconds")),
-    ("quartiles", _of(lambda ends: " to ".join(map(ms, ends)), "seconds_quartiles")),
-    ("tokens/s", _of(per_second, "tokens_per_second")),
-    ("floor ms", _of(ms, "floor_seconds")),
-    ("time / floor", _of(tenths, "time_over_floor")),
-    ("cache device MB", _of(mb, "device_bytes")),
-    ("cache host MB", _of(mb, "host_bytes")),
+_CHECK: Column = ("check", of(str, "check"))
+_MS: Column = ("ms", of(ms, "seconds"))
+_TIMES: tuple[Column, ...] = (
+    _CHECK,
+    _MS,
+    *((name, text) for name, text in TIMES.items() if not name.endswith("moved")),
     ("steps", step_counts),
 )
-_COLUMNS: dict[str, tuple[_Column, ...]] = {
+_COLUMNS: dict[str, tuple[Column, ...]] = {
     "gate": (
         ("check", lambda cell, row: cell["check"]),
-        ("state", _of(str, "status")),
-        ("detail", _of(str, "detail")),
+        ("state", of(str, "status")),
+        ("detail", of(str, "detail")),
     ),
     "stores": (
-        *_SIZE,
+        *SIZE,
         ("token", lambda cell, row: cell.get("token", "next")),
-        *_TIMES[3:],
+        *_TIMES,
         ("rows over the bus", _share_over_bus),
     ),
     "rest": (
-        *_SIZE,
+        *SIZE,
         ("compiler", lambda cell, row: cell.get("inductor", "-")),
-        ("ms", _of(ms, "seconds")),
-        ("scaled ms a layer", _of(ms, "scaled", "seconds_per_layer")),
-        ("scaled ms", _of(ms, "scaled", "seconds")),
+        _MS,
+        ("scaled ms a layer", of(ms, "scaled", "seconds_per_layer")),
+        ("scaled ms", of(ms, "scaled", "seconds")),
     ),
 }
 
@@ -123,27 +99,15 @@ def _section(stage: Stage, card: str, rows: Sequence[dict[str, Any]]) -> list[st
     if stage.name == "profile":
         texts += [_kernels(cell, row) for cell, row in newest.values()]
     else:
-        texts.append(_table(_COLUMNS.get(stage.name, _TIMES), list(newest.values())))
+        texts.append(table_of(_COLUMNS.get(stage.name, (*SIZE, *_TIMES)), newest.values()))
     if missing:
         texts.append(f"Not measured: {'; '.join(missing)}.")
     return texts
 
 
-def _table(columns: Sequence[_Column], pairs: _Pairs) -> str:
-    """A line for each row; one without numbers has its reason behind what its cell says."""
-    lines = []
-    for cell, row in pairs:
-        line = [text(cell, row) for _, text in columns]
-        why = next((str(row[name]) for name in _REASONS if name in row), None)
-        if why is not None:
-            line[next(i for i, text in enumerate(line) if text == "-")] = why
-        lines.append([text.replace("|", "/") for text in line])
-    return markdown_table([name for name, _ in columns], lines)
-
-
 def _kernels(cell: Cell, row: Row) -> str:
     if "kernels" not in row:
-        return f"{label(cell)}: {next((row[name] for name in _REASONS if name in row), 'no row')}"
+        return f"{label(cell)}: {why_missing(row) or 'no row'}"
     lines = [
         (
             f"`{kernel['name'][:60].replace('|', '/')}`",

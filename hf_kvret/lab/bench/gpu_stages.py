@@ -20,7 +20,7 @@ from torch.autograd import DeviceType
 from transformers import PreTrainedModel
 
 from hf_kvret.lab.bench.checks import Checker
-from hf_kvret.lab.bench.filling import Subject, make_stand_ins, measure_rows
+from hf_kvret.lab.bench.filling import BenchModel, make_stand_ins, measure_rows
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement
 from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.bench.shapes import Shape, load_shape, random_model, weight_bytes
@@ -97,7 +97,7 @@ class Bench:
         return Shape("tiny", config)
 
     @cached_property
-    def subject(self) -> Subject:
+    def subject(self) -> BenchModel:
         """The whole model."""
         return self._subject(
             random_model(self.shape.config, DTYPES[self.dtype], self.device, self.seed)
@@ -113,7 +113,7 @@ class Bench:
         """Of caches on the whole model; each is checked once at a size."""
         return Checker(self.subject.model, self.subject.rows, self.seed)
 
-    def first_layers(self, count: int) -> Subject:
+    def first_layers(self, count: int) -> BenchModel:
         """The model with its first layers alone; they share the weights."""
         whole = self.subject.model
         shared = {id(one): one for one in (*whole.parameters(), *whole.buffers())}
@@ -143,14 +143,14 @@ class Bench:
         vars(own).update(whole=self.shape.part(own.part), bandwidth=self.bandwidth)
         if layers:
             some = tuple(self.first_layers(count) for count in (layers, layers // 2))
-            vars(own).update(subjects={"": some})
+            vars(own).update(subjects=some)
         elif own.part == "whole":
-            vars(own).update(subjects={"": (self.subject,)}, checkers={"": self.checker})
+            vars(own).update(subjects=(self.subject,), checker=self.checker)
         return own
 
-    def _subject(self, model: PreTrainedModel) -> Subject:
+    def _subject(self, model: PreTrainedModel) -> BenchModel:
         weights = weight_bytes(model.config, model.dtype)
-        return Subject(model, weights, measure_rows(model, self.seed), self.seed)
+        return BenchModel(model, weights, measure_rows(model, self.seed), self.seed)
 
 
 def cells_of(stage: Stage, dry: bool) -> list[Cell]:
@@ -340,7 +340,7 @@ def _rest_row(bench: Bench, cell: Cell) -> Row:
     size = {name: cell[name] for name in ("cache", "context", "batch")}
     measurement = bench.measurement(Decode, size, layers=layers, warmup=6, steps=24, limit=5.0)
     # Compiled steps were checked once, in the gate.
-    vars(measurement).update(checkers={"": _Unchecked()})
+    vars(measurement).update(checker=_Unchecked())
     names = list(_INDUCTOR)
     until = names[: names.index(cell["inductor"]) + 1] if "inductor" in cell else []
     settings = {key: value for name in until for key, value in _INDUCTOR[name].items()}

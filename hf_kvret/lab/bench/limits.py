@@ -1,13 +1,11 @@
-"""The memory that is free, that a cache will take, and that was taken at most."""
+"""The memory that is free, that a cache will take about, and that was taken at most."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.timing import synchronize
@@ -16,9 +14,6 @@ from hf_kvret.models.compatibility import is_latent, layer_shapes
 from hf_kvret.options import config as options
 from hf_kvret.stores.free_memory import free_host_bytes
 
-# An index beside the store takes at most what a copy of the keys with spare room takes.
-_INDEX_SHARE = 0.6
-
 
 def byte_count(text: str) -> int:
     """``options.byte_count`` for argparse."""
@@ -26,50 +21,6 @@ def byte_count(text: str) -> int:
         return options.byte_count(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-class Need(NamedTuple):
-    """Bytes that a cache is expected to take."""
-
-    device: int
-    host: int
-
-
-def predict_need(
-    config: PreTrainedConfig, choice: CacheChoice, batch: int, context: int, dtype: torch.dtype
-) -> Need:
-    """An upper bound of the bytes of the filled cache, and of filling its largest layer.
-
-    Keys and values of all tokens in every layer (a sliding layer takes less), for a retrieval
-    cache its index too, and what one layer makes of a prompt: its keys and values three times, and
-    queries and outputs of its attention or the three matrices of its MLP.
-    """
-    # Layers hold keys and values, or latents alone.
-    shapes, tensors = layer_shapes(config), 1 if is_latent(config) else 2
-    layers = [tensors * batch * context * shape.width * dtype.itemsize for shape in shapes]
-    rows, queries = sum(layers), max(shape.heads * shape.head_dim for shape in shapes)
-    if is_latent(config):
-        dim = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-        queries = config.num_attention_heads * dim
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    passing = 3 * max(layers) + batch * context * max(2 * queries, 3 * inner) * dtype.itemsize
-    if choice.options is not None:
-        index, store = int(_INDEX_SHARE * rows), choice.options.store
-        bits = row_bits(choice, config)
-        if bits < 16:
-            # Scales take a sixteenth of the bytes of codes.
-            rows = rows * bits * 17 // (16 * 8 * dtype.itemsize)
-        if store in ("host", "resident", "cpu", "higgs-host"):
-            return Need(index + passing, rows)
-        if store == "disk":
-            return Need(index + passing, 0)
-        if choice.options.splits_rows:
-            # Without a budget the store takes half of the memory that is free: here, no row.
-            budget = choice.options.device_budget
-            near = 0 if budget is None else min(rows, options.byte_count(budget))
-            return Need(near + index + passing, rows - near)
-        return Need(rows + index + passing, 0)
-    return Need(passing, rows) if choice.on_host else Need(rows + passing, 0)
 
 
 def row_bits(choice: CacheChoice, config: PreTrainedConfig) -> int:
@@ -82,18 +33,24 @@ def row_bits(choice: CacheChoice, config: PreTrainedConfig) -> int:
     return cache.options.row_bits
 
 
-def shortage(need: Need, device: torch.device) -> str | None:
-    """Why ``need`` can't be met here, or None.
+def shortage(model: PreTrainedModel, choice: CacheChoice, batch: int, context: int) -> str | None:
+    """Why a cell can't be measured on a CPU with so little memory, or None: a guess.
 
-    Only host memory is predicted: a GPU says by itself when it is full, and a host that runs out
-    has its processes killed.
+    A host that runs out of memory has its processes killed, while a GPU says so by itself. The
+    guess is twice the bytes of all keys and values: the cache, its index, and a prompt on its way.
     """
-    host = need.host if device.type == "cuda" else need.host + need.device
+    if model.device.type != "cpu":
+        return None
+    config = model.config
+    # Layers hold keys and values, or latents alone.
+    tensors = 1 if is_latent(config) else 2
+    width = tensors * sum(shape.width for shape in layer_shapes(config)) * model.dtype.itemsize
+    need = 2 * batch * context * width * row_bits(choice, config) // 16
     available = available_host_memory()
-    if host <= available:
+    if need <= available:
         return None
     return (
-        f"out of memory (predicted: {host / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB "
+        f"out of memory (predicted: {need / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB "
         "available)"
     )
 
@@ -139,34 +96,3 @@ class PeakDeviceMemory:
             return None
         synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device) - self._start
-
-
-class PeakHostMemory:
-    """The most host memory of this process since it was made. Linux only.
-
-    It counts pages that the process touched, whatever for: caches, buffers of the model, memory
-    that an allocator keeps for later. Freed memory that is used again doesn't count twice.
-    """
-
-    def __init__(self) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            self._start = _status_bytes("VmRSS")
-        except OSError:
-            self._start = None
-
-    def growth(self) -> int | None:
-        """Bytes of the peak above where it began; None where the system doesn't say."""
-        peak = _status_bytes("VmHWM")
-        return None if self._start is None or peak is None else max(0, peak - self._start)
-
-
-def _status_bytes(name: str) -> int | None:
-    """Bytes of a line of the process' status; None where the system has none."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next(
-        (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None
-    )

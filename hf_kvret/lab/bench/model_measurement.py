@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
@@ -20,14 +19,14 @@ from transformers import PreTrainedConfig
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import (
     FILLS,
-    Subject,
+    BenchModel,
     Turn,
     choose_fill,
     make_stand_ins,
     measure_rows,
 )
 from hf_kvret.lab.bench.floors import Floor
-from hf_kvret.lab.bench.limits import check_weights, predict_need, shortage
+from hf_kvret.lab.bench.limits import check_weights, shortage
 from hf_kvret.lab.bench.opponents import bench_caches, check_choices, choose_bench_caches
 from hf_kvret.lab.bench.shapes import (
     PARTS,
@@ -38,9 +37,8 @@ from hf_kvret.lab.bench.shapes import (
     random_model,
     weight_bytes,
 )
-from hf_kvret.lab.bench.tables import label, why_missing
+from hf_kvret.lab.bench.tables import why_missing
 from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth, quartiles
-from hf_kvret.lab.bench.weights import check_weights_of, is_coded, quantize
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row, attempt
 from hf_kvret.lab.evaluate.reader import Usage
@@ -122,8 +120,6 @@ class ModelMeasurement(Measurement):
     dtype: str = common.dtype_option()
     device: str = common.device_option()
     seed: int = common.seed_option()
-    weights: tuple[str, ...] = ()
-    """No option but of bench decode. Without any, weights are in ``dtype``."""
 
     @cached_property
     def whole(self) -> Shape:
@@ -152,14 +148,8 @@ class ModelMeasurement(Measurement):
         return self.built < self.whole.layers
 
     @cached_property
-    def whole_bytes(self) -> WeightBytes:
-        """Bytes of the whole model's parameters in ``dtype``."""
-        return weight_bytes(self.whole.config, DTYPES[self.dtype])
-
-    @cached_property
-    def subjects(self) -> dict[str, tuple[Subject, ...]]:
-        """By ``weights``, or "", the model to measure; where it has not all layers, one with half
-        as many too.
+    def subjects(self) -> tuple[BenchModel, ...]:
+        """The model to measure; where it has not all layers, one with half as many too.
 
         Raises:
             ValueError: their weights do not fit into what memory is free.
@@ -167,21 +157,16 @@ class ModelMeasurement(Measurement):
         dtype = DTYPES[self.dtype]
         counts = (self.built, self.built // 2) if self.scaled else (self.built,)
         configs = [self.whole.with_layers(count) for count in counts]
-        names = self.weights or ("",)
-        held = sum(weight_bytes(config, dtype).held for config in configs)
-        check_weights(len(names) * held, self.place, self.shape)
+        sizes = [weight_bytes(config, dtype) for config in configs]
+        check_weights(sum(size.held for size in sizes), self.place, self.shape)
         random = "random" in self._fills()
 
-        def subject(config: PreTrainedConfig, weights: str) -> Subject:
-            model = quantize(random_model(config, dtype, self.place, self.seed), weights)
+        def subject(config: PreTrainedConfig, size: WeightBytes) -> BenchModel:
+            model = random_model(config, dtype, self.place, self.seed)
             rows = measure_rows(model, self.seed) if random else None
-            return Subject(model, weight_bytes(config, dtype, weights), rows, self.seed)
+            return BenchModel(model, size, rows, self.seed)
 
-        return {name: tuple(subject(config, name) for config in configs) for name in names}
-
-    def subjects_of(self, cell: Cell) -> tuple[Subject, ...]:
-        """Those with the weights of a cell."""
-        return self.subjects[cell.get("weights", "")]
+        return tuple(map(subject, configs, sizes))
 
     @cached_property
     def bandwidth(self) -> Bandwidth:
@@ -189,10 +174,10 @@ class ModelMeasurement(Measurement):
         return measure_bandwidth(self.place)
 
     @cached_property
-    def checkers(self) -> dict[str, Checker]:
-        """By ``weights``; each checks each cache once at each size."""
-        first = {name: subjects[0] for name, subjects in self.subjects.items()}
-        return {name: Checker(one.model, one.rows, self.seed) for name, one in first.items()}
+    def checker(self) -> Checker:
+        """Checks each cache once at each size."""
+        first = self.subjects[0]
+        return Checker(first.model, first.rows, self.seed)
 
     def check(self) -> None:
         check_device(self.device)
@@ -210,8 +195,6 @@ class ModelMeasurement(Measurement):
                     f"{name} is a way to decode, bench {self.name} knows nothing of it: use {other}"
                 )
         check_choices(self.choices, self.whole.config, self.context, self.scaled)
-        for name in self.weights:
-            check_weights_of(self.whole.config, name, DTYPES[self.dtype], self.place)
         self._fills()
 
     def setup(self) -> dict[str, Any]:
@@ -224,60 +207,44 @@ class ModelMeasurement(Measurement):
             "limit": self.limit if math.isfinite(self.limit) else None,
             **{name: getattr(self, name) for name in _OPTIONS},
             **{name: here[name] for name in _MACHINE},
-            **({"torchao": version("torchao")} if any(map(is_coded, self.weights)) else {}),
         }
 
     def cells(self) -> list[Cell]:
-        weights: list[Cell] = [{"weights": name} for name in self.weights] or [{}]
         return [
-            {"cache": name, "context": context, "batch": batch, **one}
+            {"cache": name, "context": context, "batch": batch}
             for context in self.context
             for batch in self.batch
-            for one in weights
-            for name in self.row_names(one.get("weights", ""))
+            for name in self.choices
         ]
 
-    def row_names(self, weights: str) -> list[str]:
-        """The caches, and whatever else has rows, with such weights."""
-        return list(self.choices)
-
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
-        """The ``groups``; methods that need an artifact have one meanwhile."""
-        groups = self.groups(results)
-        first = next(groups, None)
-        if first is None:
+        """Groups of one context and batch, so that all cells see the same moods of the machine.
+
+        With one round each cell is a group: its row is kept as soon as it is measured. Methods that
+        need an artifact have one meanwhile.
+        """
+        cells = self.waiting(results)
+        if not cells:
             return
         with TemporaryDirectory() as folder:
-            models = [one.model for subjects in self.subjects.values() for one in subjects]
+            models = [one.model for one in self.subjects]
             make_stand_ins(models, self.choices.values(), Path(folder), self.seed)
             # It is measured before caches take the memory.
             _ = self.bandwidth
-            yield first
-            yield from groups
-
-    def groups(self, results: Results) -> Iterator[Sequence[Cell]]:
-        """Cells that ``plan`` measures together; no model is needed for them."""
-        yield from self.together(self.waiting(results))
-
-    def together(self, cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
-        """Groups of one context and batch, so that all cells see the same moods of the machine.
-
-        With one round each cell is a group: its row is kept as soon as it is measured.
-        """
-        for _, cells_of_size in groupby(cells, lambda cell: (cell["context"], cell.get("batch"))):
-            group = list(cells_of_size)
-            yield from ([cell] for cell in group) if self.rounds == 1 else (group,)
+            for _, of_size in groupby(cells, lambda cell: (cell["context"], cell["batch"])):
+                group = list(of_size)
+                yield from ([cell] for cell in group) if self.rounds == 1 else (group,)
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """A cell that runs out of memory, or whose cache is wrong, has a row that says so."""
         rows = [self.check_row(cell, progress) for cell in group]
         samples: list[dict[int, list[Any]]] = [{} for _ in group]
-        share = 1 / (self.rounds * len(self.subjects_of(group[0])))
+        share = 1 / (self.rounds * len(self.subjects))
         for number in range(self.rounds):
             for cell, row, by_layers in zip(group, rows, samples, strict=True):
-                for subject in self.subjects_of(cell):
+                for subject in self.subjects:
                     size = f"{cell['context']} x {cell['batch']}"
-                    progress.say(f"{label(cell)} {size}, round {number + 1}")
+                    progress.say(f"{cell['cache']} {size}, round {number + 1}")
                     if why_missing(row) is None:
                         sample, why = attempt(partial(self.once, self.turn(cell, subject)))
                         by_layers.setdefault(subject.layers, []).append(sample)
@@ -303,7 +270,7 @@ class ModelMeasurement(Measurement):
         Measurements and estimates stay apart: all scaled numbers are in ``scaled``.
         """
 
-    def turn(self, cell: Cell, subject: Subject) -> Turn:
+    def turn(self, cell: Cell, subject: BenchModel) -> Turn:
         """A turn of a cell."""
         choice = self.choices[cell["cache"]]
         return Turn(subject, choice, cell["context"], cell["batch"], self.fill_of(cell))
@@ -312,12 +279,6 @@ class ModelMeasurement(Measurement):
         """``"prefill"`` or ``"random"``."""
         latent = is_latent(self.whole.config)
         return choose_fill(self.fill, cell["context"], self.place, cell["cache"], latent)
-
-    def shortage(self, cell: Cell) -> str | None:
-        """Why a cell can't be measured in this host's memory, or None."""
-        model, choice = self.subjects_of(cell)[0].model, self.choices[cell["cache"]]
-        need = predict_need(model.config, choice, cell["batch"], cell["context"], model.dtype)
-        return shortage(need, self.place)
 
     def steps_within(self, pace: float) -> int:
         """``steps``, or as many of ``pace`` seconds as the limit allows, at least 3."""
@@ -341,13 +302,12 @@ class ModelMeasurement(Measurement):
         """How a cell's cache is filled, and the result of its check or why it can't be measured."""
         fill = self.fill_of(cell)
         row: Row = {"fill": fill, **self._layers}
-        short = self.shortage(cell)
+        choice, size = self.choices[cell["cache"]], (cell["context"], cell["batch"])
+        short = shortage(self.subjects[0].model, choice, cell["batch"], cell["context"])
         if short is not None:
             return row | {"out_of_memory": short}
-        progress.say(f"{label(cell)}: check")
-        choice, size = self.choices[cell["cache"]], (cell["context"], cell["batch"])
-        checker = self.checkers[cell.get("weights", "")]
-        result, why = attempt(lambda: checker.check(choice, *size, fill))
+        progress.say(f"{cell['cache']}: check")
+        result, why = attempt(lambda: self.checker.check(choice, *size, fill))
         return row | {"check": result} | why
 
 
@@ -372,10 +332,6 @@ class Line(NamedTuple):
     def at(self, count: int) -> float:
         """The value of so many layers or sequences."""
         return self.slope * count + self.start
-
-    def most(self, limit: float) -> int | None:
-        """The largest count within ``limit``; None where more of them took no more."""
-        return max(0, int((limit - self.start) // self.slope)) if self.slope > 0 else None
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,16 @@
-"""``hf-kvret bench decode | prefill | memory | all``: the command's measurements."""
+"""``hf-kvret bench decode | prefill | all``: the command's measurements."""
 
 from __future__ import annotations
 
 import argparse
 
 from hf_kvret.lab.bench.gpu_run import add_all_parser
-from hf_kvret.lab.bench.memory import Memory
 from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.evaluate.measurement import Measurement, add_measurement
 from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.scripts import SCRIPTS, add_script_name
 
-_MEASUREMENTS: tuple[type[Measurement], ...] = (Decode, Prefill, Memory)
+_MEASUREMENTS: tuple[type[Measurement], ...] = (Decode, Prefill)
 
 MEASUREMENTS: dict[str, type[Measurement]] = {cls.title(): cls for cls in _MEASUREMENTS}
 """The measurements by the name in their result files."""
@@ -21,10 +20,9 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     """Add ``bench`` with one sub-command a measurement to the program's commands."""
     parser = commands.add_parser(
         "bench",
-        help="measure time and memory of caches on models of true shape with random weights",
-        description="Measure time and memory of caches on a model of true shape with random "
-        "weights. Give --json to keep finished rows: the same command goes on where it was "
-        "interrupted.",
+        help="measure the time of caches on models of true shape with random weights",
+        description="Measure the time of caches on a model of true shape with random weights. Give "
+        "--json to keep finished rows: the same command goes on where it was interrupted.",
         formatter_class=HelpFormatter,
     )
     measurements = parser.add_subparsers(required=True, metavar="MEASURE")

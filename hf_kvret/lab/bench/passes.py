@@ -22,10 +22,9 @@ from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, 
 from hf_kvret.lab.bench.stepping import attention_clock, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
-from hf_kvret.lab.bench.weights import WEIGHTS
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
-from hf_kvret.lab.program.arguments import known_names, length
+from hf_kvret.lab.program.arguments import length
 from hf_kvret.lab.program.options import option, with_default
 from hf_kvret.lab.report.results import Cell, Results
 
@@ -51,12 +50,6 @@ class Decode(ModelMeasurement):
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench decode --shape llama-3.1-8b --context 32K,128K --batch 1,8 --dtype "
         "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
-    )
-
-    weights: tuple[str, ...] = option(
-        (),
-        f"comma-separated, of {', '.join(WEIGHTS)}; int8 and int4 by torchao; default: in --dtype",
-        kind=known_names(WEIGHTS),
     )
 
     def check(self) -> None:
@@ -128,7 +121,7 @@ class Decode(ModelMeasurement):
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
-        plot_contexts(path, results, "time of a decode step", "ms", "seconds")
+        plot_contexts(path, results, "time of a decode step")
 
 
 Chunk = int | Literal["own"] | None
@@ -223,7 +216,7 @@ class Prefill(ModelMeasurement):
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
-        plot_contexts(path, results, "time to the first token", "ms", "seconds")
+        plot_contexts(path, results, "time to the first token")
 
 
 def _read(

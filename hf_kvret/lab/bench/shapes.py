@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.lab.bench.weights import is_coded, linear_bytes
 from hf_kvret.lab.program.hub_access import check_type, needs_cache
 from hf_kvret.models.compatibility import check_config
 
@@ -276,17 +274,13 @@ class WeightBytes:
     row: int
 
 
-def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype, weights: str = "") -> WeightBytes:
-    """Bytes of the model with this configuration, see ``quantize``; nothing is allocated."""
+def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> WeightBytes:
+    """Bytes of the model with this configuration; nothing is allocated."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     held = sum(parameter.nbytes for parameter in model.parameters())
     table = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is table and not is_coded(weights)
-    if is_coded(weights):
-        linears = [one for one in model.modules() if isinstance(one, nn.Linear)]
-        held += sum(linear_bytes(one, weights) for one in linears)
-        held -= sum(one.weight.nbytes for one in linears if one.weight is not table)
+    tied = model.get_output_embeddings().weight is table
     idle = _idle_bytes(model)
     return WeightBytes(held, held - idle - (0 if tied else table.nbytes), table[0].nbytes)
 

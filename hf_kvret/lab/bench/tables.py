@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_kvret.lab.bench.timed import Column, ms, series
+from hf_kvret.lab.bench.timed import Column, Text, ms, series
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table
+
+# One of these entries of a row says why it has no numbers.
+_REASONS = ("out_of_memory", "failed", "skipped")
 
 
 def mb(count: float) -> str:
@@ -18,51 +21,53 @@ def mb(count: float) -> str:
     return f"{count / 1e6:,.1f}"
 
 
-def of(style: Callable[[Any], str], *keys: str) -> Callable[[Cell, Row], str]:
-    """A column's text: the value at ``keys`` in a row, written by ``style``; None is ``-``."""
+def of(style: Callable[[Any], str], *keys: str) -> Text:
+    """A column's text: the value at ``keys`` in a row, written by ``style``; ``-`` without it."""
 
     def text(cell: Cell, row: Row) -> str:
         value: Any = row
         for key in keys:
-            value = value[key]
+            value = None if value is None else value.get(key)
         return "-" if value is None else style(value)
 
     return text
 
 
-def label(cell: Cell) -> str:
-    """The cache of a cell, and where several weights were measured, which it had."""
-    return f"{cell['cache']}, {cell['weights']} weights" if "weights" in cell else cell["cache"]
-
-
 per_second, tenths = "{:,.1f}".format, "{:.1f}".format
 
 SIZE: tuple[Column, ...] = (
-    ("cache", lambda cell, row: label(cell)),
+    ("cache", lambda cell, row: cell["cache"]),
     ("context", lambda cell, row: f"{cell['context']:,}"),
     ("batch", lambda cell, row: str(cell["batch"])),
-    ("filled by", of(str, "fill")),
-    ("check", of(str, "check")),
 )
-"""The first columns of all tables; those without numbers have all but the last."""
+TIMES: dict[str, Text] = {
+    "quartiles": of(lambda ends: " to ".join(map(ms, ends)), "seconds_quartiles"),
+    "tokens/s": of(per_second, "tokens_per_second"),
+    "device MB moved": of(mb, "floor_device_bytes"),
+    "bus MB moved": of(mb, "floor_host_bytes"),
+    "floor ms": of(ms, "floor_seconds"),
+    "time / floor": of(tenths, "time_over_floor"),
+    "cache device MB": of(mb, "device_bytes"),
+    "cache host MB": of(mb, "host_bytes"),
+}
+"""Columns of every time measurement behind that of the time, by header."""
 
 
 def why_missing(row: Mapping[str, Any]) -> str | None:
     """Why this row has no numbers, None where it has: memory ran out, or the check failed."""
     if "check_failed" in row:
         return f"check failed: {row['check_failed']}"
-    return row.get("out_of_memory")
+    return next((str(row[name]) for name in _REASONS if name in row), None)
 
 
 def table_of(columns: Sequence[Column], rows: Iterable[tuple[Cell, Row]]) -> str:
-    """A markdown table; the column behind ``SIZE`` says why the others have no numbers."""
+    """A markdown table; a row without numbers has its reason behind what its cell says."""
     lines = []
     for cell, row in rows:
+        line = [text(cell, row) for _, text in columns]
         why = why_missing(row)
-        filled = columns if why is None else columns[: len(SIZE) - 1]
-        line = [text(cell, row) for _, text in filled] + ["-"] * (len(columns) - len(filled))
         if why is not None:
-            line[len(SIZE)] = why
+            line[line.index("-")] = why
         lines.append(line)
     return markdown_table([header for header, _ in columns], lines)
 
@@ -71,26 +76,17 @@ def timing_table(results: Results, unit: str) -> str:
     """The table of a time measurement; ``unit`` says what the milliseconds are of."""
     columns: list[Column] = [
         *SIZE,
+        ("filled by", of(str, "fill")),
+        ("check", of(str, "check")),
         (unit, of(ms, "seconds")),
-        ("quartiles", of(lambda ends: " to ".join(map(ms, ends)), "seconds_quartiles")),
-        ("tokens/s", of(per_second, "tokens_per_second")),
-        ("device MB moved", of(mb, "floor_device_bytes")),
-        ("bus MB moved", of(mb, "floor_host_bytes")),
-        ("floor ms", of(ms, "floor_seconds")),
-        ("time / floor", of(tenths, "time_over_floor")),
-        ("cache device MB", of(mb, "device_bytes")),
-        ("cache host MB", of(mb, "host_bytes")),
     ]
-    # Decode steps have labels, prompts have none.
-    if any("steps" in row for _, row in results):
-        # Beside the median stands the mean, which flushes and captures change.
-        columns.insert(len(SIZE) + 1, (f"mean {unit}", of(ms, "seconds_mean")))
-        columns.append(("steps", step_counts))
+    has_steps = any("steps" in row for _, row in results)
+    # Beside the median of decode steps stands the mean, which flushes and captures change.
+    columns += [(f"mean {unit}", of(ms, "seconds_mean"))] * has_steps
+    columns += TIMES.items()
+    columns += [("steps", step_counts)] * has_steps
     if any(row.get("attention_seconds") for _, row in results):
-        attention = of(
-            lambda row: ms(row["attention_seconds"]) if row.get("attention_seconds") else "-"
-        )
-        columns.append(("ms attention of a layer", attention))
+        columns.append(("ms attention of a layer", of(ms, "attention_seconds")))
     if any("scaled" in row for _, row in results):
         columns += [
             (f"scaled {unit}", of(_with_rounds, "scaled")),
@@ -100,7 +96,7 @@ def timing_table(results: Results, unit: str) -> str:
             ("scaled time / floor", of(tenths, "scaled", "time_over_floor")),
             ("scaled device MB", of(mb, "scaled", "device_bytes")),
         ]
-    return described(results, table_of(columns, results) + _step_notes(results))
+    return _described(results, table_of(columns, results) + _step_notes(results))
 
 
 def step_counts(cell: Cell, row: Row) -> str:
@@ -116,8 +112,8 @@ def _step_notes(results: Results) -> str:
     for cell, row in results:
         by_label = row.get("seconds_by_kind") or {}
         if len(by_label) > 1:
-            times = ", ".join(f"{label} {ms(seconds)} ms" for label, seconds in by_label.items())
-            lines.append(f"- {label(cell)}, {cell['context']:,} x {cell['batch']}: {times}")
+            times = ", ".join(f"{kind} {ms(seconds)} ms" for kind, seconds in by_label.items())
+            lines.append(f"- {cell['cache']}, {cell['context']:,} x {cell['batch']}: {times}")
         if row.get("not_replayed"):
             reasons.setdefault(row["not_replayed"], []).append(cell["cache"])
     lines += [
@@ -127,7 +123,7 @@ def _step_notes(results: Results) -> str:
     return "\n\n" + "\n".join(lines) if lines else ""
 
 
-def described(results: Results, table: str) -> str:
+def _described(results: Results, table: str) -> str:
     """The table, below what it says of the whole model where only some layers were measured."""
     setup = results.setup
     if setup["layers"] == setup["of_layers"]:
@@ -139,18 +135,15 @@ def described(results: Results, table: str) -> str:
     )
 
 
-def plot_contexts(path: Path, results: Results, title: str, unit: str, key: str) -> None:
-    """``key`` of the rows that have it against context, a line for each cache and batch.
-
-    ``unit`` is ``ms`` of seconds or ``MB`` of bytes.
-    """
-    rows = [(cell, row) for cell, row in results if key in row and "batch" in cell]
+def plot_contexts(path: Path, results: Results, title: str) -> None:
+    """Milliseconds of the rows that have them against context, a line for each cache and batch."""
+    rows = [(cell, row) for cell, row in results if "seconds" in row]
     several = len({cell["batch"] for cell, _ in rows}) > 1
     points = [
         (
-            f"{label(cell)}, batch {cell['batch']}" if several else label(cell),
+            f"{cell['cache']}, batch {cell['batch']}" if several else cell["cache"],
             float(cell["context"]),
-            row[key] * {"ms": 1e3, "MB": 1e-6}[unit],
+            1e3 * row["seconds"],
         )
         for cell, row in sorted(rows, key=lambda pair: pair[0]["context"])
     ]
@@ -159,7 +152,7 @@ def plot_contexts(path: Path, results: Results, title: str, unit: str, key: str)
     if setup["layers"] < setup["of_layers"]:
         heading += f", {setup['layers']} of {setup['of_layers']} layers"
     plot_lines(
-        path, series(points), title=heading, x="context (tokens)", y=unit, log_x=True, log_y=True
+        path, series(points), title=heading, x="context (tokens)", y="ms", log_x=True, log_y=True
     )
 
 

@@ -10,8 +10,11 @@ from hf_kvret.lab.report.environment import describe_environment
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table
 
-Column = tuple[str, Callable[[Cell, Row], str]]
-"""A header, and the function that makes the text below it from a cell and its row."""
+Text = Callable[[Cell, Row], str]
+"""What stands in a column, from a cell and its row."""
+
+Column = tuple[str, Text]
+"""A header, and the text below it."""
 
 # One of these entries of a row says why it has no numbers.
 _REASONS = ("out_of_memory", "check_failed", "skipped")

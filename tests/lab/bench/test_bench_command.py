@@ -1,4 +1,4 @@
-"""``hf-kvret bench`` end to end on a CPU: rows, resuming, scaling, memory that runs out."""
+"""``hf-kvret bench`` end to end on a CPU: rows, scaling, memory that runs out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import cache_utils
 
-from hf_kvret.lab.bench import limits, memory, model_measurement
+from hf_kvret.lab.bench import limits, model_measurement
 from hf_kvret.lab.bench.checks import Checker
-from hf_kvret.lab.bench.memory import Memory
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
@@ -90,22 +89,6 @@ def test_prefill_measures_the_first_token(rows_of: Rows) -> None:
     assert rows["full 512 1"]["device_bytes"] == 2 * rows["full 256 1"]["device_bytes"]
 
 
-def test_memory_says_what_fits(rows_of: Rows, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--caches", f"full,paris:{SMALL}:store=host", "--device-memory", "100MB"]
-    rows = rows_of("memory", *QUICK, *arguments)
-    full = rows["full 256 1"]
-    # Two layers, two KV heads, keys and values of 64 in fp32, 256 tokens and four steps.
-    sequence = 2 * 2 * 2 * 256 * 260
-    assert full["device_peak_bytes"] == full["device_bytes"] == sequence
-    assert full["device_peak_is"] == "cache bytes"
-    fit = rows["full 256 [1, 2] 100000000"]
-    weights = full["weight_bytes"]
-    assert fit["per_sequence_bytes"] == pytest.approx(sequence)
-    assert fit["batch"] == (100_000_000 - weights) // sequence and fit["how"] == "computed"
-    assert rows[f"paris:{SMALL}:store=host 256 [1, 2] 100000000"]["batch"] > fit["batch"]
-    assert "largest batch" in capsys.readouterr().out
-
-
 def test_fewer_layers_are_measured_and_scaled_apart(
     measure: Callable[..., Results], six_layers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,27 +110,15 @@ def test_fewer_layers_are_measured_and_scaled_apart(
     assert "4 of 6 layers" in text and "scaled ms a step" in text
 
 
-def test_memory_of_fewer_layers_is_scaled(rows_of: Rows, six_layers: Path) -> None:
-    arguments = ["memory", "--shape", str(six_layers), "--caches", f"full,flat:{SMALL}"]
-    arguments += ["--device-memory", "200MB", "--context", "160"]
-    scaled, measured = rows_of(*arguments, "--layers", "4"), rows_of(*arguments)
-    for name in ("full 160 [1, 2] 200000000", f"flat:{SMALL} 160 [1, 2] 200000000"):
-        assert scaled[name]["how"] == "scaled, computed"
-        assert scaled[name]["batch"] == measured[name]["batch"] > 0
-
-
 def test_a_need_beyond_the_memory_is_a_row_and_allocates_nothing(
     rows_of: Rows, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = watch(Memory)
-    # The weights take 6.8 MB, a sequence 0.5 MB.
+    turns = watch(Decode)
+    # A sequence takes 0.5 MB.
     monkeypatch.setattr(limits, "available_host_memory", lambda: 20_000_000)
-    arguments = ["--caches", "full", "--batch", "1,64", "--device-memory", "1GB"]
-    rows = rows_of("memory", *QUICK, *arguments)
+    rows = rows_of("decode", *QUICK, "--caches", "full", "--batch", "1,64", "--rounds", "1")
     assert turns == [("full", 1)]
     assert "out of memory (predicted" in rows["full 256 64"]["out_of_memory"]
-    fit = rows["full 256 [1, 64] 1000000000"]
-    assert fit["batch"] is None and "batch 64: out of memory" in fit["why"]
 
 
 @pytest.mark.parametrize(
@@ -200,16 +171,14 @@ def test_other_errors_are_not_taken_for_memory() -> None:
             ["--shape", "SIX_LAYERS", "--layers", "4", "--caches", f"flat:{SMALL}:store=auto"],
             "store=auto decides by the number of layers",
         ),
-        (["memory", "--batch", "2", "--device-memory", "1GB"], "two batch sizes"),
     ],
 )
 def test_mistakes_are_refused(
     arguments: list[str], message: str, bench: Callable[..., int], six_layers: Path
 ) -> None:
-    measure = [] if arguments[0] in ("memory", "prefill") else ["decode"]
     words = [word.replace("SIX_LAYERS", str(six_layers)) for word in arguments]
     with pytest.raises(ValueError, match=message):
-        bench(*measure, *words)
+        bench("decode", *words)
 
 
 def test_a_captured_step_is_no_way_to_read_a_prompt(
@@ -219,25 +188,6 @@ def test_a_captured_step_is_no_way_to_read_a_prompt(
     monkeypatch.setattr(model_measurement, "choose_bench_caches", lambda *arguments: graph)
     with pytest.raises(ValueError, match="dense-graph is a way to decode"):
         bench("prefill", "--caches", "dense-graph")
-
-
-def test_a_batch_that_fits_is_confirmed_or_refuted_by_a_run(
-    rows_of: Rows, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "_large_enough", lambda device, limit: True)
-    turns = watch(Memory)
-    arguments = ["memory", "--context", "256", "--caches", "full"]
-    fit = rows_of(*arguments, "--device-memory", "10MB")["full 256 [1, 2] 10000000"]
-    assert [batch for _, batch in turns] == [1, 2, fit["batch"]] and fit["how"] == "confirmed"
-    assert fit["run_bytes"] <= 10_000_000 < fit["run_bytes"] + fit["per_sequence_bytes"]
-
-    def fail(turn: Any) -> None:
-        if turn.batch > 2:
-            raise MemoryError("no more")
-
-    watch(Memory, fail)
-    refuted = rows_of(*arguments, "--device-memory", "12MB")["full 256 [1, 2] 12000000"]
-    assert refuted["how"] == "refuted"
 
 
 def test_all_caches_take_turns_in_every_round(bench: Callable[..., int], watch: Watch) -> None:

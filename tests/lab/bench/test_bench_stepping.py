@@ -185,7 +185,7 @@ def test_steps_that_take_too_long_are_fewer(monkeypatch: pytest.MonkeyPatch) -> 
     # No step of this model takes less than a microsecond, so that three are all that is allowed.
     decode = Decode(device="cpu", caches="dense", steps=50, warmup=1, limit=1e-6)
     cell = {"cache": "dense", "context": 64, "batch": 1}
-    sample = decode.once(decode.turn(cell, decode.subjects_of(cell)[0]))
+    sample = decode.once(decode.turn(cell, decode.subjects[0]))
     assert len(sample.seconds) == 3 and timed["dense"] == 1 + 3
     assert decode.steps_within(0.0) == 50
 
