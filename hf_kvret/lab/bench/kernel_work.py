@@ -167,15 +167,11 @@ class Draw:
         count = shape.batch * shape.pages
         return self.tokens(count, (), count).view(shape.batch, -1)
 
-    def chosen_rows(
-        self, shape: KernelShape, rows: str = "device"
-    ) -> tuple[torch.Tensor, PagedRows, torch.Tensor]:
-        """Query, a paged store of normal rows, ids of ``top_k``; ``rows`` "host" pins the store."""
+    def chosen_rows(self, shape: KernelShape) -> tuple[torch.Tensor, PagedRows, torch.Tensor]:
+        """Query, a paged store of normal rows, ids of ``top_k``."""
         table = self.pages(shape)
         sizes = (table.numel(), shape.heads, PAGE_LEN, 2 * shape.head_dim)
         chunk = self.normal(*sizes, dtype=shape.dtype)
-        if rows == "host":
-            chunk = chunk.cpu().pin_memory()
         ids = self.ids(shape, shape.top_k)
         return self.query(shape), PagedRows([chunk], table, shape.head_dim), ids
 

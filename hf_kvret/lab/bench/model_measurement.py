@@ -107,7 +107,6 @@ class ModelMeasurement(Measurement):
         32,
         "timed steps (prompts, for prefill) of a round",
         kind=whole_number(1),
-        aliases=("--new-tokens",),
     )
     warmup: int = option(8, "as --steps, untimed", kind=whole_number(0))
     rounds: int = common.count_option(3, "how often all caches take turns")

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_kvret.attention.prompt_chunks import fit_chunk, prompt_chunk
+from hf_kvret.attention.prompt_chunks import prompt_chunk
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import Turn, feed, random_tokens, serving
 from hf_kvret.lab.bench.floors import Selections, decode_floor, prefill_floor, selections
@@ -24,8 +24,7 @@ from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
-from hf_kvret.lab.program.arguments import length
-from hf_kvret.lab.program.options import option, with_default
+from hf_kvret.lab.program.options import with_default
 from hf_kvret.lab.report.results import Cell, Results
 
 # A compiled step is compiled in the first, and its graph is recorded in the next two.
@@ -124,24 +123,13 @@ class Decode(ModelMeasurement):
         plot_contexts(path, results, "time of a decode step")
 
 
-Chunk = int | Literal["own"] | None
-
-
-def _chunk_length(text: str) -> Chunk:
-    """The value of ``--chunk``, for argparse: a length as 8K, ``own``, or ``none``."""
-    if text == "own":
-        return "own"
-    return None if text == "none" else length(text)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prefill(ModelMeasurement):
     """Time to the first token (TTFT): a prompt of given length goes into an empty cache.
 
     Buffers are made while it is read, and count. A retrieval cache reads it as its prefill_chunk
-    says, in one pass or in chunks, the others in one pass; --chunk sets another length for all but
-    kvpress. Each round reads --warmup prompts and times --steps more; the caches take turns,
-    --rounds times. A row is the median.
+    says, in one pass or in chunks, the others in one pass. Each round reads --warmup prompts and
+    times --steps more; the caches take turns, --rounds times. A row is the median.
     """
 
     name: ClassVar[str] = "prefill"
@@ -155,19 +143,13 @@ class Prefill(ModelMeasurement):
     )
     steps: int = with_default(ModelMeasurement, "steps", 1)
     warmup: int = with_default(ModelMeasurement, "warmup", 1)
-    chunk: Chunk = option(
-        "own",
-        "tokens of a pass, as 8K; none: one pass; own: as each cache's prefill_chunk",
-        kind=_chunk_length,
-    )
-
-    def setup(self) -> dict[str, Any]:
-        return super().setup() | {"chunk": self.chunk}
 
     @torch.inference_mode()
     def once(self, turn: Turn) -> TimedSample:
         """Read the prompt again and again, each time into a new cache."""
-        model, chunk = turn.subject.model, self._chunk(turn)
+        model, options, chunk = turn.subject.model, turn.choice.options, None
+        if options is not None:
+            chunk = prompt_chunk(options, model, turn.batch, turn.context)
         tokens = random_tokens(model, turn.batch, turn.context, self.seed)
         seconds = []
         for run in range(self.warmup + self.steps):
@@ -185,18 +167,6 @@ class Prefill(ModelMeasurement):
             del cache
         floor = prefill_floor(turn.subject.weights, usage, turn.batch, turn.context)
         return TimedSample(seconds, floor, usage, {"chunk": chunk})
-
-    def _chunk(self, turn: Turn) -> int | None:
-        """Tokens of a pass in this turn; None: all of them."""
-        choice, chunk = turn.choice, self.chunk
-        if choice.method == "kvpress":
-            return None
-        if choice.options is not None:
-            options = choice.options
-            if chunk != "own":
-                options = options.replace(prefill_chunk=chunk)
-            return prompt_chunk(options, turn.subject.model, turn.batch, turn.context)
-        return fit_chunk(turn.context, chunk, 0) if isinstance(chunk, int) else None
 
     def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
         """Median and quartiles of the time to the first token, tokens a second, and ``chunk``."""

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -23,10 +23,9 @@ _Options = TypeVar("_Options", bound="DataclassInstance")
 
 
 class _Declaration(NamedTuple):
-    """The name of an option, where it is not the field's, more names, and argparse's keywords."""
+    """The name of an option, where it is not the field's, and argparse's keywords."""
 
     name: str | None
-    aliases: Sequence[str]
     keywords: dict[str, Any]
 
 
@@ -37,7 +36,6 @@ def option(
     kind: Callable[[str], Any] | None = None,
     choices: Iterable[Any] | None = None,
     metavar: str | None = None,
-    aliases: Sequence[str] = (),
     name: str | None = None,
 ) -> Any:
     """A field that is an option of the command line; ``top_k`` is ``--top-k``.
@@ -49,7 +47,6 @@ def option(
             for a whole number where the default is one.
         choices: the only values.
         metavar: what stands for the value in the help.
-        aliases: more names, as ``--new-tokens``.
         name: on the command line where it is not the field's; one without dashes is positional.
     """
     keywords: dict[str, Any] = {"help": help}
@@ -59,7 +56,7 @@ def option(
         number = int if isinstance(default, int) else None
         keywords |= {"metavar": metavar, "type": kind or number}
         keywords["choices"] = None if choices is None else tuple(choices)
-    return field(default=default, metadata={_KEY: _Declaration(name, aliases, keywords)})
+    return field(default=default, metadata={_KEY: _Declaration(name, keywords)})
 
 
 def with_default(cls: type[Any], name: str, default: Any) -> Any:
@@ -71,14 +68,14 @@ def with_default(cls: type[Any], name: str, default: Any) -> Any:
 def add_options(parser: argparse.ArgumentParser, cls: type[DataclassInstance]) -> None:
     """Add the options of a dataclass to a parser; fields without ``option`` are none."""
     for one in _options(cls):
-        name, aliases, words = one.metadata[_KEY]
+        name, words = one.metadata[_KEY]
         name = name or f"--{one.name.replace('_', '-')}"
         keywords = dict(words)
         if name.startswith("-"):
             keywords |= {"dest": one.name, "required": one.default is MISSING}
         if one.default is not MISSING:
             keywords["default"] = one.default
-        parser.add_argument(name, *aliases, **keywords)
+        parser.add_argument(name, **keywords)
 
 
 def read_options(cls: type[_Options], parsed: argparse.Namespace) -> _Options:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-_DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
 # Lines whose names have room beside them.
 _MOST_INSIDE = 8
 
@@ -41,29 +40,15 @@ def plot_lines(
     whole_x: bool = False,
     low: float | None = None,
     high: float | None = None,
-    kinds: Sequence[tuple[str, str]] = (),
 ) -> None:
     """One line a name, each ``(xs, ys)``, with markers; ``low`` and ``high`` bound y.
 
-    ``whole_x`` is for counts and numbers of layers: no tick falls between two of them. With
-    ``kinds``, of each line two, lines are alike in colour by the first and in dashes by the second.
+    ``whole_x`` is for counts and numbers of layers: no tick falls between two of them.
     """
-    if kinds and len(kinds) != len(lines):
-        raise ValueError(f"{len(kinds)} kinds of {len(lines)} lines")
     many = len(lines) > _MOST_INSIDE
     figure, axis = _figure(8.4 if many else 6.4, 4.0)
-    colors, dashes = (
-        ([*dict.fromkeys(names)] for names in zip(*kinds, strict=True)) if kinds else ([], [])
-    )
-    for index, (name, (xs, ys)) in enumerate(lines.items()):
-        style = {}
-        if kinds:
-            color, dash = kinds[index]
-            style = {
-                "color": f"C{colors.index(color)}",
-                "linestyle": _DASHES[dashes.index(dash) % len(_DASHES)],
-            }
-        axis.plot(xs, ys, marker="o", markersize=3.5, linewidth=1.4, label=name, **style)
+    for name, (xs, ys) in lines.items():
+        axis.plot(xs, ys, marker="o", markersize=3.5, linewidth=1.4, label=name)
     if log_x:
         ticks = sorted({value for xs, _ in lines.values() for value in xs})
         counts = all(value == int(value) for value in ticks)

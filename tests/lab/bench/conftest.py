@@ -76,18 +76,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int]
 
 
 @pytest.fixture
-def refused(bench: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """As ``bench`` for arguments that are refused; returns what is said of them."""
-
-    def run(*arguments: str) -> str:
-        with pytest.raises((SystemExit, ValueError, ModuleNotFoundError)) as caught:
-            bench(*arguments)
-        return capsys.readouterr().err if caught.type is SystemExit else str(caught.value)
-
-    return run
-
-
-@pytest.fixture
 def six_layers(tmp_path: Path) -> Path:
     """A folder with the config.json of a tiny model of six layers."""
     folder = tmp_path / "six-layers"

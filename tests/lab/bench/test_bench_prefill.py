@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,41 +32,13 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize(
-    ("chunk", "expected", "in_passes"),
-    [
-        ([], [None, None, 200], [512, 512, 200, 200, 112]),
-        (["--chunk", "none"], [None, None, None], [512, 512, 512]),
-        (["--chunk", "300"], [300, 300, 300], [300, 212] * 3),
-        # 512 = 240 + 240 + 32 would leave a chunk that retrieves: 64 tokens less.
-        (["--chunk", "240"], [240, 176, 176], [240, 240, 32, 176, 176, 160, 176, 176, 160]),
-    ],
-)
 def test_caches_read_in_chunks(
-    measure: Callable[..., Results],
-    passes: list[int],
-    capsys: pytest.CaptureFixture[str],
-    chunk: list[str],
-    expected: list[int | None],
-    in_passes: list[int],
+    measure: Callable[..., Results], passes: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = measure("prefill", *ONCE, "--caches", CACHES, *chunk)
-    assert [row["chunk"] for _, row in results] == expected
-    assert passes == in_passes
-    noted = "Tokens of a pass, where it was not all" in capsys.readouterr().out
-    assert noted == any(expected)
-
-
-def test_another_chunk_is_another_measurement(bench: Callable[..., int], tmp_path: Path) -> None:
-    file = tmp_path / "p.json"
-    arguments = [*ONCE, "--caches", "dense", "--json", str(file)]
-    assert bench("prefill", *arguments, "--chunk", "300") == 0
-    with pytest.raises(ValueError, match="chunk"):
-        bench("prefill", *arguments, "--chunk", "200")
-
-
-def test_several_lengths_are_refused(refused: Callable[..., str]) -> None:
-    assert "are several numbers: write one, as 4K" in refused("prefill", "--chunk", "1K,2K")
+    results = measure("prefill", *ONCE, "--caches", CACHES)
+    assert [row["chunk"] for _, row in results] == [None, None, 200]
+    assert passes == [512, 512, 200, 200, 112]
+    assert "Tokens of a pass, where it was not all" in capsys.readouterr().out
 
 
 def test_a_cache_is_told_of_its_prompt_as_generate_tells_it(

@@ -25,7 +25,7 @@ class Walk(Common):
 
     model: str = option(help="a folder")
     context: tuple[int, ...] = option((4096,), "tokens", kind=lengths)
-    new_tokens: int = option(8, "after each", aliases=("--steps",))
+    new_tokens: int = option(8, "after each")
     questions: tuple[str, ...] = option(("inside",), kind=one_or_both("inside", "after"))
     tasks: tuple[str, ...] = option((), kind=known_names(("qa", "vt")))
     slow: bool = option(False, "take your time")
@@ -75,7 +75,7 @@ def test_values_are_made_by_their_kinds() -> None:
     [
         ([], "required: --model"),
         (["--model", "m", "--seed", "-1"], "argument --seed: '-1' is no whole number from 0"),
-        (["--model", "m", "--new-tokens", "x"], "argument --new-tokens/--steps: invalid int"),
+        (["--model", "m", "--new-tokens", "x"], "argument --new-tokens: invalid int"),
         (["--model", "m", "--style", "bold"], "argument --style: invalid choice: 'bold'"),
         (["--model", "m", "--questions", "x"], "--questions: 'x': choose inside, after or both"),
         (["--model", "m", "--tasks", "vt,x"], "--tasks: unknown: x; choose among qa, vt"),
