@@ -189,7 +189,7 @@ def test_mistakes_are_one_line_each(
     (tmp_path / "file").write_text("x")
     both = "give one of --text FILE and --dataset ID"
     for more, message in (
-        (["--out", str(tmp_path / "file")], r"--out .*file is a file: give a folder"),
+        (["--out", str(tmp_path / "file")], r"--out: no file can be written to .*file \("),
         (["--dataset", "a/b"], both),
         (["--tokens", "1M"], r"--tokens 1048576: the text has \d+ tokens; give more text"),
         (["--text", str(tmp_path / "no.txt")], r"--text .*no\.txt: no such file"),

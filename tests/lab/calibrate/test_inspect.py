@@ -13,7 +13,6 @@ from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.inspection import quality_table
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
-from hf_kvret.lab.report.results import Results
 
 
 @pytest.fixture
@@ -134,16 +133,6 @@ def test_an_artifact_is_verified(bundled: Path, capsys: pytest.CaptureFixture[st
     assert "is damaged, or of another artifact" in capsys.readouterr().err
 
 
-def test_a_result_file_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "r.json"
-    Results("eval x", {"seed": 1}, file).add({"cache": "full"}, {"score": 1.5})
-    assert main(["inspect", "--verify", str(file)]) == 0
-    assert capsys.readouterr().out == "results  eval x, format 1\ncells    1: whole\n"
-    file.write_text(file.read_text().replace("1.5", "1.7"))
-    assert main(["inspect", "--verify", str(file)]) == 2
-    assert "the cell cache full is not what its checksum says" in capsys.readouterr().err
-
-
 def test_verify_shows_nothing_else(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--verify", str(saved), "--json"]) == 2
     assert "--verify" in capsys.readouterr().err
@@ -154,6 +143,6 @@ def test_what_is_of_no_kind_is_not_verified(
 ) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["inspect", "--verify", str(tmp_path / "empty")]) == 2
-    assert "--verify checks saved caches, artifacts, result files" in capsys.readouterr().err
+    assert "--verify checks folders with saved caches and artifacts" in capsys.readouterr().err
     assert main(["inspect", "--verify", "alice/none"]) == 2
     assert "Repository Not Found" in capsys.readouterr().err
