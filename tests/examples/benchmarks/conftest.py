@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +10,7 @@ import pytest
 
 from hf_kvret.lab.program.scripts import load_measurement, script_parser
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
-
-_spec = importlib.util.spec_from_file_location(
-    "hf_kvret_test_benchmark", ROOT / "tests" / "lab" / "bench" / "conftest.py"
-)
-assert _spec is not None and _spec.loader is not None
-_fixtures = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_fixtures)
-refused = _fixtures.refused
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "benchmarks"))
 
 
 @pytest.fixture
@@ -31,5 +21,17 @@ def bench() -> Callable[..., int]:
         place = ["--device", "cpu"] if name == "kernels" else []
         options = script_parser(load_measurement(f"bench {name}")).parse_args([*place, *arguments])
         return options.run(options)
+
+    return run
+
+
+@pytest.fixture
+def refused(bench: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """As ``bench`` for arguments that are refused; returns what is said of them."""
+
+    def run(*arguments: str) -> str:
+        with pytest.raises((SystemExit, ValueError, ModuleNotFoundError)) as caught:
+            bench(*arguments)
+        return capsys.readouterr().err if caught.type is SystemExit else str(caught.value)
 
     return run
