@@ -100,48 +100,28 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_a_page_of_a_study_names_its_script(results: Path) -> None:
-    report = write_report(results, {})
-    assert not report.failed and (results / "images" / "mine.png").is_file()
+    assert write_report(results, {}) == [results / "mine.md"]
+    assert (results / "images" / "mine.png").is_file()
     page = (results / "mine.md").read_text()
     assert "| mean " in page and "| 0.150 " in page
     assert "Made now by `python examples/studies/assumptions.py`." in page
 
 
-def test_without_a_checkout_the_page_of_a_study_alone_is_missing(
+def test_without_a_checkout_a_study_has_no_page(
     results: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Other:
-        """Any other measurement."""
-
-        @staticmethod
-        def table(results: Results) -> str:
-            return "| a |"
-
-        @staticmethod
-        def plot(path: Path, results: Results) -> None:
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(b"")
-
-        @staticmethod
-        def pictures(path: Path) -> list[Path]:
-            return [path]
-
-    Results("eval other", {}, tmp_path / "other.json").add({"cache": "full"}, {})
     monkeypatch.setattr(scripts, "FOLDER", tmp_path / "site-packages")
-    report = write_report(results, {"eval other": Other})
-    reason = report.failed[results / "mine.json"]
-    assert "the script examples/studies/assumptions.py" in reason
-    assert not (results / "mine.md").exists() and (results / "other.md").is_file()
-    assert "Made now by" not in (results / "other.md").read_text()
+    with pytest.raises(ValueError, match=r"the script examples/studies/assumptions\.py"):
+        write_report(results, {})
+    assert not (results / "mine.md").exists()
 
 
 def test_a_folder_of_artifacts_is_tried(refused: Any, tmp_path: Path) -> None:
     folder = tmp_path / "x-artifacts"
     folder.write_text("")
     given = ["--model", "needle", "--artifacts", str(folder)]
-    assert f"--artifacts {folder} is a file: give a folder" in refused(
-        load_measurement("eval aqua-ablation"), *given
-    )
+    message = refused(load_measurement("eval aqua-ablation"), *given)
+    assert f"--artifacts: no file can be written to {folder} (" in message
 
 
 @pytest.mark.parametrize(
