@@ -73,9 +73,8 @@ def test_a_choice_is_printed_written_and_fits_generate(
     )
     assert generated.shape == (1, 302)
     restore(subject.model)
-    (page, overview), skipped, failed = write_report(tmp_path, {"tune": Tune})
-    assert not failed and list(skipped) == [files[1]]
-    assert "cache_implementation" in page.read_text() and "tune" in overview.read_text()
+    [page] = write_report(tmp_path, {"tune": Tune})
+    assert "cache_implementation" in page.read_text()
 
 
 def test_the_numbers_are_those_of_an_independent_run(
