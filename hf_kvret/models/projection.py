@@ -2,14 +2,12 @@
 
 An ``nn.Linear`` that nobody changed is its weight and its bias. Anything else (a subclass, an
 adapter, a parametrization, quantized, offloaded or distributed weights, hooks) is multiplied with
-the identity, at each call because nobody knows what has changed since, and refused if it is not
-linear.
+the identity, at each call because nobody knows what has changed since.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,11 +16,6 @@ from torch.nn.modules import module as module_of_torch
 # The identity is so large where nothing rounds or clips it: a bias is added before the sum is
 # rounded, and takes that much less of the matrix's precision. A power of two, far below fp16's end.
 _UNIT = 64.0
-# Least difference from a linear function, as a share of its image: TF32 and 8 bits stay below.
-_TOLERANCE = 4e-3
-_SEED = 0
-# Modules on a GPU that were linear: to look again the host would wait for the device.
-_linear_modules: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,17 +34,12 @@ class Affine:
 def affine(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
     """What ``projection`` does to vectors of ``inputs`` elements, of dtype and device of ``like``.
 
-    The matrix of a plain linear layer is its weight itself.
-
-    Raises:
-        ValueError: the projection is not linear.
+    The matrix of a plain linear layer is its weight itself. The projection must be linear.
     """
     if _is_plain(projection):
         weight, bias = projection.weight, projection.bias
         return Affine(weight, bias)  # type: ignore[arg-type]
-    result = _images(projection, like, inputs)
-    _check_linear(projection, result, like)
-    return result
+    return _images(projection, like, inputs)
 
 
 def _is_plain(projection: nn.Module) -> bool:
@@ -83,40 +71,6 @@ def _unit(projection: nn.Module) -> float:
         for tensor in tensors
     ]
     return _UNIT if plain and all(plain) else 1.0
-
-
-@torch.no_grad()
-def _check_linear(projection: nn.Module, result: Affine, like: torch.Tensor) -> None:
-    """ValueError if a vector, long or short and negative, has another image than ``result`` gives.
-
-    Its elements are alike or zero by chance, which quantized inputs keep, too. A module in training
-    is not checked, as dropout is chance.
-    """
-    on_gpu = like.device.type != "cpu"
-    if any(module.training for module in projection.modules()):
-        return
-    if on_gpu and (projection in _linear_modules or torch.cuda.is_current_stream_capturing()):
-        return
-    inputs = result.matrix.shape[1]
-    chance = torch.rand(inputs, generator=torch.Generator().manual_seed(_SEED)) < 0.5
-    vector = chance.to(like.device, like.dtype)
-    if not all(_agrees(projection, result, one) for one in (_unit(projection) * vector, -vector)):
-        raise ValueError(
-            f"kv_b_proj is a {type(projection).__name__} that is not linear: the image of a "
-            "vector is not made of those of its numbers, so latents can't be attended to as "
-            "they are; use cache_implementation='dynamic'"
-        )
-    if on_gpu:
-        _linear_modules.add(projection)
-
-
-def _agrees(projection: nn.Module, result: Affine, vector: torch.Tensor) -> bool:
-    image, expected = projection(vector[None])[0].float(), result.matrix.float() @ vector.float()
-    if result.offset is not None:
-        expected += result.offset.float()
-    tolerance = max(_TOLERANCE, 4 * torch.finfo(result.matrix.dtype).eps)
-    # True where an image is not finite: such weights are the model's own affair.
-    return not (image - expected).norm() > tolerance * expected.norm()
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -15,7 +15,6 @@ from torch import distributed
 from hf_kvret import ParisKVCache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.latent import ModuleHeads
-from hf_kvret.models import projection
 from hf_kvret.models.ranks import part_of
 from hf_kvret.testing.scenario import Scenario, prompt
 
@@ -164,7 +163,7 @@ def by_hand(s: Scenario, folder: Path) -> None:
 
 
 def latent_weight(s: Scenario, folder: Path) -> None:
-    """A rank's heads of a weight that knows its whole shape; a copy of it is not kept."""
+    """A rank's heads of a weight that knows its whole shape."""
     del folder
     s.generate(prompt(1, 120), s.cache(), **RUN)
     module = s.model.model.layers[0].self_attn
@@ -174,4 +173,3 @@ def latent_weight(s: Scenario, folder: Path) -> None:
     ranks = part_of(s.model).ranks
     s.record("whole shape", torch.tensor(weight.shape))
     s.record("heads", torch.tensor([len(heads) * ranks, *heads.shape[1:]]))
-    s.record("not kept", torch.tensor(is_alone() or module.kv_b_proj not in projection._kept))

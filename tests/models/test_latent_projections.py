@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
 
-from hf_kvret import FlatKVCache, LatentKVCache
+from hf_kvret import LatentKVCache
 from hf_kvret.models import projection
-from hf_kvret.testing import COVERING_OPTIONS, LOGIT_TOLERANCE
+from hf_kvret.testing import LOGIT_TOLERANCE
 
 from .latent_projections import (
     STEPS,
@@ -90,52 +89,6 @@ def test_quantized_inputs_stay_in_their_range() -> None:
     module = FixedRange(linear).eval()
     matrix = projection.affine(module, torch.zeros(1), 64).matrix
     torch.testing.assert_close(matrix, module.codes.float() * module.scale)
-
-
-class Normalized(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x / x.square().mean(-1, keepdim=True).add(1.0).sqrt())
-
-
-class Even(Normalized):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.abs())
-
-
-def rectified(linear: nn.Linear) -> nn.Module:
-    return nn.Sequential(linear, nn.ReLU())
-
-
-def rectified_by_a_hook(linear: nn.Linear) -> nn.Module:
-    linear.register_forward_hook(lambda module, args, out: out.relu())
-    return linear
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("change", [rectified, rectified_by_a_hook, Normalized, Even])
-@torch.no_grad()
-def test_what_is_not_linear_is_refused_with_the_way_out(
-    change: Callable[[nn.Linear], nn.Module], dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    module = change(nn.Linear(64, 128)).to(dtype).eval()
-    words = rf"kv_b_proj is a {type(module).__name__} that is not linear.*'dynamic'"
-    with pytest.raises(ValueError, match=words):
-        projection.affine(module, torch.zeros(1, dtype=dtype), 64)
-
-
-@pytest.mark.parametrize("make", [lambda c: FlatKVCache(c, **COVERING_OPTIONS), LatentKVCache])
-def test_a_model_whose_projection_is_not_linear_says_so(
-    model: PreTrainedModel, make: Callable[[Any], Cache]
-) -> None:
-    replaced(model, rectified)
-    with pytest.raises(ValueError, match="kv_b_proj is a Sequential that is not linear"):
-        logits(model, make(model.config), {})
-    logits(model, DynamicCache(config=model.config), {})
 
 
 class Offloaded(nn.Module):
