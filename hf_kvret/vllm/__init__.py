@@ -6,13 +6,12 @@ docs/vllm.md.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.spec import parse_spec
 from hf_kvret.registry import registered_methods
 
 __all__ = ["VARIABLE", "register", "selection_of"]
@@ -24,7 +23,7 @@ _METHODS = ("flat", "paris")
 # Options that say how to select. Others are of a cache of our own, which there is none of.
 _OPTIONS = {
     *("top_k", "sink", "recent", "flush", "dense_below"),
-    *("subspace_dim", "tiers", "schedule", "per_selected", "group_reduce", "levels", "seed"),
+    *("subspace_dim", "tables", "per_selected", "group_reduce", "seed"),
 }
 _BACKENDS = {
     "CPU_ATTN": "hf_kvret.vllm.cpu.SelectingBackend",
@@ -45,28 +44,27 @@ def selection_of(text: str) -> tuple[type[RetrievalCache], RetrievalConfig]:
         ValueError: another method than flat and paris, an unknown option, or one that says nothing
             about a selection.
     """
-    choice = choose_cache(text)
-    if choice.method not in _METHODS or choice.options is None:
+    name, asked = parse_spec(text)
+    if name not in _METHODS:
         raise ValueError(
             f"{VARIABLE}={text!r}: decode steps of vLLM select by {' or '.join(_METHODS)}; take "
             "transformers for the other methods"
         )
-    method, options = registered_methods()[choice.method], choice.options
+    method = registered_methods()[name]
+    options = method.Config.from_options(**asked)
+    for option in asked:
+        if option not in {*_OPTIONS, "center", "preset"}:
+            raise ValueError(
+                f"{VARIABLE}={text!r}: {option} is of a cache of our own, and rows are vLLM's: "
+                f"leave it out; options of a selection are {', '.join(sorted(_OPTIONS))}"
+            )
     if isinstance(options, ParisConfig):
-        if options.center and ":center=" in text.replace(" ", ""):
+        if options.center and "center" in asked:
             raise ValueError(
                 f"{VARIABLE}={text!r}: a mean key is that of one request, and blocks are shared: "
                 "leave center out"
             )
         options = options.replace(center=False)
-    usual = method.Config()
-    for field in dataclasses.fields(options):
-        name, value = field.name, getattr(options, field.name)
-        if name not in {*_OPTIONS, "center"} and value != getattr(usual, name):
-            raise ValueError(
-                f"{VARIABLE}={text!r}: {name} is of a cache of our own, and rows are vLLM's: leave "
-                f"it out; options of a selection are {', '.join(sorted(_OPTIONS))}"
-            )
     return method, options
 
 

@@ -1,9 +1,8 @@
 """Caches by name: ours, transformers' own, and kvpress presses, all used in the same way.
 
-A name may carry options, separated by colons: ``paris:top_k=100:store=host``,
+A name may carry options (``hf_kvret.options.spec``): ``paris:top_k=100:store=host``,
 ``paris:preset=paper``, ``quantized:backend=quanto:nbits=2``,
-``kvpress:SnapKV:compression_ratio=0.5``. A dot names an entry of an option that is a dictionary:
-``paris:prompt.above=0:prompt.top_k=0.25``.
+``kvpress:SnapKV:compression_ratio=0.5``.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.spec import parse_option, parse_spec
 from hf_kvret.registry import registered_methods
-
-TEXT_OPTIONS = {"artifact", "revision", "artifact_sha256"}
-"""Options that say which artifact: names, also those that look like numbers."""
 
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
 
@@ -89,10 +86,9 @@ def choose_cache(
         ValueError: an unknown name, option or value, or a cache that can't work here.
         ModuleNotFoundError: the package behind an opponent is missing; says which.
     """
-    name, *words = [word.strip() for word in text.split(":")]
-    if name == "kvpress":
-        return _press(text, words)
-    options = _nested(text, [parse_option(text, word) for word in words])
+    if text.partition(":")[0].strip() == "kvpress":
+        return _press(text)
+    name, options = parse_spec(text)
     if name in registered_methods():
         cache_class = registered_methods()[name]
         config = cache_class.Config
@@ -160,7 +156,7 @@ def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:
     return CacheChoice(text, lambda config, capacity: QuantizedCache(backend, config, **options))
 
 
-def _press(text: str, words: list[str]) -> CacheChoice:
+def _press(text: str) -> CacheChoice:
     if not _installed("kvpress"):
         raise ModuleNotFoundError(
             f"{text!r} needs kvpress, which alone would bring an older transformers: pip install "
@@ -168,6 +164,7 @@ def _press(text: str, words: list[str]) -> CacheChoice:
         )
     import kvpress
 
+    words = [word.strip() for word in text.split(":")[1:]]
     presses = sorted(
         name.removesuffix("Press")
         for name in dir(kvpress)
@@ -191,30 +188,3 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _nested(text: str, options: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The ``options`` in ``text``; ``a.b`` is the entry ``b`` of a dictionary ``a``."""
-    result: dict[str, Any] = {name: value for name, value in options if "." not in name}
-    for name, value in options:
-        outer, dot, inner = name.partition(".")
-        if not dot:
-            continue
-        if not isinstance(result.setdefault(outer, {}), dict):
-            raise ValueError(f"{text!r}: {outer} has a value and entries, write one or the other")
-        result[outer][inner] = value
-    return result
-
-
-def parse_option(text: str, word: str) -> tuple[str, Any]:
-    """Name and value of the option ``word`` in ``text``; ValueError where it is none."""
-    name, separator, value = word.partition("=")
-    if not separator or not name or not value:
-        raise ValueError(f"{text!r}: {word!r} is no option, write NAME=VALUE")
-    words = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return name, words[value.lower()]
-    for parse in () if name in TEXT_OPTIONS else (int, float):
-        with contextlib.suppress(ValueError):
-            return name, parse(value)
-    return name, value

@@ -9,9 +9,10 @@ from typing import Any
 
 from hf_kvret.artifacts.files import read_description
 from hf_kvret.artifacts.hub import find_folder
-from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, parse_option
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.subject import model_folder
 from hf_kvret.options.config import FORK_OPTIONS, RetrievalConfig
+from hf_kvret.options.spec import parse_spec
 from hf_kvret.registry import registered_methods
 
 OFF = "off"
@@ -151,7 +152,7 @@ def _names(
     """The names of all variants of one method and store."""
     options = choose_cache(text, dict(defaults)).options
     assert options is not None
-    words = dict(parse_option(text, word.strip()) for word in text.split(":")[1:])
+    _, words = parse_spec(text)
     fixed = options.written_out(words)
     start = text
     if store != "auto" and "store" not in fixed and type(options).takes_store(store):
