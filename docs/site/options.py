@@ -1,9 +1,9 @@
-"""The tables of options in the pages, from the docstrings of the configs.
+"""The tables of options in the pages, from the declarations and docstrings of the configs.
 
 ``python docs/site/options.py`` writes the tables of ``docs/options.md`` and of each page of
 ``docs/methods/`` again. With ``--check`` it writes nothing, and ends with 1 where a page is stale.
-The meaning of an option stands in the ``Attributes:`` section of its config's docstring, or in that
-of a base class.
+The values that an option takes are declared in its field. Its meaning stands in the
+``Attributes:`` section of its config's docstring, or in that of a base class.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_kvret
+from hf_kvret.options.declare import declared, words_of
 from hf_kvret.options.prompt import PromptRecipe
 
 DOCS = Path(__file__).parents[1]
@@ -63,12 +64,13 @@ def literal(value: Any) -> str:
 
 def table(config: type, names: Iterable[str], *columns: object) -> str:
     """Rows for the options ``names`` with their values in ``columns``, objects of ``config``."""
-    texts = meanings(config)
+    texts, kinds = meanings(config), declared(config)
     titles = ["option", "default", '`preset="paper"`'][: 1 + len(columns)]
-    rows = [[*titles, "meaning"], ["---"] * (len(titles) + 1)]
+    rows = [[*titles, "values", "meaning"], ["---"] * (len(titles) + 2)]
     for name in names:
         values = [literal(getattr(one, name)) for one in columns]
-        rows.append([f"`{name}`", *values, texts[name]])
+        allowed = words_of(kinds[name]) if name in kinds else ""
+        rows.append([f"`{name}`", *values, allowed, texts[name]])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from transformers import PreTrainedConfig
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import DESCRIPTION
 from hf_kvret.artifacts.hub import cached_commit, find_folder
-from hf_kvret.options.config import RetrievalConfig, check_source
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.declare import OneOf, option, text
 
 Value = TypeVar("Value")
 
@@ -43,15 +45,25 @@ class ArtifactConfig(RetrievalConfig):
     # The end of the message for a user who has no artifact.
     way_out: ClassVar[str] = ""
 
-    artifact: str | None = None
-    revision: str | None = None
-    artifact_sha256: str | None = None
+    artifact: str | None = option(None, text(note="a name"), OneOf(None))
+    revision: str | None = option(None, text(note="a name"), OneOf(None))
+    artifact_sha256: str | None = option(None, text(note="64 hexadecimal digits"), OneOf(None))
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if isinstance(self.artifact, os.PathLike):
             object.__setattr__(self, "artifact", os.fspath(self.artifact))
-        check_source(self.artifact, self.revision, self.artifact_sha256)
+        super().__post_init__()
+        if self.revision is not None and self.artifact is None:
+            raise ValueError(
+                f"revision={self.revision!r} without artifact: name the artifact's hub id too, or "
+                "leave the revision out"
+            )
+        digest = self.artifact_sha256
+        if digest is not None and not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError(
+                f"artifact_sha256={digest!r}: give the 64 hexadecimal digits that `hf-kvret "
+                "inspect` shows, or leave it out"
+            )
 
     @property
     def lacks_artifact(self) -> bool:

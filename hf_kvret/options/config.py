@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
-from types import UnionType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 
+from hf_kvret.options.declare import FLAG, OneOf, check_options, integer, option, real, text
 from hf_kvret.options.prompt import PromptOption, PromptRecipe
 
 
@@ -74,46 +73,49 @@ class RetrievalConfig:
     # Options that were removed, with the value that saved caches must have: what is done now.
     retired: ClassVar[Mapping[str, Any]] = {"select_heads": None, "warn_lost_mass": None}
 
-    top_k: int | float | None = 1024
-    sink: int = 4
-    recent: int = 256
-    flush: int = 512
-    dense_below: int | None = None
-    max_draft: int = 32
-    prefill_chunk: int | Literal["auto"] | None = "auto"
+    top_k: int | float | None = option(
+        1024,
+        integer(1, "a count"),
+        real(note="a share of the cold tokens; an int is a count", above=0, most=1),
+        OneOf(None),
+    )
+    sink: int = option(4, integer(0, "tokens"))
+    recent: int = option(256, integer(1, "tokens"))
+    flush: int = option(512, integer(1, "tokens"))
+    dense_below: int | None = option(None, integer(0, "tokens"), OneOf(None))
+    max_draft: int = option(32, integer(1, "tokens"))
+    prefill_chunk: int | Literal["auto"] | None = option(
+        "auto", integer(note="tokens"), OneOf("auto", None)
+    )
     prompt: PromptOption = "exact"
-    store: str = "auto"
-    slots: int | float = 1.0
-    bits: int = 4
-    device_budget: int | str | None = None
-    disk: str | None = None
-    rest: Literal["mean"] | None = None
-    rest_blocks: int | None = None
-    track_recall: bool = False
-    graph: Literal["auto", False] = "auto"
+    store: str = option("auto", text(note="a name"))
+    slots: int | float = option(
+        1.0,
+        integer(1, "a count"),
+        real(note="a multiple of the budget; an int is a count", least=1, below=math.inf),
+    )
+    bits: int = option(4, OneOf(2, 3, 4, 16))
+    device_budget: int | str | None = option(
+        None, integer(note="bytes"), text(note="as '90GB'"), OneOf(None)
+    )
+    disk: str | None = option(None, text(note="a folder"), OneOf(None))
+    rest: Literal["mean"] | None = option(None, OneOf("mean", None))
+    rest_blocks: int | None = option(None, integer(1, "tokens"), OneOf(None))
+    track_recall: bool = option(False, FLAG)
+    graph: Literal["auto", False] = option("auto", OneOf("auto", False))
 
     def __post_init__(self) -> None:
-        check_budget(self.top_k)
+        check_options(self)
         if self.top_k is not None or not self.follows_model:
-            check_slots(self.slots, self.top_k)
-        # A method that reads the bits from its artifact has the default None.
-        if self.bits is not type(self).bits:
-            check_choice("bits", self.bits, (2, 3, 4, 16))
-        check_type("store", self.store, str, "a name")
-        check_device_budget(self.device_budget, self.store)
-        check_disk(self.disk, self.store)
-        for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
-            check_int(name, getattr(self, name), least, "tokens")
-        if self.dense_below is not None:
-            check_int("dense_below", self.dense_below, 0, "tokens")
-        check_prefill_chunk(self.prefill_chunk, self.max_draft)
+            _check_slots(self.slots, self.top_k)
+        _check_device_budget(self.device_budget, self.store)
+        _check_disk(self.disk, self.store)
+        _check_prefill_chunk(self.prefill_chunk, self.max_draft)
         if isinstance(self.prompt, Mapping):
             # A copy, since the caller may change its own.
             object.__setattr__(self, "prompt", dict(self.prompt))
         PromptRecipe.of(self.prompt)
-        check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
-        check_flag("track_recall", self.track_recall)
-        check_choice("graph", self.graph, ("auto", False))
+        _check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -268,32 +270,16 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 )
 
 
-def check_budget(top_k: Any) -> None:
-    """Errors for a ``top_k`` that is no budget."""
-    meaning = "an int (a count), a float (a share) or None (by length)"
-    check_type("top_k", top_k, int | float | None, meaning)
-    if isinstance(top_k, int) and top_k < 1:
-        raise ValueError(f"top_k={top_k}: a count must be at least 1")
-    if isinstance(top_k, float) and not 0.0 < top_k <= 1.0:
-        raise ValueError(
-            f"top_k={top_k}: a float is a share of the cold tokens, above 0 and at most 1; "
-            "pass an int for a count"
-        )
-
-
-def check_slots(slots: Any, top_k: int | float | None) -> None:
-    """Errors for ``slots`` that can't hold a budget of ``top_k``."""
-    meaning = "an int (a count) or a float (a multiple of the budget)"
-    check_type("slots", slots, int | float, meaning)
+def _check_slots(slots: int | float, top_k: int | float | None) -> None:
+    """ValueError for ``slots`` that can't hold a budget of ``top_k``."""
     if isinstance(slots, float):
-        meaning = "a multiple of the budget, at least 1.0, where it is a float; an int is a count"
-        check_number("slots", slots, lambda x: 1.0 <= x < math.inf, meaning)
-    elif not isinstance(top_k, int):
+        return
+    if not isinstance(top_k, int):
         raise ValueError(
             f"slots={slots} with top_k={top_k}: the budget grows with the length, so slots must be "
             "a multiple of it, as slots=2.0"
         )
-    elif slots < top_k:
+    if slots < top_k:
         raise ValueError(
             f"slots={slots} is less than top_k={top_k}: what a query selects must fit into the "
             "slots; raise slots (a filled cache takes others when saved and loaded), or pass a "
@@ -301,53 +287,21 @@ def check_slots(slots: Any, top_k: int | float | None) -> None:
         )
 
 
-def check_rest(rest: object, blocks: object, obstacle: str) -> None:
+def _check_rest(rest: str | None, blocks: int | None, obstacle: str) -> None:
     """ValueError for a ``rest``, or ``blocks`` of it, that can't be, because of an ``obstacle``."""
-    check_choice("rest", rest, ("mean", None))
     if rest is not None and obstacle:
         raise ValueError(f"rest={rest!r}: {obstacle}; leave it out")
-    if blocks is None:
-        return
-    check_int("rest_blocks", blocks, 1, "tokens")
-    if rest is None:
+    if blocks is not None and rest is None:
         raise ValueError(
             f"rest_blocks={blocks} with rest=None: only rest='mean' makes a token for every so "
             "many; give that, or rest_blocks=None"
         )
 
 
-def check_source(artifact: object, revision: object, sha256: Any) -> None:
-    """Errors for what can't name an artifact.
-
-    Args:
-        artifact: folder or hub id; None: none, and so no ``revision``.
-        revision: on the hub.
-        sha256: of the artifact that is meant, 64 small hexadecimal digits.
-    """
-    for name, value in (("artifact", artifact), ("revision", revision)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise TypeError(f"{name} must be a name, got {value!r}")
-    if revision is not None and artifact is None:
-        raise ValueError(
-            f"revision={revision!r} without artifact: name the artifact's hub id too, or leave the "
-            "revision out"
-        )
-    if sha256 is None:
-        return
-    check_type("artifact_sha256", sha256, str, "a text")
-    if not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise ValueError(
-            f"artifact_sha256={sha256!r}: give the 64 hexadecimal digits that `hf-kvret "
-            "inspect` shows, or leave it out"
-        )
-
-
-def check_device_budget(size: Any, store: str) -> None:
-    """Errors for a ``size`` of no bytes, or for another ``store`` than the one that has it."""
+def _check_device_budget(size: int | str | None, store: str) -> None:
+    """ValueError for a ``size`` of no bytes, or for another ``store`` than the one that has it."""
     if size is None:
         return
-    meaning = "bytes (an int), a text such as '90GB', or None"
-    check_type("device_budget", size, int | str, meaning)
     try:
         byte_count(size)
     except ValueError as error:
@@ -362,76 +316,23 @@ def check_device_budget(size: Any, store: str) -> None:
         )
 
 
-def check_disk(folder: Any, store: str) -> None:
-    """Errors for a ``folder`` that is none, or that the ``store`` has no use for, or lacks."""
-    if folder is not None:
-        check_type("disk", folder, str, "a folder (a text), or None")
-    if folder == "" or (store == "disk") != (folder is not None):
+def _check_disk(folder: str | None, store: str) -> None:
+    """ValueError for a ``folder`` that the ``store`` has no use for, or lacks."""
+    if (store == "disk") != (folder is not None):
         raise ValueError(
             f"disk={folder!r} with store={store!r}: rows in files need both, as store='disk' and "
             "disk='/data/rows'; leave both out to keep rows in memory"
         )
 
 
-def check_prefill_chunk(chunk: Any, max_draft: int) -> None:
-    """Errors for a ``chunk`` that is none beside drafts of ``max_draft``."""
-    if chunk is None or chunk == "auto":
-        return
-    check_type("prefill_chunk", chunk, int, "an int (tokens), 'auto' or None (one pass)")
-    if chunk <= max_draft:
+def _check_prefill_chunk(chunk: int | str | None, max_draft: int) -> None:
+    """ValueError for a ``chunk`` that is not longer than drafts of ``max_draft``."""
+    if isinstance(chunk, int) and chunk <= max_draft:
         raise ValueError(
             f"prefill_chunk={chunk} with max_draft={max_draft}: up to max_draft tokens at once "
             "retrieve like drafted ones, so a prompt's chunks must be longer; take more than "
             f"{max_draft}, as {max(1024, 2 * max_draft)}, or 'auto'"
         )
-
-
-def check_type(name: str, value: object, types: type | UnionType, meaning: str) -> None:
-    """TypeError for a ``value`` of the option ``name`` that is not of ``types``, or is a bool."""
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise TypeError(f"{name} must be {meaning}, got {value!r}")
-
-
-def check_int(name: str, value: Any, least: int | None = None, unit: str = "") -> None:
-    """Errors for a ``value`` of the option ``name`` that is no int, or below ``least``.
-
-    ``unit``: what it counts, which the messages say.
-    """
-    note = f" ({unit})" if unit else ""
-    check_type(name, value, int, f"an int{note}")
-    if least is not None and value < least:
-        raise ValueError(f"{name}={value} must be at least {least}{note}")
-
-
-def check_seed(seed: Any) -> None:
-    """Errors for a ``seed`` that no generator takes."""
-    check_int("seed", seed, 0)
-    if seed >= 2**63:
-        raise ValueError(f"seed={seed} must be below 2^63")
-
-
-def check_number(name: str, value: Any, is_allowed: Callable[[float], bool], meaning: str) -> None:
-    """Errors for a ``value`` of the option ``name`` that is no number, or not allowed.
-
-    ``meaning``: what an allowed one is, with its range.
-    """
-    check_type(name, value, int | float, f"a number ({meaning})")
-    if not is_allowed(value):
-        raise ValueError(f"{name}={value} must be {meaning}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """TypeError for a ``value`` of the option ``name`` that is no bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """ValueError for a ``value`` of the option ``name`` that is none of the ``choices``."""
-    # 4.0 equals the choice 4, but is of another type.
-    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        *first, last = map(repr, choices)
-        raise ValueError(f"{name}={value!r}: choose {', '.join(first)} or {last}")
 
 
 # Options that do not affect what is stored, so a load may change them.

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from hf_kvret.options.declare import OneOf, check_options, integer, option, real
+
 
 @dataclass(frozen=True)
 class PromptRecipe:
@@ -21,25 +23,16 @@ class PromptRecipe:
             that one query inside the prompt needs, at half the cost of attending to everything.
     """
 
-    top_k: int | float = 0.125
-    floor: int = 2048
-    above: int = 16_384
-    exact: int = 512
-    probes: int | Literal["all"] = 16
+    top_k: int | float = option(
+        0.125, integer(1, "tokens"), real(note="a share; an int is a count", above=0, most=1)
+    )
+    floor: int = option(2048, integer(0, "tokens"))
+    above: int = option(16_384, integer(0, "tokens"))
+    exact: int = option(512, integer(0, "tokens"))
+    probes: int | Literal["all"] = option(16, integer(1, "queries"), OneOf("all"))
 
     def __post_init__(self) -> None:
-        share = isinstance(self.top_k, float) and 0.0 < self.top_k <= 1.0
-        if not share and not _is_count(self.top_k, 1):
-            raise ValueError(f"prompt: top_k={self.top_k!r} must be a share in (0, 1], or a count")
-        for name in ("floor", "above", "exact"):
-            if not _is_count(getattr(self, name), 0):
-                raise ValueError(
-                    f"prompt: {name}={getattr(self, name)!r} must be tokens, an int of at least 0"
-                )
-        if self.probes != "all" and not _is_count(self.probes, 1):
-            raise ValueError(
-                f"prompt: probes={self.probes!r} must be queries, an int of at least 1, or 'all'"
-            )
+        check_options(self, prefix="prompt: ")
 
     @classmethod
     def of(cls, option: Any) -> PromptRecipe | None:
@@ -70,10 +63,6 @@ class PromptRecipe:
         """Tokens that a group attends to among the ``before`` ones before it, at most all."""
         count = self.top_k if isinstance(self.top_k, int) else -(-before * self.top_k // 1)
         return min(before, max(int(count), self.floor))
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 PromptOption = str | Mapping[str, Any]

@@ -95,7 +95,7 @@ def _select(
         sequence.added[selector.layer] = end
     valid = torch.ones(1, end, dtype=torch.bool, device=device)
     valid[:, : options.sink] = False
-    # Nor does it read rows of a store.
+    # These indexes need no store: an empty one satisfies ColdTokens.
     store = PagedStore(DeviceMemory(device))
     scoring = Scoring(valid, selector.scale, selector.softcap)
     cold = ColdTokens(store, scoring, options.budget(end))

@@ -53,7 +53,7 @@ def _filled(model: PreTrainedModel, batch: int = 1) -> FlatKVCache:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"top_k": 0}, "top_k=0: a count must be at least 1"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"recent": -1}, "recent=-1 must be at least 1"),
         ({"topk": 5}, "no option 'topk': did you mean 'top_k'?"),
         ({"store": "hots"}, f"store='hots': choose one of {store_names()}"),

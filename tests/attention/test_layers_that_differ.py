@@ -124,9 +124,6 @@ def test_options_are_checked_by_layer() -> None:
     with pytest.raises(ValueError, match="16"):
         LRQKCache(config, rank=20)
     FlatKVCache(config, store="device")
-    wide = unlike(dim=512).config
-    with pytest.raises(ValueError, match="head dim 512: codes exist up to 256"):
-        CTkvrCache(wide, rerank="codes")
     # Layers that slide hold nothing in codes.
     FlatKVCache(gemma4(head_dim=20), store="higgs")
 

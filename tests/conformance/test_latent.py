@@ -144,14 +144,12 @@ def test_paris_says_at_once_which_rows_it_has_no_codes_for() -> None:
     config = LONG_LATENT_MODEL.config()
     for rank, options, remedy in (
         (1024, {}, "use cache_implementation='flat'"),
-        (768, {}, "use at most 2 tiers$"),
-        (512, {"subspace_dim": 4}, "use subspace_dim=8 or at most 1 tier$"),
-        (512, {"tiers": (0.2, 0.4, 0.6, 1.0)}, "use at most 3 tiers"),
+        (960, {"subspace_dim": 4}, "use subspace_dim=8$"),
     ):
         config.kv_lora_rank = rank
         with pytest.raises(ValueError, match=remedy):
             ParisKVCache(config=config, **options)
-    ParisKVCache(config=config, subspace_dim=4, tiers=(1.0,))
+    ParisKVCache(config=config)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_a_base_says_what_its_subclass_leaves_out() -> None:
 
 def test_a_method_shows_its_own_options_and_those_that_differ() -> None:
     rows = options.method_part(ThreeConfig).splitlines()[2:]
-    assert rows[0] == '| option | default | `preset="paper"` | meaning |'
+    assert rows[0] == '| option | default | `preset="paper"` | values | meaning |'
     assert [row.split(" | ")[:3] for row in rows[2:]] == [
         ["| `flush`", "`512`", "`1`"],
         ["| `depth`", "`None`", "`4`"],

@@ -27,6 +27,7 @@ from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.lab.evaluate.demo import Demo
 from hf_kvret.lab.report.results import Results
+from hf_kvret.methods.paris.index import SCHEDULES
 from hf_kvret.testing import MODELS
 
 from .pages import DOCS, PAGES, README, ROOT, blocks, name, prose, table
@@ -320,14 +321,13 @@ def test_the_schedule_of_paris_is_that_of_the_code() -> None:
     page = DOCS / "methods" / "paris.md"
     rows = table(page, "cold tokens", "β, candidates")
     entries = [(cells[0], float(cells[1]), float(cells[2])) for cells in rows]
-    schedule = hf_kvret.ParisKVCache.Config().schedule
+    schedule = SCHEDULES["ours"]
     assert [row[1:] for row in entries] == [row[1:] for row in schedule]
     assert [row[0] for row in entries[:-1]] == [f"below {row[0]:,}" for row in schedule[:-1]]
-    published = hf_kvret.ParisKVCache.Config.preset("paper").schedule
     said = re.search(r"those of the released code: ([^:]*?)from there on", page.read_text())
     assert said is not None
     numbers = [float(number) for number in re.findall(r"\b0\.\d+", said[1])]
-    assert numbers == [number for row in published for number in row[1:]]
+    assert numbers == [number for row in SCHEDULES["paper"] for number in row[1:]]
 
 
 def test_every_method_has_a_page_and_every_page_a_method() -> None:

@@ -1,17 +1,23 @@
-"""A2ATSIndex by itself: codes and selection against sums worked out by hand, bytes."""
+"""A2ATSIndex by itself: codes and selection against sums worked out by hand, recall, bytes."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 
 from hf_kvret import TokenBlock
+from hf_kvret.lab.calibrate.a2ats import query_metric
+from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.methods.a2ats import A2ATSIndex
 from hf_kvret.methods.a2ats import learned as learned_module
+from hf_kvret.observe.recall import measure_recall
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.cold import cold_tokens
 
 from .codebooks import (
@@ -147,37 +153,6 @@ def test_a_union_holds_the_best_of_each_query_head_and_nothing_else(
         assert len(slots) <= each * serving
 
 
-@pytest.mark.parametrize("budget_of", ["head", "union"])
-def test_a_budget_for_all_selects_exactly_the_valid_tokens(
-    budget_of: str, write: Callable[..., Book]
-) -> None:
-    prompt, valid = _prompt(), _valid(2, 150)
-    ids = _select(
-        filled(write().index(budget_of=budget_of), prompt),
-        prompt,
-        prompt.queries[:, :, :2],
-        150,
-        None,
-    )
-    for b, _, _, slots in _rows(ids):
-        assert sorted(slots) == valid[b].nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("budget_of", ["head", "union"])
-def test_where_few_tokens_are_valid_the_rest_is_minus_one(
-    budget_of: str, write: Callable[..., Book]
-) -> None:
-    index, query = filled(write().index(budget_of=budget_of), _prompt()), _prompt().queries
-    valid = torch.zeros(2, 150, dtype=torch.bool)
-    valid[1, [7, 90]] = True
-    index.on_forward(
-        query[:, :, :1], torch.zeros(2, HEADS, 1, DIM), 150, None, torch.tensor([[150]])
-    )
-    ids = index.search(query[:, :, :1], cold_tokens(valid, SCALE, 30))
-    assert [sorted(slots) for _, _, _, slots in _rows(ids)] == [[], [], [7, 90], [7, 90]]
-    assert (ids >= -1).all()
-
-
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("turn", [YARN, PARTIAL_YARN, INTERLEAVED], ids=str)
 def test_the_table_holds_the_scores_that_attention_would_give(
@@ -274,3 +249,42 @@ def test_an_index_that_saw_too_little_says_so(write: Callable[..., Book]) -> Non
         index.search(
             _prompt().queries[:, :, :1], cold_tokens(torch.ones(2, 151, dtype=torch.bool), SCALE, 1)
         )
+
+
+def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path) -> None:
+    """Keys in loose clusters, queries in few directions; one codebook for two texts."""
+    turn, count, budget = Turn(pairs=2), 600, 30
+    shape = torch.linspace(0.2, 2.0, DIM)
+    centres = 2 * normal(10, HEADS, 1, 40, DIM)
+
+    def tokens(seed: int) -> Prompt:
+        chosen = torch.randint(40, (2, HEADS, count), generator=torch.Generator().manual_seed(seed))
+        keys = centres[:, 0].expand(2, -1, -1, -1).gather(
+            2, chosen.unsqueeze(-1).expand(-1, -1, -1, DIM)
+        ) + 0.5 * normal(seed + 1, 2, HEADS, count, DIM)
+        queries = shape * normal(seed + 2, 2, HEADS * GROUP, count, DIM)
+        return Prompt(turn, queries, keys, torch.arange(count).expand(2, count))
+
+    learned, served = tokens(20), tokens(30)
+    far = learned.queries.unflatten(1, (HEADS, GROUP)).transpose(0, 1).flatten(1, 3)
+    metric, _ = query_metric(far.mT.double() @ far.double() / far.shape[1])
+    sample = learned.keys.transpose(0, 1).flatten(1, 2) @ metric
+    queries, keys = served.seen
+    store = PagedStore(DeviceMemory(torch.device("cpu")))
+    store.append(TokenBlock(keys, keys, 0))
+    valid, query = torch.ones(2, count, dtype=torch.bool), queries[:, :, -8:]
+    exact = cold_tokens(valid, SCALE, 1, store=store)
+
+    def recall(codewords: int, seed: int) -> float:
+        words, _ = k_means(sample, codewords, rounds=20, seed=seed)
+        book = write_book(tmp_path / f"{codewords}-{seed}", turn, words=words, metric=metric)
+        index = filled(book.index(), served)
+        index.on_forward(query, keys[:, :, -8:], count - 8, None, served.positions[:, -8:])
+        ids = index.search(query, cold_tokens(valid, SCALE, budget))
+        return measure_recall(query, ids, exact).overlap
+
+    # With few codewords one seed's recall is chance in part.
+    recalls = [fmean(recall(words, seed) for seed in range(8)) for words in (4, 12, 64)]
+    chance = budget / count
+    assert recalls[0] > 1.5 * chance and recalls[2] > 8 * chance
+    assert recalls[1] > recalls[0] + 0.1 and recalls[2] > recalls[1] + 0.1

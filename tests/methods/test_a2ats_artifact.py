@@ -202,26 +202,6 @@ def test_a_saved_cache_asks_for_its_artifact(
         A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=tmp_path / "another")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"artefact": "x"}, ValueError, r"no option 'artefact': did you mean 'artifact'\?"),
-        ({"budget_of": "group"}, ValueError, r"budget_of='group': choose one of 'head', 'union'"),
-        ({"budget_of": ["head"]}, ValueError, r"budget_of=\['head'\]"),
-        ({"artifact": 3}, TypeError, "artifact must be a name, got 3"),
-        ({"artifact": ""}, TypeError, "artifact must be a name, got ''"),
-        ({"revision": 1.0}, TypeError, "revision must be a name, got 1.0"),
-        ({"top_k": 0}, ValueError, "top_k=0"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        A2ATSConfig.from_options(**options)
-
-
 def test_the_published_options() -> None:
     default, paper = A2ATSConfig(), A2ATSConfig.preset("paper", artifact="a", sink=8)
     assert (default.budget_of, default.top_k, default.sink, default.recent) == ("head", 0.06, 4, 64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -20,15 +19,9 @@ from hf_kvret.methods.a2ats import A2ATSCache, A2ATSIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, run_case
 from hf_kvret.testing.scenario import prompt, ragged
 
+from ..conformance.cases import TELLING_MODES
+
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 6}
-TELLING_MODES = (
-    "greedy_ragged",
-    "beams_ragged",
-    "prompt_lookup",
-    "chunked_prefill",
-    "second_turn_ragged",
-    "crop_deep",
-)
 ArtifactOf = Callable[..., str]
 
 
@@ -179,47 +172,6 @@ def test_a_crop_leaves_what_a_cache_of_the_rest_would_hold(
     for cache in (cropped, expected):
         _read(llama, cache, more)
     assert _same(_codes(cropped), _codes(expected)) > 0.99
-
-
-def test_forks_and_original_never_see_each_others_codes(
-    llama: PreTrainedModel, artifact_of: ArtifactOf
-) -> None:
-    def filled(*salts: int) -> tuple[A2ATSCache, torch.Tensor]:
-        cache = _cache(llama, artifact_of("llama"))
-        logits = _read(llama, cache, prompt(1, 60))
-        for salt in salts:
-            for token in prompt(1, 20, salt).split(1, dim=1):
-                logits = _read(llama, cache, token)
-        return cache, logits
-
-    original, _ = filled()
-    twins = [original.fork(), original.fork()]
-    for cache, salt in ((twins[0], 1), (original, 2), (twins[1], 3)):
-        for token in prompt(1, 20, salt).split(1, dim=1):
-            logits = _read(llama, cache, token)
-        target, expected = filled(salt)
-        assert torch.equal(_codes(cache), _codes(target)) and torch.equal(logits, expected)
-    twins[0].crop(-30)
-    for token in prompt(1, 5, 4).split(1, dim=1):
-        _read(llama, twins[0], token)
-    assert torch.equal(_codes(original), _codes(filled(2)[0]))
-
-
-def test_a_saved_cache_has_the_codes_of_its_window_too(
-    llama: PreTrainedModel, artifact_of: ArtifactOf, tmp_path: Path
-) -> None:
-    cache = _cache(llama, artifact_of("llama"))
-    _read(llama, cache, prompt(2, 60))
-    for token in prompt(2, 3, salt=1).split(1, dim=1):
-        _read(llama, cache, token)
-    cache.save_pretrained(tmp_path)
-    loaded = A2ATSCache.from_pretrained(tmp_path, llama.config, artifact=artifact_of("llama"))
-    assert loaded.options == cache.options
-    assert torch.equal(_codes(loaded), _codes(cache)) and _codes(cache).shape[-1] == 63
-    for token in prompt(2, 20, salt=2).split(1, dim=1):
-        assert torch.equal(_read(llama, loaded, token), _read(llama, cache, token))
-    cold = cache.retrieval_layers[0].kv.cold_len
-    assert cold == loaded.retrieval_layers[0].kv.cold_len > 60
 
 
 def test_without_positions_nothing_is_taken_in_and_the_way_out_is_told(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -12,31 +11,7 @@ from hf_kvret import TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrIndex
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import MOST_TOKENS, Centroids, InvertedLists
-from hf_kvret.methods.ctkvr.sampler import CentroidSampler, make_sampler
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"centroids": 0}, ValueError, "centroids=0"),
-        ({"nprobe": 2.5}, TypeError, "nprobe must be an int"),
-        ({"update": -1}, ValueError, "update=-1"),
-        ({"choice": "newest"}, ValueError, "choose 'mixed', 'last', 'random', 'first' or 'even'"),
-        ({"update_lists": "some"}, ValueError, "'all' or 'recalled'"),
-        ({"rerank": "exact"}, ValueError, "'device', 'codes', 'lists' or 'off'"),
-        ({"rerank": "cpu"}, ValueError, "store='cpu'"),
-        ({"causal": 1}, TypeError, "causal must be True or False"),
-        ({"list_ratio": 0.5}, ValueError, "list_ratio=0.5"),
-        ({"list_ratio": "much"}, TypeError, "list_ratio must be a number"),
-        ({"coverage": 1.5}, ValueError, "coverage=1.5"),
-        ({"seed": 2**63}, ValueError, "below 2\\^63"),
-    ],
-)
-def test_wrong_options_are_refused_by_name(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        CTkvrConfig.from_options(**options)
+from hf_kvret.methods.ctkvr.sampler import CentroidSampler, MixedSampler
 
 
 def test_the_numbers_of_the_paper() -> None:
@@ -48,14 +23,9 @@ def test_the_numbers_of_the_paper() -> None:
     assert paper.update_lists == "recalled"
 
 
-def test_codes_are_refused_for_heads_that_have_none() -> None:
-    with pytest.raises(ValueError, match="head dim 512"):
-        CTkvrConfig(rerank="codes").check_model(512)
-    CTkvrConfig().check_model(512)
-
-
-def _chosen(choice: str, count: int, cuts: tuple[int, ...], seed: int = 0) -> list[int]:
-    sampler = make_sampler(choice, 2048, seed)
+def _chosen(
+    sampler: CentroidSampler | MixedSampler, count: int, cuts: tuple[int, ...]
+) -> list[int]:
     for start, end in zip((0, *cuts), (*cuts, 1600), strict=True):
         queries = torch.arange(start, end).float().view(1, 1, -1, 1).expand(1, 2, -1, 3)
         sampler.add(queries, start, None)
@@ -65,28 +35,23 @@ def _chosen(choice: str, count: int, cuts: tuple[int, ...], seed: int = 0) -> li
 
 
 @pytest.mark.parametrize("cuts", [(), (100, 101, 900)])
-def test_the_choices_are_the_ablation_of_table_4(cuts: tuple[int, ...]) -> None:
-    assert _chosen("last", 100, cuts) == list(range(1500, 1600))
-    assert _chosen("first", 100, cuts) == list(range(100))
-    assert _chosen("even", 100, cuts) == list(range(0, 1600, 16))
-    random = _chosen("random", 100, cuts)
-    assert random == _chosen("random", 100, ()) and random != _chosen("random", 100, (), seed=1)
-    # The mean of 100 even draws has a standard deviation of 46.
-    assert abs(sum(random) / 100 - 800) < 150 and len(set(random)) == 100
+def test_the_last_queries_are_chosen_or_some_that_are_spread_evenly(cuts: tuple[int, ...]) -> None:
+    assert _chosen(CentroidSampler(2048), 100, cuts) == list(range(1500, 1600))
+    assert _chosen(CentroidSampler(2048, spread=True), 100, cuts) == list(range(0, 1600, 16))
 
 
 @pytest.mark.parametrize("cuts", [(), (100, 101, 900)])
 def test_mixed_queries_are_the_last_and_others_spread_over_the_rest(cuts: tuple[int, ...]) -> None:
-    slots = _chosen("mixed", 100, cuts)
+    slots = _chosen(MixedSampler(2048), 100, cuts)
     assert slots[50:] == list(range(1550, 1600)) and max(slots[:50]) < 1550
     gaps = [after - before for before, after in pairwise([0, *slots[:50]])]
     assert max(gaps) <= 64
-    assert len(set(_chosen("mixed", 101, cuts))) == 101
-    assert _chosen("mixed", 1, cuts) == [1599]
+    assert len(set(_chosen(MixedSampler(2048), 101, cuts))) == 101
+    assert _chosen(MixedSampler(2048), 1, cuts) == [1599]
 
 
 def test_mixed_queries_leave_padding_out_row_by_row() -> None:
-    sampler = make_sampler("mixed", 8)
+    sampler = MixedSampler(8)
     valid = torch.tensor([[False] * 4 + [True] * 6, [True] * 5 + [False] * 5, [False] * 10])
     sampler.add(torch.zeros(3, 2, 10, 3), 0, valid)
     slots = sampler.best(4)[1]
@@ -96,7 +61,7 @@ def test_mixed_queries_leave_padding_out_row_by_row() -> None:
 
 
 def test_padding_is_never_chosen_and_takes_no_room() -> None:
-    sampler = CentroidSampler("last", 4)
+    sampler = CentroidSampler(4)
     valid = torch.tensor([[True] * 6, [True, True, False, True, False, False]])
     sampler.add(torch.zeros(2, 2, 6, 3), 10, valid)
     sampler.add(torch.zeros(2, 2, 1, 3), 16, torch.tensor([[True], [False]]))

@@ -38,12 +38,6 @@ class Run:
         self.flush(keys)
         self.index.build(self._cold())
 
-    def fork(self) -> Run:
-        twin = object.__new__(Run)
-        vars(twin).update(vars(self))
-        twin.index, twin.store = self.index.fork(), self.store.fork()
-        return twin
-
     def step(self, query: torch.Tensor, select: bool = True) -> torch.Tensor | None:
         self.index.on_forward(query, query, self.end, None)
         self.end += query.shape[2]
@@ -209,62 +203,16 @@ def test_every_so_many_steps_a_query_joins(update: int, expected: int) -> None:
     assert int((run.index._file.queue.live()[1] > PROMPT).sum()) == 2 * expected
 
 
-def _history(run: Run, seeds: range) -> torch.Tensor:
-    answers = [run.step(_query(seed, run.batch)) for seed in seeds]
-    return torch.stack([ids for ids in answers if ids is not None])
-
-
-@pytest.mark.parametrize("rerank", ["auto", "codes"])
-@pytest.mark.parametrize("steps", [0, 3, 30])
-def test_a_saved_index_goes_on_like_the_one_that_was_saved(rerank: str, steps: int) -> None:
-    run = Run(_options(rerank=rerank, pending=20))
-    for seed in range(10, 10 + steps):
-        run.step(_query(seed))
-    twin = run.fork()
-    twin.index = CTkvrIndex(run.index.options)
-    twin.index.load_state_dict({name: x.clone() for name, x in run.index.state_dict().items()})
-    for one in (run, twin):
-        one.flush(_query(4, count=30))
-    assert torch.equal(_history(run, range(60, 90)), _history(twin, range(60, 90)))
-    assert CTkvrIndex(_options()).state_dict() == {}
-
-
-@pytest.mark.parametrize("rerank", ["auto", "codes"])
-def test_forks_do_not_change_each_other(rerank: str) -> None:
-    run, same = (Run(_options(rerank=rerank)) for _ in range(2))
-    for one in (run, same):
-        _history(one, range(10, 20))
-    twin = run.fork()
-    twin.flush(_query(4, count=30))
-    _history(twin, range(300, 340))
-    again = run.fork()
-    expected = _history(same, range(40, 70))
-    assert torch.equal(_history(run, range(40, 70)), expected)
-    assert torch.equal(_history(again, range(40, 70)), expected)
-
-
-@pytest.mark.parametrize("rerank", ["auto", "codes"])
-def test_reordered_rows_answer_like_the_old_ones(rerank: str) -> None:
-    run = Run(_options(rerank=rerank), batch=3)
-    _history(run, range(10, 40))
-    query, rows = _query(50, batch=3), torch.tensor([2, 0, 0])
-    twin = run.fork()
-    twin.index.reorder(rows)
-    twin.store.reorder(rows)
-    before, after = run.step(query), twin.step(query[rows])
-    assert before is not None and after is not None
-    assert torch.equal(after, before[rows])
-
-
-@pytest.mark.parametrize("rerank", ["auto", "codes", "lists"])
+@pytest.mark.parametrize("rerank", ["auto", "off"])
 def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rerank: str) -> None:
     run = Run(_options(rerank=rerank))
-    _history(run, range(10, 20))
+    for seed in range(10, 20):
+        run.step(_query(seed))
     for holder in (run.store, run.index):
         holder.crop(300)
     run.end = 310
     ids = run.step(_query(20))
-    assert ids is not None and int(ids.min()) >= 0 and int(ids.max()) < 300
+    assert ids is not None and int(ids.max()) < 300 and (rerank == "off" or int(ids.min()) >= 0)
     assert run.index._file.queue is not None
     assert all(int(ids.max()) < 300 for ids in run.index._file.queue.chunks())
     query = run.queries[:, :, -1:]

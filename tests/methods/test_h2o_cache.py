@@ -28,7 +28,7 @@ TELLING_MODES = (
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"observed": 0}, ValueError, "observed=0 must be at least 1 .queries, or None"),
+        ({"observed": 0}, ValueError, "observed=0 must be at least 1 .queries"),
         ({"observed": 1.5}, TypeError, "observed must be an int"),
         ({"observed": True}, TypeError, "observed must be an int"),
         ({"top_k": 1.5}, ValueError, "top_k=1.5"),

@@ -11,7 +11,7 @@ from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
 from hf_kvret.testing.cold import cold_tokens
 
 from .lrqk_runs import CLOSED_SCALE, HEADS, closed_options, fill
-from .watched_stores import normal, overlap, ragged, slot_sets, slot_sets_of
+from .watched_stores import normal, overlap, ragged, slot_sets
 
 GROUP, DIM = 3, 32
 SCALE = CLOSED_SCALE
@@ -66,36 +66,6 @@ def test_the_selection_is_the_top_k_of_its_own_proxies(
     ids = run.select(query, budget, valid, softcap)
     assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
     assert slot_sets(ids) == _by_hand(run.index, query, budget, valid, softcap)
-
-
-@pytest.mark.parametrize("options", [{}, {"shared": False}, {"proxy_dtype": "int8"}], ids=str)
-@pytest.mark.parametrize("length", [1, 3, 200])
-def test_a_budget_for_all_selects_exactly_the_valid_tokens(length: int, options: dict) -> None:
-    queries, keys = _tokens(length, batch=3)
-    valid = ragged(3, length)
-    valid[1] = False
-    valid[1, -1] = True
-    run = fill(closed_options(**options), queries, keys, valid)
-    ids = run.select(_tokens(2, batch=3)[0], length, valid)
-    expected = slot_sets_of(valid)
-    assert slot_sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
-
-
-@pytest.mark.parametrize("budget", [1, 10, 64])
-def test_sinks_padding_and_holes_are_never_selected(budget: int) -> None:
-    """They get the largest keys of all, so that any leak would pick them first."""
-    queries, keys = _tokens(200, batch=3)
-    query = _tokens(2, batch=3, seed=4)[0]
-    valid = ragged(3, 200)
-    valid[1] = False
-    valid[1, ::40] = True
-    padding = valid.clone()
-    valid[0, :4] = False  # sinks
-    keys = torch.where(valid[:, None, :, None], keys, 100 * query[:, ::GROUP, :1])
-    ids = fill(closed_options(), queries, keys, padding).select(query, budget, valid)
-    for number, slots in enumerate(slot_sets(ids)):
-        allowed = valid[number // (HEADS * 2)]
-        assert len(slots) == min(budget, int(allowed.sum())) and all(allowed[list(slots)])
 
 
 @pytest.mark.parametrize("cuts", [(), (90, 130)])

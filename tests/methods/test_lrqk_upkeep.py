@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -233,34 +232,6 @@ def test_reordered_rows_take_everything_along(order: list[int], proxy_dtype: str
     assert torch.equal(run.select(question[rows]), still.select(question)[rows])
 
 
-@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("who", ["fork", "original"])
-def test_a_fork_and_its_original_leave_each_other_alone(who: str, proxy_dtype: str) -> None:
-    options = closed_options(proxy_dtype=proxy_dtype, rank=24)
-    first, query, question = fill(options, *_document()), _queries(3, seed=4), _unseen(5)
-    first.see(_queries(1, seed=11))
-    twin, expected = first.fork(), first.select(query)
-    assert torch.equal(twin.select(query), expected)
-    active, quiet = (twin, first) if who == "fork" else (first, twin)
-    error, saved = quiet.index.stats()["proxy_error"], quiet.index.state_dict()
-    saved = {name: x.clone() for name, x in saved.items()}
-    active.flush(normal(6, 2, HEADS, 30, DIM))
-    assert torch.equal(quiet.select(query), expected)
-    active.see(question)
-    assert active.reprojections == 1 and quiet.reprojections == 0
-    active.index.crop(50)
-    active.flush(normal(7, 2, HEADS, 300, DIM)[:, :, :0])
-    now = quiet.index.state_dict()
-    assert saved.keys() == now.keys() and all(torch.equal(saved[n], now[n]) for n in now)
-    assert torch.equal(quiet.select(query), expected)
-    assert quiet.index.stats()["proxy_error"] == error
-    quiet.flush(normal(8, 2, HEADS, 30, DIM))
-    fresh = fill(options, *_document())
-    fresh.see(_queries(1, seed=11))
-    fresh.flush(normal(8, 2, HEADS, 30, DIM))
-    assert torch.equal(quiet.select(query), fresh.select(query))
-
-
 def test_queries_that_only_a_fork_saw_do_not_count_for_the_original() -> None:
     """Single queries wait to be folded in; those that wait are not shared."""
     run, untouched = (
@@ -273,26 +244,6 @@ def test_queries_that_only_a_fork_saw_do_not_count_for_the_original() -> None:
     fork.see(_unseen(1))
     assert run.index.nbytes() == untouched.index.nbytes()
     assert run.index.stats() == untouched.index.stats() != fork.index.stats()
-
-
-@pytest.mark.parametrize("changes", [{}, {"shared": False, "proxy_dtype": "int8"}], ids=str)
-@pytest.mark.parametrize("chunks", [(), (100,)], ids=str)
-def test_a_saved_index_goes_on_like_the_one_it_was(
-    chunks: tuple[int, ...], changes: dict[str, Any]
-) -> None:
-    options = closed_options(rank=24, **changes)
-    run, question = fill(options, *_document(), cuts=chunks), _unseen(5)
-    run.see(_queries(1, seed=11))
-    loaded = ClosedRun(LRQKIndex(options), run.store.fork())
-    loaded.index.load_state_dict(run.index.state_dict())
-    for each in (run, loaded):
-        each.see(question[:, :, :1])
-        each.flush(normal(6, 2, HEADS, 30, DIM))
-        each.see(question)
-    ids, expected = (each.select(question).sort(-1).values for each in (loaded, run))
-    assert torch.equal(ids, expected)
-    # A saved index counts anew.
-    assert run.reprojections - bool(chunks) == loaded.reprojections == 1
 
 
 def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:

@@ -6,47 +6,42 @@ import pytest
 import torch
 
 import hf_kvret
-from hf_kvret import ParisKVCache, TokenBlock
+from hf_kvret import ParisKVCache
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
-from hf_kvret.stores import PagedStore
-from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import MODELS
-from hf_kvret.testing.cold import cold_tokens
 
-BATCH, HEADS, DIM = 2, 2, 32
+from .codebooks import DIM, HEADS
+from .index_runs import IndexRun
+
 OPTIONS = ParisConfig(top_k=4)
 
 
 def _keys(length: int, drift: float = 1.0) -> torch.Tensor:
     """``[B, H, length, D]``, whose sums are exact in fp32; their mean moves along the text."""
     generator = torch.Generator().manual_seed(length)
-    keys = torch.randint(-16, 17, (BATCH, HEADS, length, DIM), generator=generator) / 8
+    keys = torch.randint(-16, 17, (2, HEADS, length, DIM), generator=generator) / 8
     return keys + (drift * torch.arange(length) / length * 16).round()[:, None] / 8
 
 
-class _Fed:
-    """An index and a store that got the same blocks."""
-
-    def __init__(self, options: ParisConfig = OPTIONS) -> None:
-        self.index, self.store = ParisIndex(options), PagedStore(DeviceMemory(torch.device("cpu")))
-
-    def add(self, keys: torch.Tensor, valid: torch.Tensor | None = None) -> None:
-        block = TokenBlock(keys, keys, len(self.store), valid)
-        self.index.add(block)
-        self.store.append(block)
-
-    def ready(self, *, built: bool) -> None:
-        valid = torch.ones(BATCH, len(self.store), dtype=torch.bool)
-        cold = cold_tokens(valid, 0.2, 4, store=self.store)
-        (self.index.before_search if built else self.index.build)(cold)
+def _add(run: IndexRun, keys: torch.Tensor) -> None:
+    """More tokens, which are cold at once."""
+    run.see(torch.zeros(2, HEADS, keys.shape[2], DIM), keys)
+    run.flush(keys.shape[2])
 
 
-def _fed(keys: torch.Tensor, *cuts: int, valid: torch.Tensor | None = None) -> _Fed:
-    fed = _Fed()
-    for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
-        fed.add(keys[:, :, start:end], None if valid is None else valid[:, start:end])
-    fed.ready(built=False)
-    return fed
+def _unbuilt(
+    keys: torch.Tensor, *cuts: int, valid: torch.Tensor | None = None, **changes: bool
+) -> IndexRun:
+    """A prompt in pieces that end at ``cuts``, all of it cold."""
+    options = OPTIONS.replace(**changes)
+    tokens = torch.zeros(2, HEADS, keys.shape[2], DIM), keys
+    return IndexRun(lambda: ParisIndex(options)).prompt(tokens, valid, cuts, recent=0)
+
+
+def _fed(keys: torch.Tensor, *cuts: int, valid: torch.Tensor | None = None) -> IndexRun:
+    run = _unbuilt(keys, *cuts, valid=valid)
+    run.ready()
+    return run
 
 
 def _same(index: ParisIndex, other: ParisIndex) -> bool:
@@ -60,28 +55,21 @@ def _same(index: ParisIndex, other: ParisIndex) -> bool:
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_prompt_in_pieces_has_the_codes_of_one_pass(cuts: tuple[int, ...], padded: bool) -> None:
     keys = _keys(170)
-    valid = torch.ones(BATCH, 170, dtype=torch.bool)
+    valid = torch.ones(2, 170, dtype=torch.bool)
     valid[1, :50] = not padded
     mask = valid if padded else None
     whole = _fed(keys, valid=mask).index
-    assert not _same(_unbuilt(keys, cuts, mask).index, whole), "or the test shows nothing"
+    assert not _same(_unbuilt(keys, *cuts, valid=mask).index, whole), "or the test shows nothing"
     assert _same(_fed(keys, *cuts, valid=mask).index, whole)
-
-
-def _unbuilt(keys: torch.Tensor, cuts: tuple[int, ...], valid: torch.Tensor | None) -> _Fed:
-    fed = _Fed()
-    for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
-        fed.add(keys[:, :, start:end], None if valid is None else valid[:, start:end])
-    return fed
 
 
 def test_the_mean_is_taken_anew_once_the_context_has_doubled() -> None:
     keys = _keys(100)
     fed = _fed(keys[:, :, :50])
     for end in range(60, 101, 10):
-        fed.add(keys[:, :, end - 10 : end])
+        _add(fed, keys[:, :, end - 10 : end])
         before = fed.index.state_dict()
-        fed.ready(built=True)
+        fed.ready()
         renewed = not torch.equal(fed.index.state_dict()["mean"], before["mean"])
         assert renewed == (end == 100)
     assert _same(fed.index, _fed(keys).index)
@@ -90,15 +78,15 @@ def test_the_mean_is_taken_anew_once_the_context_has_doubled() -> None:
 def test_a_fork_keeps_its_codes_while_the_original_takes_others() -> None:
     keys = _keys(100)
     fed = _fed(keys[:, :, :50])
-    fed.add(keys[:, :, 50:])
+    _add(fed, keys[:, :, 50:])
     twin = fed.index.fork()
     before = {name: tensor.clone() for name, tensor in twin.state_dict().items()}
-    fed.ready(built=True)
+    fed.ready()
     assert all(torch.equal(tensor, before[name]) for name, tensor in twin.state_dict().items())
     # And the other way round: the twin renews, and the original, which has, is left alone.
     renewed = {name: tensor.clone() for name, tensor in fed.index.state_dict().items()}
     fed.index, original = twin, fed.index
-    fed.ready(built=True)
+    fed.ready()
     assert _same(twin, original)
     assert all(torch.equal(x, renewed[name]) for name, x in original.state_dict().items())
 
@@ -106,12 +94,10 @@ def test_a_fork_keeps_its_codes_while_the_original_takes_others() -> None:
 @pytest.mark.parametrize("why", ["coded rows", "no mean"])
 def test_without_exact_keys_or_a_mean_codes_stay(why: str) -> None:
     keys = _keys(100)
-    fed = _Fed(OPTIONS.replace(center=why != "no mean"))
+    fed = _unbuilt(keys, 50, center=why != "no mean")
     fed.store.codes_rows = why == "coded rows"  # type: ignore[misc]
-    for part in keys.split(50, dim=2):
-        fed.add(part)
     before = fed.index.state_dict()
-    fed.ready(built=False)
+    fed.ready()
     after = fed.index.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before if name != "mean_len")
 
@@ -123,8 +109,8 @@ def test_a_loaded_index_renews_when_the_saved_one_would() -> None:
     loaded.index.load_state_dict(fed.index.state_dict())
     for each in (fed, loaded):
         for part in keys[:, :, 50:].split(25, dim=2):
-            each.add(part)
-            each.ready(built=True)
+            _add(each, part)
+            each.ready()
     assert _same(fed.index, loaded.index)
 
 
@@ -132,10 +118,9 @@ def test_what_comes_after_a_crop_gets_a_mean_of_its_own() -> None:
     """A shared prompt stays, another document follows in place of the first."""
     keys, others = _keys(100), _keys(100) - 5
     fed = _fed(keys)
-    for part in (fed.index, fed.store):
-        part.crop(20)
-    fed.add(others[:, :, 20:])
-    fed.ready(built=True)
+    fed.crop(20)
+    _add(fed, others[:, :, 20:])
+    fed.ready()
     assert _same(fed.index, _fed(torch.cat([keys[:, :, :20], others[:, :, 20:]], dim=2)).index)
 
 

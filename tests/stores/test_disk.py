@@ -189,10 +189,9 @@ def test_a_full_disk_at_the_first_rows_leaves_a_cache_that_can_be_reset(
     ("options", "error", "message"),
     [
         ({"store": "disk"}, ValueError, "disk=None with store='disk'"),
-        ({"store": "disk", "disk": ""}, ValueError, "disk='' with store='disk'"),
-        ({"store": "host", "disk": ""}, ValueError, "disk='' with store='host'"),
+        ({"store": "disk", "disk": ""}, ValueError, "disk='' must not be empty"),
         ({"disk": "/tmp"}, ValueError, "disk='/tmp' with store='auto'"),
-        ({"store": "disk", "disk": 3}, TypeError, "disk must be a folder"),
+        ({"store": "disk", "disk": 3}, TypeError, "disk must be a text"),
     ],
 )
 def test_a_folder_and_its_store_belong_together(

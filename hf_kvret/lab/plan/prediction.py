@@ -207,8 +207,6 @@ class Predictor:
         assert isinstance(cache, RetrievalCache)
         store = "device" if options.splits_rows else "host"
         changes: dict[str, Any] = {"store": store, "device_budget": None, "disk": None}
-        if getattr(options, "rerank", None) == "cpu":
-            changes["rerank"] = "auto"
         return type(cache)(config=self.config, options=cache.options.replace(**changes))
 
     def _groups(self, cache: Cache) -> Iterator[list[int]]:

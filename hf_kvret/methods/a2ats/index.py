@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.artifacts.checks import check_choices
 from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
@@ -18,6 +17,7 @@ from hf_kvret.contracts.state import number
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.learned import METHOD, LearnedLayer, check_artifact, learned_layer
 from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.declare import OneOf, option
 from hf_kvret_kernels import centroid, codebook
 from hf_kvret_kernels.host_step import CodebookSearch, HostSearch
 from hf_kvret_kernels.top_k import top_k
@@ -49,11 +49,7 @@ class A2ATSConfig(ArtifactConfig):
 
     top_k: int | float | None = 0.06
     recent: int = 64
-    budget_of: str = "head"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, budget_of=("head", "union"))
+    budget_of: str = option("head", OneOf("head", "union"))
 
 
 class A2ATSIndex(Index):

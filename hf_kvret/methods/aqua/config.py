@@ -11,6 +11,7 @@ from hf_kvret.artifacts.checks import check_choices
 from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.methods.aqua.coding import BITS, GROUPS, NOT_CODED
 from hf_kvret.methods.aqua.learned import METHOD, learned_options, needs_positions
+from hf_kvret.options.declare import OneOf, option
 
 USUAL_BITS = 2
 """The default without an artifact."""
@@ -52,7 +53,8 @@ class AquaConfig(ArtifactConfig):
     top_k: int | float | None = 1.0
     recent: int = 64
     flush: int = 64
-    bits: int | None = None  # type: ignore[assignment]  # a number once a cache has it
+    # A number once a cache has it.
+    bits: int | None = option(None, OneOf(2, 3, 4, 16, None))  # type: ignore[assignment]
     first_bits: int | None = None
     group: int | None = None
     predictor: str | None = "artifact"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+from torch.nn.functional import pad
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
@@ -19,17 +20,9 @@ from hf_kvret.methods.ctkvr.inverted_file import (
     Centroids,
     InvertedFile,
 )
-from hf_kvret.methods.ctkvr.rerank import (
-    FetchedKeys,
-    KeyCodes,
-    ListOrder,
-    NoRerank,
-    Rerank,
-    StoredKeys,
-    recalled,
-)
-from hf_kvret.methods.ctkvr.sampler import CentroidSampler, Sampler, make_sampler
+from hf_kvret.methods.ctkvr.sampler import CentroidSampler, MixedSampler
 from hf_kvret.options.config import RetrievalConfig
+from hf_kvret_kernels import centroid
 from hf_kvret_kernels.host_step import HostSearch
 
 # Least number of queries between two questions short enough to be drafts: each reads all keys.
@@ -55,12 +48,11 @@ class CTkvrIndex(Index):
 
     capture_obstacle = "ctkvr adds queries and their lists on the host at every step"
 
-    _prompt_queries: Sampler = part(key="pool", may_be_empty=True)
+    _prompt_queries: CentroidSampler | MixedSampler = part(key="pool", may_be_empty=True)
     # Question and step queries have no lists yet; those of steps come after the last flush.
     _question_queries: CentroidSampler = part(key="asked", may_be_empty=True)
     _step_queries: CentroidSampler = part(key="answered", may_be_empty=True)
     _file: InvertedFile = part(key="lists")
-    _rerank: Rerank = part(may_be_empty=True)
     # KV heads and query heads of each; 0 before the first pass.
     _heads: int = number(0, key="counts")
     _group: int = number(0, key="counts")
@@ -71,11 +63,11 @@ class CTkvrIndex(Index):
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
-        self._prompt_queries = make_sampler(options.choice, options.centroids, options.seed)
-        self._question_queries = CentroidSampler("last", options.centroids)
-        self._step_queries = CentroidSampler("last", options.centroids)
+        sampler = MixedSampler if options.choice == "mixed" else CentroidSampler
+        self._prompt_queries = sampler(options.centroids)
+        self._question_queries = CentroidSampler(options.centroids)
+        self._step_queries = CentroidSampler(options.centroids)
         self._file = InvertedFile(options)
-        self._rerank = _make_rerank(options)
         self._forget_pass()
 
     def _forget_pass(self) -> None:
@@ -98,9 +90,8 @@ class CTkvrIndex(Index):
         self._heads, self._group = keys.shape[1], queries.shape[1] // keys.shape[1]
         self._columns, self._slots = [], None
         if self._file.queue is None:
-            if options.choice in ("last", "mixed"):
-                # Keeps the copies small while the cache is short.
-                self._prompt_queries.most = options.centroids_for(start + count)
+            # Keeps the copies small while the cache is short.
+            self._prompt_queries.most = options.centroids_for(start + count)
             self._prompt_queries.add(queries, start, valid)
         elif options.questions and count > 1 and (count > options.max_draft or after_pause):
             self._question_queries.add(queries, start, valid)
@@ -117,7 +108,6 @@ class CTkvrIndex(Index):
             )
         self._length = block.end
         self._flushed = True
-        self._rerank.add(block)
 
     def build(self, cold: ColdTokens) -> None:
         self.before_search(cold)
@@ -167,35 +157,53 @@ class CTkvrIndex(Index):
                 f"the index has no lists for a budget of {budget}: call build or before_search"
             )
         ids = self._recalled(queue, query, cold)
-        count = self._candidates(queue, length) if self._rerank.keeps_all else budget
+        count = self._count(queue, cold)
         if not self._columns:
-            return self._rerank.best(ids, query, count, cold)
-        best = self._rerank.best(ids, query, max(count, queue.width), cold)
+            return self._best(ids, query, count, cold)
+        best = self._best(ids, query, max(count, queue.width), cold)
         self._selection = _Selection(self._grouped(query), best[..., : queue.width], length)
         return best[..., :count].contiguous()
 
     def recall(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor | None:
         """See ``Index.recall``: as ``host_search``, where the store compares the keys."""
         queue = self._file.queue
-        if queue is None or cold.budget >= len(cold) or self._columns:
-            return None
-        if not isinstance(self._rerank, StoredKeys):
+        if queue is None or cold.budget >= len(cold) or self._columns or not self._compares:
             return None
         return self._recalled(queue, query, cold)
 
     def _recalled(
         self, queue: CentroidQueue, query: torch.Tensor, cold: ColdTokens
     ) -> torch.Tensor:
-        """Ids ``[B, H, Q, M]`` of ``recalled`` for ``query [B, Hq, Q, D]``."""
-        options, pending = self.options, self._file.pending(len(cold))
-        return recalled(
-            queue,
-            self._grouped(query),
-            options.nprobe,
-            pending,
-            cold.valid,
-            in_turn=self._rerank.in_turn,
-        )
+        """Ids ``[B, H, Q, M]`` int32, each valid one at its first occurrence; else -1.
+
+        For ``query [B, Hq, Q, D]``: list after list, the nearest centroid's first, and then the
+        tokens that are in no list yet.
+        """
+        lists = queue.recall(self._grouped(query), self.options.nprobe)
+        end = len(cold)
+        start = end - self._file.pending(end)
+        newest = torch.arange(end - 1, start - 1, -1, dtype=torch.int32, device=query.device)
+        ids = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
+        return centroid.unite(ids, cold.valid)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether the store compares recalled tokens by their keys (algorithm 2, lines 5, 6)."""
+        return self.options.rerank == "auto"
+
+    def _count(self, queue: CentroidQueue, cold: ColdTokens) -> int:
+        """Tokens that a query selects: without a rerank all that it recalls (section 4.2.2)."""
+        return cold.budget if self._compares else self._candidates(queue, len(cold))
+
+    def _best(
+        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
+    ) -> torch.Tensor:
+        """``[B, H, Q, count]`` int32 of the recalled ``ids``, best first, then -1."""
+        if self._compares:
+            return cold.store.best(query, ids, count, cold.scale, cold.softcap)
+        absent_last = (ids < 0).byte().argsort(dim=-1, stable=True)
+        selected = ids.gather(-1, absent_last[..., :count])
+        return pad(selected, (0, count - selected.shape[-1]), value=-1)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         """See ``Index.host_search``: where recalled tokens are compared by their keys.
@@ -204,9 +212,7 @@ class CTkvrIndex(Index):
         lists are longer than the budget.
         """
         queue = self._file.queue
-        if queue is None or cold.budget >= len(cold):
-            return None
-        if not self._rerank.reads_keys or self._columns:
+        if queue is None or cold.budget >= len(cold) or self._columns or not self._compares:
             return None
         options = self.options
         return queue.host_search(query, options.nprobe, self._file.pending(len(cold)))
@@ -230,19 +236,16 @@ class CTkvrIndex(Index):
         if budget >= n or queue is None:
             return SearchCost(n, self._recall_nbytes())
         candidates = self._candidates(queue, n)
-        keys_read = candidates if self._rerank.reads_keys else 0
-        selected = candidates if self._rerank.keeps_all else None
-        return SearchCost(candidates, self._recall_nbytes(), keys_read, selected)
+        if self._compares:
+            return SearchCost(candidates, self._recall_nbytes(), keys_read=candidates)
+        return SearchCost(candidates, self._recall_nbytes(), selected=candidates)
 
     def _candidates(self, queue: CentroidQueue, n: int) -> int:
         return min(n, self.options.nprobe * queue.width + self._file.pending(n))
 
     def _recall_nbytes(self) -> int:
         queue = self._file.queue
-        if queue is None:
-            return 0
-        rerank_bytes = self._candidates(queue, self._length) * self._rerank.token_nbytes()
-        return queue.recall_nbytes(self.options.nprobe) + int(rerank_bytes)
+        return 0 if queue is None else queue.recall_nbytes(self.options.nprobe)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """As for every state; drops state between hooks, which is of other rows."""
@@ -298,7 +301,7 @@ class CTkvrIndex(Index):
                 slots = slots.masked_fill(~valid[:, columns], -1)
             self._columns, self._slots = columns, slots
 
-    def _centroids(self, sampler: Sampler, count: int) -> Centroids:
+    def _centroids(self, sampler: CentroidSampler | MixedSampler, count: int) -> Centroids:
         """At most ``count`` of the sampled queries."""
         queries, slots = sampler.best(count)
         return Centroids(self._grouped(queries), slots)
@@ -306,16 +309,6 @@ class CTkvrIndex(Index):
     def _grouped(self, queries: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, G, D]`` of ``queries [B, Hq, Q, D]``."""
         return queries.unflatten(1, (self._heads, self._group)).transpose(2, 3)
-
-
-def _make_rerank(options: CTkvrConfig) -> Rerank:
-    if options.rerank == "codes":
-        return KeyCodes(options.seed)
-    if options.rerank in ("lists", "off"):
-        return ListOrder() if options.rerank == "lists" else NoRerank()
-    if options.rerank == "device" and options.store == "cpu":
-        return FetchedKeys()
-    return StoredKeys()
 
 
 class CTkvrCache(RetrievalCache):

@@ -15,9 +15,8 @@ class CentroidSampler(State):
     So they can be chosen while a prompt of unknown length is read, and padding takes no room.
 
     Args:
-        choice: ``"last"``, ``"first"``, ``"random"`` or ``"even"``.
         most: queries kept.
-        seed: of ``"random"``.
+        spread: the best are spread evenly over all; else they are the last ones.
     """
 
     # [B, Hq, m, D]; slot and rank [B, m] int64, -1 where a sequence has fewer.
@@ -26,8 +25,8 @@ class CentroidSampler(State):
     _ranks: torch.Tensor | None = tensor(shared=True, dims="B m", dtype=torch.int64)
     _count: int = number(0, key="seen")
 
-    def __init__(self, choice: str, most: int, seed: int = 0) -> None:
-        self.choice, self.most, self.seed = choice, most, seed
+    def __init__(self, most: int, *, spread: bool = False) -> None:
+        self.most, self.spread = most, spread
 
     def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
         """Take in ``queries [B, Hq, q, D]`` of slots ``start ..``; ``valid [B, q]``."""
@@ -69,16 +68,8 @@ class CentroidSampler(State):
 
     def _rank(self, arrivals: torch.Tensor) -> torch.Tensor:
         """Int64 of at least 0 for the queries that came as number ``arrivals``."""
-        if self.choice == "last":
+        if not self.spread:
             return arrivals
-        if self.choice == "first":
-            return (1 << _BITS) - 1 - arrivals
-        if self.choice == "random":
-            # A hash of the number: the same choice however a prompt is cut into passes.
-            bits = arrivals + (self.seed * 7919 + 1 & 0xFFFFFFFF)
-            for factor in (0x45D9F3B, 0x119DE1F3):
-                bits = ((bits ^ (bits >> 16)) * factor) & 0xFFFFFFFF
-            return bits ^ (bits >> 16)
         # Bit reversal: each new number halves a gap between earlier ones.
         reverse = torch.zeros_like(arrivals)
         for bit in range(_BITS):
@@ -113,7 +104,7 @@ class MixedSampler(State):
     _even: CentroidSampler = part()
 
     def __init__(self, most: int) -> None:
-        self._last, self._even = CentroidSampler("last", most), CentroidSampler("even", most)
+        self._last, self._even = CentroidSampler(most), CentroidSampler(most, spread=True)
 
     @property
     def most(self) -> int:
@@ -140,11 +131,3 @@ class MixedSampler(State):
         first = slots.masked_fill(slots < 0, torch.iinfo(slots.dtype).max).amin(1, keepdim=True)
         earlier, earlier_slots = self._even.best(count // 2, before=first)
         return torch.cat([earlier, queries], dim=2), torch.cat([earlier_slots, slots], dim=1)
-
-
-Sampler = CentroidSampler | MixedSampler
-
-
-def make_sampler(choice: str, most: int, seed: int = 0) -> Sampler:
-    """A sampler for a ``choice``: one of ``CentroidSampler``'s, or ``"mixed"``."""
-    return MixedSampler(most) if choice == "mixed" else CentroidSampler(choice, most, seed)

@@ -12,7 +12,8 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
-from hf_kvret.options.config import RetrievalConfig, check_int, check_number
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.declare import OneOf, check_value, integer, option, real
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 
@@ -32,12 +33,7 @@ class H2OConfig(RetrievalConfig):
     evicts_by: ClassVar[frozenset[str]] = frozenset({"top_k", "flush", "max_draft"})
 
     top_k: int | float | None = 0.2
-    observed: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.observed is not None:
-            check_int("observed", self.observed, 1, "queries, or None for all")
+    observed: int | None = option(None, integer(1, "queries"), OneOf(None))
 
     @classmethod
     def for_prompt(cls, prompt_len: int, share: float = 0.2, **changes: Any) -> Self:
@@ -47,9 +43,8 @@ class H2OConfig(RetrievalConfig):
         protected. Each half is at least one token; ``changes`` are other options. ValueError for a
         ``share`` that is not above 0 and at most 1, or for a prompt without tokens.
         """
-        check_int("prompt_len", prompt_len, 1, "tokens")
-        meaning = "the part that is kept, above 0 and at most 1"
-        check_number("share", share, lambda x: 0.0 < x <= 1.0, meaning)
+        check_value("prompt_len", prompt_len, integer(1, "tokens"))
+        check_value("share", share, real(note="the part that is kept", above=0, most=1))
         half = max(1, int(share / 2 * prompt_len))
         published = {"top_k": half, "recent": half, "sink": 0, "flush": 1, "dense_below": 0}
         return cls.from_options(**{**published, **changes})

@@ -1,4 +1,4 @@
-"""The published alternation: algorithm 1, where it starts (B.6), and a step of algorithm 2."""
+"""The published alternation: algorithm 1 from a random start, and a step of algorithm 2."""
 
 from __future__ import annotations
 
@@ -37,12 +37,6 @@ class Sketch:
         factor, rows = factor.float(), rows.float()
         return cls((rows.mT @ factor).mT, factor.mT @ factor)
 
-    def distance(self, old: Sketch, factor_map: torch.Tensor) -> torch.Tensor:
-        """``|A - A_old|^2``, ``[...]``, of this one's A = Q ``factor_map`` and the ``old`` A."""
-        both = (old.cross.mT * factor_map).sum((-2, -1))
-        traces = (each.own.diagonal(dim1=-2, dim2=-1).sum(-1) for each in (self, old))
-        return (sum(traces) - 2 * both).clamp(min=0.0)
-
     def plus(self, other: Sketch) -> Sketch:
         """Of the rows of both."""
         return Sketch(self.cross + other.cross, self.own + other.own)
@@ -73,39 +67,22 @@ def alternating(
     key_start: Sketch,
     iterations: int,
     penalty: float,
-    tolerance: float = 0.0,
-    count: torch.Tensor | None = None,
 ) -> AlternatingFactors:
     """Algorithm 1: ``iterations`` rounds of B_Q, B_K, A_K, A_Q (eq. 6), then B_Q, B_K once more.
 
     Each update needs A_Q and A_K by their products with Q, K and themselves only, and gives
     A_K = K X_K: so Grams are enough. B is refitted at the end, as the authors' code does, because
-    decoding starts from it. A head stops after the round that changes A_Q and A_K by a mean square
-    below ``tolerance`` (appendix D), over the ``count [B, Hq]`` of their rows; 0 never stops. All
-    rounds are computed, so that nothing waits for the device.
+    decoding starts from it.
     """
     g_q, g_k = finite(query_gram, key_gram)
     a_q, a_k = query_start, key_start
     to_query = to_key = g_q.new_empty(0)
-    moving: torch.Tensor | None = None
-    for number in range(iterations):
-        old, old_maps = (a_q, a_k), (to_query, to_key)
+    for _ in range(iterations):
         b_q, b_k = a_q.basis(), a_k.basis()
         to_key = _update(a_q, b_k, penalty)
         a_k = Sketch.of_map(to_key, g_k)
         to_query = _update(a_k, b_q, penalty)
         a_q = Sketch.of_map(to_query, g_q)
-        if moving is not None:
-            new_maps = to_query, to_key
-            to_query, to_key = (
-                torch.where(moving, *x) for x in zip(new_maps, old_maps, strict=True)
-            )
-            a_q, a_k = Sketch.of_map(to_query, g_q), Sketch.of_map(to_key, g_k)
-        if tolerance and number < iterations - 1:
-            assert count is not None, "a tolerance is a mean over rows"
-            squares = torch.maximum(a_q.distance(old[0], to_query), a_k.distance(old[1], to_key))
-            size = count * to_key.shape[-1]
-            moving = (squares >= tolerance * size)[..., None, None]
     return AlternatingFactors(
         to_query.float(), to_key.float(), a_q.basis().float(), a_k.basis().float()
     )
@@ -161,68 +138,31 @@ class Moments(State):
 
     Attributes:
         gram: ``[B, Hq, D, D]``.
-        sizes: ``[B, Hq, D]``, L1 norms of the columns (eq. 23).
-        count: ``[B, Hq]``, rows that are not zero.
-        cross, own: with ``random``, the products of a random A ~ N(0, 1) with the rows and with
-            itself (eq. 22).
+        cross, own: the products of a random A ~ N(0, 1) with the rows and with itself (eq. 22).
     """
 
     gram: torch.Tensor | None = tensor(shared=True, dims="B Q D D", dtype=_FP32)
-    sizes: torch.Tensor | None = tensor(shared=True, dims="B Q D", dtype=_FP32)
-    count: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32)
-    cross: torch.Tensor | None = tensor(shared=True, optional=True, dims="B Q r D", dtype=_FP32)
-    own: torch.Tensor | None = tensor(shared=True, optional=True, dims="B Q r r", dtype=_FP32)
-
-    def __init__(self, random: bool) -> None:
-        self.random = random
+    cross: torch.Tensor | None = tensor(shared=True, dims="B Q r D", dtype=_FP32)
+    own: torch.Tensor | None = tensor(shared=True, dims="B Q r r", dtype=_FP32)
 
     def add(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
-        """Add ``rows [B, Hq, n, D]``, zeros for padding; a random A has ``rank`` columns."""
+        """Add ``rows [B, Hq, n, D]``, zeros for padding; A has ``rank`` columns."""
         for chunk in float_chunks(rows, None):
-            present = (chunk != 0).any(-1)
-            products = {"gram": chunk.mT @ chunk, "sizes": chunk.abs().sum(2)}
-            products["count"] = present.sum(2).float()
-            if self.random:
-                start = source.normal((*chunk.shape[:3], rank)).to(chunk.device)
-                start = start * present.unsqueeze(-1)
-                products |= {"cross": start.mT @ chunk, "own": start.mT @ start}
+            start = source.normal((*chunk.shape[:3], rank)).to(chunk.device)
+            start = start * (chunk != 0).any(-1, keepdim=True)
+            products = {
+                "gram": chunk.mT @ chunk,
+                "cross": start.mT @ chunk,
+                "own": start.mT @ start,
+            }
             for name, product in products.items():
                 total = getattr(self, name)
                 setattr(self, name, product if total is None else total + product)
 
-    def random_start(self) -> Sketch:
+    def start(self) -> Sketch:
         """The sketch of the random A."""
         assert self.cross is not None and self.own is not None, "rows were added"
         return Sketch(self.cross.double(), self.own.double())
-
-    def column_start(self, columns: torch.Tensor) -> Sketch:
-        """The sketch of A = the ``columns [B, Hq, r]`` of the rows (eq. 24)."""
-        assert self.gram is not None, "rows were added"
-        gram = self.gram.double()
-        cross = gram.gather(2, columns.unsqueeze(-1).expand(*columns.shape, gram.shape[-1]))
-        own = cross.gather(3, columns.unsqueeze(2).expand(*columns.shape, columns.shape[-1]))
-        return Sketch(cross, own)
-
-
-RANDOM_START = "randn"
-STARTS = (RANDOM_START, "top", "topcol")
-"""Names of the starts of the alternation (B.6)."""
-
-
-def start_sketches(init: str, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-    """The sketches of A_Q and A_K to start from.
-
-    ``"randn"``: both are N(0, 1) (eq. 22). ``"top"``: the r largest columns of Q, and of K, by L1
-    norm (eq. 23, 24). ``"topcol"``: the same columns of both, by the sum of norms (eq. 25, 26).
-    """
-    if init == RANDOM_START:
-        return queries.random_start(), keys.random_start()
-    assert queries.sizes is not None and keys.sizes is not None, "rows were added"
-    sizes = [queries.sizes, keys.sizes]
-    if init == "topcol":
-        sizes = [queries.sizes + keys.sizes] * 2
-    query_columns, key_columns = (size.topk(rank).indices for size in sizes)
-    return queries.column_start(query_columns), keys.column_start(key_columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +184,6 @@ class Bases:
         omega: Sketch | None,
         iterations: int,
         penalty: float,
-        tolerance: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, Self]:
         """One token's proxies, and the bases after it (eq. 9 to 12).
 
@@ -252,10 +191,8 @@ class Bases:
             query, key: ``[B, Hq, D]`` fp32.
             omega: of the keys on the device in the step before (Omega, eq. 7) and their proxies;
                 None when nothing was selected yet.
-            iterations: rounds at most.
+            iterations: rounds.
             penalty: lambda_d1 and lambda_d2.
-            tolerance: a head stops after the round that changes ``q_hat`` and ``k_hat`` by a mean
-                square below it; the first round has no ``q_hat`` to compare with. 0 never stops.
 
         Returns:
             ``q_hat, k_hat [B, Hq, r]`` fp32, and the new bases.
@@ -269,17 +206,9 @@ class Bases:
             from_q = from_q + penalty * q @ omega.cross.mT
         k_hat = solve(own_k, from_k.mT).mT
         q_hat = torch.zeros_like(k_hat)
-        moving: torch.Tensor | None = None
-        for number in range(iterations):
-            old = q_hat, k_hat
+        for _ in range(iterations):
             q_hat = _solve_proxy(own_q, from_q, k_hat, penalty, dots)
             k_hat = _solve_proxy(own_k, from_k, q_hat, penalty, dots)
-            if moving is not None:
-                new = q_hat, k_hat
-                q_hat, k_hat = (torch.where(moving, *x) for x in zip(new, old, strict=True))
-            if tolerance and 0 < number < iterations - 1:
-                changes = [(q_hat - old[0]).square(), (k_hat - old[1]).square()]
-                moving = torch.maximum(*(x.mean(-1, keepdim=True) for x in changes)) >= tolerance
         bases = type(self)(_correct(self.query, q_hat, q), _correct(self.key, k_hat, k))
         return q_hat.squeeze(2), k_hat.squeeze(2), bases
 

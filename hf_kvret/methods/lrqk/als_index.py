@@ -11,15 +11,7 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
-from hf_kvret.methods.lrqk.als import (
-    RANDOM_START,
-    Bases,
-    Moments,
-    RandomSource,
-    Sketch,
-    alternating,
-    start_sketches,
-)
+from hf_kvret.methods.lrqk.als import Bases, Moments, RandomSource, Sketch, alternating
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.proxies import Proxies, project
 from hf_kvret_kernels import proxy
@@ -139,8 +131,7 @@ class PaperLRQKIndex(Index):
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
         self._chance = RandomSource(options.seed)
-        is_random = options.init == RANDOM_START
-        self._queries, self._keys = Moments(is_random), Moments(is_random)
+        self._queries, self._keys = Moments(), Moments()
         self._proxies = Proxies(options.proxy_dtype)
         self._recent = RecentProxies(self._room(options))
         self._forget_pass()
@@ -175,10 +166,9 @@ class PaperLRQKIndex(Index):
         queries, keys = self._queries, self._keys
         if queries.gram is None or keys.gram is None:
             raise RuntimeError("no query was seen: call on_forward before build")
-        rank = options.rank_of(queries.gram.shape[-1])
-        starts = start_sketches(options.init, queries, keys, rank)
-        limits = options.iterations, options.penalty, options.tolerance
-        factors = alternating(queries.gram, keys.gram, *starts, *limits, keys.count)
+        starts = queries.start(), keys.start()
+        limits = options.iterations, options.penalty
+        factors = alternating(queries.gram, keys.gram, *starts, *limits)
         self._query_basis, self._key_basis = factors.query_basis, factors.key_basis
         self._omega = None
         self._recent.start(factors.to_key)
@@ -236,7 +226,7 @@ class PaperLRQKIndex(Index):
         keys = self._recent.newest(query.shape[2], query.shape[1])
         query_proxies, key_proxies, bases = [], [], self._bases
         for q, k in zip(query.unbind(2), keys.unbind(2), strict=True):
-            limits = options.iterations, options.penalty, options.tolerance
+            limits = options.iterations, options.penalty
             q_hat, k_hat, bases = bases.step(q.float(), k, self._omega, *limits)
             query_proxies.append(q_hat)
             key_proxies.append(k_hat)

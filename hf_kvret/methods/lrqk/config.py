@@ -7,22 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_kvret.options.config import (
-    RetrievalConfig,
-    check_choice,
-    check_flag,
-    check_int,
-    check_number,
-    check_seed,
-)
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
 from hf_kvret_kernels import proxy
 
 _RANK = 32
-_CHOICES = {
-    "factors": ("closed", "als"),
-    "proxy_dtype": ("bfloat16", "int8"),
-    "init": ("randn", "top", "topcol"),
-}
 
 
 @dataclass(frozen=True)
@@ -44,14 +33,11 @@ class LRQKConfig(RetrievalConfig):
         half_life: tokens after which a query counts half as new.
         drift: with ``"closed"``, factors are made again when the error for the newest queries has
             grown by this factor, and new ones would lower it by as much. ``inf``: never.
-        init: with ``"als"``, the start, ``"randn"``, ``"top"`` or ``"topcol"`` (B.6).
-        iterations: with ``"als"``, the most rounds of both algorithms.
-        tolerance: with ``"als"``, a head stops after a round that changes its factors, or proxies,
-            by a mean square below this (appendix D). 0: it never stops early.
+        iterations: with ``"als"``, rounds of both algorithms.
         penalty: with ``"als"``, all four lambdas of the paper.
         fit_recent: with ``"als"``, newest tokens that a step's query is fitted to, beside the
             selected ones (Omega, eq. 7). The paper fits to all of its lite tokens.
-        seed: for ``init="randn"``.
+        seed: with ``"als"``, of the random start.
     """
 
     learns_from_queries: ClassVar[bool] = True
@@ -68,49 +54,21 @@ class LRQKConfig(RetrievalConfig):
         }
     }
 
-    top_k: int | float | None = None
-    rank: int | None = None
-    factors: str = "closed"
-    shared: bool = True
-    proxy_dtype: str = "bfloat16"
-    center: bool = True
-    recency: float = 0.5
-    half_life: float = 16.0
-    drift: float = 1.5
-    init: str = "randn"
-    iterations: int = 2
-    tolerance: float = 1e-2
-    penalty: float = 1.0
-    fit_recent: int = 64
-    seed: int = 0
+    retired: ClassVar[Mapping[str, Any]] = {"init": "randn", "tolerance": 0.01}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank is not None:
-            check_int("rank", self.rank, 1)
-        check_int("iterations", self.iterations, 1)
-        check_int("fit_recent", self.fit_recent, 0)
-        check_seed(self.seed)
-        for name, choices in _CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
-        check_flag("shared", self.shared)
-        check_flag("center", self.center)
-        check_number(
-            "recency", self.recency, lambda x: 0.0 <= x < 1.0, "a weight from 0 to below 1"
-        )
-        check_number(
-            "half_life", self.half_life, lambda x: 0.0 < x < math.inf, "a number of tokens above 0"
-        )
-        check_number(
-            "drift",
-            self.drift,
-            lambda x: x >= 1.0,
-            "a factor of at least 1; inf never projects anew",
-        )
-        check_number(
-            "tolerance", self.tolerance, lambda x: 0.0 <= x < math.inf, "a mean square, 0 for none"
-        )
-        check_number("penalty", self.penalty, lambda x: 0.0 < x < math.inf, "a number above 0")
+    top_k: int | float | None = None
+    rank: int | None = option(None, integer(1), OneOf(None))
+    factors: str = option("closed", OneOf("closed", "als"))
+    shared: bool = option(True, FLAG)
+    proxy_dtype: str = option("bfloat16", OneOf("bfloat16", "int8"))
+    center: bool = option(True, FLAG)
+    recency: float = option(0.5, real(note="a weight", least=0, below=1))
+    half_life: float = option(16.0, real(note="tokens", above=0, below=math.inf))
+    drift: float = option(1.5, real(note="inf never projects anew", least=1))
+    iterations: int = option(2, integer(1))
+    penalty: float = option(1.0, real(above=0, below=math.inf))
+    fit_recent: int = option(64, integer(0))
+    seed: int = option(0, integer(0, below=2**63))
 
     def rank_of(self, dim: int) -> int:
         """The rank for heads of ``dim``; ValueError where there is no such rank."""

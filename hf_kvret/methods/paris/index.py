@@ -16,27 +16,34 @@ from hf_kvret.contracts.schema import FLOATS
 from hf_kvret.contracts.state import number, tensor
 from hf_kvret.contracts.store import Store
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
-from hf_kvret.options.config import (
-    RetrievalConfig,
-    check_choice,
-    check_flag,
-    check_int,
-    check_number,
-)
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch
 
-_TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
-# Where there are so many subspaces that a byte can't hold the points of six tiers.
-_FEW_TIERS = (0.15, 0.50, 1.0)
+# Shares of rho at which a centroid's points drop by one: the paper's six (section 5.4), or as many
+# as a byte can hold the points of.
+_TIERS = ((0.05, 0.15, 0.30, 0.50, 0.75, 1.0), (0.15, 0.50, 1.0), (0.30, 1.0), (1.0,))
 _MOST_POINTS = 254
+SCHEDULES = {
+    "ours": (
+        (5_000, 0.50, 0.75),
+        (30_000, 0.25, 0.75),
+        (512 << 10, 0.10, 0.75),
+        (math.inf, 0.07, 0.75),
+    ),
+    "paper": (
+        (5_000, 0.50, 0.50),
+        (10_000, 0.25, 0.30),
+        (30_000, 0.20, 0.25),
+        (math.inf, 0.10, 0.20),
+    ),
+}
+"""By the name of ``tables``, rows ``(length, beta, rho)``.
+
+Below ``length`` cold tokens a share beta of them are candidates, and rho of the keys earn points.
+"""
 _PAPER_LEVELS = (0.0420, 0.1266, 0.2129, 0.3023, 0.3968, 0.4990, 0.6148, 0.7604)
-_PAPER_SCHEDULE = (
-    (5_000, 0.50, 0.50),
-    (10_000, 0.25, 0.30),
-    (30_000, 0.20, 0.25),
-    (math.inf, 0.10, 0.20),
-)
 
 
 @dataclass(frozen=True)
@@ -45,20 +52,19 @@ class ParisConfig(RetrievalConfig):
 
     Attributes:
         subspace_dim: coordinates of a subspace, m: 4 or 8.
-        tiers: shares of ρ at which a centroid's points drop by one (section 4.2.2). ``None``: the
-            paper's six (section 5.4) for up to 42 subspaces, three for more.
-        schedule: rows ``(length, beta, rho)``. The first row with a length above the number of cold
-            tokens gives the share of candidates, β, and the share of keys that earn points, ρ.
+        tables: shares by length, and the magnitudes of a code. The shares are β, of the cold tokens
+            that are candidates, and ρ, of the keys that earn points. ``"paper"``: the published
+            code's tables, whose magnitudes are for ``subspace_dim=8``. ``"ours"``: more keys earn
+            points, and magnitudes are the Lloyd-Max levels.
         per_selected: candidates for each selected token at least, where β gives fewer.
         group_reduce: how the query heads of a KV head share a selection. ``"max"``: by the largest
             of their softmax weights. ``"mean"``: by the mean of their queries, as in the authors'
             code.
         center: subtract the mean key before keys are coded. The ranking does not depend on it.
-        levels: the eight magnitudes of a code. ``None``: the Lloyd-Max levels for ``subspace_dim``.
         seed: for the random signs, the same in all layers and heads.
     """
 
-    # Section 5 and table 1; levels, schedule and the mean of a group are the published code's.
+    # Section 5 and table 1; tables and the mean of a group are the published code's.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
             "top_k": 100,
@@ -67,68 +73,32 @@ class ParisConfig(RetrievalConfig):
             "flush": 512,
             "group_reduce": "mean",
             "center": False,
-            "levels": _PAPER_LEVELS,
-            "schedule": _PAPER_SCHEDULE,
+            "tables": "paper",
             "per_selected": 1.0,
         }
     }
 
-    subspace_dim: int = 8
-    tiers: tuple[float, ...] | None = None
-    schedule: tuple[tuple[float, float, float], ...] = (
-        (5_000, 0.50, 0.75),
-        (30_000, 0.25, 0.75),
-        (512 << 10, 0.10, 0.75),
-        (math.inf, 0.07, 0.75),
-    )
-    per_selected: float = 5.0
-    group_reduce: str = "max"
-    center: bool = True
-    levels: tuple[float, ...] | None = None
-    seed: int = 0
+    retired: ClassVar[Mapping[str, Any]] = {
+        "tiers": None,
+        "levels": None,
+        "schedule": [list(row) for row in SCHEDULES["ours"]],
+    }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("tiers", "schedule", "levels"):
-            value = getattr(self, name)
-            if not isinstance(value, tuple | list) and (name == "schedule" or value is not None):
-                raise TypeError(f"{name} must be a sequence, got {value!r}")
-        check_flag("center", self.center)
-        meaning = "candidates for a selected token, at least 1"
-        check_number("per_selected", self.per_selected, lambda x: 1.0 <= x < math.inf, meaning)
-        check_int("seed", self.seed)
-        check_choice("subspace_dim", self.subspace_dim, (4, 8))
-        check_choice("group_reduce", self.group_reduce, ("max", "mean"))
-        # JSON has no tuples: lists come back from a saved configuration.
-        object.__setattr__(self, "schedule", tuple(tuple(row) for row in self.schedule))
-        for name in ("tiers", "levels"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.levels is not None and len(self.levels) != 8:
-            raise ValueError(f"levels needs 8 magnitudes, got {len(self.levels)}")
-        tiers = _TIERS if self.tiers is None else self.tiers
-        values = (*tiers, *(self.levels or ()))
-        if not all(isinstance(value, int | float) for value in values):
-            raise TypeError(f"tiers={self.tiers} and levels={self.levels} must be numbers")
-        if not 1 <= len(tiers) <= 15 or not all(0 < tier <= 1 for tier in tiers):
-            raise ValueError(f"tiers={self.tiers}: 1 to 15 shares above 0 and at most 1")
-        if not self.schedule:
-            raise ValueError("schedule is empty: give at least one (length, beta, rho) row")
-        for row in self.schedule:
-            if len(row) == 3 and not all(isinstance(value, int | float) for value in row):
-                raise TypeError(f"schedule row {row}: three numbers (length, beta, rho)")
-            if len(row) != 3 or not (0 < row[1] <= 1 and 0 < row[2] <= 1):
-                raise ValueError(
-                    f"schedule row {row}: (length, beta, rho) with beta and rho above 0 and at "
-                    "most 1"
-                )
+    subspace_dim: int = option(8, OneOf(4, 8))
+    tables: str = option("ours", OneOf(*SCHEDULES))
+    per_selected: float = option(
+        5.0, real(note="candidates for a selected token", least=1, below=math.inf)
+    )
+    group_reduce: str = option("max", OneOf("max", "mean"))
+    center: bool = option(True, FLAG)
+    seed: int = option(0, integer())
 
     @property
     def even_len(self) -> int:
-        """See ``RetrievalConfig``; changes of the schedule beyond 64K tokens are left out."""
-        changes = [int(length) for length, _, _ in self.schedule if length <= 1 << 16]
+        """See ``RetrievalConfig``; changes of the shares beyond 64K tokens are left out."""
+        changes = [int(row[0]) for row in SCHEDULES[self.tables] if row[0] <= 1 << 16]
         window = self.sink + self.recent + self.flush
-        return max(super().even_len, max(changes, default=0) + window)
+        return max(super().even_len, max(changes) + window)
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for rows of this dim that have no codes, or whose points a byte can't hold."""
@@ -146,29 +116,18 @@ class ParisConfig(RetrievalConfig):
 
     def tiers_for(self, subspaces: int) -> tuple[float, ...]:
         """Tiers for keys of so many subspaces; ValueError where a byte can't hold their points."""
-        tiers = self.tiers
-        if tiers is None:
-            tiers = _TIERS if len(_TIERS) * subspaces <= _MOST_POINTS else _FEW_TIERS
-        if len(tiers) * subspaces > _MOST_POINTS:
-            fit = _MOST_POINTS // subspaces
-            ways = ["subspace_dim=8"] if self.subspace_dim < 8 else []
-            ways.append(f"at most {_tiers(fit)}" if fit else "cache_implementation='flat'")
-            raise ValueError(
-                f"scores of {_tiers(len(tiers))} in {subspaces} subspaces of {self.subspace_dim} "
-                f"numbers go above {_MOST_POINTS}, which a byte can't hold: use {' or '.join(ways)}"
-            )
-        return tiers
+        for tiers in _TIERS:
+            if len(tiers) * subspaces <= _MOST_POINTS:
+                return tiers
+        raise ValueError(
+            f"scores in {subspaces} subspaces of {self.subspace_dim} numbers go above "
+            f"{_MOST_POINTS}, which a byte can't hold: use subspace_dim=8"
+        )
 
     def ratios(self, cold_len: int) -> tuple[float, float]:
         """``(beta, rho)`` for that many cold tokens."""
-        for length, beta, rho in self.schedule:
-            if cold_len < length:
-                return beta, rho
-        return self.schedule[-1][1:]
-
-
-def _tiers(count: int) -> str:
-    return f"{count} tier" if count == 1 else f"{count} tiers"
+        rows = SCHEDULES[self.tables]
+        return next((beta, rho) for length, beta, rho in rows if cold_len < length)
 
 
 class ParisIndex(CapturableIndex, Index):
@@ -385,10 +344,10 @@ class ParisIndex(CapturableIndex, Index):
         options = self.options
         options.check_dim(dim)
         self._signs = paris.random_signs(paris.rotated_dim(dim), options.seed).to(device)
-        if options.levels is None:
-            self._levels = paris.magnitude_levels(options.subspace_dim).to(device)
-        else:
-            self._levels = torch.tensor(options.levels, dtype=torch.float32, device=device)
+        levels = paris.magnitude_levels(options.subspace_dim)
+        if options.tables == "paper" and options.subspace_dim == 8:
+            levels = torch.tensor(_PAPER_LEVELS, dtype=torch.float32)
+        self._levels = levels.to(device)
 
     def _codes(self) -> paris.ParisCodes:
         return paris.ParisCodes(self._sign.rows, self._magnitude.rows, self._weight.rows)

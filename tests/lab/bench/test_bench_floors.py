@@ -130,7 +130,7 @@ def test_keys_that_a_rerank_compares_are_read_where_they_lie(
     model: PreTrainedModel, store: str
 ) -> None:
     floors = []
-    for rerank in ("auto", "lists"):
+    for rerank in ("auto", "off"):
         cache = CTkvrCache(model.config, tokens_per_centroid=4, rerank=rerank, store=store, **SMALL)
         fill(model, cache, steps=1)
         floors.append(decode_floor(WEIGHTS, cache, no_usage(), BATCH, Selections(), on_host=False))
@@ -229,7 +229,7 @@ def test_rows_that_move_to_the_host_later_do_not_count_for_steps_before() -> Non
 
 def test_compared_keys_of_a_split_store_are_counted_where_they_lie(model: PreTrainedModel) -> None:
     floors = []
-    for rerank in ("auto", "lists"):
+    for rerank in ("auto", "off"):
         cache = CTkvrCache(
             model.config,
             tokens_per_centroid=4,

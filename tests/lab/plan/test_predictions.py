@@ -64,7 +64,7 @@ def check(model: PreTrainedModel, name: str, length: int, batch: int = 1) -> Non
         "paris:store=higgs-host:bits=3",
         "lrqk:store=higgs",
         "ctkvr:store=host",
-        "ctkvr:store=cpu:rerank=cpu",
+        "ctkvr:store=cpu",
         "h2o:store=host",
         "aqua:predictor=none:first_bits=4",
         "aqua:predictor=none:first_bits=4:store=host",

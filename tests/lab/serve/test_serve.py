@@ -278,7 +278,7 @@ OWN: list[tuple[Any, str]] = [
     ({"cache_config": {"shelf": "/etc"}}, "'shelf', which is the server's"),
     ({"cache_config": {"artifact": "evil/artifact"}}, "'artifact', which is the server's"),
     ({"cache_config": {"track_recall": True}}, "'track_recall', which is the server's"),
-    ({"cache_config": {"top_k": 0}}, "top_k=0: a count must be at least 1"),
+    ({"cache_config": {"top_k": 0}}, "top_k=0 must be at least 1"),
     ({"cache_config": {"top_k": {"top_k": 3}}}, "top_k must be an int"),
     ({"cache_config": [1]}, "should be a valid dictionary"),
     ({"cache_implementation": "nonsense"}, "Choose one of"),

@@ -1,0 +1,152 @@
+"""An index driven as a layer drives it: a prompt, steps, flushes, forks; no model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_kvret import ColdTokens, TokenBlock
+from hf_kvret.contracts.index import Index
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing.cold import cold_tokens
+
+from .codebooks import DIM, GROUP, HEADS
+from .watched_stores import GuardedStore, normal
+
+SCALE = 2 / math.sqrt(DIM)
+SEQUENCES, PROMPT, RECENT, BUDGET = 3, 150, 8, 20
+"""Sequences that are drawn; tokens of a prompt, those that stay in the window, and the budget."""
+
+
+def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries ``[B, Hq, n, D]`` and keys ``[B, H, n, D]`` whose spectrum falls off."""
+    slope = torch.logspace(0.3, -0.6, DIM)
+    queries = normal(seed, SEQUENCES, HEADS * GROUP, count, DIM) * slope
+    return queries, normal(seed + 1, SEQUENCES, HEADS, count, DIM) * slope
+
+
+class IndexRun:
+    """An index with its store and all tokens of some ``sequences`` of those that are drawn."""
+
+    def __init__(
+        self,
+        make: Callable[[], Index],
+        sequences: Sequence[int] = (0, 1),
+        budget: int = BUDGET,
+    ) -> None:
+        self.make, self.sequences, self.budget = make, list(sequences), budget
+        self.index: Any = make()
+        self.store = GuardedStore(DeviceMemory(torch.device("cpu")))
+        self.keys = torch.empty(len(self.sequences), HEADS, 0, DIM)
+        self.valid = torch.empty(len(self.sequences), 0, dtype=torch.bool)
+        self.built = False
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[2]
+
+    def see(
+        self, queries: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor | None = None
+    ) -> None:
+        """A pass of new tokens, which stay in the window."""
+        real = torch.ones(len(keys), keys.shape[2], dtype=torch.bool) if valid is None else valid
+        positions = torch.arange(self.length, self.length + keys.shape[2]).expand(len(keys), -1)
+        self.index.on_forward(queries, keys, self.length, valid, positions)
+        self.keys = torch.cat([self.keys, keys], dim=2)
+        self.valid = torch.cat([self.valid, real], dim=1)
+
+    def flush(self, count: int) -> None:
+        """The oldest ``count`` tokens of the window go cold."""
+        cold = slice(len(self.store), len(self.store) + count)
+        keys, valid = self.keys[:, :, cold], self.valid[:, cold]
+        block = TokenBlock(keys, keys, cold.start, None if valid.all() else valid)
+        self.store.append(block)
+        self.index.add(block)
+
+    def prompt(
+        self,
+        tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+        valid: torch.Tensor | None = None,
+        cuts: tuple[int, ...] = (),
+        recent: int = RECENT,
+    ) -> IndexRun:
+        """``tokens`` in passes that end at ``cuts``; all but the ``recent`` ones go cold."""
+        queries, keys = (x[self.sequences] for x in tokens or draw(0, PROMPT))
+        for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
+            mask = None if valid is None else valid[self.sequences, start:end]
+            self.see(queries[:, :, start:end], keys[:, :, start:end], mask)
+            self.flush(max(0, min(end, keys.shape[2] - recent) - len(self.store)))
+        return self
+
+    def cold(self, budget: int | None = None, sinks: int = 0) -> ColdTokens:
+        """The cold tokens behind the first ``sinks`` ones."""
+        length = len(self.store)
+        valid = self.valid[:, :length] & (torch.arange(length) >= sinks)
+        return cold_tokens(valid, SCALE, budget or self.budget, store=self.store)
+
+    def ready(self, budget: int | None = None, sinks: int = 0) -> None:
+        """What comes before a search."""
+        prepare = self.index.before_search if self.built else self.index.build
+        prepare(self.cold(budget, sinks))
+        self.built = True
+
+    def search(
+        self, query: torch.Tensor, budget: int | None = None, sinks: int = 0
+    ) -> torch.Tensor:
+        """Ids of a query of the newest pass, best first."""
+        ids = self.index.search(query, self.cold(budget, sinks))
+        self.index.after_search(ids)
+        return ids
+
+    def select(
+        self, query: torch.Tensor, budget: int | None = None, sinks: int = 0
+    ) -> torch.Tensor:
+        """The same in order, after what comes before a search."""
+        self.ready(budget, sinks)
+        return self.search(query, budget, sinks).sort(-1).values
+
+    def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
+        """A pass of ``count`` tokens, each of which selects."""
+        queries, keys = (x[self.sequences] for x in draw(1000 + 10 * seed, count))
+        self.see(queries, keys)
+        self.flush(flush)
+        return self.select(queries)
+
+    def go_on(self, first: int = 100) -> list[torch.Tensor]:
+        """Selections of eight passes, with a question that selects nothing in between."""
+        flushes = (0, 3, 0, 0, 5, 1, 0, 7)
+        ids = [self.step(first + i, 1 + i % 3, flush) for i, flush in enumerate(flushes[:4])]
+        queries, keys = (x[self.sequences] for x in draw(first, 6))
+        # In directions that no query before had.
+        self.see(queries.flip(-1), keys)
+        return ids + [self.step(first + i, 1, flush) for i, flush in enumerate(flushes[4:], 4)]
+
+    def fork(self) -> IndexRun:
+        twin = object.__new__(IndexRun)
+        vars(twin).update(vars(self))
+        twin.index, twin.store = self.index.fork(), self.store.fork()
+        return twin
+
+    def load(self) -> IndexRun:
+        """The same after a way to the disk and back."""
+        twin = self.fork()
+        twin.index = self.make()
+        twin.index.load_state_dict({name: x.clone() for name, x in self.index.state_dict().items()})
+        return twin
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens, which are cold."""
+        for part in (self.index, self.store):
+            part.crop(length)
+        self.keys, self.valid = self.keys[:, :, :length], self.valid[:, :length]
+        self.built = self.built and length > 0
+
+    def reorder(self, rows: list[int]) -> None:
+        order = torch.tensor(rows)
+        for part in (self.index, self.store):
+            part.reorder(order)
+        self.keys, self.valid = self.keys[order], self.valid[order]
+        self.sequences = [self.sequences[row] for row in rows]

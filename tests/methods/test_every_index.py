@@ -1,0 +1,195 @@
+"""What every index must do: padding, neighbours, forks, saves, new orders and crops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.contracts.index import Index
+from hf_kvret.methods.a2ats import A2ATSConfig, A2ATSIndex
+from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
+from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex, PaperLRQKIndex
+from hf_kvret.methods.paris import ParisConfig, ParisIndex
+
+from .codebooks import DIM, GROUP, HEADS, write_book
+from .index_runs import BUDGET, PROMPT, SEQUENCES, IndexRun, draw
+from .watched_stores import ragged, slot_sets, slot_sets_of
+
+Make = Callable[[], Index]
+_AT_ONCE = {"update": 1, "update_lists": "recalled"}
+
+
+def _ctkvr(**options: Any) -> Make:
+    few = {"tokens_per_centroid": 8, "max_draft": 4, **options}
+    return lambda: CTkvrIndex(CTkvrConfig.from_options(**few))
+
+
+def _lrqk(**options: Any) -> Make:
+    return lambda: LRQKIndex(LRQKConfig.from_options(rank=12, **options))
+
+
+def _als() -> Index:
+    sizes = {"rank": 6, "fit_recent": 5, "max_draft": 4}
+    return PaperLRQKIndex(LRQKConfig.preset("paper", **sizes))
+
+
+INDEXES: dict[str, Make] = {
+    "flat": FlatIndex,
+    "paris": lambda: ParisIndex(ParisConfig()),
+    "paris, nibbles": lambda: ParisIndex(ParisConfig(subspace_dim=4)),
+    "paris, paper": lambda: ParisIndex(ParisConfig.preset("paper")),
+    "lrqk": _lrqk(),
+    "lrqk, int8": _lrqk(proxy_dtype="int8", shared=False),
+    "lrqk, als": _als,
+    "ctkvr": _ctkvr(),
+    "ctkvr, at once": _ctkvr(**_AT_ONCE),
+    "ctkvr, off": _ctkvr(rerank="off", pending=6),
+}
+NAMES = [*INDEXES, "a2ats", "a2ats, union"]
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_book(tmp_path_factory.mktemp("book")).folder
+
+
+@pytest.fixture(params=NAMES)
+def make(request: pytest.FixtureRequest, book: str) -> Make:
+    """What makes an empty index of each method."""
+    if request.param in INDEXES:
+        return INDEXES[request.param]
+    budget_of = "union" if request.param.endswith("union") else "head"
+    return lambda: A2ATSIndex(A2ATSConfig(artifact=book, budget_of=budget_of), 0)
+
+
+def _same(results: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, results, expected))
+
+
+def _after_steps(make: Make, steps: int = 4) -> IndexRun:
+    """A prompt that came in two chunks, and some steps."""
+    run = IndexRun(make).prompt(cuts=(90,))
+    for number in range(steps):
+        run.step(number, flush=2 * (number == 2))
+    return run
+
+
+@pytest.mark.parametrize("length", [1, 3, PROMPT])
+def test_a_budget_for_all_selects_exactly_the_valid_tokens(length: int, make: Make) -> None:
+    valid = ragged(SEQUENCES, length + 2)
+    valid[1, :length] = False
+    valid[1, length - 1] = True
+    run = IndexRun(make, range(SEQUENCES)).prompt(draw(0, length + 2), valid, recent=2)
+    queries, keys = draw(9, 2)
+    run.see(queries, keys)
+    ids = run.select(queries, budget=length)
+    assert ids.dtype == torch.int32 and ids.shape[-1] == length
+    expected = slot_sets_of(valid[:, :length])
+    heads = ids.shape[1] * ids.shape[2]
+    assert slot_sets(ids) == [slots for slots in expected for _ in range(heads)]
+
+
+def test_sinks_padding_and_holes_are_never_selected(make: Make) -> None:
+    """They get the largest keys of all, so that any leak would pick them first."""
+    queries, keys = draw(0, PROMPT)
+    valid = ragged(SEQUENCES, PROMPT)
+    hidden = ~valid | (torch.arange(PROMPT) < 4)
+    leak = 100 * queries[:, ::GROUP, -1:]
+    keys = torch.where(hidden[:, None, :, None], leak, keys)
+    run = IndexRun(make, range(SEQUENCES)).prompt((queries, keys), valid)
+    for _ in range(2):
+        run.see(queries[:, :, -1:], keys[:, :, -1:])
+        ids = run.select(queries[:, :, -1:], sinks=4)
+        for slots, allowed in zip(ids.flatten(1, 2), ~hidden, strict=True):
+            slots = slots[slots >= 0].long()
+            assert len(slots) and allowed[slots].all()
+
+
+# Padding may widen the step of int8, up to a bound.
+@pytest.mark.parametrize("make", [name for name in NAMES if name != "lrqk, int8"], indirect=True)
+def test_what_stands_in_padding_does_not_matter(make: Make) -> None:
+    tokens, valid = draw(0, PROMPT), ragged(SEQUENCES, PROMPT)
+    other = [torch.where(valid[:, None, :, None], x, 9.0) for x in tokens]
+    results = [
+        IndexRun(make, range(SEQUENCES)).prompt((queries, keys), valid, (90,)).go_on()
+        for queries, keys in (tokens, other)
+    ]
+    assert _same(*results)
+
+
+def test_a_sequence_does_not_change_with_its_neighbours(make: Make) -> None:
+    tokens, valid = draw(0, PROMPT), ragged(SEQUENCES, PROMPT)
+    results = []
+    for pair in ([0, 1], [0, 2]):
+        run = IndexRun(make, pair).prompt(tokens, valid, (90,))
+        results.append([ids[0] for first in (100, 200, 300) for ids in run.go_on(first)])
+    assert _same(*results)
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_forks_and_loaded_indexes_go_on_like_one_that_was_left_alone(
+    steps: int, make: Make
+) -> None:
+    run = _after_steps(make, steps)
+    early, twin, other, loaded = IndexRun(make).fork(), run.fork(), run.fork(), run.load()
+    # What one of them does is nothing to the others.
+    other.go_on(300)
+    other.crop(20)
+    other.reorder([0, 0])
+    expected = _after_steps(make, steps).go_on()
+    for one in (twin, run, loaded):
+        assert _same(one.go_on(), expected)
+    assert _same(early.prompt(cuts=(90,)).go_on(), IndexRun(make).prompt(cuts=(90,)).go_on())
+
+
+def test_sequences_in_another_order_select_as_before(make: Make) -> None:
+    run, still = _after_steps(make), _after_steps(make)
+    run.reorder([1, 0, 0])
+    expected = [ids[[1, 0, 0]] for ids in still.go_on()]
+    assert _same(run.go_on(), expected)
+    run.reorder([2])
+    assert run.step(50).shape[0] == 1
+
+
+@pytest.mark.parametrize("left", [100, 1])
+def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(
+    left: int, make: Make
+) -> None:
+    run = _after_steps(make)
+    run.crop(left)
+    ids = run.step(20)
+    assert ids.max() < left
+    run.flush(1)
+    for number in range(30):
+        run.step(30 + number, flush=1)
+    length = len(run.store)
+    whole = run.select(draw(0, 1)[0][run.sequences], budget=length)
+    assert torch.equal(whole, torch.arange(length, dtype=torch.int32).expand_as(whole))
+
+
+def test_a_crop_to_nothing_begins_anew(make: Make) -> None:
+    run = _after_steps(make)
+    run.crop(0)
+    other = tuple(x.flip(2) * 3 for x in draw(0, PROMPT))
+    assert _same(run.prompt(other).go_on(), IndexRun(make).prompt(other).go_on())
+
+
+def test_fewer_valid_tokens_than_the_budget_leave_the_other_slots_empty(make: Make) -> None:
+    valid = torch.ones(SEQUENCES, PROMPT, dtype=torch.bool)
+    valid[1, : PROMPT - 8 - 3] = False
+    run = IndexRun(make).prompt(valid=valid)
+    ids = run.step(0)[1]
+    assert ids.shape[-1] >= BUDGET and ((ids >= 0).sum(-1) == 3).all()
+    assert (ids[..., -3:] == torch.tensor([139, 140, 141])).all()
+
+
+def test_an_index_that_saw_nothing_says_so(make: Make) -> None:
+    cold = IndexRun(FlatIndex).prompt().cold()
+    query, index = torch.zeros(2, HEADS * GROUP, 1, DIM), make()
+    if not isinstance(index, FlatIndex):
+        with pytest.raises(RuntimeError, match=r"add a block|call on_forward|tokens were seen"):
+            index.search(query, cold)
