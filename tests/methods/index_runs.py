@@ -85,7 +85,7 @@ class IndexRun:
         """The cold tokens behind the first ``sinks`` ones."""
         length = len(self.store)
         valid = self.valid[:, :length] & (torch.arange(length) >= sinks)
-        return cold_tokens(valid, SCALE, budget or self.budget, store=self.store)
+        return cold_tokens(valid, SCALE, min(budget or self.budget, length), store=self.store)
 
     def ready(self, budget: int | None = None, sinks: int = 0) -> None:
         """What comes before a search."""

@@ -276,7 +276,7 @@ def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path)
     exact = cold_tokens(valid, SCALE, 1, store=store)
 
     def recall(codewords: int, seed: int) -> float:
-        words, _ = k_means(sample, codewords, rounds=20, seed=seed)
+        words = k_means(sample, codewords, rounds=20, seed=seed)
         book = write_book(tmp_path / f"{codewords}-{seed}", turn, words=words, metric=metric)
         index = filled(book.index(), served)
         index.on_forward(query, keys[:, :, -8:], count - 8, None, served.positions[:, -8:])

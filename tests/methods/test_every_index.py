@@ -163,7 +163,6 @@ def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(
     run.crop(left)
     ids = run.step(20)
     assert ids.max() < left
-    run.flush(1)
     for number in range(30):
         run.step(30 + number, flush=1)
     length = len(run.store)

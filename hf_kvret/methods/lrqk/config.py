@@ -64,7 +64,7 @@ class LRQKConfig(RetrievalConfig):
     center: bool = option(True, FLAG)
     recency: float = option(0.5, real(note="a weight", least=0, below=1))
     half_life: float = option(16.0, real(note="tokens", above=0, below=math.inf))
-    drift: float = option(1.5, real(note="inf never projects anew", least=1))
+    drift: float = option(1.5, real(note="inf: never", least=1))
     iterations: int = option(2, integer(1))
     penalty: float = option(1.0, real(above=0, below=math.inf))
     fit_recent: int = option(64, integer(0))
