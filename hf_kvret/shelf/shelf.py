@@ -30,6 +30,7 @@ from hf_kvret.methods.known import METHODS
 from hf_kvret.models.exact_chunks import depends_on_length, why_whole
 from hf_kvret.models.ranks import is_split
 from hf_kvret.options.config import LOAD_OPTIONS, byte_count
+from hf_kvret.saved.description import DESCRIPTION as CACHE_DESCRIPTION
 from hf_kvret.saved.description import verify_cache
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import identity_of, printable
@@ -160,7 +161,8 @@ class Shelf:
                 if common < entry.tokens:
                     cache.crop(common - entry.tokens)
                 cache.from_shelf = common
-                self.touch(entry.name)
+                with suppress(OSError):
+                    os.utime(path / DESCRIPTION)
                 return cache
         return None
 
@@ -189,7 +191,8 @@ class Shelf:
         path, load = self.folder / entry.name, _method(entry.method).from_pretrained
         with self._locked(exclusive=False):
             cache = load(path, model.config, model.device, model=model, **changes)
-            self.touch(entry.name)
+            with suppress(OSError):
+                os.utime(path / DESCRIPTION)
         cache.from_shelf = entry.tokens
         return cache
 
@@ -230,9 +233,13 @@ class Shelf:
         name = name_of(key, len(ids), chain)
         self.check_writable()
         there = self._whole_entry(name)
-        if there is not None and title in ("", there.title):
-            self.touch(name)
-            return there
+        # Another process may remove it at this moment.
+        with suppress(FileNotFoundError):
+            if there is not None and title in ("", there.title):
+                os.utime(self.folder / name / DESCRIPTION)
+                if title:
+                    self.touch(there)
+                return there
         most, memory = self.max_bytes, cache.memory()
         entry = ShelfEntry(
             *(name, cache.name, len(ids), memory.device + memory.host, time.time(), key, chain),
@@ -272,24 +279,45 @@ class Shelf:
         return sorted(filter(None, read), key=lambda entry: entry.used, reverse=True)
 
     def entry(self, name: str) -> ShelfEntry:
-        """The entry with that name, else the last used with that title; ValueError for none."""
+        """The entry with that name, else the last put with that title; ValueError for none."""
+        return self.named(name)[0]
+
+    def named(self, name: str) -> list[ShelfEntry]:
+        """The entry with that name, else all with that title, the last put first.
+
+        A title may be given as it is shown, with its control characters spelled out. ValueError
+        for none.
+        """
         entries = self.entries()
         named = [entry for entry in entries if entry.name == name]
-        named = named or [entry for entry in entries if name and entry.title == name]
-        if not named:
+        named = named or [one for one in entries if name in (one.title, printable(one.title))]
+        if not named or not name:
             known = ", ".join(printable(entry.title or entry.name) for entry in entries)
             raise ValueError(f"{self.folder} has no entry {name!r}, it has {known or 'nothing'}")
-        return named[0]
+        return sorted(named, key=self._put_time, reverse=True)
 
-    def touch(self, name: str) -> None:
-        """Make the entry with that name the last used."""
-        with suppress(OSError):
-            os.utime(self.folder / name / DESCRIPTION)
+    def _put_time(self, entry: ShelfEntry) -> float:
+        # Uses change the time of the description alone.
+        with suppress(FileNotFoundError):
+            return (self.folder / entry.name / CACHE_DESCRIPTION).stat().st_mtime
+        return 0.0
+
+    def touch(self, entry: ShelfEntry) -> None:
+        """Make ``entry`` the last put of its title."""
+        os.utime(self.folder / entry.name / CACHE_DESCRIPTION)
 
     def remove(self, name: str) -> None:
-        """Remove the entry with that name, whole or damaged, else that of `entry`."""
+        """Remove the entry with that name or title, whole or damaged.
+
+        ValueError for none, and for several of one title.
+        """
         if not (NAME.fullmatch(name) and (self.folder / name).is_dir()):
-            name = self.entry(name).name
+            name, *others = (entry.name for entry in self.named(name))
+            if others:
+                raise ValueError(
+                    f"{1 + len(others)} entries of {self.folder} have this title: give the name of "
+                    f"one, {', '.join([name, *others])} (the last put first)"
+                )
         with self._locked(exclusive=True):
             self._take_away(self.folder / name)
 

@@ -148,7 +148,7 @@ def run_read(options: ReadOptions) -> int:
     wanted = ids, subject.model, choice.method
     there = shelf.has(*wanted, **asdict(choice.options))
     if there is not None and there.title == name:
-        shelf.touch(there.name)
+        shelf.touch(there)
         print(f"all {there.tokens:,} tokens are on {printable(str(options.shelf))} already")
         return 0
     found = shelf.find(*wanted, **asdict(choice.options))
@@ -268,7 +268,8 @@ def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: 
 def run_ask(options: AskOptions) -> int:
     """Answer a question as the command line says."""
     shelf = Shelf(options.shelf)
-    entry = shelf.entry(options.name)
+    entry, *others = shelf.named(options.name)
+    _say_others(entry, others)
     check_device(options.device)
     if options.model is None and not entry.model:
         raise ValueError(
@@ -292,11 +293,23 @@ def run_ask(options: AskOptions) -> int:
             "answer": answer,
             "tokens": entry.tokens,
             "entry": entry.name,
+            "others": [other.name for other in others],
             "seconds_to_load": loaded - started,
             "seconds_to_answer": time.perf_counter() - loaded,
         }
         print(json.dumps(report, ensure_ascii=False))
     return 0
+
+
+def _say_others(entry: ShelfEntry, others: list[ShelfEntry]) -> None:
+    """Say that several documents have one name, and which of them is taken."""
+    if others:
+        names = ", ".join(other.name for other in others)
+        print(
+            f"{1 + len(others)} documents are called {printable(entry.title)}: this is "
+            f"{entry.name} with {entry.tokens:,} tokens, the last that was read; {names} before it",
+            file=sys.stderr,
+        )
 
 
 def run_shelf(options: ShelfOptions) -> int:
@@ -311,7 +324,8 @@ def run_shelf(options: ShelfOptions) -> int:
         shelf.remove(options.name)
         facts, lines = {"name": options.name}, [f"removed {printable(options.name)}"]
     else:
-        entry = shelf.entry(options.name)
+        entry, *others = shelf.named(options.name)
+        _say_others(entry, others)
         facts = _facts(entry)
         lines = (_inspect if options.action == "inspect" else _verify)(shelf, entry)
     if options.json:
