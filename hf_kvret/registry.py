@@ -29,6 +29,7 @@ from hf_kvret.attention.call_checks import (
 )
 from hf_kvret.attention.masks import retrieval_mask
 from hf_kvret.attention.model_state import (
+    end_use,
     keep_prepared,
     keep_state,
     prepare_state,
@@ -216,6 +217,7 @@ def _around_generate(
                 tell_of_error(model)
             raise
         finally:
+            end_use(call)
             cache, call.cache = call.cache, None
             if cache is not None:
                 stop_recording(cache.layers, but=call.recording)

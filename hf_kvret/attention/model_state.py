@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,15 +31,15 @@ _uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
 class _Use:
     """A pass of a model that keeps something, or the preparation of a call before its first pass.
 
-    What the model keeps lies on it, so one thread can use it at a time. Nobody waits: whoever finds
-    at the end that another thread began in between may have computed with the other's positions,
-    and raises.
+    What the model keeps lies on it, so one thread can use it at a time. Nobody waits: a thread that
+    comes while another one runs the model is refused.
 
     Attributes:
         module: the outermost one of the pass; None in a preparation.
         retrieves: whether it uses a retrieval cache.
         thread: that it runs in.
         is_over: whether it has ended; a pass that a KeyboardInterrupt broke off never does.
+        has_refused: whether a thread was refused for it. The next one is not, as it may be broken.
         before: what the model kept when the preparation began.
         start: tokens in the cache before the pass.
         has_positions: the caller gave position ids.
@@ -48,7 +48,8 @@ class _Use:
 
     def __init__(self, module: nn.Module | None, retrieves: bool) -> None:
         self.module, self.retrieves = module, retrieves
-        self.thread, self.is_over = threading.get_ident(), False
+        self.thread = threading.get_ident()
+        self.is_over = self.has_refused = False
         self.before: dict[str, Any] = {}
         self.start, self.has_positions = 0, False
         self.positions: torch.Tensor | None = None
@@ -57,15 +58,26 @@ class _Use:
         """Whether it is running, in this thread."""
         return not self.is_over and self.thread == threading.get_ident()
 
+    def is_elsewhere(self) -> bool:
+        """Whether it may be running, in another thread."""
+        others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        return not (self.is_over or self.has_refused) and self.thread in others
 
-def _check_alone(model: nn.Module, newest: _Use, retrieves: bool) -> None:
-    """RuntimeError as ``newest`` began while another use ran, and one of them ``retrieves``."""
-    if retrieves or newest.retrieves:
-        raise RuntimeError(
-            f"two threads ran one {type(model).__name__} at the same time, which keeps positions "
-            "of its conversation: run one call at a time, or give each thread its own model "
-            "(copy.deepcopy)"
-        )
+    def begin(self, model: nn.Module) -> None:
+        """Become the newest use of ``model``; RuntimeError while another thread runs it."""
+        newest = _uses.get(model)
+        if newest is not None and newest.is_elsewhere() and (self.retrieves or newest.retrieves):
+            newest.has_refused = True
+            _refuse(model)
+        _uses[model] = self
+
+
+def _refuse(model: nn.Module) -> NoReturn:
+    raise RuntimeError(
+        f"two threads ran one {type(model).__name__} at the same time, which keeps positions of "
+        "its conversation (or a pass broke off in the other thread: then try again): run one call "
+        "at a time, or give each thread its own model (copy.deepcopy)"
+    )
 
 
 def keep_state(model: PreTrainedModel) -> None:
@@ -123,7 +135,8 @@ def prepare_state(call: Request) -> None:
     if not kept(model) or isinstance(call.arguments.get("custom_generate"), str):
         return
     use, cache = _Use(None, call.retrieves), cache_argument(call.arguments)
-    _uses[model] = use
+    use.begin(model)
+    call.preparation = use
     if isinstance(cache, RetrievalCache):
         put(model, _for_prompt(cache.model_state.values(), call))
     use.before = take(model)
@@ -146,16 +159,22 @@ def keep_prepared(call: Request) -> None:
 
     RuntimeError where another thread ran the model in the meantime.
     """
-    model = call.model
-    use = _uses.get(model)
+    model, use = call.model, call.preparation
     if use is None:
         return
-    if use.runs_here() and use.module is None:
-        now = take(model)
-        call.prepared_state = {name: x for name, x in now.items() if x is not use.before[name]}
-        use.is_over = True
-    else:
-        _check_alone(model, use, call.retrieves)
+    newest = _uses[model]
+    if newest.thread != use.thread and (use.retrieves or newest.retrieves):
+        _refuse(model)
+    now = take(model)
+    call.prepared_state = {name: x for name, x in now.items() if x is not use.before[name]}
+    use.is_over, call.preparation = True, None
+
+
+def end_use(call: Request) -> None:
+    """Note that ``call`` is over, also where it broke off."""
+    use = _uses.get(call.model)
+    if use is not None:
+        use.is_over |= use.runs_here()
 
 
 # A compiled model would trace the hooks.
@@ -168,7 +187,8 @@ def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     cache, model = _cache_of(args, kwargs), _model_of(module)
     use = _uses.get(model)
     if use is None or not use.runs_here() or use.module in (None, module):
-        use = _uses[model] = _Use(module, cache is not None)
+        use = _Use(module, cache is not None)
+        use.begin(model)
         if cache is not None:
             put(model, _state_of_pass(model, cache))
             use.start = cache.get_seq_length()
@@ -201,14 +221,14 @@ def _after_pass(
     RuntimeError where another thread ran the model in the meantime.
     """
     cache, model = _cache_of(args, kwargs), _model_of(module)
-    use = _uses[model]
-    is_own = use.runs_here()
-    if is_own and use.module is not module:
+    use = _uses.get(model)
+    is_own = use is not None and use.runs_here()
+    if use is None or (is_own and use.module is not module):
         return
     # A pass that failed has no output, and the cache has not gone on.
-    if output is not None and not is_own:
-        _check_alone(model, use, cache is not None)
-    elif output is not None and cache is not None:
+    if output is not None and not is_own and (use.retrieves or cache is not None):
+        _refuse(model)
+    if output is not None and is_own and cache is not None:
         _keep(model, cache, use, kwargs.get("attention_mask"))
     use.is_over |= is_own
 

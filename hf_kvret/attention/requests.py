@@ -21,7 +21,6 @@ class Request:
     Attributes:
         model: whose ``generate`` was called.
         arguments: by name, as the caller gave them.
-        retrieves: it asks for a retrieval cache, as far as its arguments tell.
         cache: the retrieval cache that the call owns, once that is known.
         switched: the call switched the model's attention to ours.
         start_len: tokens in the cache before the call.
@@ -29,14 +28,15 @@ class Request:
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
         is_prepared: ``generate`` came to the point where it makes a cache.
+        preparation: of the state that a model keeps, until ``generate`` makes its cache; or None.
         prepared_state: what ``generate`` had the model keep for the first pass; None after that.
         keep_prompt: called before each pass, and when the call ends, also where it fails.
         cuts_end: the last tokens of the prompt are read in a pass of their own.
+        retrieves: it asks for a retrieval cache, as far as its arguments tell.
     """
 
     model: PreTrainedModel
     arguments: dict[str, Any]
-    retrieves: bool = False
     cache: RetrievalCache | None = None
     switched: bool = False
     start_len: int = 0
@@ -44,9 +44,11 @@ class Request:
     has_retrieved: bool = False
     is_delegated: bool = False
     is_prepared: bool = False
+    preparation: Any = None
     prepared_state: dict[str, Any] | None = None
     keep_prompt: Callable[[], None] = lambda: None
     cuts_end: bool = False
+    retrieves: bool = False
 
     def prompt_ids(self) -> torch.Tensor | None:
         """``[B, T]`` ids that the caller gave; None for a prompt without ids."""

@@ -266,13 +266,17 @@ def test_a_pass_that_breaks_off_keeps_nobody_waiting(
     results: list[bool] = []
 
     def other() -> None:
-        talk.check(talk.filled())
-        results.append(True)
+        for _ in range(2):
+            try:
+                talk.check(talk.filled())
+                results.append(True)
+            except RuntimeError as refusal:
+                assert error is KeyboardInterrupt and "then try again" in str(refusal)
 
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
     thread.join(60)
-    assert results == [True]
+    assert results == [True] * (1 if error is KeyboardInterrupt else 2)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from hf_kvret.lab.calibrate.study import Carried, LayerFindings
@@ -44,7 +44,8 @@ class FinishedLayers:
         """The layers still to learn, and the tensors carried by the layer before them, if any."""
         count = sum(self._file(layer).is_file() for layer in layers)
         carried = self._carry_file(layers[count - 1])
-        return list(layers[count:]), load_file(carried) if count and carried.is_file() else None
+        has_carried = count > 0 and carried.is_file()
+        return list(layers[count:]), self._read(carried)[0] if has_carried else None
 
     def keep(self, layer: int, findings: LayerFindings) -> None:
         """Write one layer and what it carries; what older layers carried is deleted."""
@@ -60,14 +61,24 @@ class FinishedLayers:
 
     def read(self, layer: int) -> LayerFindings:
         """A finished layer, without carried tensors."""
-        file = self._file(layer)
-        with safe_open(file, "pt") as reader:
-            record = json.loads(reader.metadata()["findings"])
-        return LayerFindings(load_file(file), record["settings"], record["quality"])
+        tensors, metadata = self._read(self._file(layer))
+        record = json.loads(metadata["findings"])
+        return LayerFindings(tensors, record["settings"], record["quality"])
 
     def remove(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self._folder)
+
+    def _read(self, file: Path) -> tuple[Carried, dict[str, str]]:
+        """The tensors and the metadata of a file."""
+        try:
+            with safe_open(file, "pt") as reader:
+                metadata = reader.metadata()
+            return load_file(file), metadata
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} is damaged ({error}): delete {self._folder}, and calibrate again"
+            ) from error
 
     def _write(self, file: Path, tensors: Carried, metadata: dict[str, str]) -> None:
         replace_file(file, save({name: x.contiguous() for name, x in tensors.items()}, metadata))

@@ -21,6 +21,7 @@ from hf_kvret.lab.calibrate.rope_check import check_rope, input_device
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.lab.calibrate.taps import LayerTokens, tap_attention
 from hf_kvret.lab.program.progress import tqdm
+from hf_kvret.lab.report.results import sole_writer
 from hf_kvret.models.compatibility import check_model, retrieval_layers
 from hf_kvret.models.ranks import check_calibration
 from hf_kvret_model_patches.decoders import decoder_of
@@ -93,21 +94,22 @@ def calibrate(
         "tokens": _digest(corpus),
         "options": calibration.options(),
     }
-    finished = FinishedLayers(folder / _PARTS, setup)
-    todo, carried = finished.left(list(ropes))
-    for first in range(0, len(todo), layers_at_once):
-        group = todo[first : first + layers_at_once]
-        some = {n: ropes[n] for n in group}
-        studies = _read(model, corpus, {"": calibration}, some, progress)[""]
-        for layer in group:
-            # A study has no name here, so that its tokens are freed before the next one learns.
-            findings = _learn(studies.pop(layer), layer, carried, progress)
-            finished.keep(layer, findings)
-            carried = findings.carried
-    artifact = _put_together(calibration, identity, corpus, finished, list(ropes))
-    artifact.save_pretrained(folder)
-    finished.remove()
-    return artifact
+    with sole_writer(folder):
+        finished = FinishedLayers(folder / _PARTS, setup)
+        todo, carried = finished.left(list(ropes))
+        for first in range(0, len(todo), layers_at_once):
+            group = todo[first : first + layers_at_once]
+            some = {n: ropes[n] for n in group}
+            studies = _read(model, corpus, {"": calibration}, some, progress)[""]
+            for layer in group:
+                # A study has no name here, so that its tokens are freed before the next one learns.
+                findings = _learn(studies.pop(layer), layer, carried, progress)
+                finished.keep(layer, findings)
+                carried = findings.carried
+        artifact = _put_together(calibration, identity, corpus, finished, list(ropes))
+        artifact.save_pretrained(folder)
+        finished.remove()
+        return artifact
 
 
 def learn_at_once(

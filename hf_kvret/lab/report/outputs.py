@@ -12,6 +12,7 @@ from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import printable
 
 PICTURES = (".png", ".svg", ".pdf")
+_TABLE_MARK = "<!-- This table is written by hf-kvret. -->"
 _PAGE_MARK = "This page is made by `hf-kvret "
 
 
@@ -27,7 +28,7 @@ def check_outputs(options: Any, measurement: Any) -> None:
 
     Raises:
         ValueError: a path that can't be written, a picture of unknown type, one file for two
-            options, or a file at ``--json`` that holds something else than such results.
+            options, or a file that holds something else than what would replace it.
         ModuleNotFoundError: a picture without matplotlib.
     """
     pictures = [] if options.plot is None else measurement.pictures(options.plot)
@@ -44,6 +45,7 @@ def check_outputs(options: Any, measurement: Any) -> None:
         check_picture("--plot", picture)
     if options.table is not None:
         check_file("--table", options.table)
+        check_own(options.table, "give --table another one")
     for option, folder in measurement.folders().items():
         check_folder(option, folder)
 
@@ -81,8 +83,9 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_own(path: Path, way_out: str) -> None:
-    """ValueError for a page at ``path`` that is none of ours, which have a mark."""
-    if path.is_file() and _PAGE_MARK not in path.read_text(encoding="utf-8", errors="replace"):
+    """ValueError for a text at ``path`` that is no table or page of ours, which have a mark."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if text.strip() and _TABLE_MARK not in text and _PAGE_MARK not in text:
         raise ValueError(
             f"{path} holds something else than what hf-kvret wrote, and would be replaced: move "
             f"the file, or {way_out}"
@@ -92,7 +95,8 @@ def check_own(path: Path, way_out: str) -> None:
 def write_outputs(options: Any, measurement: Any, results: Any) -> None:
     """Write table and picture as the options say, and name every file on stdout."""
     if options.table:
-        replace_file(options.table, f"{measurement.table(results)}\n".encode())
+        content = f"{measurement.table(results)}\n\n{_TABLE_MARK}\n"
+        replace_file(options.table, content.encode())
         print(f"wrote {printable(str(options.table))}")
     if options.plot:
         measurement.plot(options.plot, results)

@@ -152,10 +152,16 @@ def check_results(path: Path, name: str) -> dict[str, Any] | None:
 
 
 def is_results(path: Path) -> bool:
-    """Whether a file has the fields of our results, of whatever version."""
+    """Whether a file has the fields of our results, of whatever version.
+
+    ValueError for one of ours that was cut off or changed.
+    """
+    text = path.read_bytes() if path.is_file() else b""
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if b'"environments"' in text and b'"cells"' in text:
+            raise ValueError(f"{path} is damaged ({error}): delete it, or make it again") from error
         return False
     return (
         isinstance(content, dict)
@@ -170,7 +176,7 @@ def _key(cell: Cell) -> str:
 
 @contextmanager
 def sole_writer(path: Path | None) -> Iterator[None]:
-    """Keep other processes from writing results to ``path``; None is no file.
+    """Keep other processes from writing results to ``path``, a file or a folder; None is none.
 
     A file ``.NAME.lock`` beside it is locked as long as the context is open. The system lets go of
     it when the process ends, however that happens. Without such locks (Windows) nothing is kept.
@@ -201,7 +207,7 @@ def _take_lock(lock: Path, path: Path) -> int:
             os.close(descriptor)
             raise ValueError(
                 f"another process writes its results to {path}, and each would drop what the other "
-                "finished: give another --json, or wait until it has ended"
+                "finished: give another file or folder, or wait until it has ended"
             ) from None
         # The process that held it may have removed the file between our opening and locking it.
         if lock.exists() and lock.stat().st_ino == os.fstat(descriptor).st_ino:

@@ -196,8 +196,8 @@ class Tune(Measurement):
             Reader(self.subject.model, base, 0)
         check_positions(self.subject.model, self.context + self._new)
         _ = self._walker
-        for window in range(self.windows):
-            _, running = standing(results, list(self.variants))
+        window, running = standing(results, list(self.variants))
+        while window < self.windows:
             for name in (FULL, *running):
                 cell = {"cache": name, "window": window}
                 if results.find(cell) is None:
@@ -205,6 +205,7 @@ class Tune(Measurement):
                 if name == FULL and not complete(results, [FULL], window + 1):
                     # Full attention did not fit, and nothing can be compared with it.
                     return
+            window, running = standing(results, list(self.variants))
         if self.out is not None and write_choice(self.out, results) is not None:
             tqdm.write(f"wrote {self.out}")
 

@@ -160,15 +160,28 @@ def still_running(measured: Sequence[Measured], target: float) -> list[str]:
 
 
 def standing(results: Results, names: Sequence[str]) -> tuple[int, list[str]]:
-    """The first window that is not measured whole, and those of ``names`` that run in it."""
+    """The first window that is not measured whole, and those of ``names`` that run in it.
+
+    Where all that run to the end miss the target, those follow that were left out as dearer.
+    """
     running, windows = list(names), results.setup["windows"]
+    target = results.setup["agreement"]
     for window in range(windows):
         if window:
-            before = complete(results, running, window)
-            running = still_running(before, results.setup["agreement"])
-        if any(results.find({"cache": name, "window": window}) is None for name in running):
+            running = still_running(complete(results, running, window), target)
+        if not _measured_on(results, running, window):
             return window, running
+    if choose(complete(results, running, windows), target).certainty == "missed":
+        rest = [one for one in collect(results).values() if one.name in set(names) - set(running)]
+        running += [one.name for one in rest if one.surplus(target) > -_FAR]
+        for window in range(windows):
+            if not _measured_on(results, running, window):
+                return window, running
     return windows, running
+
+
+def _measured_on(results: Results, names: Sequence[str], window: int) -> bool:
+    return all(results.find({"cache": name, "window": window}) is not None for name in names)
 
 
 def finalists(results: Results) -> list[Measured] | None:

@@ -77,6 +77,15 @@ def test_a_foreign_json_file_is_not_replaced(
         assert path.read_text() == content
 
 
+def test_a_foreign_text_is_not_replaced_by_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("# Mine\n")
+    assert "holds something else" in refused(capsys, *EVAL, "--table", path)
+    assert path.read_text() == "# Mine\n"
+
+
 def test_a_trial_leaves_no_file_behind(tmp_path: Path) -> None:
     outputs.check_file("--json", tmp_path / "a" / "b.json")
     outputs.check_folder("--out", tmp_path / "c")

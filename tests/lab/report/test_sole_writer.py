@@ -13,7 +13,7 @@ import pytest
 from hf_kvret.lab.report.results import sole_writer
 
 pytest.importorskip("fcntl", reason="no such locks here")
-MESSAGE = r"another process writes its results to .*cells\.json.*give another --json"
+MESSAGE = r"another process writes its results to .*cells\.json.*give another file or folder"
 
 
 def hold(path: Path, connection: Connection) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.tune.selection import (
+    Choice,
     Measured,
     beats,
     choose,
@@ -120,6 +121,20 @@ def test_finalists_are_known_when_the_last_window_is_over() -> None:
     rows["near", 1] = {"out_of_memory": "no room"}
     last = finalists(_results(rows))
     assert last is not None and [one.name for one in last] == ["other", "high"]
+
+
+def test_what_was_left_out_as_dearer_follows_where_all_others_miss() -> None:
+    """A window was kind to the cheap one, before which the dear one stopped."""
+    names = ["low", "cheap", "dear"]
+    rows = {("low", 0): row(60, 1), ("cheap", 0): row(400, 2, tokens=400), ("dear", 0): row(99, 3)}
+    assert standing(_results(rows, variants=3), names) == (1, ["cheap"])
+    rows["cheap", 1] = row(300, 2, tokens=400)
+    assert standing(_results(rows, variants=3), names) == (1, ["cheap", "dear"])
+    assert finalists(_results(rows, variants=3)) is None
+    rows["dear", 1] = row(99, 3)
+    last = finalists(_results(rows, variants=3))
+    assert last is not None and choose(last, 0.95) == Choice(last[1], "sure")
+    assert last[1].name == "dear"
 
 
 def test_the_front_is_what_nothing_beats() -> None:
