@@ -130,7 +130,7 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
         [
             functools.partial(
                 step.step_attention, query, buffer[:, :, :tokens], buffer[:, :, :tokens], others,
-                0.1, None, mask[:, :tokens] if masked else None, None, None, None, None, None, half,
+                0.1, None, mask[:, :tokens] if masked else None, None, None, None, None, half,
             )
             for tokens, masked in windows
         ],

@@ -142,7 +142,7 @@ def test_verify_finds_damage_anywhere(
 
 def test_verify_says_what_it_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, shown = _verify(tmp_path, capsys)
-    assert code != 0 and "--verify checks saved caches" in shown
+    assert code != 0 and "--verify checks folders with saved caches" in shown
 
 
 def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:

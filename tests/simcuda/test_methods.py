@@ -48,9 +48,10 @@ def test_nothing_is_wrong_and_decode_steps_wait_for_nothing(case: Case) -> None:
 
 def test_a_rerank_on_the_host_is_no_round_trip_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reranked and attended to in one call, while the device attends to its window."""
-    monkeypatch.setattr(CpuStore, "best", lambda *_, **__: pytest.fail("waited for the best ids"))
     for rest in (None, "mean"):
-        outcome = run(Case("ctkvr", "cpu", rest=rest, steps=6, layers=1))
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuStore, "best", lambda *_, **__: pytest.fail("waited for the best ids"))
+            outcome = run(Case("ctkvr", "cpu", rest=rest, steps=6, layers=1))
         assert list(outcome.gpu.findings) == []
         check_logits(outcome)
 

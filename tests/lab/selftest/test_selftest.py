@@ -43,7 +43,7 @@ from hf_kvret.registry import registered_methods
 from hf_kvret.stores import DISK, SPLIT, STORES, PagedStore
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
-from hf_kvret_kernels import host_library
+from hf_kvret_kernels import host_library, host_step
 
 CPU = torch.device("cpu")
 KERNELS = Path(__file__).parents[3] / "kernels" / "hf_kvret_kernels"
@@ -148,13 +148,13 @@ def test_a_store_that_loses_a_row_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_step_that_searches_wrongly_is_noticed(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = host_library.pack_request
+    real = host_step._pack_step
 
-    def other(*given: Any) -> bytes:
+    def other(query: Any, window: Any, cold: Any, scores: Any, *given: Any) -> Any:
         # The scale of the scores: attention goes to other tokens.
-        return real(*given[:6], 0.8 * given[6], *given[7:])
+        return real(query, window, cold, (0.8 * scores[0], *scores[1:]), *given)
 
-    monkeypatch.setattr(host_library, "pack_request", other)
+    monkeypatch.setattr(host_step, "_pack_step", other)
     some = named(step_checks(Bundled(CPU)), f"{method}, store='device'")
     (verdict,) = run_checks(some, CPU)
     assert verdict.status == FAILED and "of the steps have other logits" in verdict.detail
