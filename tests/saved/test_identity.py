@@ -162,12 +162,7 @@ def test_a_text_model_goes_on_inside_a_composite_one(tmp_path: Path) -> None:
 def test_the_written_identity_reads_back(llama: Any) -> None:
     identity = identity_of(llama)
     plain = json.loads(json.dumps(dataclasses.asdict(identity)))
-    assert CacheIdentity.from_json(plain) == identity
-    for name in plain:
-        with pytest.raises(KeyError, match=name):
-            CacheIdentity.from_json({key: plain[key] for key in plain if key != name})
-    with pytest.raises((TypeError, ValueError)):
-        CacheIdentity.from_json({**plain, "weights": [3]})
+    assert CacheIdentity(**plain) == identity
 
 
 class LoraLinear(nn.Module):
