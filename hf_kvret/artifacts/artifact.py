@@ -25,7 +25,7 @@ from hf_kvret.artifacts.files import (
 )
 from hf_kvret.artifacts.hub import check_repository, find_folder, hub_api
 from hf_kvret.artifacts.identity import ModelIdentity, WeightsReport, compare_weights
-from hf_kvret.saved.strict_json import plain_bytes
+from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.version import __version__
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load, save
 
 from hf_kvret.saved.folder import VERSION_LEN, replacing
-from hf_kvret.saved.strict_json import plain_bytes
+from hf_kvret.saved.plain_json import plain_bytes
 
 FORMAT_VERSION = 1
 TENSORS, DESCRIPTION, CARD = "artifact.safetensors", "config.json", "README.md"

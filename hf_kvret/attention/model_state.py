@@ -58,6 +58,10 @@ class _Use:
         """Whether it is running, in this thread."""
         return not self.is_over and self.thread == threading.get_ident()
 
+    def end(self) -> None:
+        """It is over, and refers to no model: the dictionary of uses would keep it alive."""
+        self.is_over, self.module, self.positions, self.before = True, None, None, {}
+
     def is_elsewhere(self) -> bool:
         """Whether it may be running, in another thread."""
         others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
@@ -167,14 +171,15 @@ def keep_prepared(call: Request) -> None:
         _refuse(model)
     now = take(model)
     call.prepared_state = {name: x for name, x in now.items() if x is not use.before[name]}
-    use.is_over, call.preparation = True, None
+    use.end()
+    call.preparation = None
 
 
 def end_use(call: Request) -> None:
     """Note that ``call`` is over, also where it broke off."""
     use = _uses.get(call.model)
-    if use is not None:
-        use.is_over |= use.runs_here()
+    if use is not None and use.runs_here():
+        use.end()
 
 
 # A compiled model would trace the hooks.
@@ -230,7 +235,8 @@ def _after_pass(
         _refuse(model)
     if output is not None and is_own and cache is not None:
         _keep(model, cache, use, kwargs.get("attention_mask"))
-    use.is_over |= is_own
+    if is_own:
+        use.end()
 
 
 def _keep(model: nn.Module, cache: RetrievalCache, use: _Use, mask: Any) -> None:

@@ -27,7 +27,7 @@ from hf_kvret_model_patches.decoders import decoder_of
 
 # Types whose own count of positions forgets the cached tokens. `generate` always passes positions.
 _COUNT_FROM_ZERO = {"bamba"}
-# Passes whose ids are noted before all of them are written.
+# Entries that are noted, two for a pass, before all of them are written.
 _MOST_NOTED = 256
 
 
@@ -145,8 +145,8 @@ def _end(
         return
     if not tokens.is_floating_point():
         record.noted.append((start, tokens.to(torch.int32, copy=True)))
-        if len(record.noted) > _MOST_NOTED:
-            record.write_noted()
+    if len(record.noted) > _MOST_NOTED:
+        record.write_noted()
     # `generate` recorded all of them at once.
     inputs = _other_inputs(kwargs) if end - start > 1 and not is_using(cache) else {}
     if inputs:

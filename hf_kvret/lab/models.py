@@ -50,7 +50,7 @@ _QWEN4_INDEXER: dict[str, Any] = {
         "mrope_section": [11, 11, 10],
     },
 }
-# By type, what its default configuration lacks.
+# Types whose default configuration lacks something, with that.
 _LACKING: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _QWEN4_INDEXER},
     "qwen4_exp_text": _QWEN4_INDEXER,

@@ -28,7 +28,7 @@ from hf_kvret_kernels.prompt_attention import prompt_partials
 from hf_kvret_kernels.relevance import count_ids
 from hf_kvret_kernels.step_attention import step_unchecked
 
-# Of ``attend_step``, and ids as of ``StepRecord``.
+# The output of ``attend_step``, and the ids of a ``StepRecord``.
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 

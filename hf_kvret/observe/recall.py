@@ -8,11 +8,9 @@ from typing import NamedTuple
 import torch
 
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import StepRecord, Subscriber
 from hf_kvret.layer.window import Window
-from hf_kvret.observe.counters import subscriber
 from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.soft_cap import soft_cap_
@@ -79,12 +77,6 @@ class RecallMeter(Subscriber):
             "recall_best_mass": best_mass,
             "lost_mass": lost_mass,
         }
-
-
-def recalls_of(layer: RetrievalLayer) -> list[Recall]:
-    """Recalls of a layer's steps so far; empty without ``track_recall``."""
-    meter = subscriber(layer, RecallMeter)
-    return [] if meter is None else meter.recalls
 
 
 def exact_relevance(query: torch.Tensor, cold: ColdTokens, heads: int) -> torch.Tensor:

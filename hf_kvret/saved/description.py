@@ -15,8 +15,8 @@ import transformers
 
 from hf_kvret.layer.retrieved import SPANS
 from hf_kvret.saved.folder import VERSION_LEN
+from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.saved.shards import SUFFIX, SavedTensors
-from hf_kvret.saved.strict_json import plain_bytes
 from hf_kvret.version import __version__
 
 # Those before did not know all that makes a model another one.

@@ -135,11 +135,12 @@ class TokenRecord(State):
         """Write the ids of all passes that were noted."""
         if not self.noted:
             return
-        noted, self.noted = self.noted, []
         # Memory made in inference mode could not be written to outside of it.
         with SIGNALS_WAIT, torch.inference_mode(False):
-            for start, ids in noted:
+            while self.noted:
+                start, ids = self.noted[0]
                 self._write(ids, start)
+                del self.noted[0]
 
     def _write(self, ids: torch.Tensor | None, start: int) -> None:
         self._ids.crop(start)

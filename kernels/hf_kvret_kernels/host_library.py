@@ -29,7 +29,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # Not every system can tell which processors a process may use.
 _affinity = getattr(os, "sched_getaffinity", None)
 PROCESSORS = len(_affinity(0)) if _affinity else os.cpu_count() or 1
-"""Those that the process may use."""
+"""Processors that the process might use when this was imported."""
 _AUTO = -1
 _NO_MEMORY = 1
 _NO_PATH = 2
@@ -385,7 +385,7 @@ def path_number(name: str | None) -> int:
     """The library's number of an instruction set; of no name, that of the best.
 
     Raises:
-        ValueError: the variable names no instruction set.
+        ValueError: it names no instruction set.
     """
     if not name:
         return _AUTO

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,15 @@ def test_calls_of_two_threads_are_right_or_refused() -> None:
                 assert "two threads ran one" in str(result)
             else:
                 assert_same(result, alone[row])
+
+
+def test_a_model_that_ran_is_freed() -> None:
+    model = growing()
+    ask(model, text(1, 40), flat(model))
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 def test_restore_takes_the_hooks_away_and_plain_models_get_none() -> None:

@@ -11,7 +11,7 @@ from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.report.tables import markdown_table
 
 Text = Callable[[Cell, Row], str]
-"""What stands in a column, from a cell and its row."""
+"""Gives the text of a column, from a cell and its row."""
 
 Column = tuple[str, Text]
 """A header, and the text below it."""

@@ -201,8 +201,9 @@ def choose(measured: Sequence[Measured], target: float) -> Choice:
         reaching = [x for x in by_cost if x.agreement - errors * x.agreement_error >= target]
         # Among variants of one cost the best is chosen.
         unbeaten = [x for x in reaching if not any(beats(other, x) for other in reaching)]
-        if unbeaten:
-            return Choice(unbeaten[0], certainty)
+        if reaching:
+            # Of times and divergences that are nearly the same each may beat the next one.
+            return Choice((unbeaten or reaching)[0], certainty)
     return Choice(max(by_cost, key=lambda one: one.agreement, default=None), "missed")
 
 

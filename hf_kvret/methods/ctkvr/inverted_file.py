@@ -176,11 +176,6 @@ class InvertedLists(State):
         lists = (ids.masked_fill_(ids >= length, -1) for ids in old.chunks())
         self._pack(lists, self.queries, len(old._high) > 0)
 
-    @property
-    def generation_form(self) -> tuple[int, int, bool]:
-        """Query heads of a KV head, slots of a list, and whether slots take three bytes."""
-        return self.queries.shape[3], self._low.rows.shape[3], len(self._high) > 0
-
     def list_nbytes(self) -> int:
         """Bytes of one list of one head and sequence."""
         return self.width * (3 if len(self._high) else 2)

@@ -89,7 +89,7 @@ class CodedRows:
 
     @functools.cached_property
     def coding_address(self) -> int:
-        """Of ``hfk_coding``, for the compiled library; good while this lives."""
+        """The address of ``hfk_coding``, for the compiled library; good while this lives."""
         return ctypes.addressof(self._coding)
 
     @functools.cached_property
