@@ -214,7 +214,7 @@ def test_cells_of_a_group_are_kept_together() -> None:
 
 def test_a_second_run_with_one_file_is_refused_and_no_cell_is_lost(tmp_path: Path) -> None:
     outputs = Outputs(json=tmp_path / "squares.json")
-    with sole_writer(outputs.json), pytest.raises(ValueError, match="give another --json"):
+    with sole_writer(outputs.json), pytest.raises(ValueError, match="give another file or folder"):
         run_measurement(Squares(), outputs)
     assert not outputs.json.exists()
     assert run_measurement(Squares(), outputs) == 0

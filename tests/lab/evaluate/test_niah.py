@@ -55,7 +55,7 @@ def test_the_command_gives_what_plain_forward_passes_give(
     assert [one["answers"] for one in tight] != [one["answers"] for one in full]
     assert picture.stat().st_size > 1000
     header = "| cache | question | 400 | mean | over full | cold rows read, % |"
-    text, note = table.read_text().split("\n\n")
+    text, note, _ = table.read_text().split("\n\n")
     assert note.startswith("A length's mean is of ")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == header and lines[2] == "| full | inside | 0.0 | 0.0 | +0.0 | 100.00 |"
