@@ -64,8 +64,8 @@ class _Use:
 
     def is_elsewhere(self) -> bool:
         """Whether it may be running, in another thread."""
-        others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-        return not (self.is_over or self.has_refused) and self.thread in others
+        may_run = not (self.is_over or self.has_refused or self.thread == threading.get_ident())
+        return may_run and self.thread in {thread.ident for thread in threading.enumerate()}
 
     def begin(self, model: nn.Module) -> None:
         """Become the newest use of ``model``; RuntimeError while another thread runs it."""

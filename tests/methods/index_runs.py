@@ -120,7 +120,7 @@ class IndexRun:
         flushes = (0, 3, 0, 0, 5, 1, 0, 7)
         ids = [self.step(first + i, 1 + i % 3, flush) for i, flush in enumerate(flushes[:4])]
         queries, keys = (x[self.sequences] for x in draw(first, 6))
-        # In directions that no query before had.
+        # The new queries point in directions that none before had.
         self.see(queries.flip(-1), keys)
         return ids + [self.step(first + i, 1, flush) for i, flush in enumerate(flushes[4:], 4)]
 

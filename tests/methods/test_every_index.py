@@ -136,7 +136,7 @@ def test_forks_and_loaded_indexes_go_on_like_one_that_was_left_alone(
 ) -> None:
     run = _after_steps(make, steps)
     early, twin, other, loaded = IndexRun(make).fork(), run.fork(), run.fork(), run.load()
-    # What one of them does is nothing to the others.
+    # A fork does not see what another one does.
     other.go_on(300)
     other.crop(20)
     other.reorder([0, 0])

@@ -141,7 +141,7 @@ def outcome(fault: Fault, clean: set[str]) -> str:
             test, is_late = first_failure(tests)
         finally:
             path.write_text(before, encoding="utf-8")
-            # What Python compiled of it counts again.
+            # Python may use its compiled files again.
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         if test and not is_late and (test in clean or not first_failure([test])[0]):
             clean.add(test)

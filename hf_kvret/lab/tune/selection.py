@@ -202,7 +202,7 @@ def choose(measured: Sequence[Measured], target: float) -> Choice:
         # Among variants of one cost the best is chosen.
         unbeaten = [x for x in reaching if not any(beats(other, x) for other in reaching)]
         if reaching:
-            # Of times and divergences that are nearly the same each may beat the next one.
+            # Each may beat the next one in a circle, where times and divergences are nearly alike.
             return Choice((unbeaten or reaching)[0], certainty)
     return Choice(max(by_cost, key=lambda one: one.agreement, default=None), "missed")
 

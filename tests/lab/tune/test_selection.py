@@ -107,7 +107,7 @@ def _results(rows: dict[tuple[str, int], Row], windows: int = 2, variants: int =
 
 
 def test_finalists_are_known_when_the_last_window_is_over() -> None:
-    # Of 100 tokens, 60 are far below 95, and what is dearer than the sure one is out, too.
+    # 60 of 100 tokens are far below 95, and what is dearer than the sure one is out, too.
     shares = {"low": 60, "near": 94, "other": 95, "high": 96}
     rows = {(name, 0): row(share, number) for number, (name, share) in enumerate(shares.items())}
     assert finalists(_results(rows, variants=5)) is None
