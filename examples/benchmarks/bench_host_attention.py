@@ -20,12 +20,22 @@ from typing import Any
 
 import kernel_clock
 import torch
-from kernel_clock import TimedTogether, size_of, time_calls, torch_threads, wait_until_calm
+from kernel_clock import (
+    TimedTogether,
+    calls_row,
+    describe,
+    size_of,
+    spread,
+    thread_count,
+    time_calls,
+    torch_threads,
+    wait_until_calm,
+)
 from torch.nn import functional
 
-from hf_kvret.lab.bench import timed
 from hf_kvret.lab.bench.kernel_work import ATTENTION_ERRORS, PAGE_LEN, Draw, KernelShape, distance
 from hf_kvret.lab.bench.limits import available_host_memory, byte_count
+from hf_kvret.lab.bench.tables import Column, ms, series, table_of
 from hf_kvret.lab.bench.timing import measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program import common_options as common
@@ -254,7 +264,7 @@ class HostAttention(TimedTogether):
     def setup(self) -> dict[str, Any]:
         sizes = ("tokens", "heads", "group", "dim", "repeats", "seed")
         machine = ("processor", "threads", "versions")
-        return timed.describe(self, *sizes, machine=machine) | {"path": host.paths()[0]}
+        return describe(self, *sizes, machine=machine) | {"path": host.paths()[0]}
 
     def cells(self) -> list[Cell]:
         return [
@@ -293,7 +303,7 @@ class HostAttention(TimedTogether):
         seconds = time_ways(ways, query, rows, ids, self.repeats)
         moved = shape.count("2 B H K D x")
         return [
-            (row := timed.calls_row(seconds[cell["cache"]]))
+            (row := calls_row(seconds[cell["cache"]]))
             | {
                 "row_bytes": moved,
                 "bytes_per_second": moved / row["seconds"],
@@ -354,18 +364,18 @@ class HostAttention(TimedTogether):
         def ratio(row: Row, name: str) -> str:
             return f"{row['torch'][name] / row['cpp'][name]:.2f}"
 
-        columns: tuple[timed.Column, ...] = (
+        columns: tuple[Column, ...] = (
             ("dtype", lambda cell, row: cell["dtype"]),
             ("batch", held),
             ("k", lambda cell, row: f"{cell['k']:,}"),
-            ("cpp ms", lambda cell, row: timed.ms(row["cpp"]["seconds"])),
-            ("quartiles", lambda cell, row: timed.spread(row["cpp"])),
-            ("torch ms", lambda cell, row: timed.ms(row["torch"]["seconds"])),
-            ("quartiles", lambda cell, row: timed.spread(row["torch"])),
+            ("cpp ms", lambda cell, row: ms(row["cpp"]["seconds"])),
+            ("quartiles", lambda cell, row: spread(row["cpp"])),
+            ("torch ms", lambda cell, row: ms(row["torch"]["seconds"])),
+            ("quartiles", lambda cell, row: spread(row["torch"])),
             ("torch is", lambda cell, row: row["torch_is"]),
             ("torch / cpp", lambda cell, row: ratio(row, "seconds")),
             ("of the least", lambda cell, row: ratio(row, "seconds_least")),
-            ("naive ms", lambda cell, row: timed.ms(row["naive"]["seconds"])),
+            ("naive ms", lambda cell, row: ms(row["naive"]["seconds"])),
             ("cpp GB/s", lambda cell, row: _gb(row["cpp"]["bytes_per_second"])),
             ("of sequential", lambda cell, row: f"{row['cpp']['of_sequential']:.0%}"),
             ("sequential GB/s", lambda cell, row: _gb(row["cpp"]["sequential_bandwidth"])),
@@ -375,9 +385,9 @@ class HostAttention(TimedTogether):
         setup = results.setup
         said = (
             f"{setup['tokens']:,} tokens, {setup['heads']} KV heads of {setup['dim']} with "
-            f"{setup['group']} query heads each, {timed.thread_count(setup['threads'])}."
+            f"{setup['group']} query heads each, {thread_count(setup['threads'])}."
         )
-        return timed.rows_table(columns, _by_size(results), 3, said)
+        return f"{said}\n\n{table_of(columns, _by_size(results), 3)}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -385,7 +395,7 @@ class HostAttention(TimedTogether):
         sizes = [(cell, ways) for cell, ways in _by_size(results) if "cpp" in ways]
         sizes.sort(key=lambda size: tuple(size[0].values()))
         several = len({cell["batch"] for cell, _ in sizes}) > 1
-        lines = timed.series(
+        lines = series(
             (
                 f"{name}, {cell['dtype']}" + (f", batch {cell['batch']}" if several else ""),
                 float(cell["k"]),
@@ -394,7 +404,7 @@ class HostAttention(TimedTogether):
             for cell, ways in sizes
             for name in ("cpp", "torch")
         )
-        threads = timed.thread_count(results.setup["threads"])
+        threads = thread_count(results.setup["threads"])
         title = f"attention over chosen rows in host memory, {threads}"
         plot_lines(path, lines, title=title, x="rows of a head", y="ms", log_x=True, log_y=True)
 

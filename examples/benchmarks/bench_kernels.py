@@ -23,16 +23,19 @@ import torch
 from kernel_clock import (
     CacheFlush,
     TimedTogether,
+    calls_row,
     check_host_memory,
     check_ways,
+    describe,
     measure_products,
     size_of,
+    spread,
+    thread_count,
     time_calls,
     time_once,
     torch_threads,
 )
 
-from hf_kvret.lab.bench import timed
 from hf_kvret.lab.bench.kernel_ops import (
     ATTENTION_OPS,
     CODEBOOK_OPS,
@@ -41,6 +44,7 @@ from hf_kvret.lab.bench.kernel_ops import (
     SEARCH_OPS,
 )
 from hf_kvret.lab.bench.kernel_work import Draw, KernelOp, KernelShape, Rates
+from hf_kvret.lab.bench.tables import Column, table_of
 from hf_kvret.lab.bench.timing import measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program import common_options as common
@@ -109,7 +113,7 @@ class Kernels(TimedTogether):
 
     def setup(self) -> dict[str, Any]:
         machine = ("processor", "threads", "accelerator", "versions")
-        return timed.describe(self, *_SIZES, "dtype", "device", "repeats", "seed", machine=machine)
+        return describe(self, *_SIZES, "dtype", "device", "repeats", "seed", machine=machine)
 
     def cells(self) -> list[Cell]:
         """ValueError for operations and backends that don't go together."""
@@ -171,7 +175,7 @@ class Kernels(TimedTogether):
         seconds = time_calls(calls, repeats, self._flush, device)
         work = op.work(shape)
         return [
-            (row := timed.calls_row(seconds[way]))
+            (row := calls_row(seconds[way]))
             | {
                 "read_bytes": work.read_bytes,
                 "written_bytes": work.written_bytes,
@@ -203,13 +207,13 @@ class Kernels(TimedTogether):
             naive = results.find(cell | {"cache": "naive"}) or {}
             return f"{naive['seconds'] / row['seconds']:.3g}" if "seconds" in naive else "-"
 
-        columns: tuple[timed.Column, ...] = (
+        columns: tuple[Column, ...] = (
             ("operation", lambda cell, row: cell["op"]),
             ("tokens", lambda cell, row: f"{cell['length']:,}"),
             ("batch", lambda cell, row: str(cell["batch"])),
             ("way", lambda cell, row: cell["cache"]),
             ("ms", lambda cell, row: _ms(row["seconds"])),
-            ("quartiles", lambda cell, row: timed.spread(row, _ms)),
+            ("quartiles", lambda cell, row: spread(row, _ms)),
             ("naive / it", times),
             ("MB to move", lambda cell, row: _megabytes(row["read_bytes"] + row["written_bytes"])),
             ("GB/s", lambda cell, row: _three(row["bytes_per_second"] / 1e9)),
@@ -221,7 +225,7 @@ class Kernels(TimedTogether):
             ("time / floor", lambda cell, row: _three(row["seconds"] / row["floor_seconds"])),
             ("sizes", lambda cell, row: row["sizes"]),
         )
-        return timed.rows_table(columns, sorted(results, key=place), 4, _said(results))
+        return f"{_said(results)}\n\n{table_of(columns, sorted(results, key=place), 4)}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -298,7 +302,7 @@ def _said(results: Results) -> str:
 def _where(setup: dict[str, Any]) -> str:
     if setup["device"] != "cpu":
         return str(setup["accelerator"] or setup["device"])
-    return timed.thread_count(setup["threads"])
+    return thread_count(setup["threads"])
 
 
 def _span(rates: list[float]) -> str:

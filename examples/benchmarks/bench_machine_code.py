@@ -21,7 +21,7 @@ from library_kernels import compile_steps
 from machine_code import COUNTS, Launch, check_tools, compile_parts, tool_versions
 from step_kernels import LEAST_CONTEXT, PARTS, StepShape, moved_bytes
 
-from hf_kvret.lab.bench import timed
+from hf_kvret.lab.bench.tables import Column, table_of
 from hf_kvret.lab.bench.triton_cache import CACHED_STEPS, KEY_FILE, triton_key_facts
 from hf_kvret.lab.evaluate.measurement import Outputs, Progress, Row
 from hf_kvret.lab.program import common_options as common
@@ -93,7 +93,7 @@ class MachineCodeOfStep(TimedTogether):
     @classmethod
     def table(cls, results: Results) -> str:
         """A line for each kernel of a part of a step, context and batch."""
-        return timed.rows_table(_COLUMNS, _kernels(results), 3, _introduction(results.setup))
+        return f"{_introduction(results.setup)}\n\n{table_of(_COLUMNS, _kernels(results), 3)}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -144,7 +144,7 @@ class CachedKernels(MachineCodeOfStep):
         """A line for each step, and Triton's key."""
         key = ", ".join(f"{name} {fact}" for name, fact in results.setup.items())
         introduction = f"What Triton's cache holds after each step of a layer of {_SHAPE}; {key}."
-        return timed.rows_table(_CACHED, results, 3, introduction)
+        return f"{introduction}\n\n{table_of(_CACHED, results, 3)}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -211,7 +211,7 @@ def _widths(cell: Cell, row: Row) -> str:
     return ", ".join(f"{width}: {count}" for width, count in ordered)
 
 
-_COLUMNS: tuple[timed.Column, ...] = (
+_COLUMNS: tuple[Column, ...] = (
     ("part", lambda cell, row: cell["cache"]),
     ("tokens", lambda cell, row: f"{cell['context']:,}"),
     ("batch", lambda cell, row: str(cell["batch"])),
@@ -231,7 +231,7 @@ _COLUMNS: tuple[timed.Column, ...] = (
     ("floor us", lambda cell, row: f"{1e6 * row['floor_seconds']:.3g}"),
 )
 
-_CACHED: tuple[timed.Column, ...] = (
+_CACHED: tuple[Column, ...] = (
     ("cache", lambda cell, row: cell["cache"]),
     *_COLUMNS[1:3],
     ("kernels", lambda cell, row: str(row["kernels"])),

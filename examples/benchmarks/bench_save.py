@@ -25,14 +25,15 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from kernel_clock import calls_row, describe, spread
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.bench import timed
 from hf_kvret.lab.bench.filling import LayerRows, fill_randomly
 from hf_kvret.lab.bench.shapes import SHAPES, Shape, load_shape
+from hf_kvret.lab.bench.tables import Column, table_of
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.plan.prediction import skipped_layers
@@ -72,7 +73,7 @@ class Save(Measurement):
         check_saving(self.caches, self.folder)
 
     def setup(self) -> dict[str, Any]:
-        here = timed.describe(
+        here = describe(
             self, "shape", "repeats", "dtype", "seed", machine=("processor", "threads", "versions")
         )
         return here | {"disk": "temporary files" if self.folder is None else "--folder"}
@@ -111,7 +112,7 @@ class Save(Measurement):
             seconds = [turn.take(), *(turn.take() for _ in rounds)][1:]
             size = turn.nbytes
         return [
-            timed.calls_row([one[cell["work"], cell["way"]] for one in seconds]) | {"bytes": size}
+            calls_row([one[cell["work"], cell["way"]] for one in seconds]) | {"bytes": size}
             for cell in group
         ]
 
@@ -128,7 +129,7 @@ class Save(Measurement):
             found.setdefault(key, {})[cell["way"]] = row
         # Older results lack one.
         measured = [way for way in _WAYS if any(way in ways for ways in found.values())]
-        columns: tuple[timed.Column, ...] = (
+        columns: tuple[Column, ...] = (
             ("cache", lambda cell, row: cell["cache"]),
             ("context", lambda cell, row: f"{cell['context']:,}"),
             ("GB", lambda cell, row: f"{row['checked']['bytes'] / 1e9:.2f}"),
@@ -146,7 +147,7 @@ class Save(Measurement):
             f"{setup['shape']} in {setup['dtype']}; medians of {setup['repeats']} turns with "
             f"quartiles; files among {setup['disk']}."
         )
-        return timed.rows_table(columns, rows, 2, said)
+        return f"{said}\n\n{table_of(columns, rows, 2)}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -257,7 +258,7 @@ def _timed(work: Callable[[], _Result]) -> tuple[_Result, float]:
 
 
 def _seconds(way: str) -> Callable[[Cell, Row], str]:
-    return lambda _, ways: f"{ways[way]['seconds']:.2f} ({timed.spread(ways[way], _digits)})"
+    return lambda _, ways: f"{ways[way]['seconds']:.2f} ({spread(ways[way], _digits)})"
 
 
 def _digits(seconds: float) -> str:

@@ -1,15 +1,25 @@
-"""The page of ``hf-kvret bench all``: a table for each question and card, from ``rows.jsonl``."""
+"""Rows and pages of ``hf-kvret bench all``: a line for each cell, a table for each card."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hf_kvret.lab.bench.gpu_stages import STAGES, Stage, cells_of
-from hf_kvret.lab.bench.rows import label, read_rows
-from hf_kvret.lab.bench.tables import SIZE, TIMES, of, step_counts, table_of, why_missing
-from hf_kvret.lab.bench.timed import Column, ms
+from hf_kvret.lab.bench.tables import (
+    SIZE,
+    TIMES,
+    Column,
+    ms,
+    of,
+    step_counts,
+    table_of,
+    why_missing,
+)
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.outputs import check_own, page_mark
 from hf_kvret.lab.report.results import Cell
@@ -17,6 +27,48 @@ from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.saved.folder import replace_file
 
 _MOST_KERNELS = 12
+_SIZE = ("cache", "context", "batch")
+
+
+class RowFile:
+    """``rows.jsonl``: a line for each finished cell, and one for each environment.
+
+    What a kill left of a line is no row, and the next one begins behind it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, in their order."""
+        return read_rows(self.path)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row; it is on the disk when this returns."""
+        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
+        with self.path.open("ab") as file:
+            file.write(b"\n" * (torn and self.path.stat().st_size > 0))
+            file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; lines that are no JSON are left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def label(cell: Cell) -> str:
+    """A cell in words, as ``paris at 65,536 x 1``."""
+    if "cache" not in cell:
+        return " ".join(map(str, cell.values()))
+    more = [str(value) for name, value in cell.items() if name not in _SIZE]
+    size = f"{cell['cache']} at {cell['context']:,} x {cell['batch']}"
+    return ", ".join([size, *more])
 
 
 def _share_over_bus(cell: Cell, row: Row) -> str:
@@ -99,7 +151,9 @@ def _section(stage: Stage, card: str, rows: Sequence[dict[str, Any]]) -> list[st
     if stage.name == "profile":
         texts += [_kernels(cell, row) for cell, row in newest.values()]
     else:
-        texts.append(table_of(_COLUMNS.get(stage.name, (*SIZE, *_TIMES)), newest.values()))
+        columns = _COLUMNS.get(stage.name, (*SIZE, *_TIMES))
+        lead = 1 if stage.name == "gate" else len(SIZE)
+        texts.append(table_of(columns, newest.values(), lead))
     if missing:
         texts.append(f"Not measured: {'; '.join(missing)}.")
     return texts

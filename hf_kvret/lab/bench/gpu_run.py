@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from hf_kvret.lab.bench.gpu_page import write_page
+from hf_kvret.lab.bench.gpu_page import RowFile, label, write_page
 from hf_kvret.lab.bench.gpu_stages import STAGES, Bench, Stage, cells_of
-from hf_kvret.lab.bench.rows import RowFile, label
 from hf_kvret.lab.bench.triton_cache import KEY_FILE, rewrite_groups, triton_key_facts
 from hf_kvret.lab.evaluate.measurement import attempt
 from hf_kvret.lab.program.arguments import check_device, file_path, seconds_at_most

@@ -6,14 +6,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_kvret.lab.bench.timed import Column, Text, ms, series
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table
 
+Text = Callable[[Cell, Row], str]
+"""Gives the text of a column, from a cell and its row."""
+
+Column = tuple[str, Text]
+"""A header, and the text below it."""
+
 # One of these entries of a row says why it has no numbers.
 _REASONS = ("out_of_memory", "failed", "skipped")
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds: three digits of them, and all of more than a second."""
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
 def mb(count: float) -> str:
@@ -60,14 +70,19 @@ def why_missing(row: Mapping[str, Any]) -> str | None:
     return next((str(row[name]) for name in _REASONS if name in row), None)
 
 
-def table_of(columns: Sequence[Column], rows: Iterable[tuple[Cell, Row]]) -> str:
-    """A markdown table; a row without numbers has its reason behind what its cell says."""
+def table_of(
+    columns: Sequence[Column], rows: Iterable[tuple[Cell, Row]], lead: int = len(SIZE)
+) -> str:
+    """A markdown table with a line for each row.
+
+    A row without numbers has its reason behind the first ``lead`` columns, which need cells alone.
+    """
     lines = []
     for cell, row in rows:
-        line = [text(cell, row) for _, text in columns]
         why = why_missing(row)
+        line = [text(cell, row) for _, text in (columns if why is None else columns[:lead])]
         if why is not None:
-            line[line.index("-")] = why
+            line += [why, *[""] * (len(columns) - lead - 1)]
         lines.append(line)
     return markdown_table([header for header, _ in columns], lines)
 
@@ -96,7 +111,7 @@ def timing_table(results: Results, unit: str) -> str:
             ("scaled time / floor", of(tenths, "scaled", "time_over_floor")),
             ("scaled device MB", of(mb, "scaled", "device_bytes")),
         ]
-    return _described(results, table_of(columns, results) + _step_notes(results))
+    return _described(results, table_of(columns, results, len(SIZE) + 1) + _step_notes(results))
 
 
 def step_counts(cell: Cell, row: Row) -> str:
@@ -133,6 +148,18 @@ def _described(results: Results, table: str) -> str:
         f"Measured: {setup['layers']} of {setup['of_layers']} layers of {setup['shape']} with "
         f'{head}. Columns that begin with "scaled" are estimates for all of them.\n\n{table}'
     )
+
+
+def series(
+    points: Iterable[tuple[str, float, float]],
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Lines for ``plot_lines`` of points ``(name, x, y)``."""
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for name, x, y in points:
+        xs, ys = lines.setdefault(name, ([], []))
+        xs.append(x)
+        ys.append(y)
+    return lines
 
 
 def plot_contexts(path: Path, results: Results, title: str) -> None:

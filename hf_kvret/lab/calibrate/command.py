@@ -13,7 +13,7 @@ from hf_kvret.artifacts.files import check_no_foreign_artifact
 from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id
 from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
 from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.inspection import describe, quality_table
+from hf_kvret.lab.calibrate.inspection import describe, quality_table, verify
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.sources import (
     cut,
@@ -30,7 +30,6 @@ from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.hub_access import why_unreachable
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.report import outputs
-from hf_kvret.lab.report.verification import verify
 from hf_kvret.models.ranks import check_one_process
 from hf_kvret.saved.identity import printable
 

@@ -1,4 +1,4 @@
-"""Artifacts for people: text and a table of one, and whether it is whole."""
+"""What was saved, for people: an artifact as text and a table, and whether files are whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import DESCRIPTION
 from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.saved import description as caches
 from hf_kvret.saved.identity import printable
 
 
@@ -56,7 +57,29 @@ def quality_table(artifact: CalibrationArtifact) -> str:
     return markdown_table([name.replace("_", " ") for name in names], rows)
 
 
-def holds_artifact(path: Path) -> bool:
+def verify(path: Path) -> list[str]:
+    """Lines that say which cache and artifact the folder ``path`` holds, and what was checked.
+
+    Every checksum is. Whether they fit a model shows when they are loaded.
+
+    Raises:
+        OSError: a file is missing, or can't be read.
+        ValueError: damage, or nothing that can be verified.
+    """
+    lines = caches.verify_cache(path) if caches.holds_cache(path) else []
+    if _holds_artifact(path):
+        artifact = CalibrationArtifact.from_pretrained(path)
+        lines += [
+            f"artifact {artifact.method} of {artifact.model.name}",
+            f"tensors  {len(artifact.tensors)}, {artifact.nbytes / 2**20:.2f} MiB: whole",
+            f"sha256   {artifact.sha256}",
+        ]
+    if not lines:
+        raise ValueError(f"{path}: --verify checks folders with saved caches and artifacts")
+    return [printable(line) for line in lines]
+
+
+def _holds_artifact(path: Path) -> bool:
     """Whether an artifact, damaged perhaps, seems to be in ``path``.
 
     ``config.json`` is also what transformers calls the configuration of a model.
@@ -64,23 +87,6 @@ def holds_artifact(path: Path) -> bool:
     file = path / DESCRIPTION
     content = file.read_bytes() if file.is_file() else b""
     return b'"format_version"' in content or (file.exists() and b'"model_type"' not in content)
-
-
-def verify_artifact(directory: Path) -> list[str]:
-    """Lines that say what was checked: every checksum.
-
-    Whether it fits a model shows when a cache loads it.
-
-    Raises:
-        OSError: a file is missing, or can't be read.
-        ValueError: damage.
-    """
-    artifact = CalibrationArtifact.from_pretrained(directory)
-    return [
-        f"artifact {artifact.method} of {artifact.model.name}",
-        f"tensors  {len(artifact.tensors)}, {artifact.nbytes / 2**20:.2f} MiB: whole",
-        f"sha256   {artifact.sha256}",
-    ]
 
 
 def _list(values: Mapping[str, Any]) -> str:

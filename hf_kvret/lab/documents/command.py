@@ -19,6 +19,7 @@ from transformers import TextStreamer
 from hf_kvret.attention.prompt_chunks import recurs
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.signals import SIGNALS_WAIT
+from hf_kvret.lab.calibrate.inspection import verify
 from hf_kvret.lab.documents.document import document_text, is_stream
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import choose_cache
@@ -30,7 +31,6 @@ from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.progress import prompt_bar, tqdm
 from hf_kvret.lab.report.tables import markdown_table
-from hf_kvret.lab.report.verification import verify
 from hf_kvret.models.compatibility import layer_shapes
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods

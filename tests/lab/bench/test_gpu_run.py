@@ -16,11 +16,10 @@ import pytest
 
 from hf_kvret import cli
 from hf_kvret.lab.bench import gpu_page, gpu_run
-from hf_kvret.lab.bench.gpu_page import write_page
+from hf_kvret.lab.bench.gpu_page import RowFile, write_page
 from hf_kvret.lab.bench.gpu_run import NOW, PAGE, ROWS, waiting
 from hf_kvret.lab.bench.gpu_stages import STAGES, Stage, cells_of, kernel_times, sized
 from hf_kvret.lab.bench.opponents import choose_bench_caches
-from hf_kvret.lab.bench.rows import RowFile
 
 DRY = {"stages": [stage.name for stage in STAGES], "dry": True, "since": 0, "seconds": 250.0}
 

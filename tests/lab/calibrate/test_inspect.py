@@ -1,32 +1,43 @@
-"""``hf-kvret inspect``: what an artifact is, as text and as JSON."""
+"""``hf-kvret inspect``: what an artifact is, as text and as JSON; whether files are whole."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hf_kvret import FlatKVCache, attach
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
-from hf_kvret.lab.calibrate.inspection import quality_table
+from hf_kvret.lab.calibrate.inspection import quality_table, verify
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+from ...saved.saved_files import saved_file
 
 
 @pytest.fixture
-def bundled(tmp_path: Path) -> Path:
-    """The folder of a whole artifact, of the small model that comes with the library."""
-    CalibrationArtifact.from_pretrained(BUNDLED_MODEL / "a2ats").save_pretrained(tmp_path / "whole")
-    return tmp_path / "whole"
+def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``inspect(*words)``: what the command prints; ``status=2``: what it says of a mistake."""
+
+    def run(*words: str | Path, status: int = 0) -> str:
+        assert main(["inspect", *map(str, words)]) == status
+        printed = capsys.readouterr()
+        return printed.err if status else printed.out
+
+    return run
 
 
-def test_the_text_tells_what_it_is(
-    saved: Path, artifact: CalibrationArtifact, capsys: pytest.CaptureFixture[str]
+def test_text_says_what_an_artifact_is(
+    saved: Path, artifact: CalibrationArtifact, inspect: Callable[..., str]
 ) -> None:
-    assert main(["inspect", str(saved)]) == 0
-    shown = capsys.readouterr().out
+    shown = inspect(saved)
     assert "method   a2ats, 2 layers" in shown and f"sha256   {artifact.sha256}\n" in shown
     assert "model    meta/tiny-llama (llama, " in shown
     assert "tokens 4096" in shown and "codewords 8" in shown
@@ -34,13 +45,15 @@ def test_the_text_tells_what_it_is(
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     assert rows[0] == ["layer", "score error", "plain error", "note"]
     assert rows[2:] == [["0", "0.1235", "0.25", "-"], ["1", "0.0625", "-", "no RoPE"]]
+    figures = [{"layer": 0, "score_error": 3.456789e-05, "seen": 123456}]
+    last = quality_table(dataclasses.replace(artifact, quality=figures)).splitlines()[-1]
+    assert last.replace(" ", "") == "|0|3.457e-05|123456|"
 
 
-def test_json_is_json_with_everything_but_the_numbers(
-    saved: Path, artifact: CalibrationArtifact, capsys: pytest.CaptureFixture[str]
+def test_json_has_everything_but_the_tensors_values(
+    saved: Path, artifact: CalibrationArtifact, inspect: Callable[..., str]
 ) -> None:
-    assert main(["inspect", str(saved), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(inspect(saved, "--json"))
     assert result["method"] == "a2ats" and result["bytes"] == artifact.nbytes
     assert result["sha256"] == artifact.sha256
     assert result["model"] == artifact.model.as_json()
@@ -51,98 +64,88 @@ def test_json_is_json_with_everything_but_the_numbers(
     assert result["tensors"].keys() == artifact.tensors.keys()
 
 
-def test_small_figures_keep_their_digits(artifact: CalibrationArtifact) -> None:
-    rows = [{"layer": 0, "score_error": 3.456789e-05, "seen": 123456}]
-    shown = quality_table(dataclasses.replace(artifact, quality=rows))
-    cells = [cell.strip() for cell in shown.splitlines()[-1].strip("| ").split("|")]
-    assert cells == ["0", "3.457e-05", "123456"]
-
-
-def test_layers_are_told_in_json_alone(
-    artifact: CalibrationArtifact, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_text_leaves_settings_of_layers_and_control_characters_out(
+    artifact: CalibrationArtifact, tmp_path: Path, inspect: Callable[..., str]
 ) -> None:
     options = {**artifact.options, "layers": {"0": {"layout": "half"}}}
-    dataclasses.replace(artifact, options=options).save_pretrained(tmp_path)
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert "layout" not in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["options"] == options
-
-
-def test_an_artifact_without_figures_says_so(
-    artifact: CalibrationArtifact, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dataclasses.replace(artifact, quality=()).save_pretrained(tmp_path)
-    assert main(["inspect", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    data = {"text": "\x1b[2Jgone\nmethod   aqua"}
+    changed = dataclasses.replace(artifact, options=options, data=data, quality=())
+    changed.save_pretrained(tmp_path)
+    shown = inspect(tmp_path)
     assert "method   a2ats\n" in shown and "no figures of quality" in shown
+    assert "layout" not in shown
+    assert "\x1b" not in shown and "\\x1b[2Jgone\\nmethod   aqua" in shown
+    assert json.loads(inspect(tmp_path, "--json"))["options"] == options
 
 
-def test_artifacts_on_the_hub_are_inspected(
-    hub: Any, saved: Path, capsys: pytest.CaptureFixture[str]
+def test_artifacts_on_the_hub_are_inspected_at_a_revision(
+    hub: Any, saved: Path, inspect: Callable[..., str]
 ) -> None:
-    files = {file.name: file.read_bytes() for file in saved.iterdir()}
-    first = hub.add("alice/codebooks", files)
+    first = hub.add("alice/codebooks", {file.name: file.read_bytes() for file in saved.iterdir()})
     whole = CalibrationArtifact.from_pretrained(saved)
     options = {**whole.options, "seed": 7}
     dataclasses.replace(whole, options=options).save_pretrained(saved)
     hub.add("alice/codebooks", {file.name: file.read_bytes() for file in saved.iterdir()})
-    assert main(["inspect", "alice/codebooks", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["options"]["seed"] == 7
-    assert main(["inspect", "alice/codebooks", "--json", "--revision", first]) == 0
-    assert json.loads(capsys.readouterr().out)["options"]["seed"] is None
+    for seed, revision in ((7, []), (None, ["--revision", first])):
+        shown = json.loads(inspect("alice/codebooks", "--json", *revision))
+        assert shown["options"]["seed"] == seed
 
 
-def test_what_is_no_artifact_is_one_line(
-    hub: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def error(*arguments: str) -> str:
-        assert main(["inspect", *arguments]) == 2
-        return capsys.readouterr().err
-
-    assert "Repository Not Found" in error("alice/none")
-    assert "config.json is missing" in error(str(tmp_path))
-    assert "is a file: give the folder" in error(str(saved / "config.json"))
-    assert "only artifacts on the hub have revisions" in error(str(saved), "--revision", "v1")
-    (tensors,) = saved.glob("artifact-*.safetensors")
-    tensors.write_bytes(b"x")
-    assert "is damaged, or of another artifact" in error(str(saved))
-
-
-def test_what_a_stranger_wrote_can_not_command_the_terminal(
-    artifact: CalibrationArtifact, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = {"text": "\x1b[2Jgone\nmethod   aqua"}
-    dataclasses.replace(artifact, data=data).save_pretrained(tmp_path)
-    assert main(["inspect", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown and "\\x1b[2Jgone\\nmethod   aqua" in shown
-
-
-def test_an_artifact_is_verified(bundled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = bundled
-    assert main(["inspect", "--verify", str(folder)]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("artifact a2ats of ") and shown[1].endswith(": whole")
-    assert shown[2] == f"sha256   {CalibrationArtifact.from_pretrained(folder).sha256}"
-    (tensors,) = folder.glob("artifact-*.safetensors")
-    content = bytearray(tensors.read_bytes())
-    content[-1] ^= 1
-    tensors.write_bytes(content)
-    assert main(["inspect", "--verify", str(folder)]) == 2
-    assert "is damaged, or of another artifact" in capsys.readouterr().err
-
-
-def test_verify_shows_nothing_else(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--verify", str(saved), "--json"]) == 2
-    assert "--verify" in capsys.readouterr().err
-
-
-def test_what_is_of_no_kind_is_not_verified(
-    hub: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_mistakes_say_what_is_wrong(
+    hub: Any, saved: Path, tmp_path: Path, inspect: Callable[..., str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert main(["inspect", "--verify", str(tmp_path / "empty")]) == 2
-    assert "--verify checks folders with saved caches and artifacts" in capsys.readouterr().err
-    assert main(["inspect", "--verify", "alice/none"]) == 2
-    assert "Repository Not Found" in capsys.readouterr().err
+    (tensors,) = saved.glob("artifact-*.safetensors")
+    for words, message in (
+        (["alice/none"], "Repository Not Found"),
+        ([tmp_path / "empty"], "config.json is missing"),
+        ([saved / "config.json"], "is a file: give the folder"),
+        ([saved, "--revision", "v1"], "only artifacts on the hub have revisions"),
+        (["--verify", saved, "--json"], "--verify"),
+        (["--verify", tmp_path / "empty"], "checks folders with saved caches and artifacts"),
+        (["--verify", "alice/none"], "Repository Not Found"),
+    ):
+        assert message in inspect(*words, status=2), words
+    tensors.write_bytes(b"x")
+    assert "is damaged, or of another artifact" in inspect(saved, status=2)
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Path:
+    """A folder with a cache and an artifact."""
+    model = MODELS["llama"].build()
+    attach(model)
+    cache = FlatKVCache(model.config, **{**COVERING_OPTIONS, "top_k": 4})
+    with torch.no_grad():
+        model(prompt(1, 40), past_key_values=cache)
+    CalibrationArtifact.from_pretrained(BUNDLED_MODEL / "a2ats").save_pretrained(tmp_path / "both")
+    cache.save_pretrained(tmp_path / "both")
+    return tmp_path / "both"
+
+
+def test_cache_and_artifact_are_verified(both: Path, inspect: Callable[..., str]) -> None:
+    shown = inspect("--verify", both).splitlines()
+    assert [line.split()[0] for line in shown if not line.startswith("tensors")] == [
+        *("cache", "made", "records", "artifact", "sha256"),
+    ]
+    assert shown[-1] == f"sha256   {CalibrationArtifact.from_pretrained(both).sha256}"
+    (tensors,) = both.glob("artifact-*.safetensors")
+    whole = tensors.read_bytes()
+    for file, words in (
+        (tensors, "is damaged, or of another"),
+        (saved_file(both), "tokens|layers"),
+    ):
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 4
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            verify(both)
+        tensors.write_bytes(whole)
+
+
+def test_a_models_configuration_beside_a_cache_is_no_artifact(both: Path) -> None:
+    (tensors,) = both.glob("artifact-*.safetensors")
+    tensors.unlink()
+    (both / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 128}))
+    lines = verify(both)
+    assert lines[0].startswith("cache ") and not any("artifact" in line for line in lines)
