@@ -20,23 +20,13 @@ from typing import Any
 
 import kernel_clock
 import torch
-from kernel_clock import (
-    TimedTogether,
-    calls_row,
-    describe,
-    size_of,
-    spread,
-    thread_count,
-    time_calls,
-    torch_threads,
-    wait_until_calm,
-)
+from kernel_clock import TimedTogether, size_of, time_calls, torch_threads, wait_until_calm
 from torch.nn import functional
 
 from hf_kvret.lab.bench.kernel_work import ATTENTION_ERRORS, PAGE_LEN, Draw, KernelShape, distance
 from hf_kvret.lab.bench.limits import available_host_memory, byte_count
-from hf_kvret.lab.bench.tables import Column, ms, series, table_of
-from hf_kvret.lab.bench.timing import measure_bandwidth
+from hf_kvret.lab.bench.tables import Column, ms, series, spread, table_of, thread_count
+from hf_kvret.lab.bench.timing import calls_row, describe, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, known_names, length, lengths, processors
@@ -264,7 +254,7 @@ class HostAttention(TimedTogether):
     def setup(self) -> dict[str, Any]:
         sizes = ("tokens", "heads", "group", "dim", "repeats", "seed")
         machine = ("processor", "threads", "versions")
-        return describe(self, *sizes, machine=machine) | {"path": host.paths()[0]}
+        return describe(self, sizes, machine) | {"path": host.paths()[0]}
 
     def cells(self) -> list[Cell]:
         return [

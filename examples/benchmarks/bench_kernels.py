@@ -23,14 +23,10 @@ import torch
 from kernel_clock import (
     CacheFlush,
     TimedTogether,
-    calls_row,
     check_host_memory,
     check_ways,
-    describe,
     measure_products,
     size_of,
-    spread,
-    thread_count,
     time_calls,
     time_once,
     torch_threads,
@@ -44,8 +40,8 @@ from hf_kvret.lab.bench.kernel_ops import (
     SEARCH_OPS,
 )
 from hf_kvret.lab.bench.kernel_work import Draw, KernelOp, KernelShape, Rates
-from hf_kvret.lab.bench.tables import Column, table_of
-from hf_kvret.lab.bench.timing import measure_bandwidth
+from hf_kvret.lab.bench.tables import Column, spread, table_of, thread_count
+from hf_kvret.lab.bench.timing import calls_row, describe, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names
@@ -113,7 +109,7 @@ class Kernels(TimedTogether):
 
     def setup(self) -> dict[str, Any]:
         machine = ("processor", "threads", "accelerator", "versions")
-        return describe(self, *_SIZES, "dtype", "device", "repeats", "seed", machine=machine)
+        return describe(self, (*_SIZES, "dtype", "device", "repeats", "seed"), machine)
 
     def cells(self) -> list[Cell]:
         """ValueError for operations and backends that don't go together."""

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from kernel_clock import calls_row, describe, spread
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import PreTrainedConfig
@@ -33,7 +32,8 @@ from transformers import PreTrainedConfig
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import LayerRows, fill_randomly
 from hf_kvret.lab.bench.shapes import SHAPES, Shape, load_shape
-from hf_kvret.lab.bench.tables import Column, table_of
+from hf_kvret.lab.bench.tables import Column, spread, table_of
+from hf_kvret.lab.bench.timing import calls_row, describe
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.plan.prediction import skipped_layers
@@ -74,7 +74,7 @@ class Save(Measurement):
 
     def setup(self) -> dict[str, Any]:
         here = describe(
-            self, "shape", "repeats", "dtype", "seed", machine=("processor", "threads", "versions")
+            self, ("shape", "repeats", "dtype", "seed"), ("processor", "threads", "versions")
         )
         return here | {"disk": "temporary files" if self.folder is None else "--folder"}
 
@@ -258,11 +258,7 @@ def _timed(work: Callable[[], _Result]) -> tuple[_Result, float]:
 
 
 def _seconds(way: str) -> Callable[[Cell, Row], str]:
-    return lambda _, ways: f"{ways[way]['seconds']:.2f} ({spread(ways[way], _digits)})"
-
-
-def _digits(seconds: float) -> str:
-    return f"{seconds:.2f}"
+    return lambda _, ways: f"{ways[way]['seconds']:.2f} ({spread(ways[way], '{:.2f}'.format)})"
 
 
 def _ratio(way: str) -> Callable[[Cell, Row], str]:

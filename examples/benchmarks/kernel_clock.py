@@ -1,4 +1,4 @@
-"""How benchmarks without a model time: cold caches, turns, threads, ways that agree, rows."""
+"""How the benchmarks of kernels time: cold caches, turns, threads, and ways that must agree."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from hf_kvret.lab.bench.limits import available_host_memory
-from hf_kvret.lab.bench.tables import ms
-from hf_kvret.lab.bench.timing import StepClock, quartiles, synchronize
-from hf_kvret.lab.evaluate.measurement import CheckFailed, Measurement, Row
-from hf_kvret.lab.report.environment import describe_environment
+from hf_kvret.lab.bench.timing import StepClock, synchronize
+from hf_kvret.lab.evaluate.measurement import CheckFailed, Measurement
 from hf_kvret.lab.report.results import Cell, Results
 
 CALM_SECONDS = 0.015
@@ -178,33 +176,3 @@ def check_ways(
                     f"{tolerance(way):.1e}. Nothing was reported of them"
                 )
     return errors
-
-
-def describe(measurement: Measurement, *options: str, machine: Sequence[str]) -> Row:
-    """For a set-up: the values of ``options``, and what the environment says of ``machine``."""
-    here = describe_environment()
-    return {name: getattr(measurement, name) for name in options} | {
-        name: here[name] for name in machine
-    }
-
-
-def calls_row(seconds: Sequence[float]) -> Row:
-    """``seconds``, the median, with quartiles and the least, of ``timed`` calls."""
-    low, middle, high = quartiles(seconds)
-    return {
-        "seconds": middle,
-        "seconds_quartiles": [low, high],
-        "seconds_least": min(seconds),
-        "timed": len(seconds),
-    }
-
-
-def spread(row: Row, text: Callable[[float], str] = ms) -> str:
-    """The quartiles of ``calls_row``."""
-    low, high = row["seconds_quartiles"]
-    return f"{text(low)} to {text(high)}" if row["timed"] > 1 else "once"
-
-
-def thread_count(count: int) -> str:
-    """A number of threads in words."""
-    return "1 thread" if count == 1 else f"{count} threads"

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
 
 from hf_kvret.models.compatibility import index_budget
-from hf_kvret.testing.models import LATENT, QWEN3_NEXT, SMALL
+from hf_kvret.testing.models import LATENT, QWEN3_NEXT, SMALL, VISION, config_of
 from hf_kvret.testing.tiny import TinyModel
 
-# Their indexers read a mask, which sdpa may leave out.
-_ATTENTION = "eager"
 _INDEXED: dict[str, Any] = {
     **LATENT,
     "num_hidden_layers": 3,
     "index_n_heads": 2,
     "index_head_dim": 16,
     "index_topk": 12,
-}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
 }
 # Prompts of the suite don't contain these ids.
 _MARKS = {
@@ -110,21 +101,13 @@ _GLM5_NEXT = {
 }
 
 
-def _config(model_type: str, settings: dict[str, Any]) -> Callable[[], PreTrainedConfig]:
-    return lambda: AutoConfig.for_model(model_type, **settings)
-
-
-def _composite(
-    model_type: str, text: dict[str, Any], vision: dict[str, Any], **changes: Any
-) -> Callable[[], PreTrainedConfig]:
-    """A model for text and images."""
-    settings = {"text_config": text, "vision_config": _VISION | vision, **changes}
-    return lambda: AutoConfig.for_model(model_type, **settings)
+# Their indexers read a mask, which sdpa may leave out.
+_indexed = partial(TinyModel, seed=3, attention="eager")
 
 
 def _latent(name: str, note: str, model_type: str = "", **changes: Any) -> TinyModel:
-    config = _config(model_type or name, {**_INDEXED, **changes})
-    return TinyModel(name, config, (0, 1, 2), note, seed=3, attention=_ATTENTION)
+    config = config_of(model_type or name, **{**_INDEXED, **changes})
+    return _indexed(name, config, (0, 1, 2), note)
 
 
 _ZOO = (
@@ -137,66 +120,65 @@ _ZOO = (
     ),
     _latent("axk2", "normed after attention"),
     _latent("hy_v4", "gates"),
-    TinyModel(
+    _indexed(
         "hy_v4_vl",
-        _composite(
+        config_of(
             "hy_v4_vl",
-            {**_INDEXED, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
-            {"out_hidden_size": 64},
+            text_config={
+                **_INDEXED,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+            },
+            vision_config={**VISION, "out_hidden_size": 64},
             **_MARKS,
         ),
         (0, 1, 2),
         "positions in three parts",
-        seed=3,
         architecture="HYV4VLForConditionalGeneration",
-        attention=_ATTENTION,
     ),
-    TinyModel(
+    _indexed(
         "dots3_note",
-        _config("dots3_note_text", _DOTS3),
+        config_of("dots3_note_text", **_DOTS3),
         (0, 2),
         "layers that slide over latents of another rank",
-        seed=3,
-        attention=_ATTENTION,
     ),
-    TinyModel(
+    _indexed(
         "mistral_large4",
-        _composite(
+        config_of(
             "mistral_large4",
-            _MISTRAL_LARGE4,
-            {"model_type": "pixtral", "patch_size": 14, "image_size": 56, "head_dim": 16},
+            text_config=_MISTRAL_LARGE4,
+            vision_config={
+                **VISION,
+                **{"model_type": "pixtral", "patch_size": 14, "image_size": 56, "head_dim": 16},
+            },
             image_token_index=4,
         ),
         (0, 1, 2),
         "a layer that reads another's latents and choice, one without RoPE",
-        seed=3,
         architecture="MistralLarge4ForConditionalGeneration",
-        attention=_ATTENTION,
     ),
-    TinyModel(
+    _indexed(
         "glm5_next",
-        _composite("glm5_next", _GLM5_NEXT, {"out_hidden_size": 64}, **_MARKS),
+        config_of(
+            "glm5_next",
+            text_config=_GLM5_NEXT,
+            vision_config={**VISION, "out_hidden_size": 64},
+            **_MARKS,
+        ),
         (1, 2, 3),
         "pools of tokens, made into a mask; a linear layer",
-        seed=3,
         architecture="Glm5NextForConditionalGeneration",
-        attention=_ATTENTION,
     ),
-    TinyModel(
+    _indexed(
         "qwen4_exp",
-        _config("qwen4_exp_text", _QWEN4),
+        config_of("qwen4_exp_text", **_QWEN4),
         (1, 2),
         "blocks of tokens, folded into the mask; a linear layer",
-        seed=3,
-        attention=_ATTENTION,
     ),
-    TinyModel(
+    _indexed(
         "minimax_m3",
-        _config("minimax_m3_vl_text", _MINIMAX_M3),
+        config_of("minimax_m3_vl_text", **_MINIMAX_M3),
         (0, 1, 2),
         "blocks of tokens by KV head; a layer of full attention",
-        seed=3,
-        attention=_ATTENTION,
     ),
 )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -31,31 +33,39 @@ SMALL: dict[str, Any] = {
 """Settings of every model in the zoo."""
 
 
+def config_of(model_type: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
+    """Makes the configuration of a type with ``settings``, anew at each call."""
+    return lambda: AutoConfig.for_model(model_type, **copy.deepcopy(settings))
+
+
 def small_config(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
     """Makes the configuration of a type with ``SMALL`` and ``changes``, anew at each call."""
-    return lambda: AutoConfig.for_model(model_type, **{**SMALL, **changes})
+    return config_of(model_type, **{**SMALL, **changes})
 
 
-def _qwen2_vl() -> PreTrainedConfig:
-    text = {
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
+"""Settings of a small model for images, beside a text model that is given none."""
+_QWEN2_VL = {
+    "text_config": {
         **SMALL,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e6,
             "mrope_section": [2, 3, 3],
         },
-    }
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1}
+    },
+    "vision_config": dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=1),
     # The ids that mark images must lie in the vocabulary; prompts of the suite don't contain them.
-    marks = {
-        "vision_start_token_id": 2,
-        "vision_end_token_id": 3,
-        "image_token_id": 4,
-        "video_token_id": 5,
-    }
-    return AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision, **marks)
-
-
+    "vision_start_token_id": 2,
+    "vision_end_token_id": 3,
+    "image_token_id": 4,
+    "video_token_id": 5,
+}
 _SLIDE_AND_FULL = {
     "num_hidden_layers": 3,
     "sliding_window": 16,
@@ -157,7 +167,7 @@ _ZOO = (
     ),
     TinyModel(
         "gemma4",
-        lambda: AutoConfig.for_model("gemma4_text", **GEMMA4),
+        config_of("gemma4_text", **GEMMA4),
         (1, 2),
         "heads and head dims by layer, keys and values of one projection",
         seed=6,
@@ -183,12 +193,7 @@ _ZOO = (
         (0, 1),
         "rope on a quarter of the head, MHA",
     ),
-    TinyModel(
-        "gpt2",
-        lambda: AutoConfig.for_model("gpt2", **_GPT2),
-        (0, 1),
-        "learned positions, MHA",
-    ),
+    TinyModel("gpt2", config_of("gpt2", **_GPT2), (0, 1), "learned positions, MHA"),
     TinyModel(
         "cohere",
         small_config("cohere", logit_scale=1.0),
@@ -227,7 +232,7 @@ _ZOO = (
     ),
     TinyModel(
         "qwen2_vl",
-        _qwen2_vl,
+        config_of("qwen2_vl", **_QWEN2_VL),
         (0, 1),
         "text in three dimensions of positions, composite config",
         architecture="Qwen2VLForConditionalGeneration",
@@ -267,19 +272,19 @@ _REFUSED = (
     TinyModel("bloom", small_config("bloom", n_head=4), (0, 1), "ignores the attention switch"),
     TinyModel(
         "t5",
-        lambda: AutoConfig.for_model("t5", **_T5),
+        config_of("t5", **_T5),
         (),
         "encoder and decoder, position bias",
         architecture="T5ForConditionalGeneration",
     ),
     TinyModel(
         "bart",
-        lambda: AutoConfig.for_model("bart", **_BART),
+        config_of("bart", **_BART),
         (),
         "encoder and decoder",
         architecture="BartForConditionalGeneration",
     ),
-    TinyModel("mamba", lambda: AutoConfig.for_model("mamba", **_MAMBA), (), "no attention"),
+    TinyModel("mamba", config_of("mamba", **_MAMBA), (), "no attention"),
     TinyModel(
         "mistral_sliding",
         small_config("mistral", sliding_window=16, head_dim=16),
@@ -322,6 +327,7 @@ _YARN = {
     "mscale_all_dim": 1.0,
 }
 _LONGCAT = {
+    **{name: value for name, value in LATENT.items() if name != "num_hidden_layers"},
     "num_layers": 2,
     "ffn_hidden_size": 64,
     "expert_ffn_hidden_size": 32,
@@ -345,22 +351,7 @@ _BAILING = {
 
 
 def _latent(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
-    settings = {**LATENT, **changes}
-    if model_type == "longcat_flash":
-        del settings["num_hidden_layers"]
-    return lambda: AutoConfig.for_model(model_type, **settings)
-
-
-def _kimi() -> PreTrainedConfig:
-    vision = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    return AutoConfig.for_model(
-        "kimi_k25", text_config={**LATENT, "model_type": "deepseek_v3"}, vision_config=vision
-    )
+    return config_of(model_type, **{**LATENT, **changes})
 
 
 _LATENT_ZOO = (
@@ -373,7 +364,7 @@ _LATENT_ZOO = (
         "head dim 24, rank 16",
     ),
     TinyModel(
-        "longcat_flash", _latent("longcat_flash", **_LONGCAT), (0, 1, 2, 3), "two caches a layer"
+        "longcat_flash", config_of("longcat_flash", **_LONGCAT), (0, 1, 2, 3), "two caches a layer"
     ),
     TinyModel(
         "mistral4",
@@ -387,22 +378,20 @@ _LATENT_ZOO = (
     TinyModel("axk1", _latent("axk1"), (0, 1), "mixture of experts"),
     TinyModel(
         "kimi_k25",
-        _kimi,
+        config_of(
+            "kimi_k25",
+            text_config={**LATENT, "model_type": "deepseek_v3"},
+            vision_config=VISION,
+        ),
         (0, 1),
         "DeepSeek-V3 with images; prompts without",
         architecture="Kimi_K25ForConditionalGeneration",
     ),
     TinyModel(
-        "kimi_linear",
-        _latent("kimi_linear", **_KIMI_LINEAR),
-        (1, 2),
-        "linear attention between",
+        "kimi_linear", _latent("kimi_linear", **_KIMI_LINEAR), (1, 2), "linear attention between"
     ),
     TinyModel(
-        "bailing_hybrid",
-        _latent("bailing_hybrid", **_BAILING),
-        (1, 3),
-        "linear attention between",
+        "bailing_hybrid", _latent("bailing_hybrid", **_BAILING), (1, 3), "linear attention between"
     ),
 )
 
@@ -446,62 +435,42 @@ _UNIFIED_VISION = {
 
 
 def _gemma4(**changes: Any) -> Callable[[], PreTrainedConfig]:
-    return lambda: AutoConfig.for_model("gemma4_text", **{**GEMMA4, **changes})
+    return config_of("gemma4_text", **{**GEMMA4, **changes})
 
 
-def _gemma4_composite() -> PreTrainedConfig:
-    return AutoConfig.for_model("gemma4", text_config=GEMMA4, vision_config=None, **_MARKS)
-
-
-def _gemma4_unified() -> PreTrainedConfig:
-    text = {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"}
-    return AutoConfig.for_model(
-        "gemma4_unified",
-        text_config={**text, "use_bidirectional_attention": "vision"},
-        vision_config=_UNIFIED_VISION,
-        **_MARKS,
-    )
-
-
-def _relative(
-    name: str,
-    config: Callable[[], PreTrainedConfig],
-    note: str,
-    full_attention: tuple[int, ...] = (1, 2),
-    seed: int = 2,
-    architecture: str = "",
-) -> TinyModel:
-    return TinyModel(
-        name,
-        config,
-        full_attention,
-        note,
-        seed=seed,
-        architecture=architecture,
-        embedding=_GEMMA4_EMBEDDING,
-    )
-
+_UNIFIED_TEXT = {name: x for name, x in GEMMA4.items() if name != "hidden_size_per_layer_input"}
+_relative = partial(TinyModel, seed=2, embedding=_GEMMA4_EMBEDDING)
 
 _GEMMA4_ZOO = (
-    _relative("gemma4_experts", _gemma4(**_EXPERTS), "experts, as in the 26B"),
+    _relative("gemma4_experts", _gemma4(**_EXPERTS), (1, 2), "experts, as in the 26B"),
     _relative(
-        "gemma4_own_values", _gemma4(attention_k_eq_v=False), "keys and values of two projections"
+        "gemma4_own_values",
+        _gemma4(attention_k_eq_v=False),
+        (1, 2),
+        "keys and values of two projections",
     ),
     _relative(
         "gemma4_512",
         _gemma4(global_head_dim=512, num_hidden_layers=2, layer_types=GEMMA4["layer_types"][:2]),
+        (1,),
         "the head dim of the real ones",
-        full_attention=(1,),
     ),
     _relative(
         "gemma4_composite",
-        _gemma4_composite,
+        config_of("gemma4", text_config=GEMMA4, vision_config=None, **_MARKS),
+        (1, 2),
         "text in a model for images",
         architecture="Gemma4ForConditionalGeneration",
     ),
     _relative(
         "gemma4_unified",
-        _gemma4_unified,
+        config_of(
+            "gemma4_unified",
+            text_config={**_UNIFIED_TEXT, "use_bidirectional_attention": "vision"},
+            vision_config=_UNIFIED_VISION,
+            **_MARKS,
+        ),
+        (1, 2),
         "tokens of an image see each other in layers that slide",
         architecture="Gemma4UnifiedForConditionalGeneration",
     ),
@@ -568,29 +537,24 @@ _GEMMA3N = {
 }
 _GEMMA4_SHARED = {**GEMMA4, **_SHARED}
 
-
-def _gemma4_shared_composite() -> PreTrainedConfig:
-    return AutoConfig.for_model("gemma4", text_config=_GEMMA4_SHARED, vision_config=None, **_MARKS)
-
-
 _SHARED_ZOO = (
     _relative(
         "gemma3n",
-        lambda: AutoConfig.for_model("gemma3n_text", **{**_SHARED, **_GEMMA3N}),
+        config_of("gemma3n_text", **{**_SHARED, **_GEMMA3N}),
+        (1,),
         "layers that read another's keys with all queries",
-        full_attention=(1,),
     ),
     _relative(
         "gemma4_shared",
-        lambda: AutoConfig.for_model("gemma4_text", **_GEMMA4_SHARED),
+        config_of("gemma4_text", **_GEMMA4_SHARED),
+        (1,),
         "layers that read another's keys, of a prompt with its last query alone",
-        full_attention=(1,),
     ),
     _relative(
         "gemma4_shared_composite",
-        _gemma4_shared_composite,
+        config_of("gemma4", text_config=_GEMMA4_SHARED, vision_config=None, **_MARKS),
+        (1,),
         "the same in a model for images",
-        full_attention=(1,),
         architecture="Gemma4ForConditionalGeneration",
     ),
 )

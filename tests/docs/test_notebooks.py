@@ -136,16 +136,6 @@ def test_its_text_is_the_one_that_its_outputs_are_of(path: Path) -> None:
     assert hashes and message in "\n".join(printed), again
 
 
-def test_a_text_that_is_missing_or_empty_is_named(path: Path, tmp_path: Path) -> None:
-    """Where a notebook reads a text, it says which variable to change."""
-    text = code(notebooks.read(path))
-    for name in {"TEXT", "BOOK"} & set(settings(ast.parse(text))):
-        check = re.search(rf"^if not Path\({name}\).*\n +raise .*$", text, flags=re.MULTILINE)
-        assert check is not None
-        with pytest.raises(FileNotFoundError, match=f"{name}='gone.txt' is no file: name a text"):
-            exec(check[0], {"Path": Path, name: "gone.txt"})
-
-
 def test_page_and_notebooks_say_the_same_of_how_long_they_take(path: Path) -> None:
     first = notebooks.source(notebooks.read(path)["cells"][0])
     page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 
@@ -21,23 +18,6 @@ CONFIGS = [
     PromptRecipe,
     *(cls.Config for cls in hf_kvret.registered_methods().values()),
 ]
-
-
-@dataclass(frozen=True)
-class ThreeConfig(hf_kvret.RetrievalConfig):
-    """Options of a method that is not there.
-
-    Attributes:
-        sink: other than elsewhere, ``0`` | ``1``,
-            in two lines.
-        depth: its own. ``None``: 3.
-
-    Raises:
-        ValueError: not an option.
-    """
-
-    presets: ClassVar[Any] = {"paper": {"depth": 4, "flush": 1}}
-    depth: int | None = None
 
 
 @pytest.mark.parametrize("page", sorted(options.parts()), ids=lambda page: page.stem)
@@ -56,42 +36,6 @@ def test_every_option_has_a_meaning_in_plain_english(config: type) -> None:
     texts = options.meanings(config)
     assert set(texts) == set(options.names_of(config))
     assert prose.faults(options.table(config, texts, config())) == []
-
-
-def test_entries_are_read_from_their_section_alone() -> None:
-    assert options.attributes(ThreeConfig.__doc__ or "") == {
-        "sink": "other than elsewhere, `0` \\| `1`, in two lines.",
-        "depth": "its own. `None`: 3.",
-    }
-    assert options.attributes("No section.") == {}
-
-
-def test_a_base_says_what_its_subclass_leaves_out() -> None:
-    texts, common = options.meanings(ThreeConfig), options.meanings(hf_kvret.RetrievalConfig)
-    assert texts["sink"].startswith("other than elsewhere")
-    assert texts["recent"] == common["recent"]
-
-
-def test_a_method_shows_its_own_options_and_those_that_differ() -> None:
-    rows = options.method_part(ThreeConfig).splitlines()[2:]
-    assert rows[0] == '| option | default | `preset="paper"` | values | meaning |'
-    assert [row.split(" | ")[:3] for row in rows[2:]] == [
-        ["| `flush`", "`512`", "`1`"],
-        ["| `depth`", "`None`", "`4`"],
-    ]
-    assert "no options of its own" in options.method_part(hf_kvret.FlatKVCache.Config)
-
-
-def test_values_are_written_as_python_has_them() -> None:
-    values = ["auto", 1.0, None, (0.5, 1.0), math.inf]
-    assert [options.literal(value) for value in values] == [
-        '`"auto"`',
-        "`1.0`",
-        "`None`",
-        "`(0.5, 1.0)`",
-        "`inf`",
-    ]
-    assert options.literal(tuple(range(30))) == "see below"
 
 
 def test_a_part_takes_its_place_and_a_page_without_one_is_refused() -> None:

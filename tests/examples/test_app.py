@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import app
-import app_parts.languages as languages_module
 import app_parts.reading as reading_module
 import numpy as np
 import pytest
 import torch
 from app_parts.answers import Answer, Part, highlights
-from app_parts.languages import NeedleWords, Tokens, language_of
-from app_parts.reading import CACHES, Document, Limits, Reading
+from app_parts.languages import Tokens, language_of
+from app_parts.reading import CACHES, Limits, Reading
 from app_parts.session import Choices, Desk, Session, budget_of
 from app_parts.showing import answer_html, document_html, escaped, notice, numbers_html, shown_slots
 from app_parts.uploads import check_size, checked, size_text, text_of, visible
@@ -90,14 +89,6 @@ def test_a_chat_template_goes_around_document_and_question(english: Subject) -> 
     assert "".join(plain.question("Why?").texts) == "\n\nWhy?"
 
 
-def test_without_the_file_of_the_example_there_is_none(
-    english: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert Desk(english, Choices()).example is not None
-    monkeypatch.setattr(languages_module, "_LICENSE", tmp_path / "LICENSE")
-    assert Desk(english, Choices()).example is None
-
-
 Event = Callable[..., Iterator[list[Any]]]
 
 
@@ -136,17 +127,6 @@ def test_beside_a_new_answer_nothing_of_the_old_one_is_shown(events: dict[str, E
         assert all(set(one) == {"__type__"} for one in change[3:])
     assert "2 tokens from a fork" in last[1]
     assert "v7 v8" in last[2] and not is_blank(last[3:])
-
-
-def test_a_word_chosen_while_an_answer_grows_changes_nothing(events: dict[str, Event]) -> None:
-    session = opened(events)
-    growing = events["answer"](session, QUESTION, "flat", "8")
-    for _ in range(2):
-        next(growing)
-        look = events["look"](session, 0, -1, -1)
-        assert all(set(one) == {"__type__"} for one in look)
-    list(growing)
-    assert all(isinstance(one, str) for one in events["look"](session, 0, -1, -1))
 
 
 def test_stopped_in_the_middle_the_document_stays_and_the_answer_goes(
@@ -322,17 +302,6 @@ def test_a_shelf_that_fails_is_told_and_costs_no_answer(
     assert ids == expected and len(Shelf(folder).entries()) == (step != "put")
 
 
-def test_who_stops_while_it_is_put_on_the_shelf_has_the_document_open(
-    subject: Subject, tmp_path: Path
-) -> None:
-    desk = Desk(subject, Choices(shelf=tmp_path))
-    session = Session(desk)
-    for message in (changes := session.read(desk.of_text(TEXT), "flat")):
-        if "putting" in message:
-            changes.close()
-    assert session.reading is not None and not Shelf(tmp_path).entries()
-
-
 def test_questions_leave_the_document_as_it_was(session: Session) -> None:
     assert session.reading is not None
     prompt = session.reading.prompt(QUESTION)
@@ -406,15 +375,6 @@ def test_out_of_memory_names_the_way_out_and_leaves_the_document(
             list(session.ask(QUESTION, "flat", "8"))
     list(session.ask(QUESTION, "flat", "8"))
     assert answer_of(session).text.split() == VALUE.split()
-
-
-def test_other_failures_are_not_taken_for_want_of_memory(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = Session(desk_of(subject))
-    monkeypatch.setattr(reading_module.Reader, "feed", fault)
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        list(session.read(session.desk.of_text(TEXT), "flat"))
 
 
 def test_the_environment_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,25 +474,6 @@ def test_of_a_long_text_what_was_retrieved_is_shown_with_its_neighbours() -> Non
     assert shown[7_000] and shown.sum() < 700
 
 
-def test_a_part_that_is_not_there_stands_for_all(session: Session) -> None:
-    assert session.part(1, 2, 1) == Part(range(1, 2), 2, 1)
-    assert session.part(99, 99, 99) == Part(range(2))
-    assert session.part(None, None, 1) == Part(range(2), None, 1)
-
-
-def test_who_has_no_document_is_sent_to_the_example_where_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, subject: Subject
-) -> None:
-    session = Session(desk_of(subject))
-    with pytest.raises(ValueError, match=r"paste a text and press Read, or press Example$"):
-        list(session.ask(QUESTION, "flat", "8"))
-    with pytest.raises(ValueError, match="press Example, or start with --model reference"):
-        session.desk.of_text("hello")
-    monkeypatch.setattr(session.desk, "example", None)
-    with pytest.raises(ValueError, match=r"paste a text and press Read$"):
-        list(session.ask(QUESTION, "flat", "8"))
-
-
 def test_what_is_too_long_is_refused_with_the_way_out(subject: Subject, tmp_path: Path) -> None:
     desk = desk_of(subject, tokens=100, upload=2_000, question=50)
     session = Session(desk)
@@ -554,14 +495,6 @@ def test_what_is_too_long_is_refused_with_the_way_out(subject: Subject, tmp_path
     with pytest.raises(ValueError, match="no cache 'static'"):
         list(session.ask(QUESTION, "static", "8"))
     assert session.reading is not None
-
-
-def test_a_document_that_the_model_has_no_positions_for_is_refused(subject: Subject) -> None:
-    count = subject.model.config.max_position_embeddings
-    language = NeedleWords()
-    document = Document("x", Tokens([9] * count, ["n1"] * count))
-    with pytest.raises(ValueError, match=r"the model knows 131,072 \(max_position_embeddings\)"):
-        Reading(subject, language, document, "flat", Limits(tokens=10**6))
 
 
 def test_the_command_line_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

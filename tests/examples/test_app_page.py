@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -259,12 +258,6 @@ def test_what_is_refused_says_the_way_out(
     assert not page.run("document.querySelectorAll('.kvret-notice img').length")
 
 
-def test_a_question_without_a_document_says_the_way_out(page: Any) -> None:
-    ask(page, "Q k5 k9 ->")
-    page.wait(shows("there is no document yet: choose a file"))
-    page.wait(shows("or press Example"))
-
-
 def test_the_page_is_served_to_this_machine_alone(server: Server) -> None:
     """Whatever the environment says; with a policy that lets the browser fetch nothing else."""
     address = urlsplit(server.address())
@@ -322,22 +315,6 @@ def test_files_of_this_machine_are_not_served(server: Server) -> None:
     for file in (server.secret, ROOT / "LICENSE", ROOT / "examples" / "app.py"):
         assert file.is_file()
         assert server.status(f"/gradio_api/file={file}") == 403
-
-
-def test_without_the_file_of_the_example_the_page_has_none(tab: Any, tmp_path: Path) -> None:
-    """As where the app alone was copied."""
-    examples = tmp_path / "copied" / "examples"
-    shutil.copytree(ROOT / "examples" / "app_parts", examples / "app_parts")
-    shutil.copy(ROOT / "examples" / "app.py", examples)
-    model = ROOT / "examples" / "reference_llama"
-    server = Server(tmp_path, "--model", str(model), examples=examples)
-    try:
-        visit(tab, server.address())
-        tab.wait(shows("Choose a file, or paste a text and press Read."))
-        assert not tab.run(f"Boolean({button('Example')})")
-        assert not tab.run(shows("Questions about the example"))
-    finally:
-        server.stop()
 
 
 def upload(server: Server, count: int, **headers: str) -> int:

@@ -38,7 +38,7 @@ from hf_kvret.lab.bench.shapes import (
     weight_bytes,
 )
 from hf_kvret.lab.bench.tables import why_missing
-from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth, quartiles
+from hf_kvret.lab.bench.timing import Bandwidth, describe, measure_bandwidth, quartiles
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row, attempt
 from hf_kvret.lab.evaluate.reader import Usage
@@ -53,7 +53,6 @@ from hf_kvret.lab.program.arguments import (
     whole_number,
 )
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.report.environment import describe_environment
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.models.compatibility import is_latent
 
@@ -197,15 +196,13 @@ class ModelMeasurement(Measurement):
         self._fills()
 
     def setup(self) -> dict[str, Any]:
-        here = describe_environment()
         return {
             "shape": self.shape,
             **({} if self.part == "whole" else {"part": self.part}),
             **self._layers,
             # JSON has no infinity.
             "limit": self.limit if math.isfinite(self.limit) else None,
-            **{name: getattr(self, name) for name in _OPTIONS},
-            **{name: here[name] for name in _MACHINE},
+            **describe(self, _OPTIONS, _MACHINE),
         }
 
     def cells(self) -> list[Cell]:

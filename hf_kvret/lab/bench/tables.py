@@ -26,6 +26,17 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
+def spread(row: Row, text: Callable[[float], str] = ms) -> str:
+    """The quartiles of ``calls_row``."""
+    low, high = row["seconds_quartiles"]
+    return f"{text(low)} to {text(high)}" if row["timed"] > 1 else "once"
+
+
+def thread_count(count: int) -> str:
+    """A number of threads in words."""
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
 def mb(count: float) -> str:
     """Megabytes of a number of bytes."""
     return f"{count / 1e6:,.1f}"

@@ -1,13 +1,16 @@
-"""Clocks for a device, and how fast its memory and its way to the host are."""
+"""Clocks for a device, how fast its memory and its way to the host are, rows of timed calls."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from hf_kvret.lab.evaluate.measurement import Measurement, Row
+from hf_kvret.lab.report.environment import describe_environment
 
 _REPEATS = 10
 _CUDA_BYTES = 1 << 30
@@ -90,6 +93,25 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     points = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(points).tolist()
     return low, middle, high
+
+
+def describe(measurement: Measurement, options: Iterable[str], machine: Iterable[str]) -> Row:
+    """For a set-up: the values of ``options``, and what the environment says of ``machine``."""
+    here = describe_environment()
+    return {name: getattr(measurement, name) for name in options} | {
+        name: here[name] for name in machine
+    }
+
+
+def calls_row(seconds: Sequence[float]) -> Row:
+    """``seconds``, the median, with quartiles and the least, of ``timed`` calls."""
+    low, middle, high = quartiles(seconds)
+    return {
+        "seconds": middle,
+        "seconds_quartiles": [low, high],
+        "seconds_least": min(seconds),
+        "timed": len(seconds),
+    }
 
 
 def _quickest(device: torch.device, work: Callable[[], Any]) -> float:

@@ -77,19 +77,6 @@ def test_width_of_an_access(opcode: str, width: int | None) -> None:
     assert Instruction(0, opcode, "", False).width == width
 
 
-def test_loads_are_counted_by_width_and_stores_are_none() -> None:
-    code = code_of(
-        "LDG.E.128 R4, desc[UR4][R2.64]",
-        "LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]",
-        "LDG.E R9, desc[UR4][R2.64]",
-        "LDS.128 R4, [R8]",
-        "STG.E.64 desc[UR4][R2.64], R4",
-        "EXIT",
-    )
-    assert code.load_widths() == {16: 2, 4: 1}
-    assert code.counts(code.reachable)["instructions"] == 6
-
-
 def test_the_main_width_carries_most_bytes() -> None:
     assert main_width({16: 1, 4: 3}) == 16
     assert main_width({16: 1, 4: 5}) == 4

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bench_save
 import pytest
 from bench_save import Save
 
 from hf_kvret.lab.report.results import Results
-from hf_kvret.saved import shards
 
 Bench = Callable[..., int]
 SMALL = Save.smallest.split()
@@ -48,9 +46,3 @@ def test_what_can_not_be_saved_is_said(bench: Bench) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             bench("save", *arguments)
-
-
-def test_without_checksums_the_same_is_loaded() -> None:
-    with bench_save._without_checksums():
-        assert shards.crc32(b"abc") == 0
-    assert shards.crc32(b"abc") == 0x352441C2

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import dynamic_module_utils as modules
 
 import hf_kvret
@@ -150,8 +150,3 @@ def test_the_example_of_the_page_runs(
     hub.add("NAME/paris", files())
     exec(example("custom_generate"), {"model": llama, "inputs": {"input_ids": prompt(1, 60)}})
     assert any("generate.py" in line for line in hub.bodies())
-
-
-def test_the_model_class_keeps_its_own_generate(llama: PreTrainedModel) -> None:
-    run(llama, **MODES["greedy"])
-    assert "generate" not in vars(llama) and isinstance(llama, LlamaForCausalLM)

@@ -172,11 +172,3 @@ def test_a_file_that_is_no_library_is_refused(script: ModuleType, tmp_path: Path
         (tmp_path / "x.so").write_bytes(content)
         with pytest.raises(ValueError, match=r"no library for x86_64 or aarch64 Linux"):
             script.make_repository(tmp_path / "out", [tmp_path / "x.so"])
-
-
-def test_only_imports_change(script: ModuleType) -> None:
-    source = "from hf_kvret_kernels import a\n    from hf_kvret_kernels.b.c import (\n# {}\n"
-    source = source.format("hf_kvret_kernels")
-    near = "from . import a\n    from .b.c import (\n# hf_kvret_kernels\n"
-    assert script.relative(source, 1) == near
-    assert script.relative(source, 2) == near.replace("from .", "from ..")

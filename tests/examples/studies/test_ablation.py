@@ -20,7 +20,6 @@ from hf_kvret.lab.program.scripts import (
     SCRIPTS,
     command_line,
     load_measurement,
-    run_script,
     script_parser,
 )
 from hf_kvret.lab.report.pages import Part, listed_pages, shown_tables
@@ -116,29 +115,6 @@ def test_without_a_checkout_a_study_has_no_page(
     assert not (results / "mine.md").exists()
 
 
-def test_a_folder_of_artifacts_is_tried(refused: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "x-artifacts"
-    folder.write_text("")
-    given = ["--model", "needle", "--artifacts", str(folder)]
-    message = refused(load_measurement("eval aqua-ablation"), *given)
-    assert f"--artifacts: no file can be written to {folder} (" in message
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [("aqua-ablation", "variance"), ("assumptions", "paris")],
-)
-def test_pictures_beside_the_named_one_are_tried(
-    name: str, part: str, refused: Any, tmp_path: Path
-) -> None:
-    given = ["--model", "needle", "--text", __file__, "--plot", str(tmp_path / "x.png")]
-    beside = tmp_path / f"x-{part}.png"
-    line = refused(load_measurement(f"eval {name}"), *given, "--json", str(beside))
-    assert "would write one file twice" in line and str(beside) in line
-    beside.mkdir()
-    assert f"--plot {beside} is a folder" in refused(load_measurement(f"eval {name}"), *given)
-
-
 @pytest.mark.parametrize(
     ("name", "more"), [("aqua-ablation", ["--calibration-tokens", "1K"]), ("assumptions", [])]
 )
@@ -156,13 +132,6 @@ def test_what_the_last_cell_lacks_is_said_before_the_first(
         load_measurement(f"eval {name}"), *given, *more, "--json", str(path)
     )
     assert not path.exists()
-
-
-def test_results_of_another_set_up_are_not_gone_on_with(refused: Any, tmp_path: Path) -> None:
-    study, path = load_measurement("eval assumptions"), tmp_path / "x.json"
-    given = ["--model", "needle", "--json", str(path), "--context", "300", "--parts", "lrqk"]
-    assert run_script(study, [*given, "--windows", "2"]) == 0
-    assert "windows was 2, now 3" in refused(study, *given, "--windows", "3")
 
 
 @pytest.mark.parametrize("title", PAGES)

@@ -56,11 +56,6 @@ def test_right_caches_pass_in_every_dtype(dtype: torch.dtype) -> None:
         assert own_checker.check(choice, 128, 2, "random").startswith("equal within")
 
 
-def test_the_shortest_context_is_checked_too() -> None:
-    choice = choose_bench_caches(["paris"], {"store": "device"}, "cpu")["paris"]
-    assert checker().check(choice, 64, 1, "prefill").startswith("equal within")
-
-
 class Forgetful(FlatIndex):
     """Never finds the older half of the tokens."""
 
@@ -130,12 +125,6 @@ def test_caches_that_are_inexact_by_design_need_only_be_finite(name: str) -> Non
     assert result == "finite; not exact by design"
 
 
-def test_the_model_has_its_own_attention_back_after_a_check() -> None:
-    own_checker = checker()
-    own_checker.check(choose_bench_caches(["flat"], {}, "cpu")["flat"], 128, 1, "prefill")
-    assert own_checker.model.config._attn_implementation == "sdpa"
-
-
 def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
     bench: Callable[..., int],
     monkeypatch: pytest.MonkeyPatch,
@@ -153,19 +142,6 @@ def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
     rows = {cell["cache"]: row for cell, row in Results.load(file)}
     assert "seconds" in rows["full"] and "seconds" not in rows[SMALL]
     assert "differ from full attention" in rows[SMALL]["check_failed"]
-
-
-def test_what_failed_is_checked_again_by_the_same_command(
-    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    arguments = ["--context", "256", "--caches", SMALL, "--json", str(tmp_path / "d.json")]
-    arguments += ["--steps", "2", "--warmup", "0"]
-    with monkeypatch.context() as broken:
-        use_index(broken, Forgetful)
-        assert bench("decode", *arguments) == 1
-    assert bench("decode", *arguments) == 0
-    (_, row), *_ = Results.load(tmp_path / "d.json")
-    assert "seconds" in row and "check_failed" not in row
 
 
 def test_with_one_round_a_row_is_kept_as_soon_as_it_is_measured(
@@ -297,12 +273,6 @@ def test_a_random_query_is_as_large_as_the_index_needs(
             model.config, cache, measure_rows(model, seed=0), batch=2, context=300, seed=5, **PLACE
         )
     assert sizes == [(elements, 1)] * 2
-
-
-def test_random_rows_and_tokens_follow_the_seed() -> None:
-    model = tiny()
-    assert torch.equal(random_tokens(model, 2, 9, 1), random_tokens(model, 2, 9, 1))
-    assert not torch.equal(random_tokens(model, 2, 9, 1), random_tokens(model, 2, 9, 2))
 
 
 def test_how_a_cache_is_filled() -> None:

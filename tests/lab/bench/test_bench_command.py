@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,16 +208,6 @@ def test_a_preallocated_cache_is_rewound_and_hybrids_refuse() -> None:
     sliding.sliding_window = 4
     with pytest.raises(ValueError, match="only layers of full attention"):
         PreallocatedCache(sliding, 8).rewind(0)
-
-
-def test_results_name_what_was_measured(bench: Callable[..., int], tmp_path: Path) -> None:
-    file = tmp_path / "d.json"
-    assert bench("decode", "--context", "64", "--caches", "full", "--json", str(file)) == 0
-    content = json.loads(file.read_text())
-    assert content["name"] == "bench decode"
-    setup = content["setup"]
-    assert (setup["shape"], setup["layers"], setup["of_layers"]) == ("tiny", 2, 2)
-    assert {"dtype", "device", "seed", "top_k", "store", "fill", "steps"} <= set(setup)
 
 
 @pytest.mark.gpu

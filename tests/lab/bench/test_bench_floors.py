@@ -20,7 +20,6 @@ from hf_kvret.lab.bench.floors import (
     selections,
 )
 from hf_kvret.lab.bench.limits import byte_count, shortage
-from hf_kvret.lab.bench.model_measurement import Line
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.lab.bench.shapes import WeightBytes, load_shape, random_model
 from hf_kvret.lab.bench.timing import Bandwidth, quartiles
@@ -126,22 +125,6 @@ def test_coded_rows_are_read_as_they_are_kept(
 
 
 @pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
-def test_keys_that_a_rerank_compares_are_read_where_they_lie(
-    model: PreTrainedModel, store: str
-) -> None:
-    floors = []
-    for rerank in ("auto", "off"):
-        cache = CTkvrCache(model.config, tokens_per_centroid=4, rerank=rerank, store=store, **SMALL)
-        fill(model, cache, steps=1)
-        floors.append(decode_floor(WEIGHTS, cache, no_usage(), BATCH, Selections(), on_host=False))
-    # Two layers and two heads; 4 lists of 13 keys, but there are 32; half a row is the key.
-    compared = 2 * 2 * BATCH * 32 * ROW // 2
-    over_bus = compared if store in ("host", "resident") else 0
-    assert floors[0].host_bytes - floors[1].host_bytes == over_bus
-    assert floors[0].device_bytes - floors[1].device_bytes == compared - over_bus
-
-
-@pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
 def test_rows_come_over_the_bus_from_the_host_and_where_slots_miss_them(
     model: PreTrainedModel, store: str
 ) -> None:
@@ -175,11 +158,6 @@ def test_a_prompt_reads_weights_once_and_writes_its_cache() -> None:
 def test_seconds_add_device_and_bus() -> None:
     floor = prefill_floor(WEIGHTS, no_usage(host=600), batch=1, context=1)
     assert floor.seconds(Bandwidth(device=401.0, host=60.0)) == pytest.approx(10.0 + 10.0)
-
-
-def test_layers_are_scaled_along_a_line() -> None:
-    line = Line.through({4: 9.0, 2: 5.0})
-    assert (line.slope, line.start, line.at(32)) == (2.0, 1.0, 65.0)
 
 
 def test_sizes_are_read() -> None:

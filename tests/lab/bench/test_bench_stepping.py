@@ -13,7 +13,6 @@ import torch
 from transformers import masking_utils
 
 from hf_kvret.lab.bench import stepping
-from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import feed, prefill, random_tokens, serving
 from hf_kvret.lab.bench.opponents import PreallocatedCache, attend_to_all, choose_bench_caches
 from hf_kvret.lab.bench.passes import Decode
@@ -22,7 +21,6 @@ from hf_kvret.lab.bench.stepping import (
     CompiledSteps,
     DenseGraphSteps,
     ReplayedSteps,
-    Step,
     Steps,
     make_steps,
     unmasked,
@@ -131,25 +129,6 @@ def test_replayed_steps_give_the_logits_of_usual_ones() -> None:
     assert kinds[f"flat:{SMALL}:graph=false"] == ["eager"] * 5
 
 
-@pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
-def test_the_check_looks_at_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model(load_shape("tiny").with_layers(1), torch.float32, "cpu", seed=0)
-    text = f"flat:{SMALL}"
-    choice = choose_bench_caches([text], {"store": "device"}, "cpu")[text]
-    taken: list[str] = []
-    take = Steps.take
-
-    def watched(self: Steps, tokens: torch.Tensor) -> Any:
-        logits, step = take(self, tokens)
-        taken.append(step.kind)
-        return logits, step
-
-    monkeypatch.setattr(Steps, "take", watched)
-    with taped():
-        assert Checker(model, None, 0).check(choice, 64, 1, "prefill").startswith("equal within")
-    assert "replay" in taken
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
 def test_replayed_steps_are_measured_with_what_they_selected(
@@ -165,11 +144,6 @@ def test_replayed_steps_are_measured_with_what_they_selected(
     assert replayed["selected_rows"] == usual["selected_rows"] == 2 * 2 * 8
     for name in ("floor_device_bytes", "device_bytes", "flushed_tokens"):
         assert replayed[name] == pytest.approx(usual[name], rel=0.05)
-
-
-def test_a_flush_is_told_apart_from_its_kind() -> None:
-    taken = [Step("eager", 8), Step("replay")]
-    assert [step.label for step in taken] == ["flush", "replay"]
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from hf_kvret import cli
 from hf_kvret.lab.bench import gpu_page, gpu_run
 from hf_kvret.lab.bench.gpu_page import RowFile, write_page
 from hf_kvret.lab.bench.gpu_run import NOW, PAGE, ROWS, waiting
-from hf_kvret.lab.bench.gpu_stages import STAGES, Stage, cells_of, kernel_times, sized
+from hf_kvret.lab.bench.gpu_stages import STAGES, Stage, cells_of, kernel_times
 from hf_kvret.lab.bench.opponents import choose_bench_caches
 
 DRY = {"stages": [stage.name for stage in STAGES], "dry": True, "since": 0, "seconds": 250.0}
@@ -152,12 +152,6 @@ def test_times_of_kernels_say_how_long_nothing_ran() -> None:
     assert (row["launches"], row["busy_us"], row["span_us"]) == (2.0, 4.0, 7.0)
     assert row["kernels"][0] == {"name": "a", "launches": 1.0, "us": 3.0, "step_us": 3.0}
     assert kernel_times([], 2)["span_us"] == 0.0
-
-
-def test_sizes_are_lengths_and_batches() -> None:
-    assert sized("a b", "1K", "2K x 8", token="same")[2:] == [
-        {"cache": name, "context": 2048, "batch": 8, "token": "same"} for name in "ab"
-    ]
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""A2ATS's study of one layer: what it learns from which tokens, and its figures."""
+"""A2ATS's study of one layer: the metric, what it learns from which tokens, its figures."""
 
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,6 @@ def test_with_a_word_for_each_key_the_words_are_the_keys_before_rope() -> None:
         assert distances.amin(1).max() < 1e-5 and distances.amin(2).max() < 1e-5
 
 
-def test_in_query_aware_space_the_words_are_keys_times_the_metric() -> None:
-    seen = tokens(6, 3)
-    result = study([seen], codewords=6, rounds=0, codeword_dtype="float32").tensors
-    restored = torch.linalg.solve(result["metric"], result["codewords"], left=False)
-    assert torch.cdist(restored, before_rope(seen.key, ROPE)[0]).amin(2).max() < 1e-2
-
-
 def test_figures_are_the_variance_that_held_out_scores_lose() -> None:
     held = tokens(50, 20)
     result = study([tokens(200, 0)], [held])
@@ -195,14 +189,6 @@ def test_tokens_are_copied_and_what_they_were_a_part_of_is_let_go() -> None:
     assert torch.equal(result.tensors["codewords"], expected.tensors["codewords"])
 
 
-def test_keys_wait_in_the_dtype_of_the_model() -> None:
-    made = A2ATSCalibration(codewords=4).study(0, ROPE, torch.device("cpu"))
-    made.add(tokens(20, 0, torch.bfloat16), False)
-    (held,) = made._keys[False]
-    assert held.dtype == torch.bfloat16
-    assert held.untyped_storage().nbytes() == 20 * HEADS * DIM * 2
-
-
 @pytest.mark.parametrize(
     ("options", "books"), [({}, 2), ({"compare": False}, 1), ({"query_aware": False}, 1)], ids=str
 )
@@ -257,3 +243,62 @@ def test_codes_are_the_nearest_words_as_saved_in_new_and_old_artifacts(
     restored = torch.linalg.solve(factor, words, left=False)
     exact = plain.unflatten(1, (HEADS, -1)) @ restored.mT[:, None]
     assert torch.allclose(table, exact.flatten(1, 2), rtol=1e-2, atol=1e-2 * float(exact.std()))
+
+
+def moments(queries: torch.Tensor) -> torch.Tensor:
+    """``[H, D, D]`` fp64 mean of q^T q of ``queries [H, m, D]``."""
+    queries = queries.double()
+    return queries.mT @ queries / queries.shape[1]
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_the_factor_reproduces_the_second_moment(size: float) -> None:
+    """Whatever its unit: divided by the rms entry, with the ridge on the diagonal."""
+    second = moments(draw(3, 100, 16, seed=0) * draw(16, seed=1).exp()) * size
+    factor, inverse = query_metric(second)
+    assert factor.dtype == inverse.dtype == torch.float32
+    assert factor.shape == inverse.shape == (3, 16, 16)
+    assert torch.equal(factor, factor.tril())
+    rms = second.square().mean((1, 2), keepdim=True).sqrt()
+    expected = second / rms + 1e-6 * torch.eye(16)
+    # The factor is rounded to fp32, and sums of 16 of its products are compared.
+    product = factor.double() @ factor.double().mT
+    assert (product - expected).abs().max() <= 1e-6 * expected.abs().max()
+    identity = factor.double() @ inverse.double() - torch.eye(16)
+    assert identity.abs().max() <= 1e-5
+
+
+def test_distances_in_the_metric_are_errors_of_scores() -> None:
+    queries, keys, other = (
+        draw(2, 200, 12, seed=2),
+        draw(2, 30, 12, seed=3),
+        draw(2, 30, 12, seed=4),
+    )
+    second = moments(queries)
+    factor, _ = query_metric(second)
+    distances = ((keys - other) @ factor).square().sum(-1)
+    errors = torch.einsum("hmd,hnd->hnm", queries, keys - other).square().mean(-1)
+    unit = second.square().mean((1, 2)).sqrt().float()
+    assert torch.allclose(distances * unit[:, None], errors, rtol=1e-4)
+
+
+def test_few_queries_suffice_in_float64() -> None:
+    """A matrix of rank 5 is lifted by the ridge."""
+    factor, inverse = query_metric(moments(draw(2, 5, 32, seed=8)))
+    assert factor.isfinite().all() and inverse.isfinite().all()
+    assert (factor.double() @ inverse.double() - torch.eye(32)).abs().max() <= 1e-3
+
+
+def test_matrices_that_are_no_second_moments_are_refused() -> None:
+    good = moments(draw(3, 50, 4, seed=15))
+    for number in (math.nan, math.inf):
+        broken = good.clone()
+        broken[1, 2, 3] = number
+        with pytest.raises(ValueError, match="of head 1 are zero, not finite or"):
+            query_metric(broken)
+    empty = good.clone()
+    empty[[0, 2]] = 0
+    with pytest.raises(ValueError, match="of head 0, 2 are zero"):
+        query_metric(empty)
+    with pytest.raises(ValueError, match=r"of head 0, 1, 2 are .*not positive definite"):
+        query_metric(good - 2 * torch.eye(4))

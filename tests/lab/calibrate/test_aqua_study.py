@@ -215,15 +215,6 @@ def test_keys_are_those_before_or_after_rope() -> None:
     assert torch.equal(carried(after)["value"], chain.rows(0, 1))
 
 
-def test_the_first_studied_layer_alone_is_an_anchor() -> None:
-    for number, one in enumerate(Chain.of(4).study()):
-        is_anchor = number == 0
-        assert one.settings["role"] == ("anchor" if is_anchor else "predicted")
-        assert ("key.weight" in one.tensors) != is_anchor
-        assert one.settings["previous"] == (None if is_anchor else 2 * number - 1)
-        assert one.settings["bits"] == (4 if is_anchor else 2)
-
-
 def test_anchors_in_16_bits_are_as_the_model_made_them() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         chain = Chain.of(2, dtype=dtype)

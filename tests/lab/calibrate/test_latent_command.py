@@ -13,7 +13,6 @@ import hf_kvret
 from hf_kvret import A2ATSCache, AquaKVCache
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
-from hf_kvret.saved.identity import model_facts
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -95,8 +94,3 @@ def others(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, str]]:
             "made for rope_interleave=True, this model has False",
         ),
     ]
-
-
-def test_models_without_latents_have_the_facts_they_had() -> None:
-    facts = model_facts(MODELS["llama"].config())
-    assert not {"kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_interleave"} & set(facts)

@@ -127,13 +127,6 @@ def test_each_layer_gets_what_the_one_before_left(
     assert [int(one["last"]) for one in (second, third) if one is not None] == [0, 1]
 
 
-def test_layers_that_slide_are_stepped_over(tmp_path: Path) -> None:
-    chain = Chain()
-    calibrate(MODELS["gemma3"].build(), CORPUS, chain, tmp_path, progress=False)
-    assert [layer for layer, _ in chain.finished] == [1, 2]
-    assert chain.finished[0][1] is None and int(chain.finished[1][1]["last"]) == 1
-
-
 def test_only_the_newest_layers_carried_tensors_are_on_disk(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -174,18 +167,6 @@ def test_the_same_call_goes_on_to_the_same_artifact(
     assert (f"carried_{at - 1}.safetensors" in kept(out)) == carries
     left = go_on(model, out, carries=carries, whole=tmp_path / "whole")
     assert left == list(range(at, 3))
-
-
-@carries
-def test_several_interruptions_are_survived(
-    model: PreTrainedModel, tmp_path: Path, carries: bool
-) -> None:
-    for at in (1, 1, 2):
-        interrupt(model, tmp_path / "out", at, carries=carries)
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    (tmp_path / "out" / ".parts" / "2.unfinished").write_bytes(b"half")
-    assert go_on(model, tmp_path / "out", carries=carries) == [2]
-    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 
 def test_an_interruption_between_the_two_files_of_a_layer_repeats_that_layer(

@@ -77,11 +77,6 @@ def test_scaled_rope_is_reproduced(name: str, dtype: torch.dtype) -> None:
     assert [rope.layout for rope in found.values()] == ["half", "half"]
 
 
-def test_the_attention_factor_is_divided_out() -> None:
-    rope = check_rope(llama(**SCALED["yarn with a large factor"]))[0]
-    assert rope.attention_factor == 3.0
-
-
 def test_the_layout_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the code of a model can't be looked at."""
     monkeypatch.delattr("hf_kvret_model_patches.rope._layout")
@@ -136,14 +131,6 @@ def test_keys_that_are_no_numbers_are_refused() -> None:
     model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"layer 1: .* off by inf"):
         check_rope(model)
-
-
-def test_scaled_rope_in_one_kind_of_layers_is_reproduced() -> None:
-    config = MODELS["gemma3"].config()
-    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
-    config.rope_parameters = {**config.rope_parameters, "full_attention": scaled}
-    found = check_rope(AutoModelForCausalLM.from_config(config))
-    assert found[1].inv_freq[0] == 1 / 8 and found[0].inv_freq[0] == 1
 
 
 def test_rope_that_changes_with_the_length_is_refused() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AttentionInterface
 
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
-from hf_kvret.testing import MODELS, REFUSED, SHARED_MODELS
+from hf_kvret.layer.latent import ModuleHeads
+from hf_kvret.testing import LATENT_MODELS, MODELS, REFUSED, SHARED_MODELS
 from hf_kvret_model_patches.rope import Rope
 
 ATTENTION = {key: {0, 1, 2} for key in ("gemma2", "gemma3", "gemma4", "gpt_oss", "exaone4")}
@@ -78,15 +78,6 @@ def test_a_tap_works_in_inference_mode_and_hands_out_no_graph() -> None:
     assert not any(x.requires_grad for t in seen for x in (t.query, t.key, t.value))
 
 
-def test_a_model_with_accelerates_hooks_is_seen_too() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    plain = tapped(MODELS["llama"].build())
-    cpu = torch.device("cpu")
-    offloaded = tapped(accelerate.cpu_offload(MODELS["llama"].build(), cpu))
-    assert plain.keys() == offloaded.keys()
-    assert all(torch.equal(plain[layer].key, offloaded[layer].key) for layer in plain)
-
-
 def test_nothing_stays_after_errors() -> None:
     model = MODELS["llama"].build()
     before = hooks(model)
@@ -133,24 +124,42 @@ def test_a_pass_that_reads_a_cache_is_refused() -> None:
         model(PROMPT[:, :2], past_key_values=cache)
 
 
-def test_attention_past_the_registered_function_is_not_seen() -> None:
-    config = MODELS["gpt2"].config()
-    config.reorder_and_upcast_attn = True
-    assert not tapped(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+RANK, ROTATED = 16, 8
+# Complex numbers, numbers put in another order, queries scaled afterwards.
+USUAL_LATENT = ("deepseek_v2", "mistral4")
+LATENT = [
+    name if name in USUAL_LATENT else pytest.param(name, marks=pytest.mark.slow)
+    for name in LATENT_MODELS
+    if name in CONFIG_MAPPING
+]
 
 
-def test_what_others_wrap_while_a_tap_is_open_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["llama"].build()
-    monkeypatch.setattr(AttentionInterface, "get_interface", AttentionInterface.get_interface)
-    calls: list[int] = []
-    with tap_attention(model, dict[int, LayerTokens]().__setitem__):
-        inner = AttentionInterface.get_interface
+@pytest.mark.parametrize("name", LATENT)
+def test_rows_are_those_of_a_cache(name: str) -> None:
+    model = LATENT_MODELS[name].build()
+    with torch.no_grad():
+        output = model(PROMPT, use_cache=True)
+        expected = model(PROMPT, use_cache=False).logits
+    seen = tapped(model)
+    assert set(seen) == set(LATENT_MODELS[name].full_attention)
+    assert torch.equal(model(PROMPT, use_cache=False).logits, expected)
+    for layer, tokens in seen.items():
+        entry = output.past_key_values.layers[layer]
+        assert torch.equal(tokens.key, torch.cat([entry.keys, entry.values], dim=-1))
+        assert torch.equal(tokens.value, entry.keys)
+        assert tokens.latent is not None and tokens.key.shape == (2, 1, 7, RANK + ROTATED)
 
-        @functools.wraps(inner)
-        def theirs(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            return inner(*args, **kwargs)
 
-        monkeypatch.setattr(AttentionInterface, "get_interface", theirs)
-    assert tapped(model).keys() == {0, 1}
-    assert AttentionInterface.get_interface is theirs and len(calls) == 2
+@pytest.mark.parametrize("name", LATENT)
+def test_absorbing_and_unrotating_queries_commute(name: str) -> None:
+    model = LATENT_MODELS[name].build()
+    for layer, tokens in tapped(model).items():
+        rope, heads = Rope.of(model.config, layer), ModuleHeads(tokens.latent)
+        with torch.no_grad():
+            absorbed = before_rope(heads.absorb(tokens.query), rope)
+            before = heads.absorb(before_rope(tokens.query, rope))
+        # Sums of products in fp32.
+        torch.testing.assert_close(absorbed, before, rtol=1e-4, atol=1e-5)
+        row = before_rope(tokens.key, rope)
+        assert torch.equal(row[..., :RANK], tokens.key[..., :RANK])
+        assert rope.layout == "none" or not torch.equal(row, tokens.key)

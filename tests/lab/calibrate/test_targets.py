@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,11 +157,6 @@ def test_a_private_repository_is_looked_at_with_the_token(hub: Any) -> None:
         check_repository(REPO, "a2ats", token="hf_expired")
 
 
-def test_a_look_at_a_new_repository_is_one_request(hub: Any) -> None:
-    check_repository("alice/new", "a2ats", token="hf_alice")
-    assert len(hub.requests) == 1
-
-
 def test_a_hub_that_does_not_answer_is_an_error(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(REPO, {"config.json": MODELS_CONFIG})
     with monkeypatch.context() as patch:
@@ -215,13 +209,3 @@ def test_more_codewords_than_tokens_are_refused_and_fewer_go_on(
     fewer = A2ATSCalibration(codewords=100, distance=32, rounds=3)
     result = calibrate(llama, TEXTS, fewer, tmp_path, progress=False)
     assert result.tensors["layers.0.codewords"].shape[1] == 100
-
-
-def test_a_models_name_is_one_line_in_the_card(
-    artifact: CalibrationArtifact, tmp_path: Path
-) -> None:
-    model = type(artifact.model)("a\n# b", artifact.model.facts, artifact.model.weights)
-    CalibrationArtifact("a2ats", model, artifact.tensors).save_pretrained(tmp_path)
-    card = (tmp_path / "README.md").read_text()
-    assert "# a2ats artifact for a # b\n" in card and "\n# b" not in card
-    assert json.loads((tmp_path / "config.json").read_text())["model"]["name"] == "a\n# b"

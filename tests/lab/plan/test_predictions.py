@@ -74,10 +74,6 @@ def test_bytes_are_those_of_a_filled_cache(name: str) -> None:
     check(tiny(), name + SHORT, 500)
 
 
-def test_a_batch_takes_its_multiple() -> None:
-    check(tiny(), "lrqk:store=host" + SHORT, 300, batch=3)
-
-
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_layers_that_slide_keep_what_they_keep(name: str) -> None:
     check(MODELS[name].build(), "flat:store=host" + SHORT, 200)

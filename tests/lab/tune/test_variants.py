@@ -78,10 +78,6 @@ def test_options_of_a_method_stay_and_free_ones_share_its_cache() -> None:
     assert variants["paris:recent=64:top_k=64"].base is not variants["paris:top_k=7"].base
 
 
-def test_the_same_method_twice_is_one() -> None:
-    assert len(made("paris", "paris")) == 2
-
-
 def test_what_a_fill_keeps_is_no_change_of_a_fork() -> None:
     """H2O evicts by its budget while it reads."""
     variants = made("h2o")
