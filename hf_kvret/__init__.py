@@ -9,6 +9,7 @@ Importing registers the methods' names with transformers and touches no device.
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index
+from hf_kvret.generate.attach import attach, restore
 from hf_kvret.methods.a2ats import A2ATSCache
 from hf_kvret.methods.aqua import AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache
@@ -21,7 +22,7 @@ from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.models.versions import warn_untested
 from hf_kvret.observe.observers import Selection, observe
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.registry import attach, register, registered_methods, restore, unregister
+from hf_kvret.registry import register, registered_methods, unregister
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.shelf import Shelf, ShelfEntry, ask, document_ids
 from hf_kvret.stores import Store

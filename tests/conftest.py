@@ -264,6 +264,15 @@ def _merged(params: Sequence[Any], *marks: pytest.MarkDecorator) -> Any:
 
 
 @pytest.fixture
+def llama() -> Any:
+    """A small model, new in each test."""
+    # Imported here, because the lines above must come before any module with a kernel.
+    from hf_kvret.testing import MODELS
+
+    return MODELS["llama"].build()
+
+
+@pytest.fixture
 def temporaries() -> Callable[[Callable[[], object]], int]:
     """``work -> bytes``: the most that ``work`` allocated on the CPU above what it left.
 

@@ -43,6 +43,7 @@ ROOMS = (
     "hf_kvret.shelf",
     "hf_kvret.replay",
     "hf_kvret.attention",
+    "hf_kvret.generate",
     "hf_kvret.registry",
     FACE,
     "hf_kvret.vllm",

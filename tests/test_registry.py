@@ -13,8 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
 )
@@ -32,31 +30,6 @@ OURS = ("hf_kvret", "flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o", "l
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 PREPARE = "_prepare_cache_for_generation"
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
-class Broken(LogitsProcessor):
-    """Fails after the prompt was read."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("this processor is broken")
-
-
-def test_a_call_that_fails_puts_the_model_back(llama: PreTrainedModel) -> None:
-    before = llama.config._attn_implementation
-    with pytest.raises(RuntimeError, match="this processor is broken"):
-        llama.generate(
-            **_prompt(),
-            **RUN,
-            cache_implementation="flat",
-            cache_config=SMALL,
-            logits_processor=LogitsProcessorList([Broken()]),
-        )
-    assert llama.config._attn_implementation == before
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""The seam to transformers: attention functions, masks, prompts in chunks, requests."""
+"""What runs once a layer: the attention function, its masks, and the model's own attention."""

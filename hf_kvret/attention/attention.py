@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_kvret.attention.base_attention import attend_with_base, base_name
+from hf_kvret.attention.base import attend_with_base, base_name
 from hf_kvret.attention.choice import CHOICES, chosen_tokens, passed_choice
 from hf_kvret.attention.masks import base_mask, mask_info, token_validity, with_indices
 from hf_kvret.contracts.block import check_dtypes

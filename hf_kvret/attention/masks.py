@@ -22,7 +22,7 @@ import torch
 from torch._guards import TracingContext
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
-from hf_kvret.attention.base_attention import recorded_base
+from hf_kvret.attention.base import recorded_base
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret_model_patches.pooled_choice import mask_of_choice
 
@@ -33,7 +33,6 @@ _SEEN = "seen by query"
 _DEFAULT_BASE = "sdpa"
 # Building a block mask calls a compiler, so it can't be stopped on the way.
 _ALWAYS_FINISHED = ("flex_attention",)
-_trues: dict[torch.device, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,9 @@ class MaskInfo:
         """The mask that ``base`` expects, on ``device``; made once per forward pass."""
         if (base, device) not in self._base_masks:
             make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
-            mask = None if make is None else make(**self._arguments_of_base())
+            # With no mask, sdpa would assume as many queries as there were before a cut.
+            arguments = self.arguments if self.query_len is None else self._without_skip
+            mask = None if make is None else make(**arguments)
             if self.query_len is not None and mask is not None:
                 if not isinstance(mask, torch.Tensor):
                     raise ValueError(
@@ -87,9 +88,10 @@ class MaskInfo:
             self._base_masks[base, device] = moved
         return self._base_masks[base, device]
 
-    def _arguments_of_base(self) -> dict[str, Any]:
-        # With no mask at all, sdpa would assume as many queries as there were before the cut.
-        return self.arguments | ({} if self.query_len is None else {"allow_is_causal_skip": False})
+    @property
+    def _without_skip(self) -> dict[str, Any]:
+        """The arguments of a mask that is there, also where sdpa needs none."""
+        return {**self.arguments, "allow_is_causal_skip": False}
 
     @cached_property
     def layout(self) -> MaskLayout:
@@ -114,19 +116,14 @@ class MaskInfo:
 
         A model for images and text may ask by another one where there is text alone.
         """
-        arguments = {**self.arguments, "allow_is_causal_skip": False}
+        arguments = self._without_skip
         plain = {**arguments, "mask_function": causal_mask_function, "local_size": None}
         return self.causal or torch.equal(sdpa_mask(**arguments), sdpa_mask(**plain))
-
-    def newest_row(self) -> torch.Tensor:
-        """``[B, T]`` bool: what the newest query sees under this mask, whatever its type."""
-        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
-        return mask[:, 0, -1]
 
     def seen_by_query(self, device: torch.device) -> torch.Tensor:
         """``[B, 1, Q, T]`` bool: what each query sees under this mask; made once a pass."""
         if (_SEEN, device) not in self._base_masks:
-            mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False}).to(device)
+            mask = sdpa_mask(**self._without_skip).to(device)
             mask = mask if self.query_len is None else mask[:, :, -self.query_len :]
             self._base_masks[_SEEN, device] = mask
         seen = self._base_masks[_SEEN, device]
@@ -176,8 +173,7 @@ def retrieval_mask(**arguments: Any) -> torch.Tensor:
 
     Returns:
         ``[B, kv_length]`` bool, a view, with its ``MaskInfo`` attached; asked for its shape it
-        gives that of the base's mask. It is contiguous, because for a static cache ``generate``
-        calls ``contiguous()`` on it, which would otherwise copy it.
+        gives that of the base's mask.
     """
     attention_mask = arguments.get("attention_mask")
     earlier = mask_info(attention_mask)
@@ -193,8 +189,9 @@ def retrieval_mask(**arguments: Any) -> torch.Tensor:
     kv_length, kv_offset = arguments["kv_length"], arguments.get("kv_offset", 0)
     padding = None if attention_mask is None else attention_mask.to(torch.bool)
     if padding is None:
-        device = torch.device(arguments.get("device", "cpu"))
-        carrier = _all_true(arguments["batch_size"], kv_length, device)
+        # One element in memory, however long the text is.
+        one = torch.ones((), dtype=torch.bool, device=arguments.get("device", "cpu"))
+        carrier = one.expand(arguments["batch_size"], kv_length)
     else:
         pad_len = kv_offset + kv_length - padding.shape[1]
         padded = torch.nn.functional.pad(padding, (0, pad_len)) if pad_len > 0 else padding
@@ -313,23 +310,6 @@ def _operation(func: Callable) -> str:
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
 
 
-def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """``[batch, length]`` True: a contiguous view of a cached tensor that grows in big steps."""
-    memory = _trues.get(device)
-    if memory is None or memory.numel() < batch * length:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Memory allocated now belongs to the graph that is being captured.
-            return torch.ones(batch, length, dtype=torch.bool, device=device)
-        memory = torch.ones(
-            batch * (length + max(4096, length // 8)), dtype=torch.bool, device=device
-        )
-        if type(memory) is not torch.Tensor:
-            # A tracing tensor is not valid outside of the trace.
-            return memory[: batch * length].view(batch, length)
-        _trues[device] = memory
-    return memory[: batch * length].view(batch, length)
-
-
 def mask_info(mask: torch.Tensor | None) -> MaskInfo | None:
     """The ``MaskInfo`` that ``retrieval_mask`` attached to ``mask``; None for other masks."""
     return getattr(mask, _INFO, None)
@@ -441,7 +421,7 @@ def token_validity(
             "'dynamic'"
         )
     if not info.causal and new == 1:
-        return info.newest_row().to(device)
+        return info.seen_by_query(device)[:, 0, -1]
     if total > new and not info.lets_see_as_causal:
         raise ValueError(
             "this model asks for attention that is not plain causal (image tokens, packed "

@@ -19,7 +19,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
-from hf_kvret.attention.prompt_chunks import recurs
+from hf_kvret.generate.chunks import recurs
 from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.hub_access import check_type, unknown_type
 from hf_kvret.lab.report.tables import markdown_table

@@ -29,8 +29,8 @@ _logged_reasons: set[str] = set()
 # what models keep, which a step of one token that is told its position neither reads nor changes.
 _HARMLESS = (
     "transformers.utils.output_capturing",
-    "hf_kvret.attention.prompt_check",
-    "hf_kvret.attention.model_state",
+    "hf_kvret.generate.provenance",
+    "hf_kvret.generate.model_state",
 )
 # Why captures failed, by model and variant of cache, so that generate does not try again each time.
 _failures: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()

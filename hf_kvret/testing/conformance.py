@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_kvret.generate.attach import attach
 from hf_kvret.models.compatibility import model_layers
-from hf_kvret.registry import attach
 from hf_kvret.testing.indexed_models import INDEXED_MODELS
 from hf_kvret.testing.models import (
     GEMMA4_MODELS,

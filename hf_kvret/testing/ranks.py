@@ -26,7 +26,7 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_kvret.registry import attach, registered_methods, restore
+from hf_kvret import attach, registered_methods, restore
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE, cold_rows_read, first_difference
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import FAILURES, Outcome, describe

@@ -24,7 +24,6 @@ from hf_kvret import (
     RetrievalCache,
 )
 from hf_kvret.artifacts.identity import ModelIdentity
-from hf_kvret.attention.prompt_chunks import token_bytes
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.models.compatibility import (
     AttentionShape,
@@ -106,10 +105,6 @@ def test_an_artifact_knows_heads_by_layer() -> None:
     assert words == "made for head_dim[1]=32, this model has 64"
     words = identity.difference(gemma4(attention_k_eq_v=False))
     assert words == "made for [2, 1, 1] KV heads, this model has 2"
-
-
-def test_a_chunk_of_a_prompt_goes_by_the_hidden_size() -> None:
-    assert token_bytes(gemma4(), torch.float16) == 32 * 2 * gemma4().hidden_size
 
 
 def test_gemma4_that_attends_to_both_sides_is_refused() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, RetrievalCache
 from hf_kvret.attention.masks import mask_info, retrieval_mask
-from hf_kvret.attention.prompt_chunks import recurs
+from hf_kvret.generate.chunks import recurs
 from hf_kvret.models.compatibility import reader_count
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, SHARED_MODELS
 from hf_kvret.testing.scenario import prompt, ragged

@@ -14,7 +14,7 @@ import torch
 import hf_kvret
 from hf_kvret import FlatKVCache
 from hf_kvret.attention import attention
-from hf_kvret.attention.base_attention import record_base
+from hf_kvret.attention.base import record_base
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer import exact_attention, flash
 from hf_kvret.layer.exact_attention import attend_dense

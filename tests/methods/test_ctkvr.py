@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hf_kvret import ColdTokens, FlatKVCache, TokenBlock
+from hf_kvret.generate.attach import attach
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
 from hf_kvret.observe.recall import exact_scores, measure_recall
-from hf_kvret.registry import attach
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, all_valid, run_case

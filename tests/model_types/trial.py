@@ -15,9 +15,10 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.attach import restore
 from hf_kvret.models.compatibility import index_budget, retrieval_shapes
 from hf_kvret.models.versions import as_argument
-from hf_kvret.registry import registered_methods, restore
+from hf_kvret.registry import registered_methods
 from hf_kvret.testing.conformance import (
     COVERING_OPTIONS,
     LOGIT_TOLERANCE,

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_kvret import FlatKVCache
-from hf_kvret.attention import prompt_chunks
+from hf_kvret.generate import chunks
 from hf_kvret.lab.models import default_type, type_names
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.versions import as_argument
@@ -62,7 +62,7 @@ SHAPE = {
 
 @pytest.fixture(autouse=True)
 def _logs_anew() -> Iterator[None]:
-    prompt_chunks._logged.clear()
+    chunks._logged.clear()
     yield
 
 
@@ -198,8 +198,7 @@ def test_why_a_prompt_goes_in_one_pass_is_logged_once(caplog: pytest.LogCaptureF
 def test_auto_is_exact_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("CHUNK_BYTES", "WHOLE_BYTES"):
-        monkeypatch.setattr(prompt_chunks, name, 1)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
     model = _rotating("dynamic")
     lengths = _passes(model)
     with caplog.at_level(logging.INFO, "hf_kvret"):

@@ -1,4 +1,4 @@
-"""Whatever models keep between passes is known: the sources of transformers are searched for it."""
+"""What models keep between passes: the sources of transformers are searched, and ModelState."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from hf_kvret.lab.models import default_type, type_names
 from hf_kvret.models import kept_state
-from hf_kvret.models.kept_state import UNKNOWN, shifts
+from hf_kvret.models.kept_state import UNKNOWN, ModelState, shifts
 
 from ..pictures import padded, picture_model, picture_prompt
 
 ROOT = Path(transformers.__file__).parent
 
-# Where passes and calls of `generate` begin; what these call is found by name.
-ENTRIES = {
-    *("forward", "__call__", "generate", "prepare_inputs_for_generation", "_prepare_model_inputs"),
-    *("_prepare_position_ids_for_generation", "_prepare_attention_mask_for_generation"),
-    *("_prepare_cache_for_generation", "_prepare_generation_config", "_has_unfinished_sequences"),
-    *("_update_model_kwargs_for_generation", "dynamic_rope_update"),
-}
+# How functions begin that no pass and no call of `generate` runs.
+SETUP = (
+    *("__init__", "_init_weights", "post_init", "set_", "_set_", "tie_", "_tie_", "resize_"),
+    *("_resize_", "prune_", "_prune_", "freeze_", "_freeze_", "enable_", "disable_", "load_"),
+    *("get_layers", "convert_rope_params", "standardize_rope_params"),
+)
 CHANGES = {
     *("append", "extend", "insert", "update", "setdefault", "pop", "clear"),
     *("copy_", "fill_", "zero_", "add_", "mul_", "index_copy_", "scatter_"),
@@ -70,25 +69,6 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
             yield "", node
         elif isinstance(node, ast.ClassDef):
             yield from ((node.name, one) for one in node.body if isinstance(one, ast.FunctionDef))
-
-
-def reached(tree: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
-    """The functions that a pass, or a call of ``generate``, may call."""
-    by_name = defaultdict(list)
-    for owner, function in functions(tree):
-        by_name[function.name].append((owner, function))
-    names, pending = set(), [name for name in ENTRIES if name in by_name]
-    while pending:
-        name = pending.pop()
-        if name in names:
-            continue
-        names.add(name)
-        for _, function in by_name[name]:
-            for node in ast.walk(function):
-                called = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-                if called in by_name:
-                    pending.append(called)
-    return [one for name in sorted(names - {"__init__"}) for one in by_name[name]]
 
 
 def changed(function: ast.FunctionDef) -> Iterator[str]:
@@ -147,15 +127,10 @@ def findings() -> dict[str, dict[str, set[str]]]:
     for path, types in sources().items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         modules = {"", *modules_of(tree)}
-        changes = {
-            id(function): (f"{path.name}: {owner}.{function.name}", set(changed(function)))
-            for owner, function in functions(tree)
-            if owner in modules and function.name not in ("__init__", "_init_weights")
-        }
-        if any(attributes for _, attributes in changes.values()):
-            for _, function in reached(tree):
-                place, attributes = changes.get(id(function), ("", ()))
-                for attribute in attributes:
+        for owner, function in functions(tree):
+            if owner in modules and not function.name.startswith(SETUP):
+                place = f"{path.name}: {owner}.{function.name}"
+                for attribute in changed(function):
                     result[attribute][place] |= set(types)
     return result
 
@@ -205,20 +180,15 @@ def test_the_search_finds_what_is_known() -> None:
     ],
 )
 def test_the_search_sees_every_form_of_change(line: str) -> None:
-    """Also in a function that another one calls."""
-    text = f"class M(Module):\n def forward(self, x):\n  self.f(x)\n def f(self, x):\n  {line}\n"
-    tree = ast.parse(text)
-    attributes = {name for _, function in reached(tree) for name in changed(function)}
+    tree = ast.parse(f"class M(Module):\n def f(self, x):\n  {line}\n")
+    attributes = {name for _, function in functions(tree) for name in changed(function)}
     assert attributes & {"a", "_a"}
     assert modules_of(tree) == {"M"}
 
 
 def test_the_search_leaves_out_what_is_no_change() -> None:
-    text = (
-        "class M(Module):\n def forward(self, x):\n  y = self.a\n  x.b = y\n  self.f().append(x)\n"
-    )
-    tree = ast.parse(text)
-    assert not {name for _, function in reached(tree) for name in changed(function)}
+    tree = ast.parse("def f(self, x):\n y = self.a\n x.b = y\n self.f().append(x)\n")
+    assert not {name for _, function in functions(tree) for name in changed(function)}
 
 
 def llama(**rope: object) -> LlamaForCausalLM:
@@ -381,3 +351,158 @@ def test_a_later_pass_goes_on_from_the_shift_before_it() -> None:
     assert result.tolist() == [[-24] * 11, [0] * 11]
     same = shifts(torch.arange(16, 26)[None], None, 40, torch.tensor([[-24]] * 3), 3)
     assert same.tolist() == [[-24] * 11] * 3
+
+
+NAME = "rope_deltas"
+CPU = torch.device("cpu")
+
+
+def shift(*values: int) -> torch.Tensor:
+    return torch.tensor(values)[:, None]
+
+
+def filled() -> ModelState:
+    """10 tokens with pictures at 2 to 5 and 3 to 7, text to 12, and 4 with a picture in one row."""
+    state = ModelState()
+    unknown = UNKNOWN
+    cuts = [
+        [0, 0, 0, unknown, unknown, unknown, -2, -2, -2, -2, -2],
+        [0, 0, 0, 0, unknown, unknown, unknown, unknown, -3, -3, -3],
+    ]
+    state.note({NAME: shift(-2, -3)}, 0, 10, 2, torch.tensor(cuts, dtype=torch.int32))
+    state.note(state.values(), 10, 12, 2, None)
+    later = torch.tensor([[-2, -2, unknown, -4, -4], [-3] * 5], dtype=torch.int32)
+    state.note({NAME: shift(-4, -3)}, 12, 16, 2, later)
+    return state
+
+
+def test_an_empty_state_has_no_values_and_takes_any_change() -> None:
+    state = ModelState()
+    state.reorder(torch.tensor([0]))
+    state.repeat(2)
+    state.crop(0)
+    assert state.values() == {} and state.state_dict(0) == {} and state.shift is None
+    state.note({NAME: None}, 0, 5, 1, None)
+    state.reorder(torch.tensor([0, 0]))
+    state.crop(3)
+    assert state.shift is None and state.state_dict(3) == {}
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize(
+    ("length", "values"),
+    [
+        *((20, (-4, -3)), (16, (-4, -3)), (15, (-4, -3)), (13, (-2, -3)), (12, (-2, -3))),
+        *((11, (-2, -3)), (10, (-2, -3)), (9, (-2, -3)), (2, (0, 0)), (1, (0, 0))),
+    ],
+)
+def test_a_crop_goes_back_to_the_shift_of_its_length(
+    length: int, values: tuple[int, ...], is_loaded: bool
+) -> None:
+    state = loaded(filled()) if is_loaded else filled()
+    state.crop(length)
+    assert torch.equal(state.values()[NAME], shift(*values))
+    # Twice is no other than once.
+    state.crop(length)
+    assert torch.equal(state.values()[NAME], shift(*values))
+
+
+@pytest.mark.parametrize("length", [3, 5, 7, 14])
+def test_a_crop_into_a_picture_of_any_row_is_refused_until_a_deeper_one(length: int) -> None:
+    for state in (filled(), loaded(filled()), filled().fork()):
+        state.crop(length)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="crop it to a place before the picture"):
+                state.values()
+        again = loaded(state, length)
+        with pytest.raises(ValueError, match="middle of a picture"):
+            again.values()
+        state.crop(2)
+        assert torch.equal(state.values()[NAME], shift(0, 0))
+
+
+def test_a_row_without_that_picture_goes_on() -> None:
+    state = filled()
+    state.crop(14)
+    state.reorder(torch.tensor([1]))
+    assert torch.equal(state.values()[NAME], shift(-3))
+
+
+def loaded(state: ModelState, length: int = 20) -> ModelState:
+    twin = ModelState()
+    twin.load_state_dict(state.state_dict(length), CPU)
+    return twin
+
+
+def test_rows_move_with_the_batch_and_so_do_their_cuts() -> None:
+    state = filled()
+    fork = state.fork()
+    state.reorder(torch.tensor([1, 1, 0]))
+    assert torch.equal(state.values()[NAME], shift(-3, -3, -4))
+    state.repeat(2)
+    assert torch.equal(state.values()[NAME], shift(-3, -3, -3, -3, -4, -4))
+    state.crop(13)
+    assert torch.equal(state.values()[NAME], shift(-3, -3, -3, -3, -2, -2))
+    assert torch.equal(fork.values()[NAME], shift(-4, -3))
+
+
+def test_a_fork_and_its_original_go_their_own_ways() -> None:
+    state = filled()
+    fork = state.fork()
+    fork.crop(9)
+    state.note({NAME: shift(-9, -9)}, 16, 20, 2, None)
+    assert torch.equal(fork.values()[NAME], shift(-2, -3))
+    assert torch.equal(state.values()[NAME], shift(-9, -9))
+    state.reset()
+    assert state.values() == {}
+    assert torch.equal(fork.values()[NAME], shift(-2, -3))
+
+
+def test_a_pass_whose_positions_are_unknown_or_contradict_is_not_cut() -> None:
+    for cuts in (None, torch.zeros(1, 6, dtype=torch.int32)):
+        state = ModelState()
+        state.note({NAME: shift(-2)}, 0, 5, 1, cuts)
+        restored = ModelState()
+        restored.load_state_dict(state.state_dict(8), CPU)
+        for one in (state, restored):
+            kept = one.fork()
+            kept.crop(5)
+            assert torch.equal(kept.values()[NAME], shift(-2))
+            one.crop(4)
+            with pytest.raises(ValueError, match="whose positions it does not know"):
+                one.values()
+
+
+def test_a_shift_of_fewer_rows_is_that_of_their_repetitions() -> None:
+    state = ModelState()
+    state.note({NAME: shift(-2, -3)}, 0, 5, 6, None)
+    assert torch.equal(state.values()[NAME], shift(-2, -2, -2, -3, -3, -3))
+
+
+def test_frequencies_stay_through_a_crop_and_go_with_the_last_token() -> None:
+    state = ModelState()
+    values = {
+        "rotary_emb.inv_freq": torch.rand(4),
+        "rotary_emb.max_seq_len_cached": torch.tensor(9),
+    }
+    state.note(values, 0, 9, 2, None)
+    state.crop(5)
+    state.reorder(torch.tensor([1, 0]))
+    twin = ModelState()
+    twin.load_state_dict(state.state_dict(5), CPU)
+    for one in (state, twin):
+        assert torch.equal(one.values()["rotary_emb.inv_freq"], values["rotary_emb.inv_freq"])
+        assert one.values()["rotary_emb.max_seq_len_cached"] == 9
+        one.crop(0)
+        assert one.values() == {}
+
+
+def test_a_shift_of_text_alone_is_saved_without_its_lengths() -> None:
+    state = ModelState()
+    state.note({NAME: shift(0, 0)}, 0, 9, 2, torch.zeros(2, 10, dtype=torch.int32))
+    saved = state.state_dict(50)
+    assert list(saved[NAME].shape) == [2, 1]
+    twin = ModelState()
+    twin.load_state_dict(saved, CPU)
+    twin.crop(4)
+    assert torch.equal(twin.values()[NAME], shift(0, 0))

@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "mask-column",
         "hf_kvret/attention/masks.py",
-        "return mask[:, 0, -1]",
-        "return mask[:, 0, 0]",
+        "return info.seen_by_query(device)[:, 0, -1]",
+        "return info.seen_by_query(device)[:, 0, 0]",
     ),
     Fault(
         "mask-forgets-padding",
@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         "base-without-learned-sinks",
-        "hf_kvret/attention/base_attention.py",
+        "hf_kvret/attention/base.py",
         'plain = keywords.get("softcap") is None and keywords.get("s_aux") is None',
         'plain = keywords.get("softcap") is None',
     ),
@@ -43,13 +43,13 @@ FAULTS = (
     ),
     Fault(
         "short-last-chunk-retrieves",
-        "hf_kvret/attention/prompt_chunks.py",
+        "hf_kvret/generate/chunks.py",
         "if length % size == 0 or length % size > max_draft:",
         "if length % size == 0 or length % size >= max_draft:",
     ),
     Fault(
         "failed-call-leaves-the-model-switched",
-        "hf_kvret/registry.py",
+        "hf_kvret/generate/call.py",
         "if failed and call.switched and not is_served(model):",
         "if False:",
     ),
@@ -67,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         "another-document-accepted",
-        "hf_kvret/attention/prompt_check.py",
+        "hf_kvret/generate/provenance.py",
         "    if difference is None:",
         "    if True:",
     ),

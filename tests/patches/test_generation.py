@@ -269,7 +269,7 @@ def test_disable_compile_and_foreign_caches_are_left_alone(
 ) -> None:
     hf_kvret.register()
     graphs: list[Any] = []
-    monkeypatch.setattr("hf_kvret.registry.DecodeGraph", lambda *args: graphs.append(args))
+    monkeypatch.setattr("hf_kvret.generate.call.DecodeGraph", lambda *args: graphs.append(args))
     generate(model)
     generate(model, cache_implementation="flat", disable_compile=True)
     assert graphs == []

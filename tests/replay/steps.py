@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kvret import DecodeGraph, registered_methods
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.attach import attach
 from hf_kvret.models.versions import as_argument
-from hf_kvret.registry import attach
 from hf_kvret.testing.tape import taped
 
 PROMPT = 14

@@ -22,7 +22,7 @@ from hf_kvret.saved.identity import CacheIdentity, identity_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from ..attention.filled_caches import RUN, filled
+from ..generate.filled_caches import RUN, filled
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hf_kvret import (
     ParisKVCache,
     RetrievalCache,
 )
-from hf_kvret.registry import attach
+from hf_kvret.generate.attach import attach
 from hf_kvret.stores import CpuStore, PagedStore
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.testing import MODELS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
-from hf_kvret.registry import attach
+from hf_kvret.generate.attach import attach
 from hf_kvret.stores import PagedStore, ResidentStore
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.testing import MODELS

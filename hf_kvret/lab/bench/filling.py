@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.index import Index, Scoring
+from hf_kvret.generate.attach import attach, restore
 from hf_kvret.lab.bench.opponents import CPP_ATTENTION, CppDenseCache, attention_of
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
@@ -31,7 +32,6 @@ from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.models.compatibility import is_indexed, layer_shape
 from hf_kvret.models.versions import as_argument
-from hf_kvret.registry import attach, restore
 
 FILLS = ("auto", "prefill", "random")
 # Beyond this many tokens "auto" writes random rows on an accelerator.

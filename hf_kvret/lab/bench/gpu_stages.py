@@ -19,6 +19,7 @@ from torch._inductor import config as inductor
 from torch.autograd import DeviceType
 from transformers import PreTrainedModel
 
+from hf_kvret.generate.attach import attach
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import BenchModel, make_stand_ins, measure_rows
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement
@@ -32,7 +33,6 @@ from hf_kvret.lab.program.arguments import DTYPES, length
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.selftest.check import Check, Verdict, run_check
 from hf_kvret.lab.selftest.decoding import Bundled, quietly, replayed, step_checks
-from hf_kvret.registry import attach
 from hf_kvret_model_patches.decoders import decoder_of
 
 # Of a dry run, whose windows are small enough to overflow.

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_kvret.attention.prompt_chunks import prompt_chunk
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.chunks import prompt_chunk
 from hf_kvret.lab.bench.filling import Turn, feed, random_tokens, serving
 from hf_kvret.lab.bench.floors import Selections, decode_floor, prefill_floor, selections
 from hf_kvret.lab.bench.limits import PeakDeviceMemory

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from hf_kvret.attention.prompt_chunks import recurs
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.signals import SIGNALS_WAIT
+from hf_kvret.generate.chunks import recurs
 from hf_kvret.lab.calibrate.inspection import verify
 from hf_kvret.lab.documents.document import document_text, is_stream
 from hf_kvret.lab.evaluate.bundled import default_model

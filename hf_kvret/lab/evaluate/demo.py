@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
@@ -32,7 +33,6 @@ from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_shares
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table, share, table_of
-from hf_kvret.registry import attach
 
 _BAR = 40
 # Seconds that one core works for each cache, with everything else as by default: CPU time of one

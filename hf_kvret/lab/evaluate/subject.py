@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import is_accelerate_available
 
+from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.bundled import OUR_MODELS, our_model
 from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
 from hf_kvret.lab.program.hub_access import needs_cache
-from hf_kvret.registry import attach
 from hf_kvret.saved.identity import printable
 from hf_kvret.shelf.questions import plain_generation_config
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvret import attach, registered_methods
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.selftest.check import Check, Skip
@@ -21,7 +22,6 @@ from hf_kvret.lab.selftest.kernels import check_dtype
 from hf_kvret.layer.record import StepRecord, Subscriber
 from hf_kvret.models.versions import as_argument
 from hf_kvret.observe.recall import exact_relevance, slot_marks
-from hf_kvret.registry import attach, registered_methods
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.replay.layer_step import LayerStep
 from hf_kvret.replay.recorders import RECORDERS

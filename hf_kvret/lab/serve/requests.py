@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from transformers.cli.serving import model_manager, server
 from transformers.cli.serving import utils as serving
 
-from hf_kvret.attention.visit import SHELF, STEP
+from hf_kvret.generate.from_shelf import SHELF, STEP
 from hf_kvret.lab.serve.bodies import CLIENT, BodyCheck, own_settings
 from hf_kvret.registry import registered_methods
 from hf_kvret.shelf import Shelf

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.generate.attach import attach, restore
 from hf_kvret.lab.calibrate import runner
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
@@ -26,7 +27,6 @@ from hf_kvret.lab.calibrate.study import (
     Progress,
 )
 from hf_kvret.lab.calibrate.taps import LayerTokens
-from hf_kvret.registry import attach, restore
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.models import REFUSED
 from hf_kvret_model_patches.rope import Rope

@@ -12,6 +12,7 @@ import torch
 
 from hf_kvret import FlatKVCache
 from hf_kvret.cli import main
+from hf_kvret.generate.attach import restore
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import read_text, token_ids
@@ -20,7 +21,6 @@ from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.tune.command import Tune
 from hf_kvret.lab.tune.measuring import Walker, cut_windows
 from hf_kvret.lab.tune.variants import make_variants
-from hf_kvret.registry import restore
 
 SMALL = "recent=16:flush=16"
 SIZES = ["--context", "256", "--tokens", "16", "--windows", "2"]

@@ -1,4 +1,4 @@
-"""A call of ``generate`` and a shelf: what is known is loaded, and what was read is put back."""
+"""Start a prompt from its longest saved prefix, and save the whole prompt afterwards."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from hf_kvret.attention.prompt_chunks import drafts
-from hf_kvret.attention.requests import Request
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.chunks import is_assisted
+from hf_kvret.generate.requests import Request
+from hf_kvret.models.compatibility import check_model
 from hf_kvret.shelf import Shelf
 from hf_kvret.shelf.entry import BLOCK
 from hf_kvret.shelf.shelf import can_crop
@@ -31,24 +32,27 @@ _FAILURES = (OSError, RuntimeError, MemoryError, ValueError)
 def new_cache(
     call: Request,
     method: type[RetrievalCache],
-    options: dict[str, Any],
     generation_config: Any,
     mask: Any,
 ) -> RetrievalCache:
-    """A cache for ``call``, with what a shelf knows of its prompt where ``options`` name one.
+    """A cache for ``call``, with what a shelf knows of its prompt where the options name one.
 
     Args:
         call: a call of ``generate`` that names a method.
         method: the class of that name.
-        options: ``cache_config``: those of the method; ``shelf``, a folder or a ``Shelf``; and
-            ``shelf_step``, the number of new tokens from which on a prompt is put.
-        generation_config: of the call, as ``generate`` has prepared it.
+        generation_config: of the call, as ``generate`` has prepared it. Its ``cache_config`` has
+            options of the method; ``shelf``, a folder or a ``Shelf``; and ``shelf_step``, the
+            number of new tokens from which on a prompt is put.
         mask: the attention mask, likewise, or None.
 
     Raises:
         TypeError, ValueError: options that are unknown or make no sense, or a shelf on which a
             prompt can't be put, now or later.
     """
+    check_model(call.model)
+    options = generation_config.cache_config or {}
+    if not isinstance(options, dict):
+        raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
     options = dict(options)
     step, place = options.pop(STEP, None), options.pop(SHELF, None)
     if place is None:
@@ -89,7 +93,7 @@ def new_cache(
     with suppress(OSError):
         shelf.check_writable()
     call.cuts_end = not can_go_back
-    call.keep_prompt = _Visit(shelf, cache, call, ids).keep_prompt
+    call.keep_prompt = _Prompt(shelf, cache, call, ids).keep_prompt
     return cache
 
 
@@ -102,7 +106,7 @@ def _obstacle(call: Request, generation_config: Any, mask: Any) -> str:
         return f"{len(ids)} prompts, and it holds caches of one"
     if call.soft_prompt() is not None:
         return "PEFT puts virtual tokens in front of the prompt"
-    if drafts(generation_config) or call.arguments.get("assistant_model") is not None:
+    if is_assisted(call, generation_config):
         return "assisted decoding of transformers reads the whole prompt again"
     if isinstance(mask, torch.Tensor) and not bool(mask.all()):
         return "the prompt has padding"
@@ -115,7 +119,7 @@ def _obstacle(call: Request, generation_config: Any, mask: Any) -> str:
 
 
 @dataclass(eq=False)
-class _Visit:
+class _Prompt:
     """A prompt, ``ids``, that is read into ``cache``, and put on ``shelf`` once."""
 
     shelf: Shelf

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_kvret import FlatKVCache, attach, stores
-from hf_kvret.attention import prompt_chunks
+from hf_kvret.generate import chunks
 from hf_kvret.stores import paged
 from hf_kvret.stores.placement import Choice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -32,32 +32,19 @@ def sizes_chosen_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("whose", ["ours", "transformers"])
 def test_where_rows_live_is_decided_by_the_whole_prompt(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, whose: str
-) -> None:
-    """The first block to go cold is of the first chunk, and says little of what will come."""
-    sizes = sizes_chosen_for(monkeypatch)
-    for chunk in (None, 48):
-        ours, theirs = (chunk, None) if whose == "ours" else (None, chunk)
-        cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "prefill_chunk": ours})
-        request: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": theirs}
-        llama.generate(prompt(1, 480), max_new_tokens=1, **request)
-    whole, chunked = sizes
-    # 40 tokens of the first of ten chunks go cold, and 472 of all.
-    assert chunked == whole
-
-
-def test_where_rows_live_is_decided_right_by_a_window_that_was_dense(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first block to go cold is longer than a chunk: what the window held."""
+    """Not by the first block to go cold: that of the first chunk, or all that a window held."""
     sizes = sizes_chosen_for(monkeypatch)
-    for chunk, dense in ((None, 0), (48, 0), (48, 49), (48, 300), (50, 460), (200, 390), (13, 25)):
+    # Our chunks, those of the caller, and the length up to which nothing goes cold.
+    cases = [(None, None, 0), (48, None, 0), (None, 48, 0), (48, None, 49), (48, None, 300)]
+    cases += [(50, None, 460), (200, None, 390), (13, None, 25)]
+    for chunk, callers, dense in cases:
         options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
-        cache = FlatKVCache(llama.config, **options)
-        llama.generate(prompt(1, 480), past_key_values=cache, max_new_tokens=1)
-    assert sizes == sizes[:1] * 7
+        request = {"past_key_values": FlatKVCache(llama.config, **options), "max_new_tokens": 1}
+        llama.generate(prompt(1, 480), **request, prefill_chunk_size=callers)
+    assert sizes == sizes[:1] * len(cases)
 
 
 @pytest.mark.parametrize("chunk", [None, 48])
@@ -188,7 +175,7 @@ def test_a_callers_chunks_that_would_retrieve_are_warned_of_once(
     length: int,
     advice: str | None,
 ) -> None:
-    monkeypatch.setattr(prompt_chunks, "_warned", set())
+    monkeypatch.setattr(chunks, "_warned", set())
     for _ in range(2):
         cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
         request = {"past_key_values": cache, "prefill_chunk_size": chunk}
@@ -206,9 +193,9 @@ def test_the_length_of_a_mask_that_was_dropped_counts(llama: PreTrainedModel) ->
     config = GenerationConfig()
     config._mask_length = 60
     request = {"attention_mask": None, "position_ids": torch.arange(50)[None]}
-    assert prompt_chunks._new_tokens(cache, config, request) == (60, 1)
+    assert chunks._new_tokens(cache, config, request) == (60, 1)
     request["attention_mask"] = torch.ones(3, 40)
-    assert prompt_chunks._new_tokens(cache, config, request) == (40, 3)
+    assert chunks._new_tokens(cache, config, request) == (40, 3)
 
 
 def stop_at(length: int) -> list[Any]:
@@ -236,16 +223,14 @@ def test_a_mere_limit_of_new_tokens_decides_nothing(
     request = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop_at(483)}
     out = llama.generate(prompt(1, 480), **request, **HUGE_LIMITS[limit])
     assert out.shape[1] == 483
-    assert sizes == [(480 + prompt_chunks.LEAST_NEW_TOKENS - 8) * 2 * 2 * 2 * 16 * 4]
-    assert {layer.final_len for layer in cache.retrieval_layers} == {
-        480 + prompt_chunks.LEAST_NEW_TOKENS
-    }
+    assert sizes == [(480 + chunks.LEAST_NEW_TOKENS - 8) * 2 * 2 * 2 * 16 * 4]
+    assert {layer.final_len for layer in cache.retrieval_layers} == {480 + chunks.LEAST_NEW_TOKENS}
 
 
 def test_a_second_turn_counts_the_tokens_that_are_held(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_chunks, "LEAST_NEW_TOKENS", 64)
+    monkeypatch.setattr(chunks, "LEAST_NEW_TOKENS", 64)
     sizes = sizes_chosen_for(monkeypatch)
     cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "dense_below": 300})
     request = {"past_key_values": cache, "do_sample": False, "max_new_tokens": 10**6}
@@ -261,7 +246,7 @@ def test_a_second_turn_counts_the_tokens_that_are_held(
 def test_a_text_that_outgrows_what_was_expected_goes_on(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
-    monkeypatch.setattr(prompt_chunks, "LEAST_NEW_TOKENS", 4)
+    monkeypatch.setattr(chunks, "LEAST_NEW_TOKENS", 4)
     options = {**COVERING_OPTIONS, "store": store, **({"bits": 4} if store == "higgs" else {})}
     cache = FlatKVCache(llama.config, **options)
     ids, settings = prompt(1, 40), {"max_new_tokens": 200, "do_sample": False}

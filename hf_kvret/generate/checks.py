@@ -14,21 +14,22 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from hf_kvret.attention.prompt_check import check_origin
-from hf_kvret.attention.prompt_chunks import drafts
-from hf_kvret.attention.requests import Request, current_request, take_cache
+from hf_kvret.attention.base import OUR_NAMES
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.chunks import is_assisted
+from hf_kvret.generate.provenance import check_origin
+from hf_kvret.generate.requests import Request, current_request, take_cache
+from hf_kvret.methods.known import METHODS
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, cache_of
 
 _log = logging.getLogger(__name__)
 
-_REMEDY = "give it at least a token (tokenizer.bos_token_id), or leave the row out of the batch"
 _NEW_CACHE = (
     "use cache_implementation='dynamic' for this model, and report it; the retrieval cache of this "
     "call can't go on: begin with a new one, or cache.reset()"
@@ -54,20 +55,53 @@ def check_call(
         prepared_mask: the attention mask as ``generate`` prepared it; it masks padding tokens.
     """
     take_cache(call, cache)
-    _check_soft_prompt(call, cache)
-    is_callers = cache_argument(call.arguments) is cache
-    if is_callers:
-        _check_layers(call, cache)
-        _check_options(call, cache, generation_config.cache_config or {})
-        _check_length(call, cache)
-    _check_use_cache(call, cache, generation_config, is_callers)
-    _check_output_attentions(generation_config)
-    _check_rows(call.mask(prepared_mask), cache.get_seq_length())
+    if reasons := why_not(call, cache, generation_config, prepared_mask):
+        raise ValueError("\n".join(reasons))
     cache.check_model(call.model)
-    _check_drafts(call, cache, generation_config)
-    outlives = is_callers or generation_config.return_dict_in_generate
+    outlives = is_callers(call, cache) or generation_config.return_dict_in_generate
     check_origin(call, cache, outlives, prepared_mask)
     _warn_of_top_k(call, cache, generation_config)
+
+
+def why_not(
+    call: Request,
+    cache: RetrievalCache,
+    generation_config: Any,
+    prepared_mask: torch.Tensor | None,
+) -> list[str]:
+    """Why ``cache`` can't serve ``call``, each reason with the way out; empty where it can.
+
+    The arguments are those of ``check_call``.
+    """
+    mask, cache_len = call.mask(prepared_mask), cache.get_seq_length()
+    reasons = [_soft_prompt_obstacle(call, cache_len), _mask_fault(mask, cache_len)]
+    if is_callers(call, cache):
+        reasons += [_other_layers(call, cache), _missing_tokens(call, cache_len)]
+        reasons += _other_options(call, cache, generation_config.cache_config or {})
+    if generation_config.use_cache is False:
+        # Each pass would append the whole text.
+        owner = "the cache" if is_callers(call, cache) else f"cache_implementation={cache.name!r}"
+        is_set = call.sets("use_cache")
+        models = "the model's generation_config says it, so pass use_cache=True"
+        remedy = "drop one" if is_set else models
+        reasons.append(f"use_cache=False contradicts {owner}: {remedy}")
+    if generation_config.output_attentions:
+        reasons.append(
+            "output_attentions=True: a retrieval cache never forms the attention matrix; drop the "
+            "argument or use cache_implementation='dynamic'"
+        )
+    if cache_len and is_assisted(call, generation_config):
+        reasons.append(
+            "assisted decoding of transformers reads the whole prompt again, also the "
+            f"{cache_len} tokens that past_key_values holds: leave out assistant_model and "
+            "prompt_lookup_num_tokens for this call, or begin anew with cache.reset()"
+        )
+    return [reason for reason in reasons if reason]
+
+
+def is_callers(call: Request, cache: RetrievalCache) -> bool:
+    """Whether the caller handed ``cache`` to ``call``, which would make one of a name else."""
+    return cache_argument(call.arguments) is cache
 
 
 def check_shapes(call: Request, past_len: int) -> None:
@@ -111,20 +145,17 @@ def check_shapes(call: Request, past_len: int) -> None:
         )
 
 
-def check_one_cache(cache: Any, name: str | None, methods: Container[str | None]) -> None:
+def check_one_cache(cache: Any, name: str | None) -> None:
     """ValueError where ``cache`` is given beside the ``name`` of another one of ours."""
     is_ours = isinstance(cache, RetrievalCache)
-    is_other = name not in (None, cache.name) if is_ours else name in methods
-    if cache is not None and is_other:
+    if cache is not None and (name not in (None, cache.name) if is_ours else name in METHODS):
         raise ValueError(
             f"the cache is a {type(cache).__name__}, cache_implementation={name!r} asks for "
             "another cache: pass one of the two"
         )
 
 
-def check_options_are_read(
-    call: Request, generation_config: Any, cache: Any, methods: Iterable[str]
-) -> None:
+def check_options_are_read(call: Request, generation_config: Any, cache: Any) -> None:
     """ValueError for a ``cache_config`` of this ``call`` that no cache of ours reads."""
     options = generation_config.cache_config
     # The model's own is a default for calls that name a cache_implementation.
@@ -134,15 +165,18 @@ def check_options_are_read(
     reason = "no cache was asked for" if cache is None else f"the cache is a {type(cache).__name__}"
     raise ValueError(
         f"cache_config={options!r}, but {reason}, so nothing would read it: name the cache that it "
-        f"is for with cache_implementation, one of {', '.join(methods)}"
+        f"is for with cache_implementation, one of {', '.join(METHODS)}"
     )
 
 
-def _check_soft_prompt(call: Request, cache: RetrievalCache) -> None:
-    """ValueError for virtual tokens of PEFT that would not be in the cache once, at its start."""
+def _soft_prompt_obstacle(call: Request, cache_len: int) -> str:
+    """Why virtual tokens of PEFT would not be in the cache once, at its start; empty if they are.
+
+    ``cache_len``: tokens that the cache holds.
+    """
     config = call.soft_prompt()
     if config is None:
-        return
+        return ""
     kind = config.peft_type.value
     names = vars(call.model)["prepare_inputs_for_generation"].__func__.__code__.co_consts
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):
@@ -152,125 +186,92 @@ def _check_soft_prompt(call: Request, cache: RetrievalCache) -> None:
             f"does not know that transformers calls a cache {CACHE_NAME!r}, and puts its virtual "
             "tokens before every new token"
         )
-    elif cache.get_seq_length():
+    elif cache_len:
         why = "puts virtual tokens in front, and no prompt continues a cache that holds them"
     else:
-        return
-    raise ValueError(
+        return ""
+    return (
         f"the model has a soft prompt of PEFT {sys.modules['peft'].__version__} ({kind}), which "
         f"{why}: take another kind of adapter, as LoRA, or turn this one off "
         "(model.disable_adapter())"
     )
 
 
-def _check_layers(call: Request, cache: RetrievalCache) -> None:
-    """ValueError for a cache made for a model with another number of layers."""
+def _other_layers(call: Request, cache: RetrievalCache) -> str:
+    """Says that the cache was made for a model with another number of layers; else empty."""
     count, model_count = len(cache.layers), len(model_layers(call.model.config))
-    if count != model_count:
-        raise ValueError(
-            f"past_key_values was made for a model of {count} layers, {type(call.model).__name__} "
-            f"has {model_count}: make it with config=model.config"
-        )
+    if count == model_count:
+        return ""
+    return (
+        f"past_key_values was made for a model of {count} layers, {type(call.model).__name__} "
+        f"has {model_count}: make it with config=model.config"
+    )
 
 
-def _check_options(call: Request, cache: RetrievalCache, options: dict[str, Any]) -> None:
-    """ValueError if ``cache_config`` contradicts the options of the cache passed with it."""
+def _other_options(call: Request, cache: RetrievalCache, options: dict[str, Any]) -> list[str]:
+    """Where ``cache_config`` contradicts the options of the cache passed with it.
+
+    ValueError for options that no cache has.
+    """
     if not options:
-        return
+        return []
     asked = cache.options.written_out(options)
     target = cache.options_for(cache.options.replace(**asked), call.model.config)
-    for name in asked:
-        current = getattr(cache.options, name)
-        if current != getattr(target, name):
-            raise ValueError(
-                f"cache_config asks for {name}={asked[name]!r}, past_key_values has {current!r}: "
-                f"pass {name} to the cache, or drop it from cache_config"
-            )
+    return [
+        f"cache_config asks for {name}={asked[name]!r}, past_key_values has "
+        f"{getattr(cache.options, name)!r}: pass {name} to the cache, or drop it from cache_config"
+        for name in asked
+        if getattr(cache.options, name) != getattr(target, name)
+    ]
 
 
-def _check_length(call: Request, cache: RetrievalCache) -> None:
-    """ValueError unless the prompt of ``call`` continues the tokens in ``cache``.
+def _missing_tokens(call: Request, cache_len: int) -> str:
+    """Says that the prompt does not continue the ``cache_len`` tokens of the cache; else empty.
 
     A prompt of the new tokens alone is accepted if it has positions, and a mask of all tokens.
     """
-    cache_len = cache.get_seq_length()
     name, prompt = call.prompt()
     length = 0 if prompt is None else prompt.shape[1] if prompt.ndim > 1 else len(prompt)
     tensors = (call.arguments.get(name) for name in ("attention_mask", "position_ids"))
     widths = [x.shape[-1] if isinstance(x, torch.Tensor) and x.ndim else None for x in tensors]
     has_positions = widths == [cache_len + length, length]
-    if cache_len and length <= cache_len and not has_positions:
-        raise ValueError(
-            f"{name} has {length} tokens, past_key_values holds {cache_len}: pass the whole "
-            "conversation, the tokens that the cache holds and the new ones behind them (or "
-            "cache.crop to forget the newest, cache.reset() to begin anew)"
-        )
+    if not cache_len or length > cache_len or has_positions:
+        return ""
+    return (
+        f"{name} has {length} tokens, past_key_values holds {cache_len}: pass the whole "
+        "conversation, the tokens that the cache holds and the new ones behind them (or "
+        "cache.crop to forget the newest, cache.reset() to begin anew)"
+    )
 
 
-def _check_use_cache(
-    call: Request, cache: RetrievalCache, generation_config: Any, is_callers: bool
-) -> None:
-    """ValueError for ``use_cache=False``, with which each pass would append the whole text."""
-    if generation_config.use_cache is False:
-        owner = "the cache" if is_callers else f"cache_implementation={cache.name!r}"
-        remedy = (
-            "drop one"
-            if call.sets("use_cache")
-            else "the model's generation_config says it, so pass use_cache=True"
-        )
-        raise ValueError(f"use_cache=False contradicts {owner}: {remedy}")
+def _mask_fault(mask: torch.Tensor | None, cache_len: int) -> str:
+    """Says which row of ``mask [B, m]`` new tokens can't follow; empty if they can.
 
-
-def _check_output_attentions(generation_config: Any) -> None:
-    if generation_config.output_attentions:
-        raise ValueError(
-            "output_attentions=True: a retrieval cache never forms the attention matrix; drop the "
-            "argument or use cache_implementation='dynamic'"
-        )
-
-
-def _check_rows(mask: torch.Tensor | None, past_len: int) -> None:
-    """ValueError for rows of ``mask [B, m]`` that new tokens can't follow.
-
-    Padding on the left and holes in the middle of a row are as good as none. ``past_len``: how many
-    of the m columns are of tokens that the cache holds.
+    Padding on the left and holes in the middle of a row are as good as none. ``cache_len``: how
+    many of the m columns are of tokens that the cache holds.
     """
     if mask is None:
-        return
+        return ""
     if mask.is_floating_point() and not bool((mask >= 0).all()):
-        raise ValueError(
+        return (
             "attention_mask has negative numbers or NaN, as one that is added to scores: pass 1 "
             "for tokens and 0 for padding"
         )
     valid = mask != 0
     ends = valid[:, -1]
     if bool(ends.all()):
-        return
+        return ""
+    remedy = "give it at least a token (tokenizer.bos_token_id), or leave the row out of the batch"
     empty = (~valid.any(dim=1)).nonzero()
     if len(empty):
-        row = int(empty[0])
-        raise ValueError(f"row {row} of the prompt has no token, only padding: {_REMEDY}")
+        return f"row {int(empty[0])} of the prompt has no token, only padding: {remedy}"
     row = int((~ends).nonzero()[0])
-    if past_len and not bool(valid[row, past_len:].any()):
-        raise ValueError(
-            f"row {row} of the prompt has no token behind those that the cache holds: {_REMEDY}"
-        )
-    raise ValueError(
+    if cache_len and not bool(valid[row, cache_len:].any()):
+        return f"row {row} of the prompt has no token behind those that the cache holds: {remedy}"
+    return (
         f"the prompt is padded on the right in row {row}: new tokens would follow padding. Pad on "
         "the left (tokenizer.padding_side = 'left')"
     )
-
-
-def _check_drafts(call: Request, cache: RetrievalCache, generation_config: Any) -> None:
-    if not cache.get_seq_length():
-        return
-    if drafts(generation_config) or call.arguments.get("assistant_model") is not None:
-        raise ValueError(
-            "assisted decoding of transformers reads the whole prompt again, also the "
-            f"{cache.get_seq_length()} tokens that past_key_values holds: leave out "
-            "assistant_model and prompt_lookup_num_tokens for this call, or begin anew with "
-            "cache.reset()"
-        )
 
 
 def _warn_of_top_k(call: Request, cache: RetrievalCache, generation_config: Any) -> None:
@@ -389,3 +390,18 @@ def log_dense(cache: RetrievalCache) -> None:
     if reason is not None and cache not in _logged:
         _logged.add(cache)
         _log.info("%s", reason)
+
+
+def refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
+    """ValueError for continuous batching, which has a paged cache of its own and can't use ours."""
+    # As in `generate`, what the caller's config leaves open is the model's.
+    configs = (generation_config, model.generation_config)
+    names = {getattr(config, "cache_implementation", None) for config in configs}
+    text = model.config.get_text_config(decoder=True)
+    if names & METHODS.keys() or text._attn_implementation in OUR_NAMES:
+        raise ValueError(
+            "continuous batching by init_continuous_batching or generate_batch keeps a paged cache "
+            "of its own, which retrieval does not serve: call hf_kvret.restore(model) first and "
+            "leave cache_implementation out, or use generate (of transformers serve: leave out "
+            "--continuous-batching)"
+        )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config, LlamaConfig, PreTrainedConfig
 
-from hf_kvret.attention.prompt_chunks import (
+from hf_kvret.generate.chunks import (
     LEAST_NEW_TOKENS,
     auto_chunk,
     expected_new_tokens,
@@ -15,6 +15,7 @@ from hf_kvret.attention.prompt_chunks import (
 )
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.options.config import free_bytes
+from hf_kvret.testing import MODELS
 
 GIB = 1 << 30
 LLAMA_8B = LlamaConfig(
@@ -28,7 +29,12 @@ LLAMA_8B = LlamaConfig(
 
 @pytest.mark.parametrize(
     ("config", "hidden_size"),
-    [(LLAMA_8B, 4096), (GPT2Config(n_embd=64, n_head=4), 64), (PreTrainedConfig(), 4096)],
+    [
+        (LLAMA_8B, 4096),
+        (GPT2Config(n_embd=64, n_head=4), 64),
+        (PreTrainedConfig(), 4096),
+        (MODELS["gemma4"].config(), MODELS["gemma4"].config().get_text_config().hidden_size),
+    ],
 )
 def test_a_token_takes_some_hidden_states(config: PreTrainedConfig, hidden_size: int) -> None:
     assert token_bytes(config, torch.bfloat16) == 32 * 2 * hidden_size
@@ -36,31 +42,10 @@ def test_a_token_takes_some_hidden_states(config: PreTrainedConfig, hidden_size:
 
 
 @pytest.mark.parametrize(
-    ("length", "free", "expected"),
-    [
-        # 128K tokens take 32 GiB: a quarter of 128, not of 80.
-        (131_072, 128 * GIB, None),
-        (131_072, 80 * GIB, 8192),
-        (1_000_000, 128 * GIB, 8192),
-        # Where free memory is not known, 8 GiB.
-        (32_768, None, None),
-        (32_769, None, 8192),
-        # 2 GiB are always taken.
-        (8192, 0, None),
-        (8193, 0, 8192),
-    ],
+    ("batch", "chunk"), [(1, 8192), (2, 4096), (3, 2048), (8, 1024), (64, 256), (10_000, 256)]
 )
-def test_a_pass_is_taken_where_it_is_affordable(
-    length: int, free: int | None, expected: int | None
-) -> None:
-    needed = token_bytes(LLAMA_8B, torch.bfloat16)
-    assert auto_chunk(needed, 1, length, free) == expected
-
-
-def test_a_batch_shares_the_bytes() -> None:
-    needed = token_bytes(LLAMA_8B, torch.bfloat16)
-    sizes = [auto_chunk(needed, batch, 131_072, 80 * GIB) for batch in (1, 2, 8, 64, 10_000)]
-    assert sizes == [8192, 4096, 1024, 256, 256]
+def test_a_chunk_of_a_batch_takes_two_gib_but_is_never_tiny(batch: int, chunk: int) -> None:
+    assert auto_chunk(token_bytes(LLAMA_8B, torch.bfloat16), batch) == chunk
 
 
 @pytest.mark.parametrize("max_draft", [1, 6, 32])

@@ -8,14 +8,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvret.attention.requests import Request, current_request, is_using
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.requests import Request, current_request, is_using
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.kept_state import is_shift, kept, put, shifts, take
 from hf_kvret.models.versions import cache_argument
@@ -28,6 +29,7 @@ _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.
 _uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
 
 
+@dataclass(eq=False)
 class _Use:
     """A pass of a model that keeps something, or the preparation of a call before its first pass.
 
@@ -37,22 +39,24 @@ class _Use:
     Attributes:
         module: the outermost one of the pass; None in a preparation.
         retrieves: whether it uses a retrieval cache.
-        thread: that it runs in.
-        is_over: whether it has ended; a pass that a KeyboardInterrupt broke off never does.
-        has_refused: whether a thread was refused for it. The next one is not, as it may be broken.
         before: what the model kept when the preparation began.
         start: tokens in the cache before the pass.
         has_positions: the caller gave position ids.
         positions: position ids as the innermost hooked module got them.
+        thread: that it runs in.
+        is_over: whether it has ended; a pass that a KeyboardInterrupt broke off never does.
+        has_refused: whether a thread was refused for it. The next one is not, as it may be broken.
     """
 
-    def __init__(self, module: nn.Module | None, retrieves: bool) -> None:
-        self.module, self.retrieves = module, retrieves
-        self.thread = threading.get_ident()
-        self.is_over = self.has_refused = False
-        self.before: dict[str, Any] = {}
-        self.start, self.has_positions = 0, False
-        self.positions: torch.Tensor | None = None
+    module: nn.Module | None
+    retrieves: bool
+    before: dict[str, Any] = field(default_factory=dict)
+    start: int = 0
+    has_positions: bool = False
+    positions: torch.Tensor | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    is_over: bool = False
+    has_refused: bool = False
 
     def runs_here(self) -> bool:
         """Whether it is running, in this thread."""
@@ -60,7 +64,7 @@ class _Use:
 
     def end(self) -> None:
         """It is over, and refers to no model: the dictionary of uses would keep it alive."""
-        self.is_over, self.module, self.positions, self.before = True, None, None, {}
+        self.is_over, self.module, self.positions = True, None, None
 
     def is_elsewhere(self) -> bool:
         """Whether it may be running, in another thread."""
@@ -158,23 +162,6 @@ def _for_prompt(state: dict[str, Any], call: Request) -> dict[str, Any]:
     }
 
 
-def keep_prepared(call: Request) -> None:
-    """Keep, in ``call``, what ``generate`` has set on the model for the first pass.
-
-    RuntimeError where another thread ran the model in the meantime.
-    """
-    model, use = call.model, call.preparation
-    if use is None:
-        return
-    newest = _uses[model]
-    if newest.thread != use.thread and (use.retrieves or newest.retrieves):
-        _refuse(model)
-    now = take(model)
-    call.prepared_state = {name: x for name, x in now.items() if x is not use.before[name]}
-    use.end()
-    call.preparation = None
-
-
 def end_use(call: Request) -> None:
     """Note that ``call`` is over, also where it broke off."""
     use = _uses.get(call.model)
@@ -190,12 +177,12 @@ def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     A pass with another cache is noted, too: it writes what the model keeps.
     """
     cache, model = _cache_of(args, kwargs), _model_of(module)
-    use = _uses.get(model)
+    use = newest = _uses.get(model)
     if use is None or not use.runs_here() or use.module in (None, module):
         use = _Use(module, cache is not None)
         use.begin(model)
         if cache is not None:
-            put(model, _state_of_pass(model, cache))
+            put(model, _state_of_pass(model, cache, newest))
             use.start = cache.get_seq_length()
             use.has_positions = kwargs.get("position_ids") is not None
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
@@ -208,13 +195,20 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache |
     return next((value for value in values if isinstance(value, RetrievalCache)), None)
 
 
-def _state_of_pass(model: Any, cache: RetrievalCache) -> dict[str, Any]:
-    """What the cache keeps, and in the first pass of a call what ``generate`` prepared."""
+def _state_of_pass(model: Any, cache: RetrievalCache, newest: _Use | None) -> dict[str, Any]:
+    """What the cache keeps, and in the first pass of a call what ``generate`` prepared for it.
+
+    RuntimeError where another thread ran the model behind the preparation.
+    """
     state, call = cache.model_state.values(), current_request(model)
-    if call.cache is not cache or not call.prepared_state:
+    prepared = call.preparation if call.cache is cache else None
+    if prepared is None:
         return state
-    prepared, call.prepared_state = call.prepared_state, None
-    return state | prepared
+    call.preparation = None
+    if newest is not None and newest.thread != prepared.thread:
+        _refuse(model)
+    now = take(model)
+    return state | {name: x for name, x in now.items() if x is not prepared.before[name]}
 
 
 @not_compiled

@@ -1,7 +1,9 @@
-"""A call of generate whose passes don't use its retrieval cache works, or ends in an error."""
+"""A call of ``generate``: what a failed one leaves, and passes without its retrieval cache."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,21 +12,199 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 import hf_kvret
-from hf_kvret.attention.call_checks import check_end
-from hf_kvret.attention.requests import Request
+from hf_kvret.generate.checks import check_end
+from hf_kvret.generate.requests import Request
+from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.models.versions import CACHE_NAME, as_argument, cache_argument, cache_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret.testing.tiny import TinyModel
 
 from .filled_caches import new_cache
+
+RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+PARIS: dict[str, Any] = {"cache_implementation": "paris", "cache_config": COVERING_OPTIONS}
+
+
+class Fails(LogitsProcessor):
+    """Raises at the first token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such token")
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_call_that_fails_puts_back_what_it_switched(llama: PreTrainedModel, given: bool) -> None:
+    ids, base = prompt(1, 40), llama.config._attn_implementation
+    plain = llama.generate(ids, **RUN)
+    cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
+    asked = {"past_key_values": cache} if given else PARIS
+    with pytest.raises(KeyError, match="no such token"):
+        llama.generate(ids, **RUN, **asked, logits_processor=[Fails()])
+    assert llama.config._attn_implementation == base
+    assert torch.equal(llama.generate(ids, **RUN), plain)
+
+
+def test_a_call_that_fails_leaves_what_was_switched_before(llama: PreTrainedModel) -> None:
+    hf_kvret.attach(llama)
+    with pytest.raises(KeyError):
+        llama.generate(prompt(1, 40), **RUN, **PARIS, logits_processor=[Fails()])
+    assert llama.config._attn_implementation == "hf_kvret"
+
+
+def test_a_call_that_fails_leaves_what_another_thread_uses(llama: PreTrainedModel) -> None:
+    entered, failed = threading.Event(), threading.Event()
+
+    class Waits(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            entered.set()
+            assert failed.wait(60)
+            return scores
+
+    expected = llama.generate(prompt(1, 40), **RUN)
+    results: list[torch.Tensor] = []
+
+    def other() -> None:
+        ours = {**RUN, **PARIS, "logits_processor": [Waits()]}
+        results.append(llama.generate(prompt(1, 40), **ours))
+
+    class Joins(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            thread.start()
+            assert entered.wait(60)
+            raise KeyError("late")
+
+    thread = threading.Thread(target=other)
+    with pytest.raises(KeyError):
+        llama.generate(prompt(1, 40), **RUN, **PARIS, logits_processor=[Joins()])
+    failed.set()
+    thread.join(60)
+    assert torch.equal(results[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "samples", "warned"),
+    [
+        ("call", False, True),
+        ("call", True, False),
+        ("config", False, True),
+        ("model", False, False),
+    ],
+)
+def test_a_budget_given_to_generate_is_warned_of(
+    llama: PreTrainedModel,
+    caplog: pytest.LogCaptureFixture,
+    source: str,
+    samples: bool,
+    warned: bool,
+) -> None:
+    run: dict[str, Any] = {"max_new_tokens": 2, "do_sample": samples}
+    if source == "call":
+        run["top_k"] = 64
+    elif source == "config":
+        run = {"generation_config": GenerationConfig(**run, top_k=64)}
+    else:
+        llama.generation_config.top_k = 64
+    with caplog.at_level(logging.WARNING, "hf_kvret"):
+        llama.generate(prompt(1, 20), **run, **PARIS)
+    messages = [text for text in caplog.messages if "top_k=64 is generate's own" in text]
+    assert len(messages) == warned
+    assert all("cache_config={'top_k': ...}" in text for text in messages)
+
+
+def test_a_cache_that_stayed_dense_says_so_once(
+    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = hf_kvret.ParisKVCache(llama.config)
+    assert cache.stats()["dense"] is None, "nothing was held yet"
+    with caplog.at_level(logging.INFO, "hf_kvret"):
+        ids = llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
+        ids = torch.cat([ids, prompt(1, 3, salt=1)], dim=1)
+        llama.generate(ids, **RUN, past_key_values=cache)
+    told = [text for text in caplog.messages if "retrieved nothing" in text]
+    assert told == [
+        "ParisKVCache retrieved nothing: it attends to all tokens below "
+        "dense_below=2308, and held 43"
+    ]
+    assert "dense_below=2308, and held 50" in cache.stats()["dense"]
+
+
+def test_a_cache_whose_window_was_never_full_says_so(llama: PreTrainedModel) -> None:
+    cache = hf_kvret.FlatKVCache(llama.config, dense_below=0)
+    llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
+    assert "43 tokens fit into the window (sink=4, recent=256" in cache.stats()["dense"]
+
+
+def test_a_cache_that_retrieved_says_nothing(
+    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
+    with caplog.at_level(logging.INFO, "hf_kvret"):
+        llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
+    assert cache.stats()["dense"] is None and "retrieved nothing" not in caplog.text
+
+
+@pytest.mark.parametrize("asked", ["cache", "attention"])
+def test_a_tokenizer_handed_to_generate_passes(asked: str) -> None:
+    """For stop strings, and what ``transformers serve`` does with every request."""
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_MODEL)
+    model = MODELS["llama"].build()
+    ids = prompt(1, 40)
+    settings = {**RUN, "tokenizer": tokenizer, "stop_strings": ["never to be seen"]}
+    expected = model.generate(ids, **settings)
+    if asked == "attention":
+        model.set_attn_implementation("paris")
+        got = model.generate(ids, **settings, cache_config=COVERING_OPTIONS)
+    else:
+        got = model.generate(ids, **settings, **PARIS)
+    assert torch.equal(got, expected)
+
+
+def test_a_call_owns_its_cache_until_it_is_over(llama: PreTrainedModel) -> None:
+    """Calls whose passes take turns would mix two texts: the second one is refused at once."""
+    ids = prompt(1, 60)
+    cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
+    answer = llama.generate(ids, past_key_values=cache, **RUN)
+    more = [torch.cat([answer, prompt(1, 9, salt=salt)], dim=1) for salt in (1, 2)]
+    plain = llama.generate(more[0], **RUN)
+    twin = cache.fork()
+    entered, refused = threading.Event(), threading.Event()
+
+    class Waits(LogitsProcessor):
+        """Lets the other call begin between two passes."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            entered.set()
+            assert refused.wait(60)
+            return scores
+
+    def second() -> None:
+        entered.wait(60)
+        with pytest.raises(RuntimeError, match="another thread is in a call of generate"):
+            llama.generate(more[1], past_key_values=cache, **RUN)
+        results.append(llama.generate(more[1], past_key_values=twin, **RUN))
+        refused.set()
+
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=second)
+    thread.start()
+    call = {"past_key_values": cache, "logits_processor": [Waits()]}
+    assert torch.equal(llama.generate(more[0], **call, **RUN), plain)
+    thread.join()
+    assert torch.equal(results[0], llama.generate(more[1], **RUN))
+    again = torch.cat([plain, more[0]], dim=1)
+    expected = llama.generate(again, **RUN)
+    assert torch.equal(llama.generate(again, past_key_values=cache, **RUN), expected)
+
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 # Every pass reads the whole text, with the frequencies of its length: before 5.20 transformers
@@ -132,23 +312,6 @@ def test_the_limit_is_crossed_in_a_second_turn() -> None:
     assert torch.equal(
         model.generate(third, max_new_tokens=10, past_key_values=cache, **GREEDY), expected
     )
-
-
-@pytest.mark.parametrize("source", ["argument", "generation config", "the model's own"])
-def test_a_cache_beside_use_cache_false_is_refused(llama: PreTrainedModel, source: str) -> None:
-    options: dict[str, Any] = {}
-    if source == "argument":
-        options = {"use_cache": False}
-    elif source == "generation config":
-        options = {"generation_config": type(llama.generation_config)(use_cache=False)}
-    else:
-        llama.generation_config.use_cache = False
-    cache = new_cache(llama)
-    remedy = "generation_config says it.*use_cache=True" if not options else "contradicts.*drop one"
-    for given in ({"past_key_values": cache}, {"cache_implementation": "flat"}):
-        with pytest.raises(ValueError, match=f"use_cache=False.*{remedy}"):
-            llama.generate(prompt(1, 40), max_new_tokens=3, **given, **options, **GREEDY)
-    assert cache.get_seq_length() == 0
 
 
 class Unfaithful:

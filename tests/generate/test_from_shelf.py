@@ -186,6 +186,9 @@ ELSEWHERE = {
         "position_ids",
     ),
     "zeros": ({"input_ids": prompt(1, 80), "position_ids": torch.zeros(1, 80).long()}, "position"),
+    # Without a mask, `generate` masks padding tokens.
+    "pad tokens": ({"input_ids": PADDED[:1]}, "padding"),
+    "embeddings": ({"inputs_embeds": torch.randn(1, 80, 64)}, "no token ids"),
 }
 
 
@@ -216,23 +219,6 @@ def test_hidden_states_are_those_of_the_whole_prompt(llama: Any, tmp_path: Path)
     embed.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     llama.generate(DOCUMENT, **call)
     assert lengths == [16, 1, 1]  # 16 tokens are read again, as rows from a file are compared
-
-
-def test_embeddings_are_answered_without_it(llama: Any, tmp_path: Path) -> None:
-    embeds = llama.get_input_embeddings()(prompt(1, 80)).detach()
-    options = {**COVERING_OPTIONS, "shelf": tmp_path}
-    result = llama.generate(
-        inputs_embeds=embeds, cache_implementation="paris", cache_config=options, **RUN
-    )
-    assert "no token ids" in cache_of(result).stats()["shelf_note"]
-
-
-def test_padding_that_generate_sees_is_seen(llama: Any, tmp_path: Path) -> None:
-    """Without a mask of the caller's, tokens that are the padding token are masked."""
-    ids = DOCUMENT.clone()
-    ids[0, 0] = llama.generation_config.pad_token_id
-    _, stats = _ask(llama, ids, tmp_path)
-    assert "padding" in stats["shelf_note"]
 
 
 @pytest.mark.parametrize("rotation", ["dynamic", "longrope"])

@@ -15,11 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.requests import Request
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
-from hf_kvret.models.ranks import group_size
 from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST, DummyLayer
-from hf_kvret.options.config import RetrievalConfig, free_bytes
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.shelf.entry import BLOCK
 
 _log = logging.getLogger(__name__)
@@ -27,11 +27,8 @@ _log = logging.getLogger(__name__)
 LEAST_NEW_TOKENS = 4096
 """New tokens that are expected of any text, where its limit allows them."""
 
-# Peak memory of a chunk beside its rows, and of a whole prompt where free memory is unknown.
 CHUNK_BYTES = 2 << 30
-WHOLE_BYTES = 8 << 30
-# A pass may take this fraction (1/4) of free device memory: the prompt's rows need room, too.
-_FREE_SHARE = 4
+"""Most memory that a pass of ``prefill_chunk="auto"`` takes beside its rows."""
 _LEAST_CHUNK = 256
 # Chunks shrink by whole pages, so that later tokens stay aligned to pages.
 _STEP = 64
@@ -60,22 +57,11 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     return _HIDDEN_STATES * hidden_size * dtype.itemsize
 
 
-def auto_chunk(token_bytes: int, batch: int, length: int, free_bytes: int | None) -> int | None:
-    """Tokens of a chunk for ``batch`` prompts of ``length``; None: in one pass.
+def auto_chunk(token_bytes: int, batch: int) -> int:
+    """Tokens of a chunk for ``batch`` prompts: the largest power of two that takes at most 2 GiB.
 
-    One pass, if all tokens together take at most a quarter of ``free_bytes`` of device memory, or
-    8 GiB where that is None, and in any case if they take at most 2 GiB. Otherwise the largest
-    power of two whose tokens take at most 2 GiB, but 256 at least.
-
-    Args:
-        token_bytes: peak bytes per token, from the function ``token_bytes``.
-        batch: sequences of the batch.
-        length: new tokens of each row.
-        free_bytes: of the device, or None.
+    But 256 at least. ``token_bytes``: peak bytes per token, from the function of that name.
     """
-    affordable = WHOLE_BYTES if free_bytes is None else free_bytes // _FREE_SHARE
-    if token_bytes * batch * length <= max(affordable, CHUNK_BYTES):
-        return None
     tokens = max(1, CHUNK_BYTES // (token_bytes * batch))
     return max(_LEAST_CHUNK, 1 << (tokens.bit_length() - 1))
 
@@ -104,15 +90,10 @@ def fit_chunk(length: int, chunk: int, max_draft: int) -> int | None:
 def prompt_chunk(
     options: RetrievalConfig, model: PreTrainedModel, batch: int, length: int
 ) -> int | None:
-    """Chunk size by ``options`` for ``length`` new tokens of ``batch`` rows; None: in one pass.
-
-    ``"auto"`` depends on the memory that is free now, but not in a process group: its ranks may
-    have different amounts, and must cut alike.
-    """
+    """Chunk size by ``options`` for ``length`` new tokens of ``batch`` rows; None: in one pass."""
     chunk = options.prefill_chunk
     if chunk == "auto":
-        free = free_bytes(model.device) if group_size() == 1 else None
-        chunk = auto_chunk(token_bytes(model.config, model.dtype), batch, length, free)
+        chunk = auto_chunk(token_bytes(model.config, model.dtype), batch)
     return None if chunk is None else fit_chunk(length, chunk, options.max_draft)
 
 
@@ -215,6 +196,11 @@ def drafts(generation_config: Any) -> bool:
     """Whether this call uses assisted decoding, which reads a prompt in one pass."""
     settings = (getattr(generation_config, name, None) for name in _DRAFTS)
     return any(one is not None and one is not False for one in settings)
+
+
+def is_assisted(call: Request, generation_config: Any) -> bool:
+    """As ``drafts``, also where another model drafts, of a ``call`` of ``generate``."""
+    return drafts(generation_config) or call.arguments.get("assistant_model") is not None
 
 
 def _check_chunk(chunk: int, length: int, max_draft: int) -> None:

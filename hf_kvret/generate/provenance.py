@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvret.attention.model_state import add_hooks
-from hf_kvret.attention.requests import Request, is_using
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.model_state import add_hooks
+from hf_kvret.generate.requests import Request, is_using
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.versions import (
     CACHE_NAME,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ class Request:
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
         is_prepared: ``generate`` came to the point where it makes a cache.
-        preparation: of the state that a model keeps, until ``generate`` makes its cache; or None.
-        prepared_state: what ``generate`` had the model keep for the first pass; None after that.
+        preparation: of the state that a model keeps, until the first pass; or None.
         keep_prompt: called before each pass, and when the call ends, also where it fails.
         cuts_end: the last tokens of the prompt are read in a pass of their own.
         retrieves: it asks for a retrieval cache, as far as its arguments tell.
+        thread: that it runs in.
     """
 
     model: PreTrainedModel
@@ -45,10 +45,10 @@ class Request:
     is_delegated: bool = False
     is_prepared: bool = False
     preparation: Any = None
-    prepared_state: dict[str, Any] | None = None
     keep_prompt: Callable[[], None] = lambda: None
     cuts_end: bool = False
     retrieves: bool = False
+    thread: int = field(default_factory=threading.get_ident)
 
     def prompt_ids(self) -> torch.Tensor | None:
         """``[B, T]`` ids that the caller gave; None for a prompt without ids."""
@@ -106,25 +106,25 @@ class Request:
 
 
 # All running calls, in any thread; the newest last.
-_running: list[tuple[int, Request]] = []
+_running: list[Request] = []
 _lock = threading.Lock()
 
 
 @contextmanager
 def request(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[Request]:
     """A new ``Request``, the current one of its model and thread until the call is over."""
-    entry = threading.get_ident(), Request(model, arguments)
+    call = Request(model, arguments)
     with _lock:
-        _running.append(entry)
+        _running.append(call)
     try:
-        yield entry[1]
+        yield call
     finally:
         with _lock:
-            _running.remove(entry)
-            for owner, outer in _running:
-                if owner == entry[0] and outer.model is model:
-                    outer.is_delegated |= entry[1].has_retrieved or entry[1].is_delegated
-        entry[1].keep_prompt()
+            _running.remove(call)
+            for outer in _running:
+                if outer.thread == call.thread and outer.model is model:
+                    outer.is_delegated |= call.has_retrieved or call.is_delegated
+        call.keep_prompt()
 
 
 def take_cache(call: Request, cache: RetrievalCache) -> None:
@@ -132,9 +132,8 @@ def take_cache(call: Request, cache: RetrievalCache) -> None:
 
     RuntimeError where a call in another thread does.
     """
-    thread = threading.get_ident()
     with _lock:
-        if any(one.cache is cache and owner != thread for owner, one in _running):
+        if any(one.cache is cache and one.thread != call.thread for one in _running):
             raise RuntimeError(
                 "another thread is in a call of generate with this cache: a cache serves one call "
                 "at a time. Give each call a cache of its own (cache.fork() shares what is held)"
@@ -149,20 +148,18 @@ def current_request(model: PreTrainedModel) -> Request:
     """
     thread = threading.get_ident()
     with _lock:
-        for owner, newest in reversed(_running):
-            if owner == thread and newest.model is model:
-                return newest
-    return Request(model, {})
+        calls = (one for one in reversed(_running) if one.thread == thread and one.model is model)
+        return next(calls, None) or Request(model, {})
 
 
 def is_served(model: PreTrainedModel) -> bool:
     """Whether a running call of ``generate``, in any thread, uses a retrieval cache."""
     with _lock:
-        return any(one.model is model and one.cache is not None for _, one in _running)
+        return any(one.model is model and one.cache is not None for one in _running)
 
 
 def is_using(cache: RetrievalCache) -> bool:
     """Whether a running call of ``generate`` in this thread uses ``cache``."""
     thread = threading.get_ident()
     with _lock:
-        return any(owner == thread and one.cache is cache for owner, one in _running)
+        return any(one.thread == thread and one.cache is cache for one in _running)

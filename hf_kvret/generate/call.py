@@ -1,0 +1,157 @@
+"""A call of ``generate``: its cache, the model's attention, and what happens at its end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_kvret.attention.base import OUR_NAMES
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.contracts.signals import interruptible
+from hf_kvret.generate.attach import attach, restore
+from hf_kvret.generate.checks import (
+    check_call,
+    check_end,
+    check_foreign,
+    check_one_cache,
+    check_options_are_read,
+    check_shapes,
+    log_dense,
+)
+from hf_kvret.generate.chunks import chunk_prompt, forget_chunk
+from hf_kvret.generate.from_shelf import new_cache
+from hf_kvret.generate.model_state import end_use, prepare_state
+from hf_kvret.generate.requests import Request, current_request, is_served, request
+from hf_kvret.layer.hybrid import recording, stop_recording
+from hf_kvret.methods.known import METHODS
+from hf_kvret.models.ranks import agreed, tell_of_error
+from hf_kvret.models.versions import CACHE_NAME, cache_argument
+from hf_kvret.replay import DecodeGraph
+
+# These options say where files lie, which may differ by rank.
+_OF_A_RANK = ("artifact", "disk")
+# Held while a call checks a model's attention and switches or restores it.
+_attention_lock = threading.RLock()
+
+
+@contextmanager
+def around_generate(
+    model: PreTrainedModel, arguments: dict[str, Any]
+) -> Iterator[Callable[[Any], None]]:
+    """Context of a call of ``generate``; if it fails, the attention it switched is restored.
+
+    Yields what is to be called with its result.
+    """
+    failed = True
+    with interruptible(signal.SIGINT), request(model, arguments) as call:
+        cache, past_len = cache_argument(arguments), 0
+        call.retrieves = _retrieves(call)
+        try:
+            prepare_state(call)
+            if call.retrieves:
+                past_len = 0 if cache is None else cache.get_seq_length()
+                check_shapes(call, past_len)
+            yield partial(check_end, call)
+            if call.retrieves and isinstance(arguments.get("custom_generate"), str):
+                check_foreign(call, past_len)
+            failed, call.has_retrieved = False, call.cache is not None
+        except Exception:
+            # The other ranks wait in `prepare_cache`, but for one of the caller's own loops.
+            if not call.is_prepared and arguments.get("custom_generate") is None:
+                tell_of_error(model)
+            raise
+        finally:
+            end_use(call)
+            cache, call.cache = call.cache, None
+            if cache is not None:
+                stop_recording(cache.layers, but=call.recording)
+            # A call in another thread may still use the attention that this one switched.
+            with _attention_lock:
+                if failed and call.switched and not is_served(model):
+                    restore(model)
+    if cache is not None:
+        log_dense(cache)
+
+
+def _retrieves(call: Request) -> bool:
+    """Whether ``call`` asks for a retrieval cache, as far as its own arguments and names tell."""
+    cache = cache_argument(call.arguments)
+    if cache is not None:
+        return isinstance(cache, RetrievalCache)
+    names = [call.arguments.get("cache_implementation"), call.configured("cache_implementation")]
+    names += [getattr(call.model.generation_config, "cache_implementation", None)]
+    return next(filter(None, names), None) in METHODS and not call.configured("is_assistant")
+
+
+def prepare_cache(
+    model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]
+) -> bool:
+    """Hook of ``generate`` before it makes a cache; True if it made the cache.
+
+    Sets the cache in ``model_kwargs`` if a retrieval cache is selected by name, and switches
+    the model's attention if a retrieval cache is used.
+    """
+    call = current_request(model)
+    call.is_prepared = True
+    with agreed(model) as facts:
+        is_made = _make_cache(call, generation_config, model_kwargs)
+        if call.cache is not None:
+            options = asdict(call.cache.options) | dict.fromkeys(_OF_A_RANK)
+            facts += [call.cache.name, sorted(options.items()), call.start_len]
+            facts.append(generation_config.prefill_chunk_size)
+    return is_made
+
+
+def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """As ``prepare_cache``, of one rank."""
+    model = call.model
+    name = generation_config.cache_implementation
+    cache: Any = model_kwargs.get(CACHE_NAME)
+    mask = model_kwargs.get("attention_mask")
+    if generation_config.is_assistant:
+        # `generate` passes the main model's options on to a draft model, which has its own cache.
+        if name in METHODS:
+            generation_config.cache_implementation = generation_config.cache_config = None
+        forget_chunk(generation_config)
+        return False
+    check_one_cache(cache, name)
+    if cache is None and name is None and generation_config.use_cache is not False:
+        name = model.config.get_text_config(decoder=True)._attn_implementation
+    is_callers = isinstance(cache, RetrievalCache)
+    if is_callers:
+        generation_config.cache_implementation = None
+    elif cache is None and name in METHODS:
+        cache = new_cache(call, METHODS[name], generation_config, mask)
+    else:
+        check_options_are_read(call, generation_config, cache)
+        return False
+    check_call(call, cache, generation_config, mask)
+    text = model.config.get_text_config(decoder=True)
+    with _attention_lock:
+        call.switched = text._attn_implementation not in OUR_NAMES
+        call.start_len, call.recording = cache.get_seq_length(), recording(cache.layers)
+        attach(model)
+    chunk_prompt(model, cache, generation_config, model_kwargs, call.cuts_end)
+    model_kwargs[CACHE_NAME] = cache
+    return not is_callers
+
+
+def decode_call(
+    model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]
+) -> DecodeGraph | None:
+    """The function that ``generate`` calls in its loop: a ``DecodeGraph``; None for the model."""
+    cache = model_kwargs.get(CACHE_NAME)
+    if not isinstance(cache, RetrievalCache):
+        return None
+    if generation_config.disable_compile or generation_config.compile_config is not None:
+        # transformers itself reports that a requested compile is not possible.
+        return None
+    step = DecodeGraph(model, cache)
+    return None if step.reason else step

@@ -1,0 +1,429 @@
+"""Calls of ``generate``: each is served right, or refused at once with what it is and a way out."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.utils import is_psutil_available
+
+import hf_kvret
+from hf_kvret import FlatKVCache, ParisKVCache, attach
+from hf_kvret.generate.checks import why_not
+from hf_kvret.generate.requests import Request
+from hf_kvret.methods.flat import FlatConfig
+from hf_kvret.methods.paris import ParisConfig
+from hf_kvret.models.versions import CACHE_NAME
+from hf_kvret.stores import store_names
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED
+from hf_kvret.testing.scenario import prompt
+
+from .filled_caches import RUN, new_cache
+
+LEN = 120
+PARIS: dict[str, Any] = {"cache_implementation": "paris", "cache_config": COVERING_OPTIONS}
+EMPTY = r"row 1 of the prompt has no token, only padding: give it .*bos_token_id"
+RIGHT = r"padded on the right in row 1.*padding_side = 'left'"
+SHAPE = r"attention_mask is of shape .*the prompt has 2 rows of 120 tokens"
+FORM = "custom 4D masks and others are not supported"
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+@pytest.fixture(scope="module")
+def filled(model: PreTrainedModel) -> FlatKVCache:
+    """A cache that holds 43 tokens; tests take forks of it."""
+    cache = new_cache(model)
+    model.generate(prompt(1, 40), past_key_values=cache, **RUN)
+    return cache
+
+
+def masked(row: int, start: int, stop: int) -> torch.Tensor:
+    mask = torch.ones(2, LEN, dtype=torch.long)
+    mask[row, start:stop] = 0
+    return mask
+
+
+LEFT, HOLE = masked(1, 0, 20), masked(1, 50, 70)
+
+
+def cached(model: PreTrainedModel, ids: torch.Tensor, mask: Any, **more: Any) -> torch.Tensor:
+    tokens: torch.Tensor = model.generate(
+        ids, attention_mask=mask, past_key_values=new_cache(model), **RUN, **more
+    )
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [LEFT, LEFT & HOLE, LEFT.bool(), HOLE.float(), LEFT * 0.5, LEFT * 3, masked(1, 0, 119)],
+)
+def test_padding_on_the_left_and_holes_are_served_in_any_dtype(
+    mask: torch.Tensor, model: PreTrainedModel
+) -> None:
+    ids = prompt(2, LEN)
+    expected = model.generate(ids, attention_mask=mask, **RUN)
+    assert torch.equal(cached(model, ids, mask), expected)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (masked(1, 0, LEN), EMPTY),
+        (masked(1, 0, LEN).bool(), EMPTY),
+        (masked(1, 0, LEN) & masked(0, 110, LEN), EMPTY),
+        (torch.zeros(2, LEN), "row 0 of the prompt has no token"),
+        (masked(1, 110, LEN) & HOLE, RIGHT),
+        (masked(1, 119, LEN).bool(), RIGHT),
+        ((LEFT - 1) * 1e9, "negative numbers or NaN, as one that is added to scores"),
+        (LEFT / 0.0, "negative numbers or NaN"),
+        (LEFT[:, 5:], SHAPE),
+        (LEFT[1:], SHAPE),
+        (LEFT[1], FORM),
+        (LEFT[:, None], FORM),
+        (torch.ones(2, 1, LEN, LEN).tril(), FORM),
+    ],
+)
+def test_other_masks_are_refused_by_what_they_are(
+    mask: torch.Tensor, message: str, model: PreTrainedModel
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        cached(model, prompt(2, LEN), mask)
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompt(2, LEN), attention_mask=mask, **PARIS, **RUN)
+
+
+def test_a_mask_that_is_no_tensor_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="attention_mask is a list: pass a tensor"):
+        cached(model, prompt(2, LEN), LEFT.tolist())
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (2, 0), (0, 5)])
+@pytest.mark.parametrize("masked_too", [True, False])
+def test_a_prompt_without_tokens_is_refused(
+    shape: tuple[int, int], masked_too: bool, model: PreTrainedModel
+) -> None:
+    ids = torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"has no token: give each row at least one"):
+        cached(model, ids, torch.ones_like(ids) if masked_too else None)
+
+
+def test_a_row_of_pad_tokens_is_named_with_beams(model: PreTrainedModel) -> None:
+    ids = prompt(3, LEN)
+    ids[1] = 0
+    with pytest.raises(ValueError, match="row 1 of the prompt has no token"):
+        cached(model, ids, None, num_beams=3, pad_token_id=0)
+
+
+def test_embeddings_are_checked_by_their_own_length(model: PreTrainedModel) -> None:
+    run = {"inputs_embeds": model.get_input_embeddings()(prompt(2, LEN)), **RUN}
+    expected = model.generate(attention_mask=LEFT, **run)
+    got = model.generate(attention_mask=LEFT, past_key_values=new_cache(model), **run)
+    assert torch.equal(got, expected)
+    with pytest.raises(ValueError, match=EMPTY):
+        model.generate(attention_mask=masked(1, 0, LEN), past_key_values=new_cache(model), **run)
+
+
+def test_a_row_without_a_new_token_is_named_in_a_second_turn(model: PreTrainedModel) -> None:
+    cache = new_cache(model)
+    first = model.generate(prompt(2, LEN), attention_mask=LEFT, past_key_values=cache, **RUN)
+    ids = torch.cat([first, prompt(2, 9)], dim=1)
+    mask = torch.cat([LEFT, torch.ones(2, ids.shape[1] - LEN, dtype=torch.long)], dim=1)
+    mask[1, cache.get_seq_length() :] = 0
+    run = {"attention_mask": mask, **RUN}
+    with pytest.raises(ValueError, match="row 1 of the prompt has no token behind those that"):
+        model.generate(ids, past_key_values=cache, **run)
+    mask[1, -1] = 1
+    expected = model.generate(ids, **run)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **run), expected)
+
+
+def embedded(model: Any, length: int) -> dict[str, torch.Tensor]:
+    """Embeddings of new tokens alone, beside a mask of all."""
+    embeds = model.get_input_embeddings()(prompt(1, length)).detach()
+    return {"inputs_embeds": embeds, "attention_mask": torch.ones(1, 43 + length).long()}
+
+
+# What a call is given, by the model and a filled cache, and the words of its refusal.
+REFUSALS: list[tuple[Callable[[Any, Any], dict[str, Any]], str]] = [
+    (lambda m, f: {"past_key_values": f, "inputs": prompt(1, 1)}, "inputs has 1 tokens, past_key"),
+    (
+        lambda m, f: {"past_key_values": f, "input_ids": prompt(1, 43)},
+        "input_ids has 43 tokens, past_key_values holds 43: pass the whole",
+    ),
+    (
+        lambda m, f: {"past_key_values": f, "bos_token_id": 1},
+        "input_ids has 0 tokens, past_key_values holds 43",
+    ),
+    (
+        lambda m, f: {"past_key_values": f, **embedded(m, 6)},
+        "inputs_embeds has 6 tokens, past_key_values holds 43",
+    ),
+    *(
+        (
+            lambda m, f, drafts=drafts: {
+                "past_key_values": f,
+                "inputs": prompt(1, 60),
+                drafts: copy.copy(m) if drafts == "assistant_model" else 3,
+            },
+            "again, also the 43 tokens .*leave out assistant",
+        )
+        for drafts in ("assistant_model", "prompt_lookup_num_tokens")
+    ),
+    (
+        lambda m, f: {"past_key_values": DynamicCache(config=m.config), **PARIS},
+        "the cache is a DynamicCache, cache_implementation='paris' asks for another",
+    ),
+    (
+        lambda m, f: {"past_key_values": f, "cache_implementation": "paris"},
+        "the cache is a FlatKVCache, cache_implementation='paris' asks for another",
+    ),
+    (
+        lambda m, f: {"past_key_values": new_cache(m), "cache_config": {"top_k": 64}},
+        f"asks for top_k=64, past_key_values has {COVERING_OPTIONS['top_k']}: pass top_k to",
+    ),
+    (
+        lambda m, f: {"past_key_values": new_cache(m), "cache_config": {"top_kk": 32}},
+        "did you mean 'top_k'",
+    ),
+    (lambda m, f: {"cache_config": {"top_k": 64}}, "cache_config=.*nothing would read it.*paris"),
+    (
+        lambda m, f: {"generation_config": GenerationConfig(cache_config={"top_k": 64})},
+        "but no cache was asked for, so nothing would read it",
+    ),
+    (
+        lambda m, f: {"past_key_values": DynamicCache(), "cache_config": {"top_k": 64}},
+        "but the cache is a DynamicCache, so nothing would read it",
+    ),
+    (
+        lambda m, f: {"past_key_values": new_cache(m), "use_cache": False},
+        "use_cache=False contradicts the cache: drop one",
+    ),
+    (
+        lambda m, f: {**PARIS, "generation_config": GenerationConfig(use_cache=False)},
+        "use_cache=False contradicts cache_implementation='paris': drop one",
+    ),
+    (
+        lambda m, f: {"past_key_values": FlatKVCache(MODELS["smollm3"].config())},
+        "past_key_values was made for a model of 3 layers, LlamaForCausalLM has 2",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+def test_a_call_that_can_not_be_served_is_refused_and_changes_nothing(
+    number: int, model: PreTrainedModel, filled: FlatKVCache
+) -> None:
+    given, words = REFUSALS[number]
+    cache, base = filled.fork(), model.config._attn_implementation
+    arguments = {"inputs": prompt(1, 20), **given(model, cache)}
+    if {"input_ids", "inputs_embeds", "bos_token_id"} & arguments.keys():
+        del arguments["inputs"]
+    with pytest.raises(ValueError, match=words):
+        model.generate(**RUN, **arguments)
+    assert cache.get_seq_length() == 43 and model.config._attn_implementation == base
+
+
+def test_all_reasons_are_given_at_once(model: PreTrainedModel, filled: FlatKVCache) -> None:
+    given = {"inputs": prompt(1, 5), "past_key_values": filled, "cache_config": {"top_k": 7}}
+    config = GenerationConfig(use_cache=False, output_attentions=True, cache_config={"top_k": 7})
+    reasons = why_not(Request(model, given), filled, config, None)
+    words = ("has 5 tokens", "asks for top_k=7", "use_cache=False", "output_attentions=True")
+    assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * 4
+
+
+def test_a_models_own_use_cache_is_refused_with_the_way_out(llama: PreTrainedModel) -> None:
+    llama.generation_config.use_cache = False
+    for given in ({"past_key_values": new_cache(llama)}, PARIS):
+        with pytest.raises(ValueError, match="generation_config says it, so pass use_cache=True"):
+            llama.generate(prompt(1, 40), **given, **RUN)
+
+
+def test_attention_weights_are_refused(llama: PreTrainedModel) -> None:
+    run = {**RUN, "output_attentions": True, "return_dict_in_generate": True}
+    for given in (PARIS, {"past_key_values": new_cache(llama)}):
+        llama.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match="a retrieval cache never forms the attention matrix"):
+            llama.generate(prompt(1, 40), **given, **run)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"recent": -1}, "recent=-1 must be at least 1"),
+        ({"topk": 5}, "no option 'topk': did you mean 'top_k'?"),
+        ({"store": "hots"}, f"store='hots': choose one of {store_names()}"),
+        ({"subspace_dim": 5}, "subspace_dim=5: choose 4 or 8"),
+    ],
+)
+def test_bad_options_are_refused_in_every_way_to_give_them(
+    llama: PreTrainedModel, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ParisKVCache(config=llama.config, **options)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        llama.generate(prompt(1, 30), **RUN, cache_implementation="paris", cache_config=options)
+    llama.generation_config.cache_config = options
+    with pytest.raises(ValueError, match=re.escape(words)):
+        llama.generate(prompt(1, 30), **RUN, cache_implementation="paris")
+
+
+def test_options_of_another_kind_are_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="FlatKVCache takes a FlatConfig, got ParisConfig"):
+        FlatKVCache(llama.config, ParisConfig())
+    with pytest.raises(TypeError, match="config must be the model's config, got FlatConfig"):
+        FlatKVCache(FlatConfig())
+    with pytest.raises(TypeError, match="config must be the model's config, got LlamaForCausalLM"):
+        FlatKVCache(llama)
+    with pytest.raises(TypeError, match="cache_config must be a dict of options, got list"):
+        config = GenerationConfig(cache_implementation="paris", **RUN)
+        config.cache_config = ["top_k"]
+        llama.generate(prompt(1, 30), generation_config=config)
+
+
+REASONS = {
+    "falcon": "computes attention by itself and ignores",
+    "bloom": "computes attention by itself and ignores",
+    "t5": "is an encoder-decoder",
+    "bart": "is an encoder-decoder",
+    "mamba": "no full-attention layer",
+    "mistral_sliding": "no full-attention layer",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_served_are_refused_with_the_reason(name: str) -> None:
+    model = REFUSED[name]()
+    before = getattr(model.config, "_attn_implementation", None)
+    passes: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: passes.append(name))
+    requests: list[Callable[[], Any]] = [lambda: attach(model)]
+    for method in ("flat", "paris"):
+        run = {**RUN, "cache_implementation": method, "decoder_start_token_id": 0}
+        requests.append(partial(model.generate, prompt(1, 30), **run))
+    if name not in ("falcon", "bloom"):
+        requests.append(lambda: FlatKVCache(model.config))
+    for request in requests:
+        with pytest.raises(ValueError, match=REASONS[name]) as raised:
+            request()
+        assert "cache_implementation" in str(raised.value), "the message says what to use instead"
+        assert not passes, "the model ran before it was refused"
+    assert getattr(model.config, "_attn_implementation", None) == before
+
+
+BATCHED: dict[str, Any] = {
+    "generate_batch": lambda model, config: model.generate_batch(
+        inputs=[[5, 6, 7]], generation_config=config, progress_bar=False
+    ),
+    "init_continuous_batching": lambda model, config: model.init_continuous_batching(config),
+    "by name": lambda model, config: model.init_continuous_batching(generation_config=config),
+    "context": lambda model, config: model.continuous_batching_context_manager(config).__enter__(),
+}
+
+
+@pytest.mark.parametrize("call", BATCHED)
+def test_continuous_batching_refuses_retrieval(call: str) -> None:
+    words = r"generate_batch keeps a paged cache.*hf_kvret\.restore\(model\)"
+    model = MODELS["llama"].build()
+    named = GenerationConfig(cache_implementation="paris", max_new_tokens=2, eos_token_id=-1)
+    with pytest.raises(ValueError, match=words):
+        BATCHED[call](model, named)
+    model.generation_config.cache_implementation = "flat"
+    for config in (None, GenerationConfig(max_new_tokens=2, eos_token_id=-1)):
+        with pytest.raises(ValueError, match=words):
+            BATCHED[call](model, config)
+    model.generation_config.cache_implementation = None
+    attach(model)
+    with pytest.raises(ValueError, match=words):
+        BATCHED[call](model, GenerationConfig(max_new_tokens=2, eos_token_id=-1))
+
+
+def batching_manager(model: PreTrainedModel) -> Any:
+    sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=128)
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, do_sample=False)
+    return model.init_continuous_batching(config, sizes)
+
+
+def test_a_manager_from_before_a_switch_is_not_started() -> None:
+    model = MODELS["llama"].build()
+    manager = batching_manager(model)
+    attach(model)
+    with pytest.raises(ValueError, match="keeps a paged cache"):
+        manager.start()
+
+
+@pytest.mark.skipif(
+    CACHE_NAME == "past_key_values" and not is_psutil_available(),
+    reason="without psutil transformers before 5.24 takes it that a CPU has no memory",
+)
+def test_the_manager_of_a_restored_model_serves() -> None:
+    model = MODELS["llama"].build()
+    manager = batching_manager(model)
+    attach(model)
+    hf_kvret.restore(model)
+    manager.start()
+    try:
+        name = manager.add_request([5, 6, 7])
+        assert manager.get_result(timeout=60).request_id == name
+    finally:
+        manager.stop(block=True, timeout=60)
+        manager.destroy()
+
+
+def test_embeddings_go_on_where_they_are_of_all_tokens(llama: PreTrainedModel) -> None:
+    cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
+    ids = llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
+    whole = torch.cat([ids, prompt(1, 5, salt=1)], dim=1)
+    with torch.no_grad():
+        embeds = llama.get_input_embeddings()(whole)
+    given = {"attention_mask": torch.ones_like(whole), "past_key_values": cache}
+    with pytest.raises(ValueError, match="inputs_embeds has 6 tokens, past_key_values holds 43"):
+        llama.generate(inputs_embeds=embeds[:, 43:], **RUN, **given)
+    expected = llama.generate(whole, **RUN)[:, whole.shape[1] :]
+    assert torch.equal(llama.generate(inputs_embeds=embeds, **RUN, **given), expected)
+
+
+def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None:
+    """It belongs to a name that another call gives, or that the model was loaded with."""
+    expected = llama.generate(prompt(1, 20), **RUN)
+    llama.generation_config.cache_config = {"top_k": 64}
+    llama.set_attn_implementation("paris")
+    calls: list[dict[str, Any]] = [
+        {"use_cache": False},
+        {"past_key_values": DynamicCache(config=llama.config)},
+        {},
+    ]
+    for more in calls:
+        assert torch.equal(llama.generate(prompt(1, 20), **RUN, **more), expected)
+    hf_kvret.restore(llama)
+    assert torch.equal(llama.generate(prompt(1, 20), **RUN), expected)
+
+
+def test_options_of_transformers_own_caches_are_theirs(llama: PreTrainedModel) -> None:
+    llama.generate(prompt(1, 20), **RUN, cache_implementation="dynamic", cache_config={"nbits": 4})
+
+
+def test_a_models_default_is_no_reason_against_it() -> None:
+    """MPT says use_cache=False by itself; what stands in the way is its attention."""
+    config = AutoConfig.for_model("mpt", d_model=32, n_heads=2, n_layers=1, vocab_size=128)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert model.generation_config.use_cache is False
+    with pytest.raises(ValueError, match="MptForCausalLM computes attention by itself"):
+        model.generate(prompt(1, 20), **RUN, cache_implementation="flat")
