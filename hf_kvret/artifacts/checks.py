@@ -1,4 +1,4 @@
-"""Options of calibrations, and checks of what methods learned, before a token is cached.
+"""Checks of what methods learned, before a token is cached.
 
 An artifact of another model, shape or version is refused with an error that names it and says how
 to get another. Its numbers are believed: checksums find damage.
@@ -6,11 +6,10 @@ to get another. Its numbers are believed: checksums find damage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -24,42 +23,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
-
-
-def check_types(options: DataclassInstance) -> None:
-    """Check that every field has the type, or one of the types, of its annotation.
-
-    An int is accepted for a float. A bool is not accepted for an int, and numbers of numpy or torch
-    are not accepted, because options are saved as JSON.
-
-    Raises:
-        TypeError: the field, its value, and what it may be.
-    """
-    hints = get_type_hints(type(options))
-    for field in fields(options):
-        value, hint = getattr(options, field.name), hints[field.name]
-        types: tuple[Any, ...] = get_args(hint) or (hint,)
-        if type(value) not in types and not (float in types and type(value) is int):
-            choices = " or ".join("None" if x is type(None) else x.__name__ for x in types)
-            raise TypeError(
-                f"{field.name}={value!r} is of type {type(value).__name__}: pass {choices}"
-            )
-
-
-def check_choices(options: object, **choices: Collection[object]) -> None:
-    """ValueError for the first of ``options`` that is none of its ``choices``."""
-    for name, values in choices.items():
-        value = getattr(options, name)
-        if value not in values:
-            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, values))}")
-
-
-def check_least(options: object, **bounds: int) -> None:
-    """ValueError for the first of ``options`` that is below its least value; None passes."""
-    for name, least in bounds.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value}: {least} or more")
 
 
 def damaged(artifact: CalibrationArtifact, what: str) -> ValueError:
@@ -109,16 +72,6 @@ def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
     return Rope(frequencies, factor, settings["layout"], last)
 
 
-def check_each(
-    artifact: CalibrationArtifact,
-    layers: Iterable[int],
-    check: Callable[[CalibrationArtifact, int], object],
-) -> None:
-    """Call a method's own ``check`` of an artifact and a layer for each of ``layers``, once."""
-    for layer in layers:
-        made_once(artifact, ("checked", layer), partial(check, artifact, layer))
-
-
 def check_fit(
     artifact: CalibrationArtifact,
     config: PreTrainedConfig,
@@ -134,8 +87,8 @@ def check_fit(
         shape_of: KV heads and head dim that a layer was learned from.
     """
     shapes = retrieval_shapes(config)
-    check_each(artifact, shapes, check)
     for layer, shape in shapes.items():
+        made_once(artifact, ("checked", layer), partial(check, artifact, layer))
         heads, dim = shape_of(artifact, layer)
         # Some models have a KV head for each query head, whatever their configuration says.
         if heads not in (shape.kv_heads, shape.heads) or dim != shape.head_dim:

@@ -146,6 +146,19 @@ class NumberField(Field):
         return self.default if self.reset_on_fork else value
 
 
+class TransientField(Field):
+    """See ``transient``."""
+
+    def __init__(self) -> None:
+        super().__init__(is_saved=False)
+
+    def reordered(self, value: Any, rows: torch.Tensor) -> None:
+        """None."""
+
+    def forked(self, value: Any) -> None:
+        """None."""
+
+
 class PartField(Field):
     """See ``part``."""
 
@@ -282,6 +295,14 @@ def number(
     return NumberField(default, key, saved, reset_on_fork)
 
 
+def transient() -> Any:
+    """Declare what one hook of a pass leaves to the next one, of any type, or None.
+
+    It is None in a new state, in a fork, and after ``reset`` and ``reorder``; it is not saved.
+    """
+    return TransientField()
+
+
 def part(
     make: Callable[[], State] | None = None,
     *,
@@ -305,7 +326,7 @@ def part(
     return PartField(make, key, saved, optional, may_be_empty)
 
 
-__all__ = ["State", "Tensors", "number", "part", "tensor"]
+__all__ = ["State", "Tensors", "number", "part", "tensor", "transient"]
 
 
 class State(ABC):  # noqa: B024 - contracts that derive from it have abstract methods

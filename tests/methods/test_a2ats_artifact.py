@@ -225,10 +225,10 @@ def test_an_index_without_an_artifact_says_how_to_name_one() -> None:
             r"layers\.1\.metric \[2, 16, 16\], not \[1, 16, 16\]",
         ),
         (lambda x, o: x.pop("layers.1.inv_freq"), r"no layers\.1\.inv_freq: make it again"),
-        (lambda x, o: o.update(window="2048"), r"has a wrong option \(distance='2048'"),
+        (lambda x, o: o.update(window="2048"), r"has a wrong option \(distance must be an int"),
         (
             lambda x, o: o.update(space="polar"),
-            r"space='polar': choose one of 'windowed', 'rotated'; upgrade hf-kvret where",
+            r"space='polar': choose 'windowed' or 'rotated'; upgrade hf-kvret where",
         ),
     ],
 )

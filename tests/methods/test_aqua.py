@@ -210,9 +210,9 @@ def test_first_bits_are_those_of_the_lowest_layer() -> None:
     ("options", "message"),
     [
         ({"bits": 5}, "bits=5: choose 2, 3, 4, 16 or None"),
-        ({"first_bits": 8}, "first_bits=8: choose one of None, 2, 3, 4, 16"),
-        ({"group": 48}, "group=48: choose one of None, 8, 16"),
-        ({"predictor": "mlp"}, "predictor='mlp': choose one of 'artifact', 'none'"),
+        ({"first_bits": 8}, "first_bits=8: choose 2, 3, 4, 16 or None"),
+        ({"group": 48}, "group=48: choose 8, 16"),
+        ({"predictor": "mlp"}, "predictor='mlp': choose 'artifact' or 'none'"),
         ({"store": "resident"}, "no store can keep selected rows"),
         ({"store": "cpu"}, "choose 'auto', 'device', 'host'"),
         ({"store": "higgs"}, "code them once more"),

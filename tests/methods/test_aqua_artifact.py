@@ -212,7 +212,9 @@ def test_an_artifact_of_unknown_options_is_refused(
 ) -> None:
     whole = CalibrationArtifact.from_pretrained(artifact_of("llama"))
     dataclasses.replace(whole, options={**whole.options, name: value}).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"wrong option \({name}={value!r}.*; upgrade hf-kvret"):
+    with pytest.raises(
+        ValueError, match=rf"wrong option \({name}={value!r}: choose .*; upgrade hf-kvret"
+    ):
         AquaKVCache(MODELS["llama"].config(), artifact=str(tmp_path))
 
 

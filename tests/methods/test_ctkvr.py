@@ -172,7 +172,8 @@ def test_without_a_rerank_every_valid_recalled_token_is_selected(at_once: bool) 
     assert slot_sets(ids) == expected and all(len(slots) > 2 * 8 for slots in expected)
     run.index.after_search(ids)
     assert run.index._file.queue is not None
-    assert (int(run.index._file.queue.live().slots[0, -1]) == 309) is at_once
+    newest = run.index._file.queue.generations()[-1]
+    assert (int(newest.slots[0, -1]) == 309) is at_once
     if at_once:
         assert torch.equal(run.lists(query, 1)[:, :, 0, 0], ids[:, :, 0, :20])
 

@@ -12,7 +12,7 @@ from hf_kvret import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.methods.ctkvr import inverted_file
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.inverted_file import Centroids, InvertedFile
+from hf_kvret.methods.ctkvr.inverted_file import Centroids, InvertedFile, joined
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret_kernels.centroid import naive
@@ -39,15 +39,9 @@ def _centroids(seed: int, count: int, padding: int = 0) -> Centroids:
 
 
 def _inverted_file(cold: ColdTokens) -> InvertedFile:
-    one = InvertedFile(CTkvrConfig(top_k=BUDGET, update_lists="recalled", coverage=0.5))
-    one.start(cold, _centroids(1, one.options.centroids_for(TOKENS), 20))
+    one = InvertedFile(CTkvrConfig(top_k=BUDGET))
+    one.list_all(cold, _centroids(1, one.options.centroids_for(TOKENS), 20))
     return one
-
-
-def _fall(one: InvertedFile) -> None:
-    """One row's lists hold too little now."""
-    assert one._coverage is not None
-    one._coverage = one._coverage * torch.tensor([1.0, 10.0])
 
 
 def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[], object]]:
@@ -59,11 +53,9 @@ def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[],
     new: list[Centroids] = []
     if name == "anew":
         one.listed_len = -(10**6)
-    elif name == "coverage":
-        _fall(one)
     else:
         new = [_centroids(2, 90, 40 if name == "padded" else 0)]
-    return [one], lambda: one.keep_up(cold, new, True)
+    return [one], lambda: one.keep_up(cold, new)
 
 
 def _lists(name: str) -> tuple[torch.Tensor, ...]:
@@ -71,7 +63,8 @@ def _lists(name: str) -> tuple[torch.Tensor, ...]:
     work()
     queue = files[0].queue
     assert queue is not None
-    return torch.cat(list(queue.chunks()), dim=2), *queue.live()
+    every = torch.arange(len(queue)).expand(BATCH, -1)
+    return queue.lists_of(every), *joined(queue.generations())
 
 
 def _compare(lists: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
@@ -82,7 +75,7 @@ def _compare(lists: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]
         assert torch.equal(result, expectation)
 
 
-WORK = ("first", "anew", "joining", "padded", "coverage")
+WORK = ("first", "anew", "joining", "padded")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,8 +19,16 @@ def test_the_numbers_of_the_paper() -> None:
     assert [paper.centroids_for(n) for n in (3, 800, 32_768, 131_072)] == [1, 50, 2048, 2048]
     assert [paper.list_len(131_072, b) for b in (512, 1024)] == [1280, 2560]
     assert (paper.nprobe, paper.update, paper.choice, paper.rerank) == (4, 1, "last", "auto")
-    assert (paper.pending, paper.coverage, paper.questions) == (0, 0.0, False)
-    assert paper.update_lists == "recalled"
+    assert (paper.pending, paper.questions, paper.update_lists) == (0, False, "recalled")
+
+
+def test_saved_caches_may_name_options_that_are_gone() -> None:
+    gone = {"seed": 0, "causal": False, "coverage": 0.5}
+    assert CTkvrConfig.from_saved(**gone) == CTkvrConfig()
+    recalled = {"update_lists": "recalled", **gone}
+    with pytest.raises(ValueError, match=r"coverage=0\.5: this version only does as coverage=0"):
+        CTkvrConfig.from_saved(**recalled)
+    assert CTkvrConfig.from_saved(**{**recalled, "coverage": 0.0}).update_lists == "recalled"
 
 
 def _chosen(
@@ -69,6 +77,10 @@ def test_padding_is_never_chosen_and_takes_no_room() -> None:
     assert sorted(sampler.best(4)[1][1].tolist()) == [-1, 10, 11, 13]
 
 
+def _ids(lists: InvertedLists) -> list[int]:
+    return lists.ids_of(slice(None)).flatten().tolist()
+
+
 def _centroid(slot: int) -> Centroids:
     return Centroids(torch.ones(1, 1, 1, 2, 4), torch.tensor([[slot]]))
 
@@ -79,7 +91,7 @@ def test_slots_take_two_bytes_as_long_as_they_can(tokens: int, nbytes: int) -> N
     ids = torch.tensor([-1, 0, 1, 32_766, 32_767, 32_768, most - 1, most], dtype=torch.int32)
     lists = InvertedLists(10)
     lists.append(_centroid(7), [ids.view(1, 1, 1, -1)], tokens)
-    assert lists.ids.flatten().tolist() == [*ids.tolist(), -1, -1]
+    assert _ids(lists) == [*ids.tolist(), -1, -1]
     assert lists.list_nbytes() == 10 * nbytes
     assert lists.take(torch.zeros(1, 1, 1, 3, dtype=torch.long)).shape == (1, 1, 1, 3, 10)
 
@@ -98,8 +110,8 @@ def test_lists_grow_wider_when_slots_do() -> None:
     lists.append(_centroid(7), [near], 65_535)
     twin = lists.fork()
     twin.append(_centroid(8), [far], 70_001)
-    assert twin.ids.flatten().tolist() == [65_534, -1, 70_000, -1]
-    assert lists.ids.flatten().tolist() == [65_534, -1] and lists.list_nbytes() == 4
+    assert _ids(twin) == [65_534, -1, 70_000, -1]
+    assert _ids(lists) == [65_534, -1] and lists.list_nbytes() == 4
     again = InvertedLists(2)
     again.load_state_dict(twin.state_dict())
-    assert torch.equal(again.ids, twin.ids) and torch.equal(again.slots, twin.slots)
+    assert _ids(again) == _ids(twin) and torch.equal(again.slots, twin.slots)

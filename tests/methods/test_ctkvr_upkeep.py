@@ -1,4 +1,4 @@
-"""CTkvrIndex over a long generation: pending tokens, dropped centroids, questions, and its books.
+"""CTkvrIndex over a long generation: pending tokens, dropped centroids, questions, statistics.
 
 One query head for a KV head, so that a query which is a centroid with a list over all keys selects
 the exact top-k.
@@ -14,6 +14,7 @@ import torch
 
 from hf_kvret import ColdTokens, TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
+from hf_kvret.methods.ctkvr.inverted_file import Centroids, joined
 from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
@@ -49,6 +50,12 @@ class Run:
         ids = self.index.search(query, cold)
         self.index.after_search(ids)
         return ids
+
+    @property
+    def centroids(self) -> Centroids:
+        """Those that count, in the order in which they came."""
+        assert self.index._file.queue is not None
+        return joined(self.index._file.queue.generations())
 
     def recall(self, query: torch.Tensor) -> float:
         """Overlap with the exact top-k, for a decode step."""
@@ -107,32 +114,8 @@ def test_more_pending_tokens_than_allowed_join_the_lists() -> None:
     assert run.index.cost(460, BUDGET).candidates == 4 * 25
 
 
-def _after_many_steps(options: CTkvrConfig) -> tuple[Run, torch.Tensor]:
-    """More steps than there are centroids, about one thing, then a few about another."""
-    run = Run(options)
-    topic, other = _query(5), _query(6)
-    for step in range(2 * options.centroids_for(PROMPT)):
-        run.step(topic + 0.1 * _query(100 + step))
-    for step in range(3):
-        run.step(other + 0.05 * _query(200 + step))
-    return run, other
-
-
-def test_prompt_tokens_are_found_after_the_fifo_turned_over_with_a_refresh_and_lost_without() -> (
-    None
-):
-    recalls = {}
-    for name, options in (("refreshed", _at_once()), ("paper", _paper())):
-        run, other = _after_many_steps(options)
-        run.flush(0.01 * _query(7, count=4))
-        before = run.index.stats()["list_builds"]
-        recalls[name] = run.recall(other)
-        assert run.index.stats()["list_builds"] - before == (1 if name == "refreshed" else 0)
-    assert recalls["refreshed"] > 0.9 and recalls["paper"] < 0.6
-
-
 def test_queries_of_steps_get_lists_over_all_keys_at_the_next_flush() -> None:
-    run = Run(_options(update=1, coverage=0.0))
+    run = Run(_options(update=1))
     for step in range(2 * _options().centroids_for(PROMPT)):
         run.step(_query(5) + 0.1 * _query(100 + step))
     other = _query(6)
@@ -142,19 +125,6 @@ def test_queries_of_steps_get_lists_over_all_keys_at_the_next_flush() -> None:
     assert run.recall(other) == 1.0 and run.index.stats()["list_builds"] == 2
     run.step(other)
     assert run.index.stats()["list_builds"] == 2
-
-
-def test_all_keys_are_read_again_only_after_a_flush() -> None:
-    run, other = _after_many_steps(_at_once())
-    readings = run.store.readings
-    assert readings == 1
-    run.step(other)
-    assert run.store.readings == readings
-    # Coverage stays what it is now: the next flush asks for nothing.
-    for _ in range(2):
-        run.flush(0.01 * _query(7, count=4))
-        run.step(other)
-    assert run.store.readings == readings + 1
 
 
 @pytest.mark.parametrize("long", [True, False])
@@ -186,9 +156,7 @@ def test_the_newest_centroids_are_those_that_count() -> None:
     run = Run(_at_once(centroids=8))
     for step in range(21):
         run.step(_query(10 + step))
-    queue = run.index._file.queue
-    assert queue is not None and len(queue) == 8
-    queries, slots = queue.live()
+    queries, slots = run.centroids
     assert slots[0].tolist() == list(range(PROMPT + 13, PROMPT + 21))
     # The first step selected from the prompt's centroids, which it was one of.
     assert torch.equal(queries[:, :, -1, 0], _query(30)[:, :, 0])
@@ -199,28 +167,7 @@ def test_every_so_many_steps_a_query_joins(update: int, expected: int) -> None:
     run = Run(_at_once(update=update))
     for step in range(13):
         run.step(_query(10 + step))
-    assert run.index._file.queue is not None
-    assert int((run.index._file.queue.live()[1] > PROMPT).sum()) == 2 * expected
-
-
-@pytest.mark.parametrize("rerank", ["auto", "off"])
-def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rerank: str) -> None:
-    run = Run(_options(rerank=rerank))
-    for seed in range(10, 20):
-        run.step(_query(seed))
-    for holder in (run.store, run.index):
-        holder.crop(300)
-    run.end = 310
-    ids = run.step(_query(20))
-    assert ids is not None and int(ids.max()) < 300 and (rerank == "off" or int(ids.min()) >= 0)
-    assert run.index._file.queue is not None
-    assert all(int(ids.max()) < 300 for ids in run.index._file.queue.chunks())
-    query = run.queries[:, :, -1:]
-    run.flush(3 * query + 0.5 * _query(4, count=40))
-    if rerank == "auto":
-        assert run.recall(query) == 1.0
-    run.index.crop(0)
-    assert run.index.state_dict() == {} and run.index.nbytes() == 0
+    assert int((run.centroids.slots > PROMPT).sum()) == 2 * expected
 
 
 def test_bytes_and_stats_are_of_what_is_held() -> None:
@@ -236,28 +183,24 @@ def test_bytes_and_stats_are_of_what_is_held() -> None:
     assert run.index.cost(100, 10).nbytes == 2 * HEADS * (25 * DIM * 4 + 4 * 25 * 2)
     stats = run.index.stats()
     assert (stats["centroids"], stats["keys_scored"]) == (25, 2 * HEADS * PROMPT)
-    # New lists over all keys are what they were: coverage is looked at for published ones alone.
-    assert stats["coverage"] is None
-    assert 0.3 < Run(_at_once()).index.stats()["coverage"] <= 1.0
+    run.index.crop(0)
+    assert run.index.state_dict() == {} and run.index.nbytes() == 0
 
 
 def test_a_context_that_grows_has_more_centroids_and_keeps_the_old_ones() -> None:
     run = Run(_options(recent=4))
-    before = run.index._file.queue
-    assert before is not None and len(before) == 25
+    assert run.centroids.slots.shape == (2, 25)
     # The same again, in one long question: 50 centroids, half of them of the question at most.
     question = _query(8, count=400)
     run.step(question, select=False)
     run.flush(_query(9, count=400))
     run.step(_query(3))
-    queue = run.index._file.queue
-    assert queue is not None and len(queue) == queue.room == 50
-    slots = queue.live()[1][0]
+    slots = run.centroids.slots[0]
+    assert len(slots) == run.index._file.queue.room == 50
     assert int((slots < PROMPT).sum()) == 25 and int(slots.max()) == PROMPT + 399
 
 
 def test_padding_in_a_neighbours_question_pushes_no_centroid_out() -> None:
-    recalls = []
     for length in (8, 12):
         run = Run(_options())
         question, valid = _query(8, count=length), torch.ones(2, length, dtype=torch.bool)
@@ -266,11 +209,7 @@ def test_padding_in_a_neighbours_question_pushes_no_centroid_out() -> None:
         run.index.on_forward(question, question, run.end, valid)
         run.end += 12
         run.ask(question[:, :, -1:])
-        queue = run.index._file.queue
-        assert queue is not None
-        slots = queue.live()[1][0]
-        recalls.append(int((slots >= 0).sum()))
-    assert recalls == [25, 25]
+        assert int((run.centroids.slots[0] >= 0).sum()) == 25
 
 
 def test_of_drafts_every_eighth_query_joins() -> None:
@@ -280,9 +219,7 @@ def test_of_drafts_every_eighth_query_joins() -> None:
             run.step(_query(10 + step, count=4))
         run.flush(0.01 * _query(4, count=4))
         run.step(_query(3))
-        queue = run.index._file.queue
-        assert queue is not None
-        slots = queue.live()[1][0]
+        slots = run.centroids.slots[0]
         assert slots[slots >= PROMPT].tolist() == [PROMPT + 8 * i + 7 for i in range(4)]
 
 

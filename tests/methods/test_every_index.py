@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_sinks_padding_and_holes_are_never_selected(make: Make) -> None:
 @pytest.mark.parametrize("make", [name for name in NAMES if name != "lrqk, int8"], indirect=True)
 def test_what_stands_in_padding_does_not_matter(make: Make) -> None:
     tokens, valid = draw(0, PROMPT), ragged(SEQUENCES, PROMPT)
-    other = [torch.where(valid[:, None, :, None], x, 9.0) for x in tokens]
+    other = [torch.where(valid[:, None, :, None], x, math.nan) for x in tokens]
     results = [
         IndexRun(make, range(SEQUENCES)).prompt((queries, keys), valid, (90,)).go_on()
         for queries, keys in (tokens, other)

@@ -139,17 +139,6 @@ def test_a_head_with_a_longer_query_does_not_decide_alone() -> None:
     assert ours > 0.97 and ours > paper + 0.03
 
 
-def test_what_stands_in_padding_does_not_matter() -> None:
-    keys, query = _peaked(200, 32)
-    valid = torch.ones(2, 200, dtype=torch.bool)
-    valid[1, :90] = False
-    clean = _index(OURS, keys, valid, cut=120).search(query, cold_tokens(valid, 0.2, 20))
-    keys[1, :, :90] = float("nan")
-    assert torch.equal(
-        _index(OURS, keys, valid, cut=120).search(query, cold_tokens(valid, 0.2, 20)), clean
-    )
-
-
 def _counts_match(index: ParisIndex, keys: torch.Tensor, valid: torch.Tensor, first: int) -> None:
     """The counts are those of an index that was built from the tokens that are left."""
     fresh = _index(index.options.replace(center=False), keys, valid, cut=first)
@@ -174,26 +163,6 @@ def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts(first: int) -
         _counts_match(index, keys, valid, first)
         again = _index(options, keys, valid).search(query, cold_tokens(valid, 0.2, 20))
         assert torch.equal(index.search(query, cold_tokens(valid, 0.2, 20)), again)
-
-
-def test_reorder_fork_and_state_keep_the_selection() -> None:
-    keys, query = _peaked(200, 40)
-    valid = torch.ones(2, 200, dtype=torch.bool)
-    valid[1, :60] = False
-    index = ParisIndex(OURS)
-    early = index.fork()
-    for each in (index, early):
-        _fill(each, keys, valid, cut=120)
-    expected = index.search(query, cold_tokens(valid, 0.2, 20))
-    loaded = ParisIndex(OURS)
-    loaded.load_state_dict(index.state_dict())
-    for each in (index.fork(), early, loaded):
-        assert torch.equal(each.search(query, cold_tokens(valid, 0.2, 20)), expected)
-    order = torch.tensor([1, 1, 0])
-    index.reorder(order)
-    assert torch.equal(
-        index.search(query[order], cold_tokens(valid[order], 0.2, 20)), expected[order]
-    )
 
 
 def test_bytes_for_each_cold_token_are_what_the_codes_take() -> None:
@@ -282,6 +251,16 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     capped = overlap(index.search(query, cold_tokens(valid, scale, 24, softcap)), best)
     uncapped = overlap(index.search(query, cold_tokens(valid, scale, 24)), best)
     assert capped > 0.85 and capped > uncapped
+
+
+def test_a_saved_cache_may_name_the_published_tables_by_their_numbers() -> None:
+    """As caches of 0.1.0 with the preset do."""
+    levels = [0.0420, 0.1266, 0.2129, 0.3023, 0.3968, 0.4990, 0.6148, 0.7604]
+    rows = [[5_000, 0.5, 0.5], [10_000, 0.25, 0.3], [30_000, 0.2, 0.25], [math.inf, 0.1, 0.2]]
+    saved = {"tiers": None, "levels": levels, "schedule": rows}
+    assert ParisConfig.from_saved(**saved) == ParisConfig(tables="paper")
+    with pytest.raises(ValueError, match=r"schedule=.* this version only does as"):
+        ParisConfig.from_saved(schedule=rows)
 
 
 def test_an_empty_index_has_no_codes() -> None:

@@ -1,7 +1,7 @@
 """AQUA-KV's calibration: predictors of a layer's keys and values from those of the layer below.
 
 Shutova et al., *Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models*
-(2025), sections 3.1 to 3.3, algorithm 1; ``methods/aqua/predictors.py`` has the options and
+(2025), sections 3.1 to 3.3, algorithm 1; ``methods/aqua/learned.py`` has the options and
 the tensors.
 """
 
@@ -24,7 +24,7 @@ from hf_kvret.lab.calibrate.study import (
 )
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope
 from hf_kvret.methods.aqua.coding import NOT_CODED, default_group, make_codec
-from hf_kvret.methods.aqua.predictors import PredictorOptions
+from hf_kvret.methods.aqua.learned import PredictorOptions
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_model_patches.rope import Rope
 

@@ -30,7 +30,7 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES
 from hf_kvret.methods.a2ats.learned import SPACES as A2ATS_SPACES
 from hf_kvret.methods.aqua.coding import BITS, GROUPS
-from hf_kvret.methods.aqua.predictors import SPACES
+from hf_kvret.methods.aqua.learned import SPACES
 
 _AQUA = AquaCalibration()
 

@@ -13,7 +13,7 @@ from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.state import number
+from hf_kvret.contracts.state import number, transient
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.learned import METHOD, LearnedLayer, check_artifact, learned_layer
 from hf_kvret.options.config import RetrievalConfig
@@ -69,12 +69,12 @@ class A2ATSIndex(Index):
     _cold: int = number(0)
     # The fingerprint of the codebook makes sure that a saved cache is loaded with the same one.
     _fingerprint: int = number(0, key="learned")
+    # The positions [B, q] of the queries that are about to select.
+    _positions: torch.Tensor | None = transient()
 
     def __init__(self, options: A2ATSConfig, layer: int) -> None:
         self.options, self.layer = options, layer
         self._quantizer: LearnedLayer | None = None
-        # These are the positions [B, q] of the queries that are about to select.
-        self._positions: torch.Tensor | None = None
 
     def on_forward(
         self,
@@ -140,15 +140,6 @@ class A2ATSIndex(Index):
             return SearchCost(0, 0)
         codes = self._codes.rows[:, :, : self._cold].nbytes
         return SearchCost(0, codes + self._quantizer.words.nbytes + self._quantizer.inverse.nbytes)
-
-    def reset(self) -> None:
-        super().reset()
-        self._positions = None
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """As for every state; positions of the newest pass are dropped."""
-        super().reorder(rows)
-        self._positions = None
 
     def crop(self, length: int) -> None:
         """Tokens that return to the window keep their codes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self
@@ -13,17 +14,15 @@ from transformers import PreTrainedConfig
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import (
     Expected,
-    check_choices,
-    check_each,
     check_fit,
-    check_least,
     check_options,
     check_positions_known,
     check_tensors,
-    check_types,
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once
+from hf_kvret.options import declare
+from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
 
@@ -55,26 +54,18 @@ class CodebookOptions:
         ValueError: one that is out of its range.
     """
 
-    codewords: int = 4096
-    distance: int = 2048
-    rounds: int = 300
-    tolerance: float = 1e-3
-    space: str = "windowed"
-    query_aware: bool = True
-    compare: bool = True
-    codeword_dtype: str = "bfloat16"
-    seed: int = 0
+    codewords: int = option(4096, integer(1, most=codebook.MOST_CODEWORDS))
+    distance: int = option(2048, integer(0, "tokens", most=_LAST_POSITION))
+    rounds: int = option(300, integer(0))
+    tolerance: float = option(1e-3, real(0, "1e-3 is usual", below=math.inf))
+    space: str = option("windowed", OneOf("windowed", "rotated"))
+    query_aware: bool = option(True, FLAG)
+    compare: bool = option(True, FLAG)
+    codeword_dtype: str = option("bfloat16", OneOf(*CODEWORD_DTYPES))
+    seed: int = option(0, integer(0))
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if not 1 <= self.codewords <= codebook.MOST_CODEWORDS:
-            raise ValueError(f"codewords={self.codewords}: 1 to {codebook.MOST_CODEWORDS}")
-        check_least(self, distance=0, rounds=0, seed=0)
-        if self.distance > _LAST_POSITION:
-            raise ValueError(f"distance={self.distance}: at most {_LAST_POSITION}")
-        if not 0 <= self.tolerance < float("inf"):
-            raise ValueError(f"tolerance={self.tolerance}: 0 or more, 1e-3 is usual")
-        check_choices(self, space=SPACES, codeword_dtype=CODEWORD_DTYPES)
+        declare.check_options(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,11 +257,7 @@ def learned_layer(
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
 
     ``heads`` are the KV heads that this process holds; None: all of them.
-
-    Raises:
-        ValueError: codewords or metric are missing or of other shapes.
     """
-    check_each(artifact, [layer], _check_layer)
 
     def make() -> LearnedLayer:
         names = (f"layers.{layer}.{name}" for name in ("codewords", "metric"))

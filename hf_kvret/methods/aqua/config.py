@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.checks import check_choices
 from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.methods.aqua.coding import BITS, GROUPS, NOT_CODED
 from hf_kvret.methods.aqua.learned import METHOD, learned_options, needs_positions
@@ -54,29 +53,23 @@ class AquaConfig(ArtifactConfig):
     recent: int = 64
     flush: int = 64
     # A number once a cache has it.
-    bits: int | None = option(None, OneOf(2, 3, 4, 16, None))  # type: ignore[assignment]
-    first_bits: int | None = None
-    group: int | None = None
-    predictor: str | None = "artifact"
+    bits: int | None = option(None, OneOf(*BITS, None))  # type: ignore[assignment]
+    first_bits: int | None = option(None, OneOf(*BITS, None))
+    group: int | None = option(None, OneOf(*GROUPS, None))
+    predictor: str = option("artifact", OneOf("artifact", "none"))
     rest_obstacle = "aqua attends to all tokens, nothing is left out"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("artifact", "artifact_sha256"):
-            value = getattr(self, name)
-            if self.predictor in (None, "none") and value is not None:
-                raise ValueError(
-                    f"{name}={value!r} with predictor='none', which uses no artifact: leave one out"
-                )
         if self.predictor is None:
             # The command line parses "none" to None.
             object.__setattr__(self, "predictor", "none")
-        check_choices(
-            self,
-            first_bits=(None, *BITS),
-            group=(None, *GROUPS),
-            predictor=("artifact", "none"),
-        )
+        super().__post_init__()
+        for name in ("artifact", "artifact_sha256"):
+            value = getattr(self, name)
+            if self.predictor == "none" and value is not None:
+                raise ValueError(
+                    f"{name}={value!r} with predictor='none', which uses no artifact: leave one out"
+                )
         if not self.takes_store(self.store):
             raise ValueError(
                 f"store={self.store!r}: AQUA-KV reads all cold tokens at each step and rebuilds "

@@ -1,19 +1,52 @@
-"""Predictors and rotation of one layer, from the artifact, checked and on a device."""
+"""AQUA-KV's predictors: their options, their tensors in an artifact, and one layer's on a device.
+
+Shutova et al., *Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models*
+(2025), sections 3.2 and 3.3, algorithms 1 to 3. Rows are a token's KV heads side by side: ``Wk =
+Hkv * D`` numbers of keys, ``Wv = Hkv * Dv`` of values. Hats are reconstructions: prediction plus
+decoded residual. In the *anchor*, the first layer that is studied, nothing is predicted, but for
+the mean with ``anchor_mean``. In the others, with ``p`` the layer that was studied before::
+
+    key_residual   = codec(K(l) - key(K_hat(p)))                 K_hat(l) = key(..) + decoded
+    value_residual = codec(V(l) - value([K_hat(l); V_hat(p)]))   V_hat(l) = value(..) + decoded
+
+Sums are fp32; reconstructions are rounded to the model's dtype before anything reads them. Keys are
+those before RoPE where ``space`` is ``"before"``. A row of latent attention, a latent and a rotated
+key, is one key with its value in it: nothing is learned or coded of values.
+
+Tensors of a layer, under ``layers.N.``:
+
+=================== ============== ====== ====================================================
+name                shape          dtype
+=================== ============== ====== ====================================================
+inv_freq            [R / 2]        fp32   of the layer's RoPE, in all layers
+key.weight          [out, in]      bf16   ``weight @ x + bias``; no weight in an anchor
+key.bias            [out]          fp32   in an anchor only with ``anchor_mean``: the mean
+value.*                                   the same
+=================== ============== ====== ====================================================
+
+The settings of a layer are ``layout``, ``attention_factor`` (RoPE's, as for A2ATS), ``role``
+(``"anchor"`` or ``"predicted"``), ``previous`` (number of layer p; None in an anchor), ``bits`` (2,
+3, 4; 16: not coded), ``group`` and ``value_group`` (of the codec, for keys and values), ``heads``,
+``head_dim``, ``value_head_dim`` (0 where values are in their keys), and ``last``, True where the
+last elements of a key are rotated. Options beside them are the fields of ``PredictorOptions``; the
+codec's seed is ``seed``. Artifacts of 0.1.0 may have several anchors, and more options.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import (
     Expected,
-    check_each,
     check_fit,
     check_options,
     check_positions_known,
@@ -23,10 +56,13 @@ from hf_kvret.artifacts.checks import (
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once
-from hf_kvret.methods.aqua.predictors import Predictor, PredictorOptions
+from hf_kvret.methods.aqua.coding import BITS, GROUPS
+from hf_kvret.options import declare
+from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
 from hf_kvret_model_patches.rope import Rope
 
 METHOD = "aqua"
+SPACES = ("before", "after")
 
 # Options of older calibrations, with the value that is left, and those that changed other values.
 _RETIRED = {
@@ -39,8 +75,71 @@ _RETIRED = {
 _UNREAD = ("rank", "hidden", "steps", "anchor_every")
 
 
+@dataclass(frozen=True)
+class PredictorOptions:
+    """How the predictors of keys and values of each layer are made.
+
+    Attributes:
+        bits: of residuals: 2, 3, 4; 16 for predictors that know no quantizer, for study.
+        first_bits: of the anchor: 2, 3, 4, 16 (left as it is), or ``"auto"``: 4, unless that leaves
+            an error of more than ``ANCHOR_LIMIT`` of the variance, then 16.
+        group: numbers that share a scale, a power of two from 8 to 1024; None for the largest that
+            divides keys and values of a token.
+        ridge: in units of the mean variance of an input.
+        sinks: first tokens of each sequence that are left out.
+        space: ``"before"`` or ``"after"`` RoPE.
+        anchor_mean: take the mean of keys and values off in the anchor [ours]: the codec's error
+            grows with the whole row, and an offset is the same for all tokens.
+        seed: of the codec's signs.
+
+    Raises:
+        TypeError: an option of another kind than above.
+        ValueError: one that is out of its range.
+    """
+
+    bits: int = option(2, OneOf(*BITS))
+    first_bits: int | str = option(4, OneOf(*BITS, "auto"))
+    group: int | None = option(None, OneOf(*GROUPS, None))
+    ridge: float = option(1e-3, real(note="1e-3 is the paper's", above=0, below=math.inf))
+    sinks: int = option(4, integer(0, "tokens"))
+    space: str = option("before", OneOf(*SPACES))
+    anchor_mean: bool = option(False, FLAG)
+    seed: int = option(0, integer(0))
+
+    def __post_init__(self) -> None:
+        declare.check_options(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A linear map of rows, or their mean.
+
+    Products are computed in the model's dtype; biases are added in fp32, because keys may have
+    offsets far beyond their spread.
+
+    Attributes:
+        weight: ``[out, in]`` in the model's dtype; None: the bias is all there is.
+        bias: ``[out]`` fp32.
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor
+
+    def __call__(self, inputs: torch.Tensor | None) -> torch.Tensor:
+        """``[B, n, out]`` fp32 of ``inputs [B, n, in]``; ``[out]`` where there is no weight."""
+        if self.weight is None:
+            return self.bias
+        assert inputs is not None, "an anchor has no weight"
+        return F.linear(inputs, self.weight).float() + self.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.bias.nbytes + (0 if self.weight is None else self.weight.nbytes)
+
+
 class LayerSettings(NamedTuple):
-    """Settings of a layer, as ``predictors`` describes them."""
+    """Settings of a layer, as described above."""
 
     previous: int | None
     heads: int
@@ -182,9 +281,7 @@ def learned_layer(
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
 
     Without ``with_inputs`` predictors that have inputs are left out. ``dtype`` is the model's.
-    ValueError where tensors are missing or of other shapes.
     """
-    check_each(artifact, [layer], _check_layer)
     options = learned_options(artifact)
 
     def predictor(source: dict[str, torch.Tensor], name: str) -> Predictor | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
-from hf_kvret.contracts.state import Tensors, part
+from hf_kvret.contracts.state import Tensors, part, transient
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows
@@ -74,13 +74,14 @@ class AquaStore(Store):
     _pages: BytePages = part(key="")
     # Tokens that a crop moved back to the window keep theirs until others replace them.
     _positions: TokenBuffer = passed(may_be_empty=True)
+    # For the layer above. It would be of other rows after a reorder, and is no fork's.
+    _reconstruction: Rows | None = transient()
 
     def __init__(self, plan: LayerPlan, memory: PageMemory) -> None:
         self.memory = memory
         self.plan = plan
         self._pages = BytePages(memory)
         self._coder: RowCoder | None = None
-        self._reconstruction: Rows | None = None
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -163,23 +164,12 @@ class AquaStore(Store):
 
     def reset(self) -> None:
         super().reset()
-        self._coder = self._reconstruction = None
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """As for every state; drops the reconstruction, which is of other rows."""
-        super().reorder(rows)
-        self._reconstruction = None
+        self._coder = None
 
     def crop(self, length: int) -> None:
         """As for every state; drops the reconstruction, which has more tokens."""
         super().crop(length)
         self._reconstruction = None
-
-    def fork(self) -> Self:
-        """As for every state, without the reconstruction, which is for the original's layers."""
-        twin = super().fork()
-        twin._reconstruction = None
-        return twin
 
     def nbytes(self) -> int:
         """As for every state, plus the reconstruction."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
@@ -24,15 +24,11 @@ class CTkvrConfig(RetrievalConfig):
         nprobe: centroids whose lists a query recalls, C'.
         rerank: ``"auto"``: the best of the recalled tokens are attended to, compared by their keys
             where the store attends. ``"off"``: all of them are.
-        causal: at the first build, a centroid lists no key that comes after it. Not for choices
-            with early centroids.
         update: decoded tokens from one new centroid to the next; each drops the oldest. 0: never.
         update_lists: the keys of a new centroid's list: ``"all"`` keys, at the next flush, or the
             ``"recalled"`` keys, at once.
         pending: every query recalls the tokens that are in no list yet. Beyond this number of them
             all lists are made again. 0: such tokens are not recalled.
-        coverage: lists are made again when the share of cold tokens in any list falls below this
-            part of its first value. 0: never.
         questions: the queries of a pass of several tokens become centroids, with lists over all
             keys, before the answer is selected.
     """
@@ -47,12 +43,11 @@ class CTkvrConfig(RetrievalConfig):
             "update": 1,
             "update_lists": "recalled",
             "pending": 0,
-            "coverage": 0.0,
             "questions": False,
         }
     }
 
-    retired: ClassVar[Mapping[str, Any]] = {"seed": 0}
+    retired: ClassVar[Mapping[str, Any]] = {"seed": 0, "causal": False, "coverage": 0.0}
 
     centroids: int = option(2048, integer(1))
     tokens_per_centroid: int = option(16, integer(1))
@@ -60,12 +55,17 @@ class CTkvrConfig(RetrievalConfig):
     list_ratio: float = option(2.5, real(note="one list fills a budget", least=1, below=math.inf))
     nprobe: int = option(4, integer(1))
     rerank: str = option("auto", OneOf("auto", "off"))
-    causal: bool = option(False, FLAG)
     update: int = option(8, integer(0))
     update_lists: str = option("all", OneOf("all", "recalled"))
     pending: int = option(2048, integer(0))
-    coverage: float = option(0.5, real(note="a share", least=0, most=1))
     questions: bool = option(True, FLAG)
+
+    @classmethod
+    def from_saved(cls, **options: Any) -> Self:
+        """As for every method; ``coverage`` was for recalled lists alone."""
+        if options.get("update_lists") != "recalled":
+            options.pop("coverage", None)
+        return super().from_saved(**options)
 
     @property
     def even_len(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
-from hf_kvret.contracts.state import number, part
+from hf_kvret.contracts.state import number, part, transient
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import (
     MOST_TOKENS,
@@ -60,6 +60,10 @@ class CTkvrIndex(Index):
     _steps: int = number(0, key="counts")
     _flushed: bool = number(False, key="counts")
     _queries_since_question: float = number(math.inf, key="counts")
+    # Which queries of this pass become centroids at once, their slots [B, q], and what they chose.
+    _columns: list[int] | None = transient()
+    _slots: torch.Tensor | None = transient()
+    _selection: _Selection | None = transient()
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
@@ -68,14 +72,6 @@ class CTkvrIndex(Index):
         self._question_queries = CentroidSampler(options.centroids)
         self._step_queries = CentroidSampler(options.centroids)
         self._file = InvertedFile(options)
-        self._forget_pass()
-
-    def _forget_pass(self) -> None:
-        """Drop state that lives between the hooks of one pass."""
-        # Which queries become centroids at once, and their slots [B, q].
-        self._columns: list[int] = []
-        self._slots: torch.Tensor | None = None
-        self._selection: _Selection | None = None
 
     def on_forward(
         self,
@@ -88,7 +84,7 @@ class CTkvrIndex(Index):
         options, count = self.options, queries.shape[2]
         after_pause = self._queries_since_question >= _PAUSE
         self._heads, self._group = keys.shape[1], queries.shape[1] // keys.shape[1]
-        self._columns, self._slots = [], None
+        self._columns = self._slots = None
         if self._file.queue is None:
             # Keeps the copies small while the cache is short.
             self._prompt_queries.most = options.centroids_for(start + count)
@@ -121,9 +117,8 @@ class CTkvrIndex(Index):
         if file.queue is None:
             if cold.budget >= len(cold):
                 return
-            file.start(
-                cold, self._centroids(self._prompt_queries, options.centroids_for(len(cold)))
-            )
+            most = options.centroids_for(len(cold))
+            file.list_all(cold, self._centroids(self._prompt_queries, most))
             self._prompt_queries.reset()
             self._flushed = False
         # Even a long question replaces at most half of the centroids.
@@ -133,7 +128,7 @@ class CTkvrIndex(Index):
         new = [self._centroids(sampler, most) for sampler in samplers]
         for sampler in samplers:
             sampler.reset()
-        file.keep_up(cold, new, self._flushed)
+        file.keep_up(cold, new)
         self._flushed = False
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
@@ -222,9 +217,9 @@ class CTkvrIndex(Index):
     def after_search(self, ids: torch.Tensor) -> None:
         """Make queries of this pass centroids, with the best of their recalled tokens."""
         selection, columns, slots = self._selection, self._columns, self._slots
-        self._selection, self._columns, self._slots = None, [], None
+        self._selection = self._columns = self._slots = None
         queue = self._file.queue
-        if selection is None or slots is None or queue is None:
+        if selection is None or columns is None or slots is None or queue is None:
             return
         if selection.queries.shape[2] > columns[-1]:
             centroids = Centroids(selection.queries[:, :, columns], slots)
@@ -247,11 +242,6 @@ class CTkvrIndex(Index):
         queue = self._file.queue
         return 0 if queue is None else queue.recall_nbytes(self.options.nprobe)
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """As for every state; drops state between hooks, which is of other rows."""
-        super().reorder(rows)
-        self._forget_pass()
-
     def crop(self, length: int) -> None:
         """As for every state; a crop to 0 also forgets the queries."""
         if length == 0:
@@ -260,16 +250,6 @@ class CTkvrIndex(Index):
             return
         self._length = length
         super().crop(length)
-
-    def reset(self) -> None:
-        super().reset()
-        self._forget_pass()
-
-    def fork(self) -> Self:
-        """As for every state, without state between hooks, which is of the original."""
-        twin = super().fork()
-        twin._forget_pass()
-        return twin
 
     def set_options(self, options: Any) -> None:
         super().set_options(options)
@@ -280,8 +260,7 @@ class CTkvrIndex(Index):
 
         ``centroids``: current number. ``list_builds``: how often lists over all keys were made, and
         ``keys_scored``: keys read from the store for them, over batch and KV heads.
-        ``pending_tokens``: tokens in no list yet. ``coverage``: share of the cold tokens in any
-        list at the last check.
+        ``pending_tokens``: tokens in no list yet.
         """
         return {**self._file.stats(), "pending_tokens": self._length - self._file.listed_len}
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.state import State, number, part, tensor
+from hf_kvret.contracts.state import State, number, part
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret_kernels import centroid
@@ -94,23 +94,12 @@ class InvertedLists(State):
         """View ``[B, m]`` int64: slots of the queries, -1 for padding."""
         return self._slots.rows[:, 0]
 
-    @property
-    def ids(self) -> torch.Tensor:
-        """``[B, H, m, rho]`` int32, -1 for none; unpacks all lists, which takes much memory."""
-        return self.ids_of(slice(None))
-
     def ids_of(self, span: slice) -> torch.Tensor:
         """``[B, H, *, rho]`` int32: the lists of the centroids in ``span``."""
         ids = self._low.rows[:, :, span].int().bitwise_and_(0xFFFF)
         if len(self._high):
             ids |= self._high.rows[:, :, span].int().bitwise_left_shift_(16)
         return ids.sub_(1)
-
-    def chunks(self, first: int = 0) -> Iterator[torch.Tensor]:
-        """``[B, H, *, rho]`` int32, some lists after the others, from the one of ``first`` on."""
-        step = self.chunk_len(self.width) if len(self) else 1
-        for start in range(first, len(self), step):
-            yield self.ids_of(slice(start, start + step))
 
     def chunk_len(self, elements: int) -> int:
         """Centroids to process at once, at least 1, if each has so many ``elements`` per head."""
@@ -171,10 +160,11 @@ class InvertedLists(State):
         """Remove all slots from ``length`` on from the lists; centroids stay."""
         if not len(self):
             return
-        old = self.fork()
+        old, step = self.fork(), self.chunk_len(self.width)
         self._low, self._high = _small(), _small()
-        lists = (ids.masked_fill_(ids >= length, -1) for ids in old.chunks())
-        self._pack(lists, self.queries, len(old._high) > 0)
+        lists = (old.ids_of(slice(start, start + step)) for start in range(0, len(old), step))
+        kept = (ids.masked_fill_(ids >= length, -1) for ids in lists)
+        self._pack(kept, self.queries, len(old._high) > 0)
 
     def list_nbytes(self) -> int:
         """Bytes of one list of one head and sequence."""
@@ -260,15 +250,6 @@ class CentroidQueue(State):
             result.append(Centroids(self._fresh.queries, self._fresh.slots))
         return result
 
-    def live(self) -> Centroids:
-        """All that count."""
-        return joined(self.generations())
-
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """All lists that count, ``[B, H, *, width]`` int32, some after the others."""
-        yield from self._base.chunks(self.drop_count)
-        yield from self._fresh.chunks()
-
     def lists_of(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, c, width]`` int32: for each sequence those of ``index [B, c]``.
 
@@ -323,7 +304,7 @@ class CentroidQueue(State):
 
 
 class InvertedFile(State):
-    """Makes the lists of centroids, and monitors their coverage.
+    """Makes the lists of centroids.
 
     Attributes:
         queue: the centroids; None before the first lists.
@@ -336,25 +317,25 @@ class InvertedFile(State):
     listed_len: int = number(0, key="listed")
     list_builds: int = number(0, saved=False, reset_on_fork=True)
     keys_scored: int = number(0, saved=False, reset_on_fork=True)
-    # Share of the tokens in any list, [B] fp32, at the last check.
-    _coverage: torch.Tensor | None = tensor(
-        key="covered", optional=True, shared=True, dims="B", dtype=torch.float32
-    )
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
 
-    def start(self, cold: ColdTokens, centroids: Centroids) -> None:
-        """Make the first lists."""
-        self._list_all(cold, centroids, causal=self.options.causal)
+    def list_all(self, cold: ColdTokens, centroids: Centroids) -> None:
+        """Make a new queue of these centroids; then no token is pending."""
+        centroids = centroids.padding_first()
+        width = self.options.list_len(len(cold), cold.budget)
+        chunks = self._lists(cold, centroids, width)
+        queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
+        queue.push(centroids, chunks, len(cold))
+        self.queue = queue
+        self.listed_len = len(cold)
 
-    def keep_up(self, cold: ColdTokens, new: list[Centroids], flushed: bool) -> None:
-        """Add centroids; rebuild all lists if too much is pending or they are too short.
+    def keep_up(self, cold: ColdTokens, new: list[Centroids]) -> None:
+        """Add ``new`` centroids, with lists over all keys.
 
-        Synchronizes with the device only if there are new centroids, or if tokens became cold just
-        before (``flushed``).
-
-        ``new`` centroids get lists over all keys.
+        All lists are made again where too much is pending or they are too short. Synchronizes with
+        the device only where lists are made.
         """
         options, queue = self.options, self.queue
         assert queue is not None
@@ -362,12 +343,10 @@ class InvertedFile(State):
         late = options.pending and len(cold) - self.listed_len > options.pending
         list_len = options.list_len(len(cold), cold.budget)
         if late or queue.width < _SHORT * list_len:
-            self._list_all(cold, joined([*queue.generations(), *new]))
+            self.list_all(cold, joined([*queue.generations(), *new]))
             return
         for centroids in new:
             self._join(cold, centroids, queue)
-        if flushed and self._coverage is not None:
-            self._list_where_coverage_fell(cold, queue)
 
     def pending(self, cold_len: int) -> int:
         """Number of tokens that every query recalls in addition to the lists."""
@@ -379,25 +358,12 @@ class InvertedFile(State):
         super().crop(length)
 
     def stats(self) -> dict[str, Any]:
-        """Counts, and the coverage at the last check; None if it is not checked."""
+        """Counts."""
         return {
             "centroids": 0 if self.queue is None else len(self.queue),
             "list_builds": self.list_builds,
             "keys_scored": self.keys_scored,
-            "coverage": None if self._coverage is None else float(self._coverage.mean()),
         }
-
-    def _list_all(self, cold: ColdTokens, centroids: Centroids, causal: bool = False) -> None:
-        """Rebuild the queue with these centroids; then no token is pending."""
-        centroids = centroids.padding_first()
-        width = self.options.list_len(len(cold), cold.budget)
-        chunks = self._lists(cold, centroids, width, causal)
-        queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
-        queue.push(centroids, chunks, len(cold))
-        self.queue = queue
-        self.listed_len = len(cold)
-        if self.options.coverage > 0 and self.options.update_lists == "recalled":
-            self._coverage = share_listed(self.queue, cold.valid, self.listed_len)
 
     def _join(self, cold: ColdTokens, centroids: Centroids, queue: CentroidQueue) -> None:
         """Add centroids; padding of one sequence must not evict centroids of another."""
@@ -412,30 +378,10 @@ class InvertedFile(State):
         self.queue = CentroidQueue(queue.room, queue.width)
         self.queue.push(everyone.padding_first(), lists, len(cold))
 
-    def _list_where_coverage_fell(self, cold: ColdTokens, queue: CentroidQueue) -> None:
-        """Rebuild the lists of sequences whose coverage is too low."""
-        assert self._coverage is not None
-        coverage = share_listed(queue, cold.valid, self.listed_len)
-        low = coverage < self.options.coverage * self._coverage
-        if not bool(low.any()):
-            return
-        live = queue.live()
-        chunks = self._lists(cold, live, queue.width)
-        # The other sequences of a batch must not change.
-        order = torch.arange(len(queue), device=low.device).expand(len(low), -1)
-        lists = _either(low[:, None].expand_as(order), chunks, queue, order)
-        self.queue = CentroidQueue(queue.room, queue.width)
-        self.queue.push(live, lists, len(cold))
-        # So that the next rebuild needs an even lower coverage.
-        coverage = share_listed(self.queue, cold.valid, self.listed_len)
-        self._coverage = torch.where(low, coverage, self._coverage)
-
-    def _lists(
-        self, cold: ColdTokens, centroids: Centroids, width: int, causal: bool = False
-    ) -> Iterator[torch.Tensor]:
+    def _lists(self, cold: ColdTokens, centroids: Centroids, width: int) -> Iterator[torch.Tensor]:
         self.list_builds += 1
         self.keys_scored += centroids.queries[:, :, 0, 0, 0].numel() * len(cold)
-        return best_keys(cold, centroids, width, causal=causal)
+        return _best_keys(cold, centroids, width)
 
 
 def _in_order(
@@ -462,13 +408,11 @@ def _either(
             start = span.stop
 
 
-def best_keys(
-    cold: ColdTokens, centroids: Centroids, width: int, *, causal: bool
-) -> Iterator[torch.Tensor]:
+def _best_keys(cold: ColdTokens, centroids: Centroids, width: int) -> Iterator[torch.Tensor]:
     """Lists ``[B, H, *, width]`` int32, of some centroids after the others: their best keys.
 
-    Best first, then -1; padding has an empty list. ``causal`` leaves out keys after the centroid.
-    Reads all keys; on a CPU it copies them, or reads them some times (see ``centroid.key_lists``).
+    Best first, then -1; padding has an empty list. Reads all keys; on a CPU it copies them, or
+    reads them some times (see ``centroid.key_lists``).
     """
     queries, slots = centroids
     batch, heads, count, _, dim = queries.shape
@@ -490,24 +434,8 @@ def best_keys(
         valid=cold.valid,
         scale=cold.scale,
         softcap=cold.softcap,
-        positions=slots if causal else None,
     ):
         padding = slots[:, start : start + ids.shape[2]] < 0
         start += ids.shape[2]
         yield ids.masked_fill_(padding[:, None, :, None], -1)
     assert start == count, "there is a list for each centroid"
-
-
-def share_listed(queue: CentroidQueue, valid: torch.Tensor, tokens: int) -> torch.Tensor:
-    """``[B]`` fp32: share of the first ``tokens`` valid tokens in any list, mean over heads.
-
-    ``valid [B, n]``; 0 for a row without valid tokens.
-    """
-    count = min(tokens, valid.shape[1])
-    marks = torch.zeros(len(valid), queue.heads, count + 1, dtype=torch.bool, device=valid.device)
-    for ids in queue.chunks():
-        flat = ids.flatten(2).long()
-        marks.scatter_(2, flat.masked_fill((flat < 0) | (flat >= count), count), True)
-    token_mask = valid[:, None, :count]
-    share_sum = (marks[..., :count] & token_mask).sum(-1).float().mean(1)
-    return share_sum / token_mask.sum(-1)[:, 0].clamp(min=1)

@@ -1,6 +1,6 @@
 """LRQK: low-rank proxies of queries and keys choose the tokens."""
 
-from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
+from hf_kvret.methods.lrqk.als import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.index import LRQKCache, LRQKIndex
 

@@ -12,7 +12,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
 from hf_kvret.contracts.state import number, part, tensor
-from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
+from hf_kvret.methods.lrqk.als import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
 from hf_kvret.methods.lrqk.proxies import Proxies, project

@@ -13,7 +13,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
 from hf_kvret.contracts.schema import FLOATS
-from hf_kvret.contracts.state import number, tensor
+from hf_kvret.contracts.state import number, tensor, transient
 from hf_kvret.contracts.store import Store
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.options.config import RetrievalConfig
@@ -93,6 +93,17 @@ class ParisConfig(RetrievalConfig):
     center: bool = option(True, FLAG)
     seed: int = option(0, integer())
 
+    @classmethod
+    def from_saved(cls, **options: Any) -> Self:
+        """As for every method; ``tables="paper"`` was two options before."""
+        rows = [list(row) for row in SCHEDULES["paper"]]
+        tables = {"levels": list(_PAPER_LEVELS), "schedule": rows}
+        if all(options.get(name) == value for name, value in tables.items()):
+            options = {**options, "tables": "paper"}
+            for name in tables:
+                del options[name]
+        return super().from_saved(**options)
+
     @property
     def even_len(self) -> int:
         """See ``RetrievalConfig``; changes of the shares beyond 64K tokens are left out."""
@@ -157,12 +168,12 @@ class ParisIndex(CapturableIndex, Index):
     # Random signs of the rotation, [P] fp32, and the [8] fp32 levels of magnitudes.
     _signs: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
     _levels: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
+    # The last search on a CPU, and the options and scoring that it was made for.
+    _host_search: ParisSearch | None = transient()
+    _host_search_key: tuple[object, ...] | None = transient()
 
     def __init__(self, options: ParisConfig) -> None:
         self.options = options
-        # The last search on a CPU, and the options and scoring that it was made for.
-        self._host_search: ParisSearch | None = None
-        self._host_search_key: tuple[object, ...] = ()
 
     def add(self, block: TokenBlock) -> None:
         if self._counts is None:
@@ -319,20 +330,6 @@ class ParisIndex(CapturableIndex, Index):
             dropped.sign[:, :, length:], m=self.options.subspace_dim, valid=counted
         )
         super().crop(length)
-
-    def reset(self) -> None:
-        super().reset()
-        self._host_search = None
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        super().reorder(rows)
-        self._host_search = None
-
-    def fork(self) -> Self:
-        """As for every state; the last search would keep the original's codes alive."""
-        twin = super().fork()
-        twin._host_search = None
-        return twin
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

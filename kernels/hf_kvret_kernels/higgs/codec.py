@@ -55,7 +55,6 @@ class HiggsCodec:
         bits: of the codes, for one number: 2, 3 or 4.
         group: neighbouring numbers of a row that share a scale; a power of two, 8 to 1024.
         seed: of the signs, which are drawn on the CPU: the same on every device.
-        signs: False leaves them out, for comparisons.
 
     Raises:
         ValueError: bits or a group that there are not.
@@ -66,7 +65,6 @@ class HiggsCodec:
     bits: int
     group: int
     seed: int = 0
-    signs: bool = True
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -231,7 +229,7 @@ class HiggsCodec:
 
     def sign_tensor(self, device: torch.device) -> torch.Tensor:
         """``[group]`` fp32 of +1 and -1 on ``device``; shared, not to be written to."""
-        return naive.random_signs(self.group, self.seed if self.signs else None, device)
+        return naive.random_signs(self.group, self.seed, device)
 
     def encode_rows(self, rows: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """``(codes, scales)`` of ``rows [n, W]``, contiguous; uint8 and fp16 of any shapes."""

@@ -137,10 +137,8 @@ def grid_words(bits: int, device: torch.device, dtype: torch.dtype) -> torch.Ten
 
 
 @lru_cache(maxsize=64)
-def random_signs(group: int, seed: int | None, device: torch.device) -> torch.Tensor:
-    """``[group]`` fp32 of +1 and -1, drawn on the CPU and so equal everywhere; None: all +1."""
-    if seed is None:
-        return torch.ones(group, dtype=torch.float32, device=device)
+def random_signs(group: int, seed: int, device: torch.device) -> torch.Tensor:
+    """``[group]`` fp32 of +1 and -1, drawn on the CPU and so equal everywhere."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     bits = torch.randint(0, 2, (group,), generator=generator, device="cpu")
     return (bits.float() * 2 - 1).to(device)
